@@ -1,0 +1,1 @@
+"""What all capabilities share. It knows none of them."""

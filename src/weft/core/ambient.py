@@ -1,0 +1,141 @@
+"""What surrounds a call in PyTorch without being an argument of it.
+
+Grad mode, autocast, the default device and context variables belong to a *thread*. A worker thread starts
+without them, so a stage that runs there would silently compute something else. They are captured once where
+the user calls, entered by every worker, and entered again when a stage is recomputed in backward, which
+usually runs outside of the user's ``with torch.autocast(...)``.
+
+Flags that belong to the *process* (deterministic algorithms, float32 matmul precision) need no carrying into
+threads, but a recomputation must see those of its forward: `Ambient.process_flags` sees to it.
+"""
+
+import contextvars
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+Phase = Literal["", "checkpointing", "recomputing"]
+
+
+class _PhaseOfThread(threading.local):
+    phase: Phase = ""
+
+
+_current = _PhaseOfThread()
+
+
+def is_checkpointing() -> bool:
+    """True inside a forward whose graph is not kept, because it will be recomputed in backward."""
+    return _current.phase == "checkpointing"
+
+
+def is_recomputing() -> bool:
+    """True inside the second forward of a checkpointed stage, which backward starts."""
+    return _current.phase == "recomputing"
+
+
+@contextmanager
+def phase(name: Phase) -> Generator[None]:
+    """Tell `is_checkpointing` and `is_recomputing` where this thread is; also restored on error."""
+    before, _current.phase = _current.phase, name
+    try:
+        yield
+    finally:
+        _current.phase = before
+
+
+@dataclass(frozen=True)
+class ProcessFlags:
+    """The process-wide switches that change what an operator computes."""
+
+    deterministic: bool
+    warn_only: bool
+    matmul_precision: str
+
+    @staticmethod
+    def capture() -> "ProcessFlags":
+        return ProcessFlags(
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_float32_matmul_precision(),
+        )
+
+    def establish(self) -> None:
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.set_float32_matmul_precision(self.matmul_precision)
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """The surroundings of one call, captured in the caller's thread by `capture`.
+
+    The workers' grad mode is not in here: segments set it action by action.
+    """
+
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    default_device: torch.device
+    flags: ProcessFlags
+    context: contextvars.Context
+
+    @staticmethod
+    def capture(device_types: Iterable[str]) -> "Ambient":
+        """The surroundings of this thread, as far as they concern devices of the given types."""
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", *device_types))
+            if torch.is_autocast_enabled(kind)
+        )
+        return Ambient(
+            torch.is_inference_mode_enabled(),
+            autocast,
+            torch.get_default_device(),
+            ProcessFlags.capture(),
+            contextvars.copy_context(),
+        )
+
+    @contextmanager
+    def here(self) -> Generator[None]:
+        """Enter the surroundings in this thread.
+
+        The cache of autocast is off inside: it would hand weights that were cast without a graph (in a
+        checkpointed forward) to a forward that needs their gradient.
+        """
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            yield
+
+    def without_autocast(self) -> "Ambient":
+        """For backward, whose operators have the dtypes that forward chose."""
+        return replace(self, autocast=())
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Call `function` inside the surroundings, with a copy of the caller's context variables."""
+
+        def inside() -> None:
+            with self.here():
+                function()
+
+        self.context.copy().run(inside)
+
+    @contextmanager
+    def process_flags(self) -> Generator[None]:
+        """Re-establish the process-wide flags of the capture, where they have changed since."""
+        now = ProcessFlags.capture()
+        if now == self.flags:
+            yield
+            return
+        self.flags.establish()
+        try:
+            yield
+        finally:
+            now.establish()

@@ -1,0 +1,77 @@
+"""The one door between PyTorch's autograd and a run.
+
+For autograd a whole step is a single node, whose inputs are the tensors that go in and *all parameters*:
+
+    inputs, parameters --> [ Boundary: journey.forward ] --> outputs --> the user's loss
+    their gradients    <-- [           journey.backward ] <-- gradients of the outputs
+
+So ``loss.backward()`` stays plain, every parameter gets its gradient once per step (its hooks fire once, which
+DistributedDataParallel relies on), and ``torch.autograd.grad(loss, parameters)`` works whatever the stages keep.
+The price: no gradient of a gradient.
+"""
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import DoubleBackwardError
+
+
+class Journey(Protocol):
+    """One step: from the tensors that go in to those that come out, and their gradients the same way back."""
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """The tensors that come out, and which of them have a gradient."""
+        ...
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
+        """One gradient per tensor that went in, in their order. With `retain` it may be called again."""
+        ...
+
+
+class Boundary(torch.autograd.Function):
+    """Use `cross`; this is its autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, journey: Journey, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        outputs, tracked = journey.forward()
+        ctx.journey = journey
+        ctx.mark_non_differentiable(*(out for out, wanted in zip(outputs, tracked, strict=True) if not wanted))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "a gradient of a gradient (create_graph=True) was asked for, but the stages ran cut out of autograd; "
+                "use executor='graph', which leaves the whole graph visible"
+            )
+        retain = bool(torch._C._autograd._get_current_graph_task_keep_graph())
+        return (None, *ctx.journey.backward(gradients, retain=retain))
+
+
+def cross(journey: Journey, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Take the journey as one node of autograd; `tensors` are all that it may have gradients for."""
+    return Boundary.apply(journey, *tensors)  # pyright: ignore[reportUnknownMemberType, reportReturnType]
+
+
+@contextmanager
+def quiet_hooks(parameters: Iterable[Tensor]) -> Generator[None]:
+    """Keep the parameters' own gradient hooks from firing inside.
+
+    `torch.autograd.grad` fires the hooks of the tensors that it is asked about. The stages ask once per
+    micro-batch, but a hook belongs to the whole step: it fires when the node hands the gradient on.
+    """
+    hooks: list[Any] = [each._backward_hooks for each in parameters if each._backward_hooks]
+    saved = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, saved, strict=True):
+            each.update(before)

@@ -1,0 +1,91 @@
+"""Choosing between ways of running the same step by measuring them on the user's own steps.
+
+Threads pay when the operators are long and cost when they are short: under the interpreter lock, two threads
+that both launch operators of 10 us run slower than one. No property of a model tells which it is, so the
+first steps of each kind try the candidates in turn, and the fastest is kept:
+
+    step      1        2        3        4        5        6        7        8      ...
+    runs      serial   threads  serial   threads  serial   threads  serial   the faster one
+              warm-up  warm-up  '------------- measured -------------'
+
+All candidates give the same numbers, so nobody notices but the clock.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+from torch import Tensor
+
+from weft.core.boundary import Journey
+
+_WARM_UP = 1
+_SAMPLES = 3
+_WORTH = 0.97  # a candidate must be that much faster to replace the first, which is the simplest
+
+
+@dataclass
+class _Trial:
+    """The times of one kind of step: per candidate, in seconds, of whole steps (forward, and backward if any)."""
+
+    seconds: list[list[float]]
+    best: int | None = None
+
+
+@dataclass
+class Choice:
+    """Which of `candidates` to use for each kind of step. Candidate 0 is the simplest."""
+
+    candidates: int
+    _trials: dict[Hashable, _Trial] = field(default_factory=dict[Hashable, _Trial])
+
+    def pick(self, kind: Hashable) -> int:
+        """The candidate for the next step of this kind."""
+        trial = self._trial(kind)
+        if trial.best is not None:
+            return trial.best
+        counts = [len(times) for times in trial.seconds]
+        return counts.index(min(counts))
+
+    def report(self, kind: Hashable, candidate: int, seconds: float) -> None:
+        """A step of this kind took so long with that candidate."""
+        trial = self._trial(kind)
+        if trial.best is not None:
+            return
+        trial.seconds[candidate].append(seconds)
+        if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds):
+            typical = [median(times[_WARM_UP:]) for times in trial.seconds]
+            fastest = min(range(self.candidates), key=typical.__getitem__)
+            trial.best = fastest if typical[fastest] < _WORTH * typical[0] else 0
+
+    def decisions(self) -> dict[Hashable, int]:
+        """The winner for every kind of step that has one; the others are still being measured."""
+        return {kind: trial.best for kind, trial in self._trials.items() if trial.best is not None}
+
+    def _trial(self, kind: Hashable) -> _Trial:
+        return self._trials.setdefault(kind, _Trial([[] for _ in range(self.candidates)]))
+
+
+class TimedJourney:
+    """A journey that reports what its forward and first backward took together."""
+
+    def __init__(self, journey: Journey, choice: Choice, kind: Hashable, candidate: int) -> None:
+        self._journey = journey
+        self._report = (choice, kind, candidate)
+        self._seconds = 0.0
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """See `Journey.forward`."""
+        start = perf_counter()
+        result = self._journey.forward()
+        self._seconds = perf_counter() - start
+        return result
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
+        """See `Journey.backward`."""
+        start = perf_counter()
+        result = self._journey.backward(gradients, retain=retain)
+        choice, kind, candidate = self._report
+        choice.report(kind, candidate, self._seconds + perf_counter() - start)
+        return result

@@ -1,0 +1,76 @@
+"""Every error that weft raises on purpose.
+
+    Exception
+    └── WeftError
+        ├── UsageError (ValueError)          arguments that do not make sense, alone or together
+        ├── SpecError (TypeError)            a value does not look as its spec says
+        ├── BatchError (ValueError)          a mini-batch cannot be cut into, or joined from, micro-batches
+        ├── ScheduleError (ValueError)       a schedule is malformed, incomplete or would deadlock
+        ├── PartitionError (ValueError)      layers cannot be spread over the stages as asked
+        ├── DeviceError (RuntimeError)       a parameter is not where its stage runs
+        ├── InPlaceError (RuntimeError)      a stage wrote into a tensor that others still need
+        ├── DoubleBackwardError (RuntimeError)   the gradient of a gradient was asked for
+        ├── BackwardTwiceError (RuntimeError)    backward ran again over a step that was freed
+        ├── SkipError (RuntimeError)         a layer broke its own skip declaration while running
+        └── SkipWiringError (TypeError)      the skips of a model do not fit together
+
+Each class also derives from the built-in that PyTorch would have raised at that place, so existing
+``except`` clauses keep working. A message says where, what was seen, what was wanted, and what to do.
+Errors of the user's own layers are never wrapped: they keep their type and traceback, and get a note
+(PEP 678) that names stage, micro-batch and layer.
+"""
+
+from collections.abc import Sequence
+
+
+class WeftError(Exception):
+    """Base of all errors that weft raises on purpose."""
+
+
+class UsageError(WeftError, ValueError):
+    """Arguments that do not make sense, alone or together."""
+
+
+class SpecError(WeftError, TypeError):
+    """A value does not look as its spec says."""
+
+
+class BatchError(WeftError, ValueError):
+    """A mini-batch cannot be cut into micro-batches, or micro-batches cannot be joined."""
+
+
+class ScheduleError(WeftError, ValueError):
+    """A schedule is malformed, incomplete, or would deadlock."""
+
+
+class PartitionError(WeftError, ValueError):
+    """Layers cannot be spread over the stages as asked."""
+
+
+class DeviceError(WeftError, RuntimeError):
+    """A parameter or buffer is not on the device where its stage runs."""
+
+
+class InPlaceError(WeftError, RuntimeError):
+    """A stage wrote into a tensor that others still need."""
+
+
+class DoubleBackwardError(WeftError, RuntimeError):
+    """The gradient of a gradient was asked for across a cut."""
+
+
+class BackwardTwiceError(WeftError, RuntimeError):
+    """Backward ran a second time over a step whose intermediates were freed."""
+
+
+class SkipError(WeftError, RuntimeError):
+    """A layer broke its own skip declaration while running."""
+
+
+class SkipWiringError(WeftError, TypeError):
+    """The skips of a model do not fit together."""
+
+
+def listed(headline: str, faults: Sequence[str]) -> str:
+    """One message out of many faults: the headline, then one line per fault."""
+    return "\n".join([headline, *(f"  - {fault}" for fault in faults)])

@@ -1,0 +1,145 @@
+"""Who ran what, when, and what was alive for it. Listeners only: nothing here changes a run.
+
+A `Recorder` watches a run. Its spans are what the forecast predicts and what the report draws. Its memory curve
+counts bytes of *storages*, each once, however many tensors look into it: values on their way between stages,
+inputs and saved tensors of every tape. Parameters, and what the caller holds anyway, do not count.
+
+    bytes |        ____            F of micro-batch i on stage s: + what its graph saves
+          |   ____|    |____       B of the same:                 - the same
+          |__|              |__    a value sent: + its bytes, until its readers (and its source) need it no more
+"""
+
+import threading
+import time
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from weft.core.route import Address
+from weft.core.schedule import Action
+from weft.core.tree import flatten
+
+
+@dataclass(frozen=True)
+class Event:
+    """One piece of work: kind F, B, I, W, or R for a recomputation; times in seconds of `time.perf_counter`."""
+
+    kind: str
+    action: Action
+    thread: str
+    start: float
+    end: float
+
+
+@dataclass
+class _Ledger:
+    """Storages by address, with the number of holders and the bytes of each."""
+
+    ignored: set[int]
+    holders: dict[int, int] = field(default_factory=dict[int, int])
+    sizes: dict[int, int] = field(default_factory=dict[int, int])
+    total: int = 0
+
+    def hold(self, tensor: Tensor) -> int | None:
+        storage = tensor.untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key in self.ignored or size == 0:
+            return None
+        if self.holders.get(key, 0) == 0:
+            self.total += size
+            self.sizes[key] = size
+        self.holders[key] = self.holders.get(key, 0) + 1
+        return key
+
+    def release(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self.holders[key] -= 1
+            if self.holders[key] == 0:
+                self.total -= self.sizes.pop(key)
+                del self.holders[key]
+
+
+class Recorder:
+    """Records the events of the runs that it watches, and, with `memory`, the bytes that stay alive for backward.
+
+    Counting bytes looks at every tensor that autograd saves; it costs some microseconds each and changes no
+    number. `ignore` are tensors that live anyway, such as parameters and the mini-batch itself.
+    """
+
+    def __init__(self, *, memory: bool = False) -> None:
+        self.events: list[Event] = []
+        self.bytes: list[tuple[float, int]] = []
+        self.stage_bytes: dict[int, list[tuple[float, int]]] = {}
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._ledgers: dict[int, _Ledger] = {}
+        self._all = _Ledger(set())
+        self._tapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the storages of these."""
+        self._all.ignored.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    @contextmanager
+    def doing(self, kind: str, action: Action) -> Generator[None]:
+        """Surrounds the work of one action; called by the run."""
+        held: list[tuple[int, int]] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            self._hold(action.stage, tensor, held)
+            return tensor.detach()  # packing an output itself would make a cycle with its graph
+
+        counts = self._memory and kind in "FR"
+        start = time.perf_counter()
+        try:
+            with saved_tensors_hooks(pack, lambda tensor: tensor) if counts else nullcontext():
+                yield
+        finally:
+            end = time.perf_counter()
+            with self._lock:
+                self.events.append(Event(kind, action, threading.current_thread().name, start, end))
+                self._tapes.setdefault((action.stage, action.micro_batch), []).extend(held)
+            self._sample(action.stage, end)
+
+    def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
+        """A value of `source` waits for its reader's `micro_batch`, and is an input of that tape from then on."""
+        if self._memory and address.reader >= 0:
+            held: list[tuple[int, int]] = []
+            for leaf in flatten(value)[0]:
+                if isinstance(leaf, Tensor):
+                    self._hold(source, leaf, held)
+            with self._lock:
+                self._tapes.setdefault((address.reader, micro_batch), []).extend(held)
+
+    def released(self, action: Action) -> None:
+        """The tape of this stage and micro-batch, with its graph and inputs, is gone."""
+        with self._lock:
+            for owner, key in self._tapes.pop((action.stage, action.micro_batch), []):
+                self._ledgers[owner].release([key])
+                self._all.release([key])
+        self._sample(action.stage, time.perf_counter())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive at one time."""
+        return max((count for _, count in self.bytes), default=0)
+
+    def _hold(self, stage: int, tensor: Tensor, held: list[tuple[int, int]]) -> None:
+        with self._lock:
+            ledger = self._ledgers.setdefault(stage, _Ledger(self._all.ignored))
+            key = self._all.hold(tensor)
+            if key is not None:
+                ledger.hold(tensor)
+                held.append((stage, key))
+
+    def _sample(self, stage: int, now: float) -> None:
+        if not self._memory:
+            return
+        with self._lock:
+            self.bytes.append((now, self._all.total))
+            for each, ledger in self._ledgers.items():
+                self.stage_bytes.setdefault(each, []).append((now, ledger.total))

@@ -1,0 +1,214 @@
+"""Executors walk a schedule: one after another in the caller's thread, or each worker in a thread of its own.
+
+    walk(schedule, perform, given, ...)   given: what the caller puts into the boxes before the start
+                                          result: what left the run, by address
+
+Whoever walks, `Run.perform` does the work, so every executor gives the same numbers. The protocol holds nothing
+that needs shared memory: an executor over processes can obey it too.
+
+Workers are threads that outlive the walk, since starting one costs more than a small action. They hold nothing
+between walks, not even the executor; when it is dropped, they end.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+from weft.core.ambient import Ambient
+from weft.core.channel import Closed, Mailbox, Shelf
+from weft.core.place import Parcel
+from weft.core.route import Address
+from weft.core.run import Box, Post
+from weft.core.schedule import Action, Schedule
+
+Perform = Callable[[Action, Box, Post], None]
+Given = Mapping[int, Mapping[Address, Parcel]]
+"""What the caller gives, by the stage that takes it."""
+
+
+class Executor(Protocol):
+    """What walks a schedule."""
+
+    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+        """Perform every action of the schedule in a valid order; return what left the run.
+
+        The first exception of an action ends the walk and is raised here, with its own traceback.
+        """
+        ...
+
+
+def _post_for(boxes: Sequence[Box], schedule: Schedule, given: Given) -> Post:
+    post = Post(boxes, schedule.worker_of)
+    for stage, parcels in given.items():
+        for address, parcel in parcels.items():
+            post.send(stage, address, parcel)
+    return post
+
+
+class SerialExecutor:
+    """All actions in the caller's thread, the micro-batch that has come furthest first."""
+
+    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+        """See `Executor.walk`."""
+        shelf = Shelf()
+        post = _post_for([shelf] * len(schedule.workers), schedule, given)
+        with ambient.here(), torch.no_grad():
+            for _, action in schedule.order():
+                perform(action, shelf, post)
+        return post.left
+
+
+class ThreadExecutor:
+    """One persistent thread per worker of the schedule, started at the first walk.
+
+    On CPU each gets its share of the caller's intra-op threads. A walk is not reentrant: one at a time.
+    """
+
+    def __init__(self, name: str = "pipe") -> None:
+        self._name = name
+        self._jobs: list[SimpleQueue[_Job | None]] = []
+        self._process = os.getpid()
+        self._intra_op = 0
+        self._walking = threading.Lock()
+        self._finalizer = weakref.finalize(self, _dismiss, self._jobs)
+
+    @property
+    def workers(self) -> int:
+        """How many threads there are now."""
+        return len(self._jobs)
+
+    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+        """See `Executor.walk`. On KeyboardInterrupt the workers stop after the action that each is in."""
+        with self._walking:
+            self._hire(len(schedule.workers))
+            walk = _Walk(schedule, perform, given)
+            try:
+                walk.start(self._jobs, ambient)
+                walk.wait()
+            except BaseException as interrupt:
+                walk.give_up(interrupt)
+                walk.wait()
+                raise
+            return walk.result()
+
+    def close(self) -> None:
+        """Dismiss the threads; a later walk starts new ones."""
+        _dismiss(self._jobs)
+
+    def _hire(self, count: int) -> None:
+        """Have at least `count` threads, each with its share of intra-op threads."""
+        if self._process != os.getpid():  # threads do not survive a fork
+            self._jobs.clear()
+            self._process, self._intra_op = os.getpid(), 0
+        for number in range(len(self._jobs), count):
+            jobs: SimpleQueue[_Job | None] = SimpleQueue()
+            self._jobs.append(jobs)
+            threading.Thread(target=_work, args=(jobs,), name=f"weft-{self._name}-{number}", daemon=True).start()
+            self._intra_op = 0
+        here = torch.get_num_threads()
+        share = max(1, here // max(1, count))
+        if share != self._intra_op:
+            self._intra_op = share
+            self._tell_all(lambda: torch.set_num_threads(share))
+            # The setting is per thread, but the last one set is also what threads that start later inherit.
+            torch.set_num_threads(here)
+
+    def _tell_all(self, call: Callable[[], None]) -> None:
+        done: SimpleQueue[None] = SimpleQueue()
+        for jobs in self._jobs:
+            jobs.put(_Job(call, done))
+        for _ in self._jobs:
+            done.get()
+
+
+class _Job:
+    """One call for one worker. `done` hears of its end, however it ends."""
+
+    def __init__(self, call: Callable[[], None], done: "SimpleQueue[None]") -> None:
+        self.call = call
+        self.done = done
+
+
+def _work(jobs: "SimpleQueue[_Job | None]") -> None:
+    """What a worker thread does all its life. Holds no job while it waits for the next."""
+    while (job := jobs.get()) is not None:
+        done = job.done
+        try:
+            job.call()
+        finally:
+            del job
+            done.put(None)
+            del done
+
+
+def _dismiss(jobs: "list[SimpleQueue[_Job | None]]") -> None:
+    for each in jobs:
+        each.put(None)
+    jobs.clear()
+
+
+class _Walk:
+    """One threaded walk: boxes, programs, and the first error."""
+
+    def __init__(self, schedule: Schedule, perform: Perform, given: Given) -> None:
+        self._schedule = schedule
+        self._perform = perform
+        self._boxes = [Mailbox() for _ in schedule.workers]
+        self._post = _post_for(self._boxes, schedule, given)
+        self._error: BaseException | None = None
+        self._failing = threading.Lock()
+        self._done: SimpleQueue[None] = SimpleQueue()
+        self._running = 0
+
+    def start(self, jobs: "Sequence[SimpleQueue[_Job | None]]", ambient: Ambient) -> None:
+        for worker, (queue, program) in enumerate(zip(jobs, self._schedule.workers, strict=False)):
+            queue.put(_Job(self._program(worker, program, ambient), self._done))
+            self._running += 1
+
+    def _program(self, worker: int, actions: Sequence[Action], ambient: Ambient) -> Callable[[], None]:
+        box = self._boxes[worker]
+
+        def steps() -> None:
+            with torch.no_grad():
+                for action in actions:
+                    if self._error is not None:
+                        return
+                    self._perform(action, box, self._post)
+
+        def program() -> None:
+            try:
+                ambient.run(steps)
+            except Closed:
+                pass
+            except BaseException as error:
+                self.give_up(error)
+
+        return program
+
+    def give_up(self, error: BaseException) -> None:
+        """Keep the first error, and wake every worker that waits."""
+        with self._failing:
+            if self._error is None:
+                self._error = error
+        for box in self._boxes:
+            box.close()
+
+    def wait(self) -> None:
+        """Until every worker has ended its program."""
+        while self._running:
+            self._done.get()
+            self._running -= 1
+
+    def result(self) -> dict[Address, Parcel]:
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # a traceback that holds this frame must not be held by it
+        return self._post.left

@@ -1,0 +1,243 @@
+"""Micro-batches: a mini-batch is cut along one axis, and the results are joined, exactly.
+
+    value   {"x": 7 rows, "mask": 7 rows, "scale": 0.5}       chunks = 3
+              x      [ 0 1 2 | 3 4 | 5 6 ]     cut: views, larger pieces first, sizes differ by at most one
+              mask   [ 0 1 2 | 3 4 | 5 6 ]
+              scale    0.5     0.5   0.5       not a tensor: every micro-batch gets it whole
+                        |       |     |
+                       y0      y1    y2        one result each
+              join   [ 0 1 2 3 4 5 6 ]
+
+Planning and doing are apart: a plan is a small value made once per step, which cuts or joins the flat leaves
+on the way forward and takes their gradients the other way. ``split`` and ``join`` are inverse to each other;
+so are ``pad`` and ``unpad``. Tensors of different length in one mini-batch are an error, never cut silently.
+
+Micro-batches as the unit of pipelining are GPipe's idea (arXiv 1811.06965).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import BatchError, listed
+from weft.core.microbatch_join import JoinPlan, common_structure, cut, has_axis, plan_join
+from weft.core.tree import Structure, flatten, map_leaves, structure_paths, unflatten
+
+__all__ = [
+    "JoinPlan",
+    "NoChunk",
+    "SplitPlan",
+    "common_structure",
+    "join",
+    "micro_sizes",
+    "pad",
+    "plan_join",
+    "plan_split",
+    "split",
+    "unpad",
+]
+
+
+class NoChunk:
+    """Wraps a value, nested or not, that every micro-batch gets whole, such as one mask for all rows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"NoChunk({self.value!r})"
+
+
+def micro_sizes(rows: int, chunks: int) -> tuple[int, ...]:
+    """How many rows each micro-batch gets: at most one apart, larger ones first, none empty.
+
+    Fewer rows than chunks give one micro-batch per row. No rows at all give one empty micro-batch.
+    Raises ``BatchError`` if ``chunks`` is below one.
+    """
+    if chunks < 1:
+        raise BatchError(f"chunks is {chunks}, but a mini-batch is cut into at least one micro-batch")
+    pieces = max(1, min(rows, chunks))
+    base, larger = divmod(rows, pieces)
+    return (base + 1,) * larger + (base,) * (pieces - larger)
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How one mini-batch is cut, and how the gradients of its micro-batches are joined.
+
+    ``structure`` is the nesting of the value without ``NoChunk``; ``sizes`` the rows of each micro-batch;
+    ``sliced`` says of every leaf whether it is cut along ``axis`` or goes whole to every micro-batch.
+    """
+
+    structure: Structure
+    sizes: tuple[int, ...]
+    sliced: tuple[bool, ...]
+    axis: int
+
+    def split(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """For each micro-batch its flat leaves. Slices are views; a single one is the tensor itself."""
+        count = len(self.sizes)
+        columns = [
+            cut(leaf, self.sizes, self.axis) if sliced else [leaf] * count
+            for leaf, sliced in zip(leaves, self.sliced, strict=True)
+        ]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def join_gradients(self, index: int, pieces: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+        """The gradient of leaf ``index`` out of one gradient (or ``None``) per micro-batch.
+
+        A leaf that was cut gets their concatenation, with zeros for a missing piece; one that went whole gets
+        their sum, in the order of the micro-batches. ``like`` is the leaf. ``None`` if no piece is there.
+        """
+        present = [piece for piece in pieces if piece is not None]
+        if not present:
+            return None
+        if not self.sliced[index]:
+            # Neither an in-place sum nor sum(): a piece may be shared, and sum() would add a zero first.
+            return list(accumulate(present, torch.add))[-1]
+        if len(self.sizes) == 1:
+            return present[0]
+        filled = [
+            _rows_like(like, size, self.axis, 0) if piece is None else piece
+            for piece, size in zip(pieces, self.sizes, strict=True)
+        ]
+        return torch.cat(filled, self.axis)
+
+
+def plan_split(
+    value: Any, chunks: int, *, axis: int = 0, where: str = "input"
+) -> tuple[SplitPlan, list[Any]]:
+    """Plan how to cut ``value`` into at most ``chunks`` micro-batches; also its leaves, without ``NoChunk``.
+
+    Tensors with at least one dimension are cut along ``axis``. Tensors without dimensions, other objects and
+    what stands in ``NoChunk`` go whole to every micro-batch. ``where`` is the value's name in messages.
+
+    Raises ``BatchError`` if ``chunks`` is below one, if there is no tensor to cut, if one has no such axis,
+    or if their lengths along it differ; it names all of them.
+    """
+    leaves, structure = flatten(value)
+    whole = [False] * len(leaves)
+    if any(isinstance(leaf, NoChunk) for leaf in leaves):
+        leaves, structure, whole = _unwrap(leaves, structure)
+    sliced = tuple(
+        isinstance(leaf, Tensor) and leaf.dim() > 0 and not kept
+        for leaf, kept in zip(leaves, whole, strict=True)
+    )
+    rows = _common_rows(leaves, structure, sliced, axis, where)
+    if rows is None:
+        raise BatchError(
+            f"{where}: there is no tensor to cut into micro-batches along axis {axis} "
+            f"(saw {_kinds(leaves)}); give at least one tensor with a batch axis that is not in NoChunk"
+        )
+    return SplitPlan(structure, micro_sizes(rows, chunks), sliced, axis), leaves
+
+
+def split(value: Any, chunks: int, *, axis: int = 0) -> list[Any]:
+    """The micro-batches of ``value``, nested as it is. Raises ``BatchError`` as :func:`plan_split` does."""
+    plan, leaves = plan_split(value, chunks, axis=axis)
+    return [unflatten(plan.structure, piece) for piece in plan.split(leaves)]
+
+
+def join(pieces: Sequence[Any], *, axis: int = 0) -> Any:
+    """The inverse of :func:`split`. Raises ``BatchError`` that lists all that cannot be joined."""
+    if not pieces:
+        raise BatchError("there is no micro-batch to join")
+    flat = [flatten(piece) for piece in pieces]
+    structure = common_structure([piece[1] for piece in flat])
+    columns = [piece[0] for piece in flat]
+    return unflatten(structure, plan_join(columns, structure, axis=axis).join(columns))
+
+
+def pad(value: Any, rows: int, *, axis: int = 0, fill: int | float = 0) -> Any:
+    """Every tensor of ``value`` lengthened along ``axis`` to ``rows``; new rows at the end hold ``fill``.
+
+    Other leaves, tensors without dimensions and ``NoChunk`` stay as they are. Raises ``BatchError`` if the
+    tensors differ in length or are longer than ``rows``.
+    """
+    present = _rows_of(value, axis)
+    if present is not None and present > rows:
+        raise BatchError(f"{present} rows along axis {axis} cannot be padded to {rows} rows; use unpad")
+
+    def lengthen(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[axis] == rows:
+            return leaf
+        return torch.cat([leaf, _rows_like(leaf, rows - leaf.shape[axis], axis, fill)], axis)
+
+    return map_leaves(lengthen, value)
+
+
+def unpad(value: Any, rows: int, *, axis: int = 0) -> Any:
+    """The first ``rows`` rows of every tensor, as views; takes back what :func:`pad` added.
+
+    Raises ``BatchError`` if the tensors differ in length or have fewer than ``rows``.
+    """
+    present = _rows_of(value, axis)
+    if present is not None and present < rows:
+        raise BatchError(f"{present} rows along axis {axis} cannot be cut to {rows} rows; use pad")
+
+    def shorten(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[axis] == rows:
+            return leaf
+        return leaf.narrow(axis, 0, rows)
+
+    return map_leaves(shorten, value)
+
+
+def _rows_like(like: Tensor, rows: int, axis: int, fill: int | float) -> Tensor:
+    """New rows with the dtype, device and other axes of ``like``."""
+    shape = list(like.shape)
+    shape[axis] = rows
+    return like.new_full(shape, fill)
+
+
+def _open(leaf: Any) -> Any:
+    """What stands in a ``NoChunk``, which may be nested, or be another one."""
+    return map_leaves(_open, leaf.value) if isinstance(leaf, NoChunk) else leaf
+
+
+def _unwrap(leaves: Sequence[Any], structure: Structure) -> tuple[list[Any], Structure, list[bool]]:
+    """Open every ``NoChunk``; also the new structure, and for each new leaf whether it stood in one."""
+    opened = [_open(leaf) for leaf in leaves]
+    whole: list[bool] = []
+    for leaf, inner in zip(leaves, opened, strict=True):
+        whole += [isinstance(leaf, NoChunk)] * len(flatten(inner)[0])
+    return *flatten(unflatten(structure, opened)), whole
+
+
+def _common_rows(
+    leaves: Sequence[Any], structure: Structure, sliced: Sequence[bool], axis: int, where: str
+) -> int | None:
+    """The one length of all tensors that are cut; ``None`` if there is none."""
+    tensors = [leaf for leaf, taken in zip(leaves, sliced, strict=True) if taken]
+    if not tensors:
+        return None
+    if all(has_axis(each, axis) for each in tensors) and len({each.shape[axis] for each in tensors}) == 1:
+        return tensors[0].shape[axis]
+    names = [name for name, taken in zip(structure_paths(structure, where), sliced, strict=True) if taken]
+    faults = [
+        f"{name}: {f'{each.shape[axis]} rows' if has_axis(each, axis) else 'no such axis'}, "
+        f"shape {tuple(each.shape)}"
+        for name, each in zip(names, tensors, strict=True)
+    ]
+    headline = (
+        f"{where}: all tensors of a mini-batch must have the same length along axis {axis}. "
+        "Make them equal, or wrap what every micro-batch needs whole in NoChunk(...):"
+    )
+    raise BatchError(listed(headline, faults))
+
+
+def _rows_of(value: Any, axis: int) -> int | None:
+    leaves, structure = flatten(value)
+    taken = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
+    return _common_rows(leaves, structure, taken, axis, "value")
+
+
+def _kinds(leaves: Sequence[Any]) -> str:
+    kinds = sorted({type(leaf).__name__ for leaf in leaves})
+    return ", ".join(kinds) or "no leaves at all"

@@ -1,0 +1,138 @@
+"""Random numbers that do not depend on who runs first.
+
+PyTorch has one default generator per device and process. Two stages that draw from it at the same time mix
+their streams: a recomputation then replays other numbers than its forward drew, and dropout gradients are
+silently wrong. Here every (stage, micro-batch) draws from a seed of its own, and a stage that draws holds the
+generator while it runs:
+
+    caller's generator --one draw--> seed of the step --mix(stage, micro-batch)--> seed of the action
+
+So results are bit-equal between the serial executor, threads and recomputation. A model that draws nothing
+leaves the caller's generator as it was, and its stages never wait for each other.
+
+Whether a stage draws is observed, not declared: its first run holds the generator and compares the state
+before and after. The verdict is kept per *configuration* of the stage (its `training` flags and every float
+and bool attribute of its modules, such as a dropout probability); a new configuration is observed again.
+A stage that was seen to draw nothing and then draws all the same (a branch on data, say) is noticed by the
+state of the generator; the step is run again with every stage holding it.
+"""
+
+import threading
+from collections.abc import Generator, Hashable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+_MASK = (1 << 64) - 1
+_holding = threading.RLock()
+_holders = 0  # how often the generator was taken so far; an unchanged count means that nobody held it meanwhile
+
+
+def mix(seed: int, *keys: int) -> int:
+    """A 63-bit seed out of another and some keys, by the finaliser of splitmix64 (Steele et al., 2014)."""
+    for key in keys:
+        seed = (seed + (key + 1) * 0x9E3779B97F4A7C15) & _MASK
+        seed = ((seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        seed = ((seed ^ (seed >> 27)) * 0x94D049BB133111EB) & _MASK
+        seed ^= seed >> 31
+    return seed >> 1
+
+
+def generators(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
+    """The default generators that a stage on these devices may draw from: the CPU's, and each device's own."""
+    found = [torch.default_generator]
+    for device in dict.fromkeys(devices):
+        if device.type not in ("cpu", "meta"):
+            module = torch.get_device_module(device)
+            index = module.current_device() if device.index is None else device.index
+            found.append(module.default_generators[index])
+    return tuple(found)
+
+
+def _states(sources: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    return [source.get_state() for source in sources]
+
+
+def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@dataclass
+class RandomUse:
+    """What is known about one stage: per configuration, whether it draws. Lives as long as the stage."""
+
+    sources: tuple[torch.Generator, ...]
+    draws: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
+
+
+class Dice:
+    """The random numbers of one step (one mini-batch through all stages).
+
+    `scope` surrounds every forward and recomputation of one stage with one micro-batch; `settle`, called once
+    after the forward of the whole step, says whether the numbers can be trusted.
+    """
+
+    def __init__(self, uses: Sequence[RandomUse], configurations: Sequence[Hashable]) -> None:
+        self._uses = uses
+        self._configurations = configurations
+        self._known = [use.draws.get(seen) for use, seen in zip(uses, configurations, strict=True)]
+        self._drew = [False] * len(uses)
+        self._surprised = False
+        self._before = torch.default_generator.get_state()
+        self.seed = int(torch.randint(1 << 62, (), device="cpu"))
+        self._after = torch.default_generator.get_state()
+
+    @contextmanager
+    def scope(self, stage: int, micro_batch: int) -> Generator[None]:
+        """Surround one forward of one stage. Holds the generators unless the stage is known to draw nothing."""
+        if self._known[stage] is False:
+            yield from self._watched(stage)
+        else:
+            yield from self._held(stage, micro_batch)
+
+    def _held(self, stage: int, micro_batch: int) -> Generator[None]:
+        global _holders  # noqa: PLW0603 - one per process, like the generator that it guards
+        sources = self._uses[stage].sources
+        with _holding:
+            _holders += 1
+            outer = _states(sources)
+            try:
+                for source in sources:
+                    source.manual_seed(mix(self.seed, stage, micro_batch))
+                fresh = _states(sources)
+                yield
+                if not _same(fresh, _states(sources)):
+                    self._drew[stage] = True
+            finally:
+                for source, state in zip(sources, outer, strict=True):
+                    source.set_state(state)
+                _holders += 1
+
+    def _watched(self, stage: int) -> Generator[None]:
+        sources = self._uses[stage].sources
+        holders, before = _holders, _states(sources)
+        yield
+        if not _same(before, _states(sources)) and holders == _holders and not holders % 2:
+            self._drew[stage] = self._surprised = True
+
+    def settle(self) -> bool:
+        """After the forward of the step: record who drew, and put the caller's generator right.
+
+        False means that a stage drew without holding the generator: its numbers cannot be replayed, and the
+        step must run again. All stages hold the generator then, so the second run cannot fail in the same way.
+        """
+        moved = not torch.equal(torch.default_generator.get_state(), self._after)
+        known_drawer = any(known is not False for known in self._known)
+        if self._surprised or (moved and not known_drawer):
+            for use, seen, drew in zip(self._uses, self._configurations, self._drew, strict=True):
+                use.draws.pop(seen, None)  # to be observed again, unless it is known to draw
+                if drew:
+                    use.draws[seen] = True
+            torch.default_generator.set_state(self._before)
+            return False
+        for use, seen, drew in zip(self._uses, self._configurations, self._drew, strict=True):
+            use.draws[seen] = use.draws.get(seen, False) or drew
+        if not moved and not any(self._drew):
+            torch.default_generator.set_state(self._before)
+        return True

@@ -1,0 +1,197 @@
+"""A segment: a part of the model, cut out of autograd. It runs forward now and backward later.
+
+    values in --> leaves --> [ function ] --> values out --> cut --> leaves for the readers
+                    ^             |                             |
+    gradients out --+---- Tape.backward (torch.autograd.grad) <-+-- gradients in
+                                  |
+                                  +--> gradients of the parameters, to a `GradientSum`
+
+What a forward leaves behind for its backward is a `Tape`. With ``keep="graph"`` that is the graph. With
+``keep="inputs"`` only the inputs, and `Tape.prepare` makes the graph by running the function again
+(checkpointing; Chen et al., arXiv 1604.06174); it needs no gradient, so a worker may start it before one
+arrives. With ``keep="nothing"`` there is no tape: the segment runs without gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from weft.core.ambient import Ambient, phase
+from weft.core.errors import InPlaceError
+from weft.core.tree import flatten, unflatten
+
+Keep = Literal["graph", "inputs", "nothing"]
+Gradients = list[Tensor | None]
+"""One entry per leaf of a value; None where the leaf has no gradient."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One passage of one micro-batch: what a function may need to know besides its inputs."""
+
+    micro_batch: int
+    ambient: Ambient
+    context: Any = None
+
+
+Function = Callable[..., tuple[Any, ...]]
+"""``function(visit, *values) -> values``: one value per route that it reads, and per route that it writes."""
+
+
+def cut(value: Any, tracked: bool | None = None) -> Any:
+    """The same tensors without their graph, as leaves for one reader.
+
+    A leaf wants a gradient if the tensor did (`tracked` None), or as `tracked` says for tensors that can.
+    """
+    if type(value) is Tensor:
+        return _leaf(value, tracked)
+    leaves, structure = flatten(value)
+    return unflatten(structure, [_leaf(leaf, tracked) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+
+
+def _leaf(tensor: Tensor, tracked: bool | None) -> Tensor:
+    wanted = tensor.requires_grad if tracked is None else tracked and differentiable(tensor)
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if wanted else leaf
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Whether its dtype can carry a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class GradientSum:
+    """The gradients of some parameters, added up over the micro-batches in the order of their arrival.
+
+    It never writes into a tensor that autograd returned: that may be shared with another gradient, as in
+    ``y = x + p``. So the second gradient makes a new sum, and only that is added to in place.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.totals: Gradients = [None] * count
+        self._owned = [False] * count
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        totals, owned = self.totals, self._owned
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            total = totals[i]
+            if total is None:
+                totals[i] = gradient
+            elif owned[i] and not gradient.is_sparse:
+                total.add_(gradient)
+            else:
+                totals[i] = total + gradient
+                owned[i] = not gradient.is_sparse and not total.is_sparse
+
+
+class Segment:
+    """A function of values and the parameters that it reads, to be run forward now and backward later."""
+
+    def __init__(self, function: Function, parameters: Sequence[Tensor] = ()) -> None:
+        self.function = function
+        self.parameters = list(parameters)
+
+    def forward(self, visit: Visit, values: Sequence[Any], keep: Keep) -> tuple[tuple[Any, ...], "Tape | None"]:
+        """Run the function over `values`, whose tensors are leaves already.
+
+        Returns the values for the readers, still to be `cut`, and the tape. Raises InPlaceError when the
+        function wrote into an input that its recomputation would read again.
+        """
+        if keep == "graph":
+            with torch.enable_grad():
+                outputs = self.function(visit, *values)
+            tape = Tape(self, visit, values, keep)
+            tape.hold(outputs)
+            return outputs, tape
+        if keep == "nothing":
+            with torch.no_grad():
+                return self.function(visit, *values), None
+        inputs = [leaf for value in values for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+        versions = [] if torch.is_inference_mode_enabled() else [leaf._version for leaf in inputs]
+        with torch.no_grad(), phase("checkpointing"):
+            outputs = self.function(visit, *values)
+        if versions != [leaf._version for leaf in inputs]:
+            raise InPlaceError(
+                "a stage wrote into its input in place, but its recomputation in backward needs that input "
+                "unchanged; use the out-of-place form of the first operation (inplace=False), "
+                "or checkpoint='never' for this stage"
+            )
+        return outputs, Tape(self, visit, values, keep)
+
+    def tracks(self, values: Sequence[Any], keep: Keep) -> bool | None:
+        """What `cut` needs to know of the outputs: None asks each tensor, else all alike."""
+        if keep != "inputs":
+            return None if keep == "graph" else False
+        return bool(self.parameters) or any(
+            isinstance(leaf, Tensor) and leaf.requires_grad for value in values for leaf in flatten(value)[0]
+        )
+
+
+class Tape:
+    """What one forward of a segment left behind for its backward."""
+
+    __slots__ = ("_inputs", "_keep", "_outputs", "_values", "_visit", "segment")
+
+    def __init__(self, segment: Segment, visit: Visit, values: Sequence[Any], keep: Keep) -> None:
+        self.segment = segment
+        self._visit = visit
+        self._keep = keep
+        self._values = values
+        self._inputs = [flatten(value)[0] for value in values]
+        self._outputs: list[list[Any]] | None = None
+
+    def hold(self, outputs: Sequence[Any]) -> None:
+        """Keep these outputs, and with them the graph that leads back to the inputs."""
+        self._outputs = [flatten(value)[0] for value in outputs]
+
+    def widths(self) -> list[int]:
+        """How many leaves each output value has. Only when the graph is there."""
+        return [len(leaves) for leaves in self._outputs or []]
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward has to run the function again."""
+        return self._keep == "inputs"
+
+    def prepare(self) -> None:
+        """Make the graph if only the inputs were kept. Needs no gradient, so it may run early."""
+        if self._outputs is None:
+            with self._visit.ambient.here(), torch.enable_grad(), phase("recomputing"):
+                self.hold(self.segment.function(self._visit, *self._values))
+
+    def backward(self, gradients: Sequence[Gradients], *, retain: bool = False) -> tuple[list[Gradients], Gradients]:
+        """Walk the graph back: one list of gradients per output value in, one per input value out.
+
+        Also returns one gradient per parameter of the segment. With `retain` the tape can be walked again.
+        """
+        self.prepare()
+        roots, seeds = self._roots(gradients)
+        wanted = [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        keeps = retain and not self.recomputes
+        if not keeps:
+            self._outputs = None
+        parameters = self.segment.parameters
+        if not roots or not (wanted or parameters):
+            return [[None] * len(leaves) for leaves in self._inputs], [None] * len(parameters)
+        found = torch.autograd.grad(roots, [*wanted, *parameters], seeds, retain_graph=keeps, allow_unused=True)
+        arrived = iter(found)
+        return [
+            [next(arrived) if isinstance(x, Tensor) and x.requires_grad else None for x in leaves]
+            for leaves in self._inputs
+        ], list(arrived)
+
+    def _roots(self, gradients: Sequence[Gradients]) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs that backward starts from, each with its gradient in the output's own dtype."""
+        outputs = self._outputs or []
+        pairs = [
+            (leaf, gradient)
+            for leaves, given in zip(outputs, gradients, strict=True)
+            for leaf, gradient in zip(leaves, given, strict=True)
+            if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        return [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]

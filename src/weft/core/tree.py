@@ -1,0 +1,147 @@
+"""Nested values: what a model takes and returns is a tree whose leaves are tensors and other objects.
+
+    ({"mask": m, "ids": [a, b]}, None)        flatten ->   leaves     [m, a, b, None]
+                                                           structure  ({"mask": *, "ids": [*, *]}, *)
+                                                           paths      [0]['mask']  [0]['ids'][0]  ...  [1]
+
+Everything behind this file works on the flat list; the structure puts it back together at the other end.
+Containers are tuples, lists, dicts (in their own order), named tuples, and whatever else PyTorch knows as a
+container (``OrderedDict``, ``torch.return_types``, classes registered as pytree nodes). ``None`` and every
+other object is a leaf. This is the only file that touches ``torch.utils._pytree``.
+
+The idea of public ``nested_*`` functions is hivemind's; PyTorch's pytree does the work.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils import _pytree as pytree
+
+from weft.core.errors import SpecError
+
+Structure = pytree.TreeSpec
+"""How a value is nested. Hashable; two are equal if containers, keys and their order are equal."""
+
+LEAF: Structure = pytree.tree_structure(None)
+"""The structure of a value that is one leaf."""
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of ``value`` in order, and the structure that they came from."""
+    if type(value) is torch.Tensor:  # the common case, and on the path of every micro-batch
+        return [value], LEAF
+    return pytree.tree_flatten(value)
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """The inverse of :func:`flatten`. Raises ``SpecError`` if the number of leaves is wrong."""
+    if len(leaves) != structure.num_leaves:
+        raise SpecError(f"this structure has {structure.num_leaves} leaves, but {len(leaves)} were given")
+    if structure is LEAF:
+        return leaves[0]
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def pack(leaves: Sequence[Any], like: Any) -> Any:
+    """The leaves, nested as ``like`` is. Raises ``SpecError`` if their number differs."""
+    return unflatten(flatten(like)[1], leaves)
+
+
+def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
+    """``fn`` over the leaves of values of one structure; the result has that structure too.
+
+    Raises ``SpecError`` that names the first place where a value is nested differently from the first one.
+    """
+    if not values:
+        raise SpecError("map_leaves needs at least one value")
+    columns: list[list[Any]] = []
+    wanted = flatten(values[0])[1]
+    for position, value in enumerate(values):
+        leaves, structure = flatten(value)
+        fault = difference(wanted, structure)
+        if fault is not None:
+            raise SpecError(f"value {position} is not nested as value 0: {fault}")
+        columns.append(leaves)
+    return unflatten(wanted, [fn(*row) for row in zip(*columns, strict=True)])
+
+
+def compare(a: Any, b: Any) -> bool:
+    """Whether both values have one structure: the same containers, keys, order of keys and lengths."""
+    return flatten(a)[1] == flatten(b)[1]
+
+
+def paths(value: Any, root: str = "") -> list[str]:
+    """A readable name for every leaf, such as ``args[0]['mask']`` for the root ``args``."""
+    return structure_paths(flatten(value)[1], root)
+
+
+def structure_paths(structure: Structure, root: str = "") -> list[str]:
+    """The same as :func:`paths`, where only the structure is at hand."""
+    if structure.is_leaf():
+        return [root]
+    names: list[str] = []
+    for key, child in zip(_keys(structure), structure.children(), strict=True):
+        names += structure_paths(child, root + key)
+    return names
+
+
+def difference(wanted: Structure, seen: Structure, root: str = "") -> str | None:
+    """The first place where two structures differ, in words, or ``None`` if they are equal."""
+    if wanted == seen:
+        return None
+    place = root or "the value"
+    if (wanted.type, wanted.num_children) != (seen.type, seen.num_children) or wanted.context != seen.context:
+        return f"{place} should be {_describe(wanted)}, but is {_describe(seen)}"
+    pairs = zip(_keys(wanted), wanted.children(), seen.children(), strict=True)
+    faults = (difference(child, other, root + key) for key, child, other in pairs)
+    return next(fault for fault in faults if fault is not None)
+
+
+def nested_flatten(value: Any) -> list[Any]:
+    """The leaves of ``value`` in order."""
+    return flatten(value)[0]
+
+
+nested_pack = pack
+nested_map = map_leaves
+nested_compare = compare
+
+
+def _mapping_keys(structure: Structure) -> list[Any] | None:
+    """The keys of a dict-like node; ``None`` for every other node."""
+    if not (isinstance(structure.type, type) and issubclass(structure.type, dict)):
+        return None
+    # A defaultdict keeps its factory before its keys.
+    context = cast("list[Any]", structure.context)
+    return context[1] if issubclass(structure.type, defaultdict) else context
+
+
+def _fields(structure: Structure) -> tuple[str, ...] | None:
+    """The field names of a named tuple, whose class is kept as context; ``None`` for every other node."""
+    return cast("tuple[str, ...] | None", getattr(structure.context, "_fields", None))
+
+
+def _keys(structure: Structure) -> list[str]:
+    """How the children of a node are reached from it, as Python spells it."""
+    keys = _mapping_keys(structure)
+    if keys is not None:
+        return [f"[{key!r}]" for key in keys]
+    fields = _fields(structure)
+    if fields is not None:
+        return [f".{field}" for field in fields]
+    return [f"[{index}]" for index in range(structure.num_children)]
+
+
+def _describe(structure: Structure) -> str:
+    """One node in words: what it is and how many children or which keys it has."""
+    if structure.is_leaf():
+        return "a leaf"
+    keys = _mapping_keys(structure)
+    if keys is not None:
+        return f"a {structure.type.__name__} with keys {keys}"
+    fields = _fields(structure)
+    if fields is not None:
+        return f"a {structure.context.__name__} with fields {list(fields)}"
+    return f"a {structure.type.__name__} of {structure.num_children}"

@@ -1,0 +1,180 @@
+"""Batch normalisation whose running statistics do not notice that the mini-batch was cut.
+
+A plain BatchNorm inside a pipeline would update its running statistics once per micro-batch, with the
+variance of a few rows. A deferred one normalises with the statistics of the micro-batch at hand (the others
+are not there yet), but only gathers them, and updates once per mini-batch with those of all rows:
+
+    begin()   micro-batch 0      micro-batch 1      micro-batch 2    commit()
+              count, mean, var   count, mean, var   count, mean, var     |
+                      \\________________|__________________/             v
+                        merged over all rows:  running_mean, running_var, num_batches_tracked + 1
+
+Normalising so, and deferring the statistics, is torchgpipe's way (arXiv 2004.09910, section 2.3); moments are
+merged pairwise-exactly as by Chan, Golub and LeVeque (1983), not as sums of squares, which cancel.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] # no public name
+
+from weft.core.ambient import is_recomputing
+
+
+class Moments(NamedTuple):
+    """Of one micro-batch: how many values a channel has, and per channel their mean and unbiased variance."""
+
+    values: int
+    mean: Tensor
+    variance: Tensor
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """A BatchNorm that can update its running statistics once per mini-batch, from all micro-batches.
+
+    Between ``begin()`` and ``commit()`` or ``abandon()`` it gathers; otherwise it is a plain BatchNorm. Its
+    ``state_dict`` is that of the plain one. An instance that a model calls several times per micro-batch
+    counts as one: its statistics are those of all rows of all its calls.
+
+    Raises ``ValueError``, as PyTorch's own does, if a micro-batch has only one value per channel.
+    """
+
+    gathered: list[Moments] | None = None
+    """The micro-batches seen since ``begin()``; ``None`` outside."""
+
+    def begin(self) -> None:
+        """Start a mini-batch. What an earlier one left unfinished is dropped."""
+        self.gathered = []
+
+    def abandon(self) -> None:
+        """End the mini-batch without a trace in the running statistics."""
+        self.gathered = None
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """End the mini-batch and update the running statistics as the undivided batch would have.
+
+        Nothing changes if no micro-batch was seen in training mode.
+        """
+        gathered, self.gathered = self.gathered, None
+        if not gathered or self.running_mean is None or self.running_var is None:
+            return
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # cumulative average
+                factor = 1.0 / float(self.num_batches_tracked)
+        merged = merge(gathered)
+        _blend(self.running_mean, merged.mean, factor or 0.0)
+        _blend(self.running_var, merged.variance, factor or 0.0)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input``, N x C or N x C x ..., per channel. Same shape and dtype as ``input``."""
+        if not self.training or self.running_mean is None:
+            return super().forward(input)
+        if is_recomputing():  # the first forward of this micro-batch has already been counted
+            return self._normalise(input, None, None, 0.0)
+        if self.gathered is None:
+            return super().forward(input)
+        return self._gather(input, self.gathered, self.running_mean)
+
+    def _gather(self, input: Tensor, gathered: list[Moments], running: Tensor) -> Tensor:
+        wide = torch.promote_types(running.dtype, torch.float32)
+        if wide == running.dtype:
+            # Fresh buffers and momentum 1: PyTorch's kernel hands out the statistics that it computes anyway.
+            mean, variance = torch.zeros_like(running), torch.zeros_like(running)
+            output = self._normalise(input, mean, variance, 1.0)
+        else:
+            output = self._normalise(input, None, None, 0.0)
+            axes = [axis for axis in range(input.dim()) if axis != 1]
+            variance, mean = torch.var_mean(input.detach().to(wide), axes)
+        values = input.numel() // max(1, input.size(1))
+        if values > 0:
+            gathered.append(Moments(values, mean, variance))
+        return output
+
+    def _normalise(
+        self, input: Tensor, mean: Tensor | None, variance: Tensor | None, factor: float
+    ) -> Tensor:
+        """Normalise with the statistics of ``input``, which go into the given buffers if there are any."""
+        self._check_input_dim(input)
+        return functional.batch_norm(input, mean, variance, self.weight, self.bias, True, factor, self.eps)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if type(self) is not DeferredBatchNorm:
+            super()._check_input_dim(input)
+        elif input.dim() < 2:
+            raise ValueError(f"expected at least 2 axes, N x C, but got shape {tuple(input.shape)}")
+
+    @staticmethod
+    def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
+        """See :func:`convert_deferred_batch_norm`."""
+        return convert_deferred_batch_norm(module)
+
+
+class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
+    """The deferred form of ``nn.BatchNorm1d``, and still one of them."""
+
+
+class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
+    """The deferred form of ``nn.BatchNorm2d``, and still one of them."""
+
+
+class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
+    """The deferred form of ``nn.BatchNorm3d``, and still one of them."""
+
+
+_DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
+    nn.BatchNorm1d: DeferredBatchNorm1d,
+    nn.BatchNorm2d: DeferredBatchNorm2d,
+    nn.BatchNorm3d: DeferredBatchNorm3d,
+}
+
+
+def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
+    """Replace every ``BatchNorm1d``, ``2d`` and ``3d`` in ``module``, in place, by its deferred form.
+
+    Returns ``module``, or its replacement if it is a BatchNorm itself. Parameters, buffers, hooks and flags
+    are kept, not copied; an instance that occurs several times stays one. What tracks no running statistics,
+    ``SyncBatchNorm``, lazy ones and the user's own subclasses are left alone.
+    """
+    replaced: dict[nn.Module, DeferredBatchNorm] = {}
+    every = cast("Iterator[tuple[str, nn.Module]]", module.named_modules(remove_duplicate=False))
+    for name, child in list(every):
+        kind = _DEFERRED.get(type(child))
+        if kind is None or getattr(child, "running_mean", None) is None:
+            continue
+        deferred = replaced.get(child)
+        if deferred is None:
+            deferred = replaced[child] = _with_state_of(child, kind)
+        if not name:
+            return deferred
+        parent, _, last = name.rpartition(".")
+        setattr(module.get_submodule(parent), last, deferred)
+    return module
+
+
+def merge(moments: list[Moments]) -> Moments:
+    """The statistics of all rows out of those of each part. The list must not be empty."""
+    means = torch.stack([each.mean for each in moments])
+    variances = torch.stack([each.variance for each in moments])
+    counts = means.new_tensor([each.values for each in moments]).unsqueeze(1)
+    total = sum(each.values for each in moments)
+    mean = (counts * means).sum(0) / total
+    squares = ((counts - 1) * variances + counts * (means - mean).square()).sum(0)
+    return Moments(total, mean, squares / (total - 1))
+
+
+def _blend(running: Tensor, seen: Tensor, factor: float) -> None:
+    """Move a running statistic towards ``seen`` by ``factor``, computed in the wider of both dtypes."""
+    running.copy_(running.to(seen.dtype).lerp(seen, factor))
+
+
+def _with_state_of(module: nn.Module, kind: type[DeferredBatchNorm]) -> DeferredBatchNorm:
+    """A module of another class with the very same parameters, buffers, hooks and flags."""
+    deferred = kind.__new__(kind)
+    deferred.__dict__.update(module.__dict__)
+    return deferred

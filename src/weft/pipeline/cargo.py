@@ -1,0 +1,204 @@
+"""What goes into a step and what comes out of it, and where their gradients belong.
+
+    Cargo          mini-batch (input, target) -> one parcel per micro-batch;  their gradients -> one per tensor
+    JoinedOutput   one output per micro-batch -> the whole output;            its gradients   -> one per micro-batch
+    WeightedLoss   one loss per micro-batch   -> the loss of the mini-batch;  its gradient    -> one per micro-batch
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import SpecError
+from weft.core.microbatch import SplitPlan, plan_split
+from weft.core.microbatch_join import JoinPlan, common_structure, plan_join
+from weft.core.place import Parcel, parcel
+from weft.core.route import Address
+from weft.core.segment import Gradients
+from weft.core.tree import LEAF, flatten, unflatten
+
+
+class Inlet(NamedTuple):
+    """Where a part of the mini-batch enters: on which route, and into which segment."""
+
+    route: int
+    segment: int
+
+    def address(self, micro_batch: int) -> Address:
+        """Where that part of one micro-batch waits."""
+        return Address(self.route, self.segment, micro_batch)
+
+
+class Cargo:
+    """A mini-batch, cut into micro-batches. `tensors` are those that want a gradient, in order."""
+
+    def __init__(self, parts: Sequence[Any], chunks: int) -> None:
+        """`parts` are the input, and the target where there is one. Raises BatchError as `plan_split` does."""
+        self.split, self._leaves = _planned(parts, chunks)
+        self._structures = [self.split.structure] if len(parts) == 1 else self.split.structure.children()
+        self._wanted = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
+        self.tensors: list[Tensor] = [x for x, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the mini-batch was cut into: at most `chunks`, fewer when rows are few."""
+        return len(self.split.sizes)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many rows each micro-batch has."""
+        return self.split.sizes
+
+    def parcels(self, inlets: Sequence[Inlet]) -> dict[int, dict[Address, Parcel]]:
+        """By segment and address, the micro-batches: leaves that want a gradient where the caller's tensors do."""
+        given: dict[int, dict[Address, Parcel]] = {}
+        for index, piece in enumerate(self.split.split(self._leaves)):
+            leaves = [
+                x.detach().requires_grad_(wanted) if isinstance(x, Tensor) else x
+                for x, wanted in zip(piece, self._wanted, strict=True)
+            ]
+            for inlet, value in zip(inlets, self._nested(leaves), strict=True):
+                given.setdefault(inlet.segment, {})[inlet.address(index)] = parcel(value)
+        return given
+
+    def pieces(self) -> list[list[Any]]:
+        """For every micro-batch its parts, still connected with the caller's tensors."""
+        return [self._nested(piece) for piece in self.split.split(self._leaves)]
+
+    def gradients(self, left: Mapping[Address, Parcel], inlets: Sequence[Inlet]) -> list[Tensor | None]:
+        """The gradients of `tensors`, out of what the backward walk sent outside."""
+        columns: list[list[Tensor | None]] = []
+        for inlet in inlets if self.tensors else ():
+            of_parts = [left[inlet.address(i)].value for i in range(self.micro_batches)]
+            columns += [list(column) for column in zip(*of_parts, strict=True)]
+        found: list[Tensor | None] = []
+        for k, column in enumerate(columns):
+            if self._wanted[k]:
+                whole = self.split.join_gradients(k, column, self._leaves[k])
+                found.append(None if whole is None else whole.to(self._leaves[k].device))
+        return found
+
+    def _nested(self, leaves: Sequence[Any]) -> list[Any]:
+        parts: list[Any] = []
+        for structure in self._structures:
+            parts.append(unflatten(structure, leaves[: structure.num_leaves]))
+            leaves = leaves[structure.num_leaves :]
+        return parts
+
+
+def _planned(values: Sequence[Any], chunks: int) -> tuple[SplitPlan, list[Any]]:
+    """One plan for all parts together, since their rows must agree."""
+    if len(values) == 1:
+        return plan_split(values[0], chunks, where="input")
+    return plan_split(tuple(values), chunks, where="(input, target)")
+
+
+class Outcome(Protocol):
+    """What becomes of the results of the last segment."""
+
+    def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
+        """The tensors that leave the step, and which of them have a gradient."""
+        ...
+
+    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """For every micro-batch the gradients of its result."""
+        ...
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """The result as the caller sees it, with these tensors."""
+        ...
+
+    def visible(self, results: Sequence[Any]) -> Any:
+        """The result as the caller sees it, still connected with the graphs of the micro-batches."""
+        ...
+
+
+class JoinedOutput:
+    """The outputs of the micro-batches, joined along their batch axis; what is no tensor is passed through."""
+
+    def __init__(self) -> None:
+        self._plan: JoinPlan | None = None
+        self._structure = LEAF
+        self._rest: list[Any] = []
+        self._at: list[int] = []
+        self._pieces = 0
+
+    def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
+        """See `Outcome.gather`. Raises BatchError when the results cannot be joined."""
+        columns, joined = self._join(results)
+        self._pieces = len(results)
+        self._at = [k for k, leaf in enumerate(joined) if isinstance(leaf, Tensor)]
+        self._rest = [None if isinstance(leaf, Tensor) else leaf for leaf in joined]
+        tracked = [any(leaves[k].requires_grad for leaves in columns) for k in self._at]
+        return [joined[k].detach() for k in self._at], tracked
+
+    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """See `Outcome.spread`."""
+        pieces: list[Gradients] = [[None] * len(self._rest) for _ in range(self._pieces)]
+        for k, gradient in zip(self._at, gradients, strict=True):
+            if gradient is not None and self._plan is not None:
+                for piece, part in zip(pieces, self._plan.split_gradient(k, gradient), strict=True):
+                    piece[k] = part
+        return pieces
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """See `Outcome.filled`."""
+        leaves = list(self._rest)
+        for k, tensor in zip(self._at, tensors, strict=True):
+            leaves[k] = tensor
+        return unflatten(self._structure, leaves)
+
+    def visible(self, results: Sequence[Any]) -> Any:
+        """See `Outcome.visible`."""
+        joined = self._join(results)[1]
+        return unflatten(self._structure, joined)
+
+    def _join(self, results: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
+        """The flat leaves of every result, and of all of them joined."""
+        flat = [flatten(result) for result in results]
+        columns = [leaves for leaves, _ in flat]
+        self._structure = common_structure([structure for _, structure in flat])
+        self._plan = plan_join(columns, self._structure)
+        return columns, self._plan.join(columns)
+
+
+class WeightedLoss:
+    """The losses of the micro-batches, added up with one weight each."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = weights
+
+    def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
+        """See `Outcome.gather`."""
+        weighted = [loss.detach() * weight for loss, weight in zip(results, self._weights, strict=True)]
+        return [torch.stack(weighted).sum(0)], [any(loss.requires_grad for loss in results)]
+
+    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """See `Outcome.spread`."""
+        (gradient,) = gradients
+        return [[None if gradient is None else gradient * weight] for weight in self._weights]
+
+    def seeds(self, device: torch.device | None) -> list[Gradients]:
+        """As `spread` for a gradient of one, before the loss is known."""
+        return [[torch.tensor(weight, dtype=torch.float64, device=device)] for weight in self._weights]
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """See `Outcome.filled`."""
+        return tensors[0]
+
+    def visible(self, results: Sequence[Any]) -> Any:
+        """See `Outcome.visible`."""
+        return torch.stack([loss * weight for loss, weight in zip(results, self._weights, strict=True)]).sum(0)
+
+
+def checked_loss(value: Any) -> Tensor:
+    """The loss of one micro-batch. Raises SpecError when it is not one number."""
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise SpecError(
+            f"the loss function returned {seen}; it must return one number, a tensor of shape (): "
+            "the mean over the rows that it was given (or their sum, with loss_reduction='sum')"
+        )
+    return value

@@ -1,0 +1,214 @@
+"""Pipe: a sequential model, spread over stages, that trains under a plain ``loss.backward()``.
+
+    pipe = weft.Pipe(model, chunks=8, devices=["cuda:0", "cuda:1"])
+    loss = criterion(pipe(x), y)
+    loss.backward()
+
+The layers stay where the user can see them: same keys in `state_dict`, same parameters, same hooks. What the
+pipe adds, stages, plans and worker threads, is made at the first step and goes when the pipe goes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from weft.core.microbatch import micro_sizes
+from weft.core.run import Watcher
+from weft.core.schedule import Schedule
+from weft.pipeline.batchnorm import convert_deferred_batch_norm
+from weft.pipeline.plan import LossFunction
+from weft.pipeline.runtime import Request, Runtime, check_places, on_meta
+from weft.pipeline.schedules import SCHEDULES, build
+from weft.pipeline.settings import (
+    Checkpoint,
+    CheckpointRule,
+    check_arguments,
+    check_schedule,
+    checkpoint_rules,
+    layers_of,
+    reduction_of,
+    resolve_layout,
+)
+from weft.pipeline.skip import verify_skippables
+from weft.pipeline.stage import Call
+
+
+class Pipe(nn.Module):
+    """An `nn.Sequential` cut into stages; micro-batches of one mini-batch are in different stages at one time.
+
+    Args:
+        module: the model. Its layers become the pipe's own children, under the same names; a skippable layer
+            may hand tensors to layers further on (see `weft.skippable`).
+        chunks: into how many micro-batches a mini-batch is cut (fewer when it has fewer rows).
+        devices: one per stage; may repeat, also ``["cpu", "cpu"]``, which really runs two workers. Default:
+            all CUDA devices, else the CPU twice. Layers are moved there, but for those on the meta device.
+        balance: how many layers each stage has. Default: as even as possible by the time that each layer takes
+            for `sample`, or without a sample by the number of parameters, which is a rough guess; see
+            `weft.pipeline.partition` for measured balances.
+        checkpoint: what is recomputed in backward instead of kept: ``"always"``, ``"except_last"`` (all but the
+            last micro-batch, whose backward comes at once) or ``"never"``; a list of these, one per stage; or
+            a function ``(stage, micro_batch, micro_batches) -> bool``.
+        deferred_batch_norm: turn batch norms into `DeferredBatchNorm`, whose running statistics are those of
+            the undivided mini-batch.
+        schedule: ``"gpipe"``, ``"1f1b"``, a table as text (see `weft.Schedule.parse`), or a `weft.Schedule`.
+        loss: a function ``(output, target) -> number``. With it, ``pipe(x, target=y)`` returns the loss, and
+            schedules that begin backward early (1F1B) can run; without a target, the pipe returns the output.
+        loss_reduction: how the loss function sums over rows, ``"mean"`` or ``"sum"``: the mini-batch's loss is
+            the mean of the micro-batches' weighted by rows, or their sum. Default: the loss module's own
+            ``reduction``, else ``"mean"``. A loss that is neither (a mean over unmasked tokens, say) is exact
+            when it returns a sum that it divides by a number of the whole mini-batch.
+        executor: ``"threads"`` (one worker per stage), ``"serial"``, ``"auto"`` (measures both on the first
+            steps and keeps the faster) or ``"graph"`` (plain autograd, for gradients of gradients).
+        sample: an input, only to balance by.
+
+    All executors and schedules give the same gradients as the undivided model, to rounding; a layer's random
+    numbers depend on stage and micro-batch only. Raises SpecError, SkipWiringError, PartitionError,
+    ScheduleError or UsageError for arguments that do not fit.
+
+    The design is GPipe's (Huang et al., arXiv 1811.06965) as torchgpipe brought it to PyTorch (Kim et al.,
+    arXiv 2004.09910); 1F1B is PipeDream-Flush's (Narayanan et al., arXiv 2104.04473).
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        *,
+        chunks: int,
+        devices: Sequence[str | int | torch.device] | str | int | torch.device | None = None,
+        balance: Sequence[int] | None = None,
+        checkpoint: Checkpoint | Sequence[Checkpoint | CheckpointRule] | CheckpointRule = "except_last",
+        deferred_batch_norm: bool = False,
+        schedule: str | Schedule = "gpipe",
+        loss: LossFunction | None = None,
+        loss_reduction: Literal["mean", "sum"] | None = None,
+        executor: Literal["auto", "serial", "threads", "graph"] = "auto",
+        sample: Any = None,
+    ) -> None:
+        super().__init__()
+        layers = layers_of(module)
+        verify_skippables(module)
+        check_arguments(chunks, executor, loss, loss_reduction)
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self.schedule = schedule
+        self.executor = executor
+        self.balance, self.devices = resolve_layout(module, balance, devices, sample)
+        checkpoint_rules(checkpoint, len(self.balance))
+        check_schedule(schedule, len(self.balance), chunks, loss)
+        # Not a child: a loss module's parameters are the user's to save, and the keys stay those of the model.
+        self._loss = (loss, "mean" if loss is None else reduction_of(loss, loss_reduction))
+        self._watcher: Watcher | None = None
+        self._runtime: Runtime | None = None
+        where = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
+        for (name, layer), device in zip(layers, where, strict=True):
+            converted = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
+            # Straight into the table: a layer may be called as one of the pipe's attributes.
+            self._modules[name] = converted if on_meta(converted) else converted.to(device)
+        self.train(module.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output for a mini-batch, or with a `loss` and ``target=`` its loss.
+
+        Tensors of the arguments are cut along axis 0 and must agree in length; wrap in `weft.NoChunk` what every
+        micro-batch needs whole. The first layer gets the arguments as they are, each other layer what the one
+        before it returned. Outputs are joined along axis 0.
+
+        Raises BatchError when the mini-batch cannot be cut or the outputs cannot be joined, DeviceError when a
+        layer is not where its stage runs. An exception of a layer passes through, with a note of where it was.
+        """
+        runtime = self._made_runtime()
+        targets: tuple[Any, ...] = ()
+        if self._loss[0] is not None and "target" in kwargs:
+            targets = (kwargs.pop("target"),)
+        main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
+        surveys = [stage.survey() for stage in runtime.stages]
+        check_places(surveys)
+        request = Request(main, targets, self.chunks, self.schedule, self._watcher)
+        return runtime.serve(request, surveys, (torch.is_grad_enabled(), self.training))
+
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """The stages as `nn.Sequential` of the very same layers, under the same names."""
+        layers = iter(self._layers())
+        return [nn.Sequential(OrderedDict(islice(layers, size))) for size in self.balance]
+
+    def schedule_for(self, rows: int) -> Schedule:
+        """The table that a mini-batch of so many rows is run by, all stages apart."""
+        return build(self.schedule, len(self.balance), len(micro_sizes(rows, self.chunks)))
+
+    @contextmanager
+    def watched_by(self, watcher: Watcher) -> Generator[None]:
+        """Let a watcher, such as `weft.Recorder`, see what runs inside; stages run apart meanwhile."""
+        self._watcher = watcher
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> Self:
+        """Give storage to layers on the meta device, stage by stage, each on its own device.
+
+        `initialize` is called with every module of such a layer; by default its ``reset_parameters()``, where it
+        has one. A module's parameters are then new objects: make the optimizer afterwards.
+        """
+        for stage, device in zip(self.partitions, self.devices, strict=True):
+            for layer in stage:
+                if on_meta(layer):
+                    layer.to_empty(device=device)
+                    layer.apply(initialize or _reset)
+        self._runtime = None
+        return self
+
+    def statistics(self) -> dict[str, Any]:
+        """Numbers about this pipe: layers per stage, worker threads alive, and what ``executor="auto"`` chose."""
+        runtime = self._runtime
+        return {
+            "balance": list(self.balance),
+            "devices": [str(device) for device in self.devices],
+            "threads": 0 if runtime is None else runtime.threads,
+            "chosen": {} if runtime is None else runtime.chosen(),
+        }
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([layer for _, layer in self._layers()])
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self._layers()[index][1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_runtime": None, "_watcher": None}
+
+    def extra_repr(self) -> str:
+        """What stands behind the class name when the pipe is printed."""
+        stages = ", ".join(f"{size} on {device}" for size, device in zip(self.balance, self.devices, strict=True))
+        return f"stages: {stages}; chunks={self.chunks}, checkpoint={self.checkpoint!r}, executor={self.executor!r}"
+
+    def _layers(self) -> list[tuple[str, nn.Module]]:
+        return [(name, layer) for name, layer in self._modules.items() if layer is not None]
+
+    def _made_runtime(self) -> Runtime:
+        if self._runtime is None:
+            self._runtime = Runtime(
+                self._layers(),
+                self.balance,
+                self.devices,
+                self.checkpoint,
+                self.executor,
+                *self._loss,
+                may_merge=self.schedule in SCHEDULES,
+            )
+        return self._runtime
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()

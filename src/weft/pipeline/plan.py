@@ -1,0 +1,141 @@
+"""A plan: stages, their wiring and an executor, made once and used for every step.
+
+A pipe may have two plans over the same layers: one with a thread per stage, and one in the caller's thread.
+Where that thread need not stop between stages (no recomputation, one device), the second plan merges them
+into a single segment, so that small layers do not pay for cuts that nobody needs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.core.executor import Executor
+from weft.core.place import CudaPlace, Place
+from weft.core.route import OUTSIDE, Route, Wiring
+from weft.core.segment import Function, Visit
+from weft.pipeline.cargo import Inlet, checked_loss
+from weft.pipeline.skip import inspect_skip_layout
+from weft.pipeline.stage import MergedStages, Skip, Stage
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one way of running a pipe is laid out. `functions[s]` is what segment s runs, of `stages_of[s]`.
+
+    The mini-batch enters by `inlets` (the input, and the target where there is a loss); route `result` takes the
+    output, or the loss, outside.
+    """
+
+    functions: tuple[Function, ...]
+    stages_of: tuple[tuple[int, ...], ...]
+    wiring: Wiring
+    places: tuple[Place | None, ...]
+    executor: Executor
+    result: int
+    inlets: tuple[Inlet, ...]
+
+    @property
+    def segments(self) -> int:
+        """How many segments there are."""
+        return len(self.functions)
+
+
+def build_stages(
+    layers: Sequence[tuple[str, nn.Module]], balance: Sequence[int], devices: Sequence[torch.device | None]
+) -> tuple[list[Stage], list[tuple[Skip, int, tuple[int, ...]]]]:
+    """The stages, and every skip that crosses between two of them as (skip, source, readers)."""
+    blocks: list[list[tuple[str, nn.Module]]] = []
+    start = 0
+    for count in balance:
+        blocks.append(list(layers[start : start + count]))
+        start += count
+    layout = inspect_skip_layout([[layer for _, layer in block] for block in blocks])
+    crossing = [
+        (skip, source, tuple(reader for reader in readers if reader != source))
+        for skip, (source, readers) in layout.routes.items()
+        if any(reader != source for reader in readers)
+    ]
+    stages = [
+        Stage(
+            index,
+            block,
+            device,
+            popped=[skip for skip, _, readers in crossing if index in readers],
+            stashed=[skip for skip, source, _ in crossing if index == source],
+        )
+        for index, (block, device) in enumerate(zip(blocks, devices, strict=True))
+    ]
+    return stages, crossing
+
+
+def staged_plan(
+    stages: Sequence[Stage],
+    crossing: Sequence[tuple[Skip, int, tuple[int, ...]]],
+    executor: Executor,
+    loss: LossFunction | None,
+    *,
+    streams: bool,
+) -> Plan:
+    """One segment per stage. With `streams`, CUDA stages get streams of their own."""
+    last = len(stages) - 1
+    routes = [Route("input", OUTSIDE, (0,))]
+    routes += [Route(f"main of stage {j}", j, (j + 1,)) for j in range(last)]
+    routes.append(Route("loss" if loss else "output", last, (OUTSIDE,)))
+    routes += [Route(f"skip {name!r}", source, readers) for (_, name), source, readers in crossing]
+    functions: list[Function] = list(stages)
+    return _plan(functions, [(j,) for j in range(len(stages))], routes, last + 1, stages, executor, loss, streams)
+
+
+def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossFunction | None) -> Plan:
+    """All stages as one segment."""
+    routes = [Route("input", OUTSIDE, (0,)), Route("loss" if loss else "output", 0, (OUTSIDE,))]
+    owned = tuple(range(len(stages)))
+    return _plan([MergedStages(stages)], [owned], routes, 1, stages[:1], executor, loss, False)
+
+
+def _plan(
+    functions: Sequence[Function],
+    stages_of: Sequence[tuple[int, ...]],
+    routes: Sequence[Route],
+    result: int,
+    stages: Sequence[Stage],
+    executor: Executor,
+    loss: LossFunction | None,
+    streams: bool,
+) -> Plan:
+    last = len(functions) - 1
+    inlets = [Inlet(0, 0)]
+    if loss is not None:
+        inlets.append(Inlet(len(routes), last))
+        routes = [*routes, Route("target", OUTSIDE, (last,))]
+        # The target's route comes last, so it is the last value that the function of the last stage gets.
+        functions = [*functions[:-1], _with_loss(functions[-1], loss)]
+    places = [_place(stage.device, stages, streams) for stage in stages]
+    wiring = Wiring(tuple(routes), len(functions))
+    return Plan(tuple(functions), tuple(stages_of), wiring, tuple(places), executor, result, tuple(inlets))
+
+
+def _with_loss(function: Function, loss: LossFunction) -> Function:
+    """The last stage with the loss as its last layer."""
+
+    def compute(visit: Visit, *values: Any) -> tuple[Any, ...]:
+        main, *stashed = function(visit, *values[:-1])
+        try:
+            return (checked_loss(loss(main, values[-1])), *stashed)
+        except BaseException as error:
+            error.add_note("weft: in the loss function")
+            raise
+
+    return compute
+
+
+def _place(device: torch.device | None, stages: Sequence[Stage], streams: bool) -> Place | None:
+    """Nothing has to be moved where all stages live on the CPU."""
+    if device is None or all(stage.device is None or stage.device.type == "cpu" for stage in stages):
+        return None
+    return CudaPlace(device) if streams and device.type == "cuda" else Place(device)

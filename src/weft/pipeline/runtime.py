@@ -1,0 +1,184 @@
+"""What a pipe needs to run and does not save: stages, plans, executors. Made anew after a copy or a load."""
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weft.core.ambient import Ambient
+from weft.core.boundary import Journey, cross
+from weft.core.choice import Choice, TimedJourney
+from weft.core.errors import DeviceError, listed
+from weft.core.executor import Executor, SerialExecutor, ThreadExecutor
+from weft.core.rng import Dice, RandomUse, generators
+from weft.core.run import Watcher
+from weft.core.schedule import Schedule
+from weft.core.segment import Keep
+from weft.pipeline.cargo import Cargo, JoinedOutput, WeightedLoss
+from weft.pipeline.plan import LossFunction, Plan, build_stages, merged_plan, staged_plan
+from weft.pipeline.schedules import build
+from weft.pipeline.settings import CheckpointRule, checkpoint_rules, never_recomputes
+from weft.pipeline.stage import Survey
+from weft.pipeline.step import Order, Step
+from weft.pipeline.visible import run_visible
+
+
+class Runtime:
+    """Stages, plans and executors of one pipe. Holds no tensor between steps but the parameters of its layers."""
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        balance: Sequence[int],
+        devices: Sequence[torch.device],
+        checkpoint: Any,
+        executor: str,
+        loss: LossFunction | None,
+        reduction: str,
+        *,
+        may_merge: bool,
+    ) -> None:
+        self.stages, self._crossing = build_stages(layers, balance, devices)
+        self.uses = [RandomUse(generators([device])) for device in devices]
+        self.rules: list[CheckpointRule] = checkpoint_rules(checkpoint, len(self.stages))
+        self.device_types = sorted({device.type for device in devices})
+        self._threads = ThreadExecutor()
+        self._serial = SerialExecutor()
+        self._plans: dict[tuple[str, bool], Plan] = {}
+        self._loss = loss
+        self._reduction = reduction
+        one_device = len(set(devices)) == 1
+        mergeable = may_merge and one_device and never_recomputes(checkpoint)
+        self.layouts = _layouts(executor, len(self.stages), mergeable, one_device)
+        self.choice = Choice(len(self.layouts))
+
+    def plan(self, layout: str, loss: bool) -> Plan:
+        """The plan for one of `layouts`; made when it is first needed."""
+        key = (layout, loss)
+        if key not in self._plans:
+            function = self._loss if loss else None
+            if layout == "merged":
+                self._plans[key] = merged_plan(self.stages, self._serial, function)
+            else:
+                executor: Executor = self._threads if layout == "threads" else self._serial
+                streams = layout == "threads"
+                self._plans[key] = staged_plan(self.stages, self._crossing, executor, function, streams=streams)
+        return self._plans[key]
+
+    @property
+    def _loss_parameters(self) -> list[torch.Tensor]:
+        """What the loss has to learn, if it is a module; its optimizer is the user's."""
+        if not isinstance(self._loss, nn.Module):
+            return []
+        return [each for each in self._loss.parameters() if each.requires_grad]
+
+    @property
+    def threads(self) -> int:
+        """How many worker threads there are now."""
+        return self._threads.workers
+
+    def chosen(self) -> dict[str, str]:
+        """For every kind of step that was measured to the end, what it is run by."""
+        return {str(kind): self.layouts[best] for kind, best in self.choice.decisions().items()}
+
+    def serve(self, request: "Request", surveys: Sequence[Survey], mode: Hashable) -> Any:
+        """One step. `mode` is whatever makes steps of the same size take different times."""
+        cargo = Cargo([request.main, *request.targets], request.chunks)
+        kind = (mode, bool(request.targets), cargo.rows)
+        candidate = self._candidate(request, kind)
+        layout = self.layouts[candidate]
+        order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
+        ambient = Ambient.capture(self.device_types)
+        if layout == "graph":
+            return run_visible(order, ambient)
+        step = Step(order, ambient)
+        timed = len(self.layouts) > 1 and request.watcher is None
+        journey: Journey = TimedJourney(step, self.choice, kind, candidate) if timed else step
+        if order.tracked:
+            return order.outcome.filled(cross(journey, step.tensors))
+        return order.outcome.filled(journey.forward()[0])
+
+    def _candidate(self, request: "Request", kind: Hashable) -> int:
+        """Which layout to run by. A watcher wants to see stages, so it never sees them merged."""
+        if len(self.layouts) == 1:
+            return 0
+        return self.layouts.index("threads") if request.watcher is not None else self.choice.pick(kind)
+
+    def _order(self, request: "Request", plan: Plan, cargo: Cargo, surveys: Sequence[Survey]) -> Order:
+        tracked = torch.is_grad_enabled() and bool(
+            cargo.tensors or self._loss_parameters or any(survey.parameters for survey in surveys)
+        )
+        count = cargo.micro_batches
+        schedule = build(request.schedule, plan.segments, count)
+        parameters: list[list[torch.Tensor]] = []
+        for owned in plan.stages_of:
+            of_segment = {id(p): p for stage in owned for p in surveys[stage].parameters}
+            parameters.append(list(of_segment.values()))
+        if request.targets:
+            parameters[-1] += self._loss_parameters
+        return Order(
+            plan=plan,
+            schedule=schedule,
+            cargo=cargo,
+            outcome=WeightedLoss(_weights(cargo.rows, self._reduction)) if request.targets else JoinedOutput(),
+            parameters=parameters,
+            tracked=tracked,
+            keeps=partial(self._keep, count) if tracked else _keep_nothing,
+            deferred=[norm for survey in surveys for norm in survey.deferred],
+            dice=partial(Dice, self.uses, [survey.configuration for survey in surveys]),
+            watcher=request.watcher,
+        )
+
+    def _keep(self, micro_batches: int, segment: int, micro_batch: int) -> Keep:
+        return "inputs" if self.rules[segment](segment, micro_batch, micro_batches) else "graph"
+
+
+class Request(NamedTuple):
+    """One call of a pipe: `targets` is empty, or holds the target."""
+
+    main: Any
+    targets: tuple[Any, ...]
+    chunks: int
+    schedule: str | Schedule
+    watcher: Watcher | None
+
+
+def check_places(surveys: Sequence[Survey]) -> None:
+    """Raise one DeviceError that lists every parameter and buffer which is not where its stage runs."""
+    misplaced = [fault for survey in surveys for fault in survey.misplaced]
+    if misplaced:
+        raise DeviceError(
+            listed(
+                "parameters or buffers are not on the device of their stage; a pipe places its layers itself, so "
+                "do not move it as a whole (layers on the meta device: call pipe.materialize() first):",
+                misplaced,
+            )
+        )
+
+
+def on_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer has no storage yet."""
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+
+
+def _keep_nothing(segment: int, micro_batch: int) -> Keep:
+    return "nothing"
+
+
+def _weights(rows: Sequence[int], reduction: str) -> list[float]:
+    """The weight of each micro-batch's loss in that of the mini-batch."""
+    total = sum(rows)
+    return [1.0 if reduction == "sum" or not total else count / total for count in rows]
+
+
+def _layouts(executor: str, stages: int, mergeable: bool, one_device: bool) -> list[str]:
+    """The ways of running that are tried, the simplest first."""
+    simple = "merged" if mergeable else "serial"
+    if executor == "auto":
+        if stages == 1:
+            return [simple]
+        return [simple, "threads"] if one_device else ["threads"]
+    return [executor]

@@ -1,0 +1,131 @@
+"""The arguments of a Pipe, checked all at once and brought into one form."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from weft.core.errors import PartitionError, SpecError, UsageError, listed
+from weft.core.schedule import Schedule
+from weft.pipeline.partition import balance_by_parameters, balance_by_time
+from weft.pipeline.schedules import SCHEDULES, build
+
+Checkpoint = Literal["always", "except_last", "never"]
+CheckpointRule = Callable[[int, int, int], bool]
+"""``rule(stage, micro_batch, micro_batches)``: whether this forward keeps only its inputs and is recomputed."""
+
+EXECUTORS = ("auto", "serial", "threads", "graph")
+_RULES: dict[str, CheckpointRule] = {
+    "always": lambda stage, micro_batch, micro_batches: True,
+    "except_last": lambda stage, micro_batch, micro_batches: micro_batch < micro_batches - 1,
+    "never": lambda stage, micro_batch, micro_batches: False,
+}
+
+
+def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of a sequential model with their names. Raises SpecError if it is something else."""
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+        what = "an nn.Sequential with a forward of its own" if isinstance(module, nn.Sequential) else "no nn.Sequential"
+        raise SpecError(
+            f"Pipe takes an nn.Sequential, whose layers it can spread over stages, but {type(module).__name__} is "
+            f"{what}; list its layers in an nn.Sequential, and use skippable layers for long connections"
+        )
+    if not len(module):
+        raise SpecError("Pipe takes an nn.Sequential with at least one layer, but this one is empty")
+    return [(name, layer) for name, layer in module._modules.items() if layer is not None]
+
+
+def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:
+    """One rule per stage. Raises UsageError that lists every entry which is no mode."""
+    modes = [checkpoint] * stages if isinstance(checkpoint, str) or callable(checkpoint) else list(checkpoint)
+    faults = [f"entry {i} is {mode!r}" for i, mode in enumerate(modes) if not callable(mode) and mode not in _RULES]
+    if len(modes) != stages:
+        faults.append(f"it has {len(modes)} entries for {stages} stages")
+    if faults:
+        wanted = f"checkpoint is one of {', '.join(_RULES)}, a list of them with one per stage, or a function"
+        raise UsageError(listed(f"{wanted} (stage, micro_batch, micro_batches) -> bool; but:", faults))
+    return [mode if callable(mode) else _RULES[mode] for mode in modes]
+
+
+def never_recomputes(checkpoint: Any) -> bool:
+    """Whether no forward is recomputed, as far as the argument itself says so."""
+    modes = [checkpoint] if isinstance(checkpoint, str) or callable(checkpoint) else checkpoint
+    return all(mode == "never" for mode in modes)
+
+
+def check_arguments(chunks: int, executor: str, loss: Any, reduction: Any) -> None:
+    """Raise one UsageError with all that is wrong among these."""
+    faults: list[str] = []
+    if chunks < 1:
+        faults.append(f"chunks is {chunks}; a mini-batch is cut into at least one micro-batch")
+    if executor not in EXECUTORS:
+        faults.append(f"executor is {executor!r}; there are {', '.join(EXECUTORS)}")
+    if loss is not None and not callable(loss):
+        faults.append(f"loss is {type(loss).__name__}; give a function or module (output, target) -> number")
+    if reduction not in (None, "mean", "sum"):
+        faults.append(f"loss_reduction is {reduction!r}; the losses of micro-batches are combined by 'mean' or 'sum'")
+    if faults:
+        raise UsageError(listed("these arguments of Pipe do not make sense:", faults))
+
+
+def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any) -> None:
+    """Raise ScheduleError if the schedule does not fit, UsageError if it needs a loss inside and has none."""
+    table = build(schedule, stages, chunks)
+    if loss is None and not table.splits:
+        name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "this table"
+        raise UsageError(
+            f"schedule {name!r} begins backward before forward has ended, but the loss is computed outside, after "
+            "forward; give the Pipe a loss (loss=fn, then pipe(x, target=y)), or use schedule='gpipe'"
+        )
+
+
+def reduction_of(loss: Any, reduction: str | None) -> str:
+    """How the losses of the micro-batches make that of the mini-batch: as said, or as the loss module says."""
+    found = reduction or getattr(loss, "reduction", "mean")
+    if found not in ("mean", "sum"):
+        raise UsageError(
+            f"the loss module has reduction {found!r}, but the loss of a micro-batch must be one number; "
+            "use reduction 'mean' or 'sum'"
+        )
+    return found
+
+
+def resolve_layout(
+    module: nn.Sequential,
+    balance: Sequence[int] | None,
+    devices: Sequence[str | int | torch.device] | str | int | torch.device | None,
+    sample: Any,
+) -> tuple[list[int], list[torch.device | None]]:
+    """Layers per stage and one device per stage. Raises PartitionError that lists all faults.
+
+    Without devices: every CUDA device if there are any, else the CPU. Without a balance: by measured time if
+    there is a sample, else by the number of parameters; as many stages as devices (two on the CPU).
+    """
+    given = [devices] if isinstance(devices, str | int | torch.device) else devices
+    cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if given is not None:
+        places = [_indexed(torch.device(each)) for each in given]
+    else:
+        places = cuda or [torch.device("cpu")] * (len(balance) if balance is not None else min(2, len(module)))
+    if balance is None:
+        stages = min(len(places), len(module))
+        if sample is None:
+            return balance_by_parameters(stages, module), list(places[:stages])
+        return balance_by_time(stages, module, sample), list(places[:stages])
+    sizes = [int(size) for size in balance]
+    faults = [f"stage {i} has {size} layers, but needs at least one" for i, size in enumerate(sizes) if size < 1]
+    if sum(sizes) != len(module):
+        faults.append(f"balance {sizes} places {sum(sizes)} layers, but the module has {len(module)}")
+    if len(sizes) > len(places):
+        faults.append(f"balance has {len(sizes)} stages, but there are {len(places)} devices (they may repeat)")
+    if faults:
+        raise PartitionError(listed("these layers cannot be spread as asked:", faults))
+    return sizes, list(places[: len(sizes)])
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device as tensors report it: CUDA devices with their number."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

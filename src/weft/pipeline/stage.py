@@ -1,0 +1,186 @@
+"""A stage: consecutive layers on one device, as a function that a segment can run.
+
+    values in:   main, then one per skip that is popped here and was stashed in another stage
+    values out:  main, then one per skip that is stashed here and popped in another stage
+
+Skips that begin and end in the stage never leave it. Layers of no skips never see a tracker.
+"""
+
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+
+from weft.core.ambient import is_recomputing
+from weft.core.rng import Dice
+from weft.core.segment import Visit
+from weft.core.tree import map_leaves
+from weft.pipeline.batchnorm import DeferredBatchNorm
+from weft.pipeline.skip import Namespace, Skippable, SkipTracker, use_skip_tracker
+
+Skip = tuple[Namespace | None, str]
+
+
+class Call(NamedTuple):
+    """The main value of the first stage when it is more than one positional argument."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Survey(NamedTuple):
+    """What a stage consists of right now; layers may have been frozen, moved or replaced since the last step."""
+
+    parameters: list[nn.Parameter]
+    configuration: Hashable
+    deferred: list[DeferredBatchNorm]
+    misplaced: list[str]
+
+
+class StageTracker(SkipTracker):
+    """The skips of one stage and one micro-batch: those that came in, and those stashed here."""
+
+    def __init__(self, arrived: Mapping[Skip, Tensor | None]) -> None:
+        super().__init__()
+        self.values: dict[Skip, Tensor | None] = dict(arrived)
+
+    def save(self, ns: Namespace | None, name: str, value: Tensor | None) -> None:
+        self.values[ns, name] = value
+
+    def load(self, ns: Namespace | None, name: str) -> Tensor | None:
+        if (ns, name) not in self.values:
+            return super().load(ns, name)  # which raises, and says what is missing
+        return self.values[ns, name]
+
+    def done(self, layer: nn.Module, *, stashed: Collection[Skip], popped: Collection[Skip]) -> None:
+        """Nothing to free: all goes with the tracker, or to the readers in other stages."""
+
+
+class Stage:
+    """Layers with their names in the whole model, and the skips that cross the stage's borders."""
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[tuple[str, nn.Module]],
+        device: torch.device | None,
+        popped: Sequence[Skip],
+        stashed: Sequence[Skip],
+    ) -> None:
+        self.index = index
+        self.layers = list(layers)
+        self.device = device
+        self.popped = tuple(popped)
+        self.stashed = tuple(stashed)
+        modules = [module for _, layer in layers for module in layer.modules()]
+        self._skips = any(isinstance(module, Skippable) for module in modules)
+        self._copies_input = _writes_early(modules)
+
+    def __call__(self, visit: Visit, main: Any, *skips: Tensor | None) -> tuple[Any, ...]:
+        """Run the layers on one micro-batch: the function of this stage's segment."""
+        result, stashed = self.run(visit, main, dict(zip(self.popped, skips, strict=True)))
+        return (result, *(stashed[skip] for skip in self.stashed))
+
+    def run(self, visit: Visit, main: Any, skips: Mapping[Skip, Tensor | None]) -> tuple[Any, dict[Skip, Any]]:
+        """As `__call__`, with the skips by name; the result holds also those that stay inside."""
+        if self._copies_input:
+            main = map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, main)
+        dice: Dice | None = visit.context
+        scope = nullcontext() if dice is None else dice.scope(self.index, visit.micro_batch)
+        with scope, self._statistics():
+            if not self._skips:
+                return self._layers(main), {}
+            tracker = StageTracker(skips)
+            with use_skip_tracker(tracker):
+                return self._layers(main), tracker.values
+
+    def survey(self) -> Survey:
+        """Walk over all modules of the stage once, and note what a step needs to know of them."""
+        parameters: dict[int, nn.Parameter] = {}
+        settings: list[bool | float] = []
+        deferred: list[DeferredBatchNorm] = []
+        misplaced: list[str] = []
+        for name, layer in self.layers:
+            for path, module in layer.named_modules(prefix=name):
+                settings += [value for value in vars(module).values() if type(value) is bool or type(value) is float]
+                if isinstance(module, DeferredBatchNorm):
+                    deferred.append(module)
+                for group in (module._parameters, module._buffers):
+                    for key, tensor in group.items():
+                        if tensor is not None and tensor.device != self.device and self.device is not None:
+                            misplaced.append(f"{path}.{key} is on {tensor.device}, stage {self.index} on {self.device}")
+                for each in module._parameters.values():
+                    if each is not None and each.requires_grad:
+                        parameters[id(each)] = each
+        return Survey(list(parameters.values()), tuple(settings), deferred, misplaced)
+
+    def _layers(self, value: Any) -> Any:
+        for number, (name, layer) in enumerate(self.layers):
+            try:
+                if number == 0 and type(value) is Call:
+                    value = layer(*value.args, **value.kwargs)
+                else:
+                    value = layer(value)
+            except BaseException as error:
+                error.add_note(f"weft: in layer {name!r} ({type(layer).__name__}) of stage {self.index}")
+                raise
+        return value
+
+    @contextmanager
+    def _statistics(self) -> Generator[None]:
+        """Keep a recomputation from updating running statistics a second time.
+
+        The modules get copies for the while. Restoring the values afterwards would not do: autograd would find
+        that a tensor which it saved has been written to.
+        """
+        if not is_recomputing():
+            yield
+            return
+        norms = [
+            module
+            for _, layer in self.layers
+            for module in layer.modules()
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats
+        ]
+        originals = [dict(module._buffers) for module in norms]
+        for module in norms:
+            module._buffers.update({k: None if b is None else b.clone() for k, b in module._buffers.items()})
+        try:
+            yield
+        finally:
+            for module, buffers in zip(norms, originals, strict=True):
+                module._buffers.update(buffers)
+
+
+def _writes_early(modules: Sequence[nn.Module]) -> bool:
+    """Whether an in-place module may get the stage's input itself: no module with weights stands before it."""
+    for module in modules:
+        if getattr(module, "inplace", False) is True:
+            return True
+        if module._parameters and not list(module.children()):
+            return False
+    return False
+
+
+class MergedStages:
+    """All stages as one function, for when they run in one thread on one device: fewer cuts, the same numbers."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        last_reader = {skip: stage.index for stage in stages for skip in stage.popped}
+        self._done_after = [
+            [skip for skip, index in last_reader.items() if index == stage.index] for stage in stages
+        ]
+
+    def __call__(self, visit: Visit, main: Any) -> tuple[Any, ...]:
+        """Run all layers on one micro-batch."""
+        alive: dict[Skip, Any] = {}
+        for stage, done in zip(self._stages, self._done_after, strict=True):
+            main, stashed = stage.run(visit, main, {skip: alive[skip] for skip in stage.popped})
+            alive.update({skip: stashed[skip] for skip in stage.stashed})
+            for skip in done:
+                del alive[skip]
+        return (main,)

@@ -1,0 +1,150 @@
+"""One step of a pipe: a mini-batch is cut, travels through the stages, and comes out joined.
+
+    the table splits:      walk its forward half now, and the rest under loss.backward()
+    it does not (1F1B):    walk all of it now; loss.backward() scales the gradients that were made on the way
+
+A step is the `Journey` that the boundary takes. It holds what backward needs, and nothing that went out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.core.ambient import Ambient
+from weft.core.boundary import quiet_hooks
+from weft.core.errors import BackwardTwiceError
+from weft.core.place import Parcel, join_walk, leave_walk, parcel
+from weft.core.rng import Dice
+from weft.core.route import OUTSIDE, Address
+from weft.core.run import Run, Watcher
+from weft.core.schedule import Schedule
+from weft.core.segment import Gradients, Keep, Segment, Visit
+from weft.core.tree import flatten
+from weft.pipeline.batchnorm import DeferredBatchNorm
+from weft.pipeline.cargo import Cargo, Outcome, WeightedLoss
+from weft.pipeline.plan import Plan
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a step is asked to do. `parameters` are those of each segment that want a gradient."""
+
+    plan: Plan
+    schedule: Schedule
+    cargo: Cargo
+    outcome: Outcome
+    parameters: Sequence[Sequence[Tensor]]
+    tracked: bool
+    keeps: Callable[[int, int], Keep]
+    deferred: Sequence[DeferredBatchNorm]
+    dice: Callable[[], Dice]
+    watcher: Watcher | None
+
+    @property
+    def fused(self) -> bool:
+        """Whether gradients are made while going forward: the loss is inside, and the table does not split."""
+        return self.tracked and isinstance(self.outcome, WeightedLoss) and not self.schedule.splits
+
+
+class Step:
+    """One mini-batch's journey through a plan. `tensors` are all that it has gradients for, in order."""
+
+    def __init__(self, order: Order, ambient: Ambient) -> None:
+        self._order = order
+        self._ambient = ambient
+        self._parameters = list({id(p): p for group in order.parameters for p in group}.values())
+        self.tensors = [*order.cargo.tensors, *self._parameters]
+        self._run: Run | None = None
+        self._made: list[Tensor | None] | None = None
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """See `Journey.forward`."""
+        order = self._order
+        left = self._walk_forward()
+        for norm in order.deferred:
+            norm.commit()
+        results = [left[self._result(i)].value for i in range(order.cargo.micro_batches)]
+        if order.fused:
+            self._made = self._collected(left)
+            self._run = None
+        return order.outcome.gather(results)
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
+        """See `Journey.backward`. Raises BackwardTwiceError when the step was freed."""
+        run, made = self._run, self._made
+        if run is None and made is None:
+            raise BackwardTwiceError(
+                "backward ran a second time over a step of the pipe, whose intermediates were freed by the first; "
+                "call the first backward with retain_graph=True to keep them"
+            )
+        if not retain:
+            self._run = self._made = None
+        if run is None:
+            return _scaled(made or [], gradients[0])
+        run.retain = retain
+        return self._walk_backward(run, self._order.outcome.spread(gradients))
+
+    def _walk_forward(self) -> dict[Address, Parcel]:
+        """Walk until the random numbers can be trusted: once, or twice after a surprise (see `Dice.settle`)."""
+        while True:
+            dice = self._order.dice()
+            try:
+                for norm in self._order.deferred:
+                    norm.begin()
+                left = self._walk_forward_once(dice)
+            except BaseException:
+                for norm in self._order.deferred:
+                    norm.abandon()
+                raise
+            if dice.settle():
+                return left
+
+    def _walk_forward_once(self, dice: Dice) -> dict[Address, Parcel]:
+        order, plan = self._order, self._order.plan
+        segments = [Segment(f, p) for f, p in zip(plan.functions, order.parameters, strict=True)]
+        visits = [Visit(i, self._ambient, dice) for i in range(order.cargo.micro_batches)]
+        run = self._run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher)
+        given = order.cargo.parcels(plan.inlets)
+        if order.fused and isinstance(order.outcome, WeightedLoss):
+            device = next((place.device for place in reversed(plan.places) if place is not None), None)
+            given.setdefault(plan.segments - 1, {}).update(self._seed_parcels(order.outcome.seeds(device)))
+        schedule = order.schedule if order.fused else order.schedule.forward_only()
+        join_walk(plan.places)
+        with quiet_hooks(self._parameters if order.fused else ()):
+            left = plan.executor.walk(schedule, run.perform, given, self._ambient)
+        leaves = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
+        leave_walk(plan.places, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        return left
+
+    def _walk_backward(self, run: Run, gradients: Sequence[Gradients]) -> list[Tensor | None]:
+        plan = self._order.plan
+        given = {plan.segments - 1: self._seed_parcels(gradients)}
+        schedule = self._order.schedule.backward_only()
+        join_walk(plan.places)
+        with self._ambient.process_flags(), quiet_hooks(self._parameters):
+            left = plan.executor.walk(schedule, run.perform, given, self._ambient.without_autocast())
+        found = self._collected(left, run)
+        leave_walk(plan.places, found)
+        return found
+
+    def _result(self, micro_batch: int) -> Address:
+        return Address(self._order.plan.result, OUTSIDE, micro_batch)
+
+    def _seed_parcels(self, gradients: Sequence[Gradients]) -> dict[Address, Parcel]:
+        """Where backward starts: the gradients of every micro-batch's result."""
+        return {self._result(i): parcel(each) for i, each in enumerate(gradients)}
+
+    def _collected(self, left: dict[Address, Parcel], run: Run | None = None) -> list[Tensor | None]:
+        """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
+        by_id = {} if (run := run or self._run) is None else run.parameter_gradients()
+        return [*self._order.cargo.gradients(left, self._order.plan.inlets), *(by_id.get(id(each)) for each in self._parameters)]
+
+
+def _scaled(made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
+    """Gradients that were made for a loss gradient of one, for the one that arrived."""
+    if gradient is None:
+        return [None] * len(made)
+    if not gradient.is_cuda and gradient.item() == 1:  # on CUDA, asking would wait for the device
+        return list(made)
+    return [None if each is None else each * gradient.to(each.device) for each in made]

@@ -1,0 +1,87 @@
+"""What every test runs under.
+
+    run-time shape checks   every function of weft checks the types of its arguments and results
+    one intra-op thread     so that equal means bit-equal, whoever computes
+    hypothesis profiles     "weft" here, "ci" where CI is set
+    cuda marker             skipped, by name, where there is no GPU
+    no thread left behind   a test that leaves a thread of weft alive fails
+
+The import hook must be in place before anything imports weft, hence at the top of this file.
+"""
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+if any(name == "weft" or name.startswith("weft.") for name in sys.modules):
+    raise pytest.UsageError("weft was imported before tests/conftest.py, so its run-time checks would be off")
+install_import_hook("weft", "beartype.beartype")
+
+# How torch splits one operator over threads decides how it rounds. The laws compare executors bit by bit, and
+# a worker thread must not round otherwise than the main thread just because the pool was busy.
+torch.set_num_threads(1)
+
+# No deadline: the machine may be shared. CI draws the same examples every time, so that it fails for a change
+# and not by chance; elsewhere new examples keep coming.
+settings.register_profile(
+    "weft", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("ci", settings.get_profile("weft"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "weft")
+
+GRACE = 5.0  # seconds that the threads of a test may take to end
+_failed = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; the reason names the test, since -rs folds equal reasons."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            why = f"{item.name}: needs a CUDA GPU, and torch.cuda.is_available() is False"
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note on the test whether it failed, for the fixture below."""
+    report = yield
+    item.stash[_failed] = item.stash.get(_failed, False) or report.failed
+    return report
+
+
+def threads_of_weft() -> set[threading.Thread]:
+    """The living threads that weft started."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("weft-")}
+
+
+def survivors(threads: set[threading.Thread]) -> list[str]:
+    """The names of those threads that are still alive after a collection and the grace time."""
+    if threads:
+        gc.collect()
+    end = time.monotonic() + GRACE
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return sorted(thread.name for thread in threads if thread.is_alive())
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread of weft alive, its own or one that a fixture of it started."""
+    before = threads_of_weft()
+    yield
+    if request.node.stash.get(_failed, False):
+        return  # the traceback holds the test's objects, and so their threads; one failure is enough
+    if left := survivors(threads_of_weft() - before):
+        pytest.fail(f"threads outlive the test by {GRACE:g} s: {', '.join(left)}", pytrace=False)

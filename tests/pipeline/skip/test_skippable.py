@@ -1,0 +1,501 @@
+"""Skippable layers keep their declarations, say so when they do not, and are ordinary modules otherwise."""
+
+import copy
+import io
+import itertools
+import pickle
+import traceback
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from weft.core.errors import SkipError, SkipWiringError
+from weft.pipeline.skip import Namespace, Skippable, SkipTracker, pop, skippable, stash, use_skip_tracker
+
+
+@pytest.fixture(autouse=True)
+def own_tracker():
+    with use_skip_tracker(SkipTracker()):
+        yield
+
+
+@skippable(stash=["early"])
+class Early(nn.Module):
+    def __init__(self, width: int = 2, *, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x):
+        yield stash("early", x)
+        return self.linear(x)
+
+
+@skippable(pop=["early"])
+class Late(nn.Module):
+    def forward(self, x):
+        early = yield pop("early")
+        return x if early is None else x * early
+
+
+class Plain(nn.Module):
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x):
+        return self.factor * x
+
+
+class Bare(nn.Module):
+    """Decorated by a call below, so that this name stays the bare class."""
+
+    def forward(self, x):
+        yield stash("early", x)
+        return x
+
+
+Called = skippable(stash=["early"])(Bare)
+
+
+class Rebound(nn.Module):
+    def forward(self, x):
+        yield stash("early", x)
+        return x
+
+
+Rebound = skippable(stash=["early"])(Rebound)
+
+
+class Nest:
+    @skippable(stash=["early"])
+    class Inner(nn.Module):
+        def forward(self, x):
+            yield stash("early", x)
+            return x
+
+
+class Derived(Early):
+    """A user may go on deriving from a skippable class."""
+
+
+STASHERS = [Early, Called, Rebound, Nest.Inner, Derived]
+
+
+def talk(*, stash=(), pop=()):
+    """Make a layer with these declarations out of a generator function."""
+
+    def decorate(forward):
+        return skippable(stash=stash, pop=pop)(type("Talker", (nn.Module,), {"forward": forward}))()
+
+    return decorate
+
+
+# --- what the class and the layer are
+
+
+def test_the_class_says_what_it_declares() -> None:
+    assert issubclass(Early, Skippable) and issubclass(Early, nn.Module)
+    assert (Early.stashable_names, Early.poppable_names) == ({"early"}, frozenset())
+    assert (Late.stashable_names, Late.poppable_names) == (frozenset(), {"early"})
+    assert Early.module_cls.__name__ == Early.__name__ == "Early"
+    assert isinstance(Early().module, Early.module_cls)
+
+
+def test_constructor_arguments_reach_the_module() -> None:
+    layer = Early(3, bias=False)
+    assert layer.module.linear.weight.shape == (3, 3)
+    assert layer.module.linear.bias is None
+
+
+def test_the_repr_shows_the_module() -> None:
+    assert repr(Late()) == "@skippable(Late())"
+
+
+def test_one_class_and_one_declaration_give_one_class() -> None:
+    assert skippable(stash=["early"])(Bare) is Called
+    assert skippable(stash=["other"])(Bare) is not Called
+
+
+@pytest.mark.parametrize("words", [{"stash": "early"}, {"pop": "early"}])
+def test_a_bare_string_is_no_list_of_names(words) -> None:
+    with pytest.raises(SkipWiringError, match=r"'early' is one string, wanted .*\['early'\]"):
+        skippable(**words)
+
+
+@pytest.mark.parametrize("thing", [Plain(), lambda: nn.Identity(), int], ids=["instance", "function", "int"])
+def test_only_module_classes_can_be_skippable(thing) -> None:
+    with pytest.raises(TypeError, match="wanted a class derived from nn.Module"):
+        skippable(stash=["early"])(thing)
+
+
+def test_the_base_class_wraps_nothing() -> None:
+    with pytest.raises(SkipWiringError, match="wraps no module"):
+        Skippable()
+
+
+# --- what a forward may do
+
+
+def test_a_skip_connection_gives_value_and_gradient_of_plain_code() -> None:
+    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    model = nn.Sequential(Early(), nn.Tanh(), Late()).double()
+    result = model(x)
+    wanted = torch.tanh(model[0].module.linear(x)) * x
+    assert torch.equal(result, wanted)
+    [seen], [expected] = (torch.autograd.grad(y.sum(), x) for y in (result, wanted))
+    assert torch.equal(seen, expected)
+
+
+def test_many_layers_may_pop_one_stash() -> None:
+    x = torch.tensor([[3.0, 1.0]])
+    model = nn.Sequential(Called(), Late(), Late(), nn.Sequential(nn.Identity(), Late()))
+    for _ in range(3):
+        assert torch.equal(model(x), x**4)
+
+
+def test_none_can_be_stashed() -> None:
+    @talk(stash=["early"])
+    def none(self, x):
+        yield stash("early", None)
+        return x
+
+    x = torch.ones(1)
+    assert nn.Sequential(none, Late(), Late())(x) is x
+
+
+def test_a_popped_tensor_need_not_be_used() -> None:
+    @talk(pop=["early"])
+    def ignore(self, x):
+        yield pop("early")
+        return x
+
+    x = torch.ones(1, requires_grad=True)
+    nn.Sequential(Called(), Plain(), ignore)(x).backward()
+    assert x.grad == 2
+
+
+def test_main_path_and_skip_may_be_the_same_tensor() -> None:
+    x = torch.ones(1, requires_grad=True)
+    seen = []
+
+    @talk(pop=["early"])
+    def add(self, y):
+        early = yield pop("early")
+        seen.append(y is early)
+        return y + early
+
+    nn.Sequential(Called(), add)(x).backward()
+    assert seen == [True]
+    assert x.grad == 2
+
+
+def test_a_name_popped_twice_in_one_forward_gives_the_same_tensor() -> None:
+    @talk(pop=["early"])
+    def twice(self, x):
+        first = yield pop("early")
+        second = yield pop("early")
+        assert first is second
+        return first + second
+
+    assert nn.Sequential(Called(), twice)(torch.ones(1)) == 2
+
+
+def test_stash_gives_none_and_a_layer_may_do_both() -> None:
+    @talk(stash=["b"], pop=["early"])
+    def both(self, x):
+        early = yield pop("early")
+        assert (yield stash("b", early + x)) is None
+        return x
+
+    @talk(pop=["b"])
+    def last(self, x):
+        return (yield pop("b"))
+
+    assert nn.Sequential(Called(), both, last)(torch.ones(1)) == 2
+
+
+def test_a_forward_that_declares_nothing_may_be_a_plain_function() -> None:
+    layer = skippable()(Plain)(3.0)
+    assert layer(torch.ones(1)) == 3
+
+
+def test_forward_takes_several_and_named_arguments() -> None:
+    @talk(stash=["early"])
+    def add(self, x, y, *, scale):
+        yield stash("early", x)
+        return scale * (x + y), x
+
+    one = torch.ones(1)
+    assert add(one, one, scale=2) == (4, one)
+
+
+# --- what a forward may not do
+
+
+def undeclared_stash(self, x):
+    yield stash("early", x)
+    yield stash("other", x)
+    return x
+
+
+def undeclared_pop(self, x):
+    yield pop("other")
+    return x
+
+
+def stash_twice(self, x):
+    yield stash("early", x)
+    yield stash("early", x)
+    return x
+
+
+def output_yielded(self, x):
+    yield x
+
+
+def pop_of_nothing(self, x):
+    yield pop("early")
+    return x
+
+
+def stash_of_a_list(self, x):
+    command = stash("early", x)
+    object.__setattr__(command, "tensor", [x])  # past the run-time type checks of this suite
+    yield command
+
+
+FAULTS = {
+    undeclared_stash: ("stash", SkipError, "stashed 'other', which it does not declare: its stash= has 'early'"),
+    undeclared_pop: ("pop", SkipError, "popped 'other', which it does not declare: its pop= has 'early'"),
+    stash_twice: ("stash", SkipError, "stashed 'early' twice"),
+    output_yielded: ("stash", TypeError, r"yielded Tensor, wanted stash\(name, tensor\) or pop\(name\)"),
+    pop_of_nothing: ("pop", SkipError, "Talker: 'early' was popped but never stashed"),
+    stash_of_a_list: ("stash", SkipError, "stashed a list as 'early', wanted a tensor or None"),
+}
+
+
+@pytest.mark.parametrize("forward", FAULTS, ids=lambda forward: forward.__name__)
+def test_a_fault_is_raised_at_its_yield(forward) -> None:
+    word, kind, message = FAULTS[forward]
+    layer = talk(**{word: ["early"]})(forward)
+    with pytest.raises(kind, match=f"Talker.*{message.removeprefix('Talker')}") as caught:
+        layer(torch.ones(1))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert forward.__name__ in [frame.name for frame in frames]
+
+
+def test_a_missing_stash_names_the_namespace() -> None:
+    ns = Namespace()
+    with pytest.raises(RuntimeError, match=f"Late: 'early' in {ns!r} was popped but never stashed"):
+        nn.Sequential(Called(), Late().isolate(ns))(torch.ones(1))
+
+
+def test_all_broken_declarations_are_named_at_once() -> None:
+    @talk(stash=["a", "b", "c"], pop=["d", "e"])
+    def lazy(self, x):
+        yield stash("b", x)
+        return x
+
+    with pytest.raises(RuntimeError) as caught:
+        lazy(torch.ones(1))
+    message = str(caught.value)
+    assert all(f"'{name}' was declared as stashable but not stashed" in message for name in "ac")
+    assert all(f"'{name}' was declared as poppable but not popped" in message for name in "de")
+    assert "'b' was" not in message
+
+
+def test_a_plain_forward_breaks_a_declaration() -> None:
+    with pytest.raises(RuntimeError, match="declared as stashable but not stashed"):
+        skippable(stash=["early"])(Plain)()(torch.ones(1))
+
+
+def test_an_error_of_the_users_forward_passes_unchanged() -> None:
+    wanted = KeyError("mine")
+
+    @talk(stash=["early"])
+    def breaks(self, x):
+        yield stash("early", x)
+        raise wanted
+
+    with pytest.raises(KeyError) as caught:
+        breaks(torch.ones(1))
+    assert caught.value is wanted
+
+
+# --- namespaces
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sets(st.sampled_from("abc"), min_size=1)), max_size=4))
+def test_the_last_isolation_of_a_name_holds(moves) -> None:
+    places = [None, Namespace(), Namespace()]
+    layer = skippable(stash=["a", "b"], pop=["c"])(Plain)()
+    wanted = dict.fromkeys("abc")
+    for place, names in moves:
+        assert layer.isolate(places[place], only=sorted(names)) is layer
+        wanted.update(dict.fromkeys(names, places[place]))
+    assert list(layer.stashable()) == [(wanted["a"], "a"), (wanted["b"], "b")]
+    assert list(layer.poppable()) == [(wanted["c"], "c")]
+
+
+def test_isolate_takes_all_names_if_none_are_given() -> None:
+    ns = Namespace()
+    layer = skippable(stash=["a"], pop=["c"])(Plain)().isolate(ns)
+    assert [*layer.stashable(), *layer.poppable()] == [(ns, "a"), (ns, "c")]
+
+
+@pytest.mark.parametrize("only", [["early", "x", "y"], "early"])
+def test_isolate_refuses_names_that_are_not_declared(only) -> None:
+    with pytest.raises(SkipWiringError, match=r"\['x', 'y'\].*declares \['early'\]|one string"):
+        Early().isolate(Namespace(), only)
+
+
+def test_one_name_in_two_namespaces_is_two_skips() -> None:
+    inner, x = Namespace(), torch.tensor([3.0])
+    double = Plain(2.0)
+    model = nn.Sequential(
+        Called(), double, Called().isolate(inner), double, Late().isolate(inner), Late()
+    )
+    assert model(x) == (4 * 3) * (2 * 3) * 3
+
+
+def test_an_isolated_layer_leaves_its_shallow_copy_alone() -> None:
+    layer = Early()
+    twin = copy.copy(layer)
+    layer.isolate(Namespace())
+    assert list(twin.stashable()) == [(None, "early")]
+
+
+# --- an ordinary module
+
+
+def by_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+CLONES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "save": by_torch_save}
+
+
+@pytest.mark.parametrize("clone", CLONES.values(), ids=CLONES)
+@pytest.mark.parametrize("first", STASHERS, ids=lambda cls: cls.__qualname__)
+def test_a_clone_is_the_same_model_with_the_same_wiring(clone, first) -> None:
+    ns, x = Namespace(), torch.randn(3, 2)
+    model = nn.Sequential(first().isolate(ns), nn.Tanh(), Late().isolate(ns))
+    twin = clone(model)
+    assert [type(layer) for layer in twin] == [type(layer) for layer in model]
+    assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+    assert list(twin[0].stashable()) == [(ns, "early")]
+    assert torch.equal(twin(x), model(x))
+
+
+def test_the_bare_class_of_a_call_can_still_be_pickled() -> None:
+    pickle.dumps(nn.Sequential(Called()))
+    assert type(pickle.loads(pickle.dumps(Bare()))) is Bare
+
+
+def test_train_and_eval_reach_the_module() -> None:
+    layer = Early()
+    for training in (False, True):
+        layer.train(training)
+        assert layer.module.training is layer.module.linear.training is training
+
+
+def test_forward_hooks_see_the_output_of_the_layer() -> None:
+    seen = []
+    layer = Called()
+    layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    x = torch.ones(1)
+    layer(x)
+    assert seen == [x]
+
+
+def test_the_layer_takes_no_tensor_of_its_own() -> None:
+    layer = skippable()(Plain)()
+    with pytest.raises(SkipWiringError, match="'factor'.*Plain.*'module.factor'"):
+        layer.factor = nn.Parameter(torch.ones(1))
+
+
+def test_functional_call_uses_parameter_names_and_refuses_state_dict_keys() -> None:
+    model, x = nn.Sequential(skippable()(Plain)()), torch.ones(1)
+    new = {name: 5 * torch.ones(()) for name, _ in model.named_parameters()}
+    assert torch.func.functional_call(model, new, x) == 5
+    with pytest.raises(SkipWiringError, match="'factor'"):
+        torch.func.functional_call(model, model.state_dict(), x)
+
+
+def test_inner_modules_can_be_compiled() -> None:
+    layer, x = Early(), torch.randn(3, 2)
+    wanted = layer(x)
+    layer.module.linear.compile(backend="eager")
+    assert torch.equal(layer(x), wanted)
+
+
+def test_skips_work_under_a_compiled_model() -> None:
+    model, x = nn.Sequential(Early(), nn.Tanh(), Late()), torch.randn(3, 2)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(x), model(x))
+
+
+# --- state dicts
+
+
+def bare(model: nn.Sequential) -> nn.Sequential:
+    """The same layers without their shells."""
+    return nn.Sequential(*(copy.deepcopy(m.module if isinstance(m, Skippable) else m) for m in model))
+
+
+class OwnsModule(nn.Module):
+    """A user's class that has a child called `module` itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+
+def wrapped_model() -> nn.Sequential:
+    """Fresh random values in every parameter."""
+    return nn.Sequential(Early(), skippable()(OwnsModule)(), skippable()(Plain)(torch.rand(()).item()))
+
+
+def test_state_dict_keys_and_order_are_those_of_the_bare_model() -> None:
+    model = wrapped_model()
+    plain = bare(model).state_dict()
+    assert list(model.state_dict()) == list(plain)
+    assert all(torch.equal(value, plain[key]) for key, value in model.state_dict().items())
+    assert model.state_dict()._metadata.keys() >= plain._metadata.keys()
+    assert {k: model.state_dict()._metadata[k] for k in plain._metadata} == plain._metadata
+
+
+@pytest.mark.parametrize("directions", itertools.product([False, True], repeat=2))
+def test_bare_and_wrapped_models_load_into_each_other(directions) -> None:
+    source, target = (bare(wrapped_model()) if without else wrapped_model() for without in directions)
+    target.load_state_dict(source.state_dict())
+    for mine, theirs in zip(target.state_dict().values(), source.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_checkpoints_with_the_wrappers_name_in_their_keys_load() -> None:
+    source, target = nn.Sequential(Early()), nn.Sequential(Early())
+    target.load_state_dict({f"0.module.{k.removeprefix('0.')}": v for k, v in source.state_dict().items()})
+    assert torch.equal(target[0].module.linear.weight, source[0].module.linear.weight)
+
+
+def test_a_layer_alone_has_the_keys_of_its_module() -> None:
+    layer = Early()
+    assert list(layer.state_dict()) == list(layer.module.state_dict())
+    layer.load_state_dict(Early().state_dict())
+
+
+def test_missing_and_unknown_keys_are_still_refused() -> None:
+    model = nn.Sequential(Early())
+    state = model.state_dict()
+    state["0.surprise"] = state.pop("0.linear.bias")
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*linear.bias|surprise.*Missing.*linear.bias"):
+        model.load_state_dict(state)

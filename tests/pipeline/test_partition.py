@@ -1,0 +1,262 @@
+"""Partition: exact against brute force; profiles find the heavy layer and leave the model as it was."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from weft.core.errors import BatchError, PartitionError
+from weft.pipeline.partition import (
+    balance_by_parameters,
+    balance_by_size,
+    balance_by_time,
+    partition,
+)
+from weft.pipeline.profile import parameter_bytes, profile_sizes, profile_times
+from weft.pipeline.skip import pop, skippable, stash
+
+Case = tuple[list[int], int, list[tuple[int, int, int]]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    costs = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    parts = draw(st.integers(1, len(costs)))
+    pairs = list(itertools.combinations(range(len(costs)), 2))
+    skips: list[tuple[int, int, int]] = []
+    if pairs:
+        skips = [
+            (*pair, cost)
+            for pair, cost in draw(st.lists(st.tuples(st.sampled_from(pairs), st.integers(0, 9)), max_size=4))
+        ]
+    return costs, parts, skips
+
+
+def loads(
+    lengths: tuple[int, ...] | list[int], costs: list[int], skips: list[tuple[int, int, int]]
+) -> list[int]:
+    """What each part costs, by the definition."""
+    part_of = [part for part, length in enumerate(lengths) for _ in range(length)]
+    load = [0] * len(lengths)
+    for layer, cost in enumerate(costs):
+        load[part_of[layer]] += cost
+    for source, destination, cost in skips:
+        if part_of[source] != part_of[destination]:
+            load[part_of[source]] += cost
+            load[part_of[destination]] += cost
+    return load
+
+
+def score(
+    lengths: tuple[int, ...] | list[int], costs: list[int], skips: list[tuple[int, int, int]]
+) -> tuple[int, int, int]:
+    load = loads(lengths, costs, skips)
+    return max(load), sum(each * each for each in load), sum(each * each for each in lengths)
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_no_other_cut_is_better(case: Case) -> None:
+    costs, parts, skips = case
+    lengths = partition(costs, parts, skips=skips)
+    assert sum(lengths) == len(costs)
+    assert len(lengths) == parts
+    assert min(lengths) >= 1
+    every = [
+        [stop - start for start, stop in itertools.pairwise([0, *cuts, len(costs)])]
+        for cuts in itertools.combinations(range(1, len(costs)), parts - 1)
+    ]
+    assert score(lengths, costs, skips) == min(score(other, costs, skips) for other in every)
+
+
+def test_the_drawings_hold() -> None:
+    assert partition([4, 1, 1, 3, 3], 2) == [3, 2]
+    assert partition([0.5] * 6, 3) == [2, 2, 2]
+    assert partition([0] * 5, 2) in ([2, 3], [3, 2])
+
+
+def test_a_skip_pulls_its_ends_together() -> None:
+    costs = [2, 2, 2, 2]
+    assert partition(costs, 2) == [2, 2]
+    assert partition(costs, 2, skips=[(1, 2, 9)]) in ([1, 3], [3, 1])
+
+
+def test_all_faults_come_in_one_error() -> None:
+    with pytest.raises(PartitionError) as caught:
+        partition([1, -1, float("nan"), float("inf")], 5, skips=[(2, 1, 1), (0, 9, 1), (0, 1, -3)])
+    text = str(caught.value)
+    for words in (
+        "4 layers cannot be cut into 5 parts",
+        "ask for fewer parts",
+        "layer 1 costs -1",
+        "layer 2 costs nan",
+        "layer 3 costs inf",
+        "from layer 2 to layer 1 should lead forward",
+        "from layer 0 to layer 9 should lead forward between layers 0 to 3",
+        "from layer 0 to layer 1 costs -3",
+    ):
+        assert words in text
+    with pytest.raises(PartitionError, match="at least one part"):
+        partition([1], 0)
+
+
+class Heavy(nn.Module):
+    """Many small products, forward and backward."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x @ self.weight
+        return x
+
+
+@skippable(stash=["far"])
+class Stash(nn.Module):
+    def forward(self, pair):
+        yield stash("far", pair["x"])
+        return pair["x"] * 2, pair["none"]
+
+
+@skippable(pop=["far"])
+class Pop(nn.Module):
+    def forward(self, pair):
+        far = yield pop("far")
+        return pair[0] + far
+
+
+def model() -> nn.Sequential:
+    """Awkward in every way: nested input, skips, dropout, BatchNorm, in place, frozen, shared."""
+    shared = nn.Linear(8, 8)
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    inplace = nn.ReLU(inplace=True)
+    layers = [Stash(), Pop(), inplace, nn.BatchNorm1d(8), nn.Dropout(0.5), shared, frozen, shared.eval()]
+    return nn.Sequential(*layers)
+
+
+def sample() -> dict[str, Tensor | None]:
+    return {"x": torch.randn(6, 8), "none": None}
+
+
+@pytest.mark.parametrize("how", [balance_by_time, balance_by_size])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_users_model_is_bit_identical_afterwards(how, mode) -> None:
+    net, batch = model(), sample()
+    (net(batch).sum()).backward()
+    before = copy.deepcopy(net)
+    grads = [None if each.grad is None else each.grad.clone() for each in net.parameters()]
+    x = batch["x"].clone()
+    random_state = torch.get_rng_state()
+    options = {"timeout": 0.0} if how is balance_by_time else {"chunks": 2}
+    with mode():
+        lengths = how(3, net, batch, **options)
+    assert sum(lengths) == len(net)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(batch["x"], x)
+    assert [module.training for module in net.modules()] == [module.training for module in before.modules()]
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before.state_dict()[name])
+    for parameter, grad in zip(net.parameters(), grads, strict=True):
+        assert (parameter.grad is None) == (grad is None)
+        assert grad is None or torch.equal(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_the_layer_that_takes_long_gets_a_part_of_its_own(at: int) -> None:
+    # A ratio of several hundred, so that a busy machine does not turn it.
+    net = nn.Sequential(*(Heavy(400 if i == at else 1) for i in range(4)))
+    lengths = balance_by_time(2 if at in (0, 3) else 3, net, torch.randn(2, 8), timeout=0.05)
+    assert lengths == {0: [1, 3], 1: [1, 1, 2], 2: [2, 1, 1], 3: [3, 1]}[at]
+
+
+def test_backward_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            for _ in range(300):
+                grad = grad + 1
+            return grad
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return Slow.apply(x)
+
+    times = profile_times(
+        nn.Sequential(nn.Linear(8, 8), Layer(), nn.Linear(8, 8)), torch.randn(2, 8), timeout=0
+    )
+    assert times[1] > 2 * max(times[0], times[2])
+
+
+def test_saved_bytes_are_counted_once_and_without_parameters() -> None:
+    rows, width = 6, 8
+    x = torch.randn(rows, width)
+    linear, relu, exp = nn.Linear(width, width), nn.ReLU(), Power()
+    one = rows * width * 4  # bytes of one activation
+    weights = (width * width + width) * 4
+    net = nn.Sequential(linear, relu, exp)
+    # Linear saves its input; ReLU its output; the power its input, for both of its products, and a square.
+    assert profile_sizes(net, x, param_scale=0) == [one, one, 2 * one]
+    assert profile_sizes(net, x, param_scale=3)[0] == one + 3 * weights
+    assert profile_sizes(net, x, param_scale=0, chunks=2) == [one / 2, one / 2, one]
+    assert profile_sizes(net, x, param_scale=0, chunks=5)[0] == 2 * width * 4
+
+
+class Power(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * x) * x
+
+
+def test_buffers_count_once_however_parameters_are_scaled() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(8).requires_grad_(False).eval())
+    assert profile_sizes(net, torch.randn(4, 8), param_scale=0) == [2 * 8 * 4 + 8]
+
+
+def test_the_layer_that_holds_most_gets_a_part_of_its_own() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2000), nn.Linear(2000, 1), nn.Linear(1, 1))
+    assert balance_by_parameters(3, net) == [1, 1, 2]
+    assert balance_by_size(2, net, torch.randn(2, 8)) in ([1, 3], [2, 2])
+    wide = nn.Sequential(nn.Linear(4, 4), Power(), Power(), nn.Linear(4, 4))
+    assert balance_by_size(2, wide, torch.randn(1000, 4), chunks=1) == [2, 2]
+
+
+def test_shared_parameters_count_in_their_first_layer() -> None:
+    shared = nn.Linear(8, 8)
+    assert parameter_bytes(nn.Sequential(shared, nn.ReLU(), shared)) == [72 * 4, 0, 0]
+
+
+def test_weights_that_do_not_exist_yet_can_be_measured() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    assert balance_by_time(2, net, torch.randn(2, 8), timeout=0) == [1, 1]
+    assert balance_by_size(2, net, torch.randn(2, 8)) == [1, 1]
+    assert all(parameter.is_meta for parameter in net.parameters())
+
+
+def test_an_error_of_a_layer_keeps_its_type_and_names_the_layer() -> None:
+    net = nn.Sequential(nn.ReLU(), nn.Linear(3, 3))
+    with pytest.raises(RuntimeError) as caught:
+        profile_times(net, torch.ones(2, 8), timeout=0)
+    assert caught.value.__notes__ == ["while measuring layer 1 (Linear)"]
+    with pytest.raises(BatchError, match="no tensor to cut"):
+        profile_sizes(net, 3)
+    with pytest.raises(PartitionError, match="fewer parts"):
+        balance_by_time(3, nn.Sequential(nn.ReLU()), torch.ones(2), timeout=0)
+
+
+def test_large_partitions_are_found_quickly_enough() -> None:
+    numbers = random.Random(0)
+    costs = [numbers.random() for _ in range(200)]
+    lengths = partition(costs, 8)
+    assert max(loads(lengths, costs, [])) < sum(costs) / 8 * 1.1

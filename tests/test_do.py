@@ -1,0 +1,287 @@
+"""do.py installs exactly when it must, says what it does, and passes exit codes on. No network, no pip."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "do.py"
+
+
+def load(folder: Path) -> ModuleType:
+    """do.py as a module, out of `folder`."""
+    spec = importlib.util.spec_from_file_location("do", folder / "do.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Shell:
+    """Stands in for the runner: notes every command, makes what venv would make, answers codes as told."""
+
+    def __init__(self, do: ModuleType) -> None:
+        self.do = do
+        self.lines: list[str] = []
+        self.codes: dict[str, int] = {}  # a word of the command -> its exit code
+        self.during: Callable[[], None] = lambda: None  # runs in the middle of every install
+
+    def __call__(self, argv: list[str | Path]) -> int:
+        line = " ".join(map(str, argv))
+        self.lines.append(line)
+        if "-m venv" in line:
+            self.do.PYTHON.parent.mkdir(parents=True, exist_ok=True)
+            self.do.PYTHON.touch()
+        if "pip install" in line:
+            self.during()
+        return next((code for word, code in self.codes.items() if word in line), 0)
+
+    def count(self, word: str) -> int:
+        return sum(word in line for line in self.lines)
+
+
+@pytest.fixture
+def do(tmp_path: Path) -> ModuleType:
+    """A copy of do.py in a repository of its own."""
+    shutil.copy(SOURCE, tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
+    return load(tmp_path)
+
+
+@pytest.fixture
+def shell(do: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    shell = Shell(do)
+    monkeypatch.setattr(do, "call", shell)
+    monkeypatch.setattr(do, "venv_fits", do.PYTHON.exists)
+    return shell
+
+
+def test_the_first_run_makes_a_venv_installs_and_runs(do: ModuleType, shell: Shell) -> None:
+    assert do.main([]) == 0
+    venv, pip, demo = shell.lines
+    assert venv == f"{sys.executable} -m venv --clear {do.VENV}"
+    assert pip.startswith(f"{do.PYTHON} -m pip install")
+    assert pip.endswith(f"-c {do.ROOT / 'constraints.txt'} -e .[demo,test]")
+    assert demo == f"{do.PYTHON} -m weft demo"
+
+
+@pytest.mark.parametrize(
+    ("args", "ran"),
+    [
+        ([], "-m weft demo"),
+        (["--epochs", "2"], "-m weft demo --epochs 2"),
+        (["demo", "--epochs", "2"], "-m weft demo --epochs 2"),
+        (["test", "-k", "x", "tests/core"], "-m pytest -k x tests/core"),
+        (["bench"], "-m benchmarks"),
+        (["bench", "pipeline"], "-m benchmarks pipeline"),
+    ],
+)
+def test_each_command_runs_its_module_and_passes_words_on(
+    do: ModuleType, shell: Shell, args: list[str], ran: str
+) -> None:
+    assert do.main(args) == 0
+    assert shell.lines[-1] == f"{do.PYTHON} {ran}"
+
+
+def test_a_second_run_installs_nothing(do: ModuleType, shell: Shell) -> None:
+    do.main(["test"])
+    do.main(["test"])
+    do.main(["check"])
+    do.main([])
+    assert shell.count("pip install") == 1
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_changed_metadata_installs_again_into_the_same_venv(do: ModuleType, shell: Shell, name: str) -> None:
+    do.main(["test"])
+    (do.ROOT / name).write_text("changed")
+    do.main(["test"])
+    do.main(["test"])
+    assert shell.count("pip install") == 2
+    assert shell.count("-m venv") == 1
+
+
+def test_a_changed_source_file_does_not_install_again(do: ModuleType, shell: Shell) -> None:
+    do.main(["test"])
+    (do.ROOT / "module.py").write_text("x = 1")
+    do.main(["test"])
+    assert shell.count("pip install") == 1
+
+
+def test_another_python_makes_the_venv_anew(
+    do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    do.main(["test"])
+    monkeypatch.setattr(do, "VERSION", "3.99.0")
+    monkeypatch.setattr(do, "venv_fits", lambda: False)
+    do.main(["test"])
+    assert shell.count("pip install") == shell.count("-m venv") == 2
+    assert "of another Python" in capfd.readouterr().err
+
+
+def test_the_venv_of_this_python_fits_and_a_missing_or_broken_one_does_not(
+    do: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not do.venv_fits()
+    monkeypatch.setattr(do, "PYTHON", Path(sys.executable))
+    assert do.venv_fits()
+    monkeypatch.setattr(do, "VERSION", "3.99.0")
+    assert not do.venv_fits()
+    monkeypatch.setattr(do, "PYTHON", Path(shutil.which("false") or "/bin/false"))
+    assert not do.venv_fits()
+
+
+def test_more_extras_join_those_that_are_there(do: ModuleType, shell: Shell) -> None:
+    do.main(["test"])
+    do.main(["bench"])
+    assert shell.count("-e .[bench,demo,test]") == 1
+    do.main(["test"])
+    do.main(["bench"])
+    assert shell.count("pip install") == 2
+
+
+def test_an_install_keeps_the_extras_of_earlier_ones(do: ModuleType, shell: Shell) -> None:
+    do.ensure(["demo"])
+    do.ensure(["bench"])
+    assert shell.lines[-1].endswith("-e .[bench,demo]")
+    assert do.installed() == {"bench", "demo"}
+
+
+def test_a_failed_install_is_said_leaves_no_stamp_and_is_tried_again(
+    do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shell.codes = {"pip install": 9}
+    assert do.main(["test"]) == 1
+    assert "pip ended with code 9" in capfd.readouterr().err
+    assert not do.STAMP.exists()
+    assert shell.count("-m pytest") == 0
+    shell.codes = {}
+    assert do.main(["test"]) == 0
+    assert shell.count("pip install") == 2
+
+
+def test_an_interrupted_install_takes_the_old_stamp_away_too(do: ModuleType, shell: Shell) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    do.main(["test"])
+    shell.during = interrupt
+    assert do.main(["bench"]) == 130
+    shell.during = lambda: None
+    assert do.installed() == set()
+    assert do.main(["test"]) == 0
+    assert shell.count("pip install") == 3
+
+
+def test_metadata_edited_during_an_install_is_installed_next_time(do: ModuleType, shell: Shell) -> None:
+    shell.during = lambda: (do.ROOT / "constraints.txt").write_text("edited") and None
+    do.main(["test"])
+    do.main(["test"])
+    do.main(["test"])
+    assert shell.count("pip install") == 2
+
+
+def test_a_torn_stamp_is_no_stamp(do: ModuleType, shell: Shell) -> None:
+    do.main(["test"])
+    for torn in ("", do.fingerprint()[:10], do.fingerprint(), f"{do.fingerprint()} demo"):
+        do.STAMP.write_text(torn)
+        assert not do.installed() >= {"demo", "test"}
+
+
+def test_two_runs_at_once_install_once(do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    second_waits = threading.Event()
+    codes: list[int] = []
+    monkeypatch.setattr(do, "say", lambda text: second_waits.set() if "another run" in text else None)
+    second = threading.Thread(target=lambda: codes.append(do.main(["test"])))
+
+    def meanwhile() -> None:
+        second.start()
+        assert second_waits.wait(30), "the second run neither waited nor said so"
+
+    shell.during = meanwhile
+    codes.append(do.main(["test"]))
+    second.join(30)
+    assert codes == [0, 0]
+    assert shell.count("pip install") == 1
+    assert shell.count("-m pytest") == 2
+
+
+def test_a_failing_command_passes_its_exit_code_on(do: ModuleType, shell: Shell) -> None:
+    shell.codes = {"-m pytest": 5, "weft demo": 3}
+    assert do.main(["test"]) == 5
+    assert do.main([]) == 3
+
+
+def test_the_real_runner_runs_in_the_repository_and_maps_signals(do: ModuleType) -> None:
+    where = f"import os, sys; sys.exit(os.getcwd() != {str(do.ROOT)!r})"
+    assert do.call([sys.executable, "-c", where]) == 0
+    assert do.call([sys.executable, "-c", "raise SystemExit(4)"]) == 4
+    kill = f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})"
+    assert do.call([sys.executable, "-c", kill]) == 128 + signal.SIGKILL
+
+
+def test_check_runs_every_check_also_after_one_failed(
+    do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shell.codes = {"--check": 3, "pyright": 4}
+    assert do.main(["check"]) == 3
+    assert [line.split()[0].rsplit("/", 1)[1] for line in shell.lines[2:]] == [
+        "ruff",
+        "ruff",
+        "pyright",
+        "lint-imports",
+    ]
+    assert "failed: ruff format, pyright" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "names"), [(["tset"], "demo, test, bench, check, help"), (["check", "x"], "'x'")]
+)
+def test_misuse_is_named_and_ends_with_2(
+    do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str], args: list[str], names: str
+) -> None:
+    assert do.main(args) == 2
+    assert names in capfd.readouterr().err
+    assert not shell.lines
+
+
+def test_a_python_without_ensurepip_is_told_what_to_do(
+    do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(do.importlib.util, "find_spec", lambda name: None)
+    assert do.main(["test"]) == 1
+    assert "apt install python3-venv" in capfd.readouterr().err
+    assert not shell.lines
+
+
+def test_an_old_python_is_told_so(
+    do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(do.sys, "version_info", (3, 9, 1))
+    code = do.main(["test"])
+    monkeypatch.undo()
+    assert code == 2
+    assert "needs 3.11" in capfd.readouterr().err
+
+
+def test_help_works_from_another_folder_and_installs_nothing(do: ModuleType, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    seen = subprocess.run(
+        [sys.executable, os.path.relpath(do.ROOT / "do.py", elsewhere), "help"],
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "python3 do.py test" in seen.stdout
+    assert not do.VENV.exists()

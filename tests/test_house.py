@@ -1,0 +1,116 @@
+"""The house rules hold: layers, lint, types, a cheap import, documented public names, small files."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+FILES = sorted(SOURCE.rglob("*.py"))
+LONGEST = 300  # lines of a file
+DEAREST = 0.050  # seconds that `import weft` may take beyond `import torch`
+
+# Run by a fresh interpreter: what does `import weft` add to `import torch`?
+PROBE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import weft
+cost = time.perf_counter() - start
+print(json.dumps([cost, sorted(set(sys.modules) - before)]))
+"""
+
+
+def check_table() -> dict[str, list[str]]:
+    """The commands of `do.py check`, with the tools that lie beside this Python."""
+    spec = importlib.util.spec_from_file_location("do", ROOT / "do.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.checks(Path(sys.executable).parent, Path(sys.executable))
+
+
+CHECKS = check_table()
+
+
+def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command in the repository, on the sources of this checkout."""
+    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_check_holds(name: str) -> None:
+    tool = Path(CHECKS[name][0])
+    if not tool.exists():
+        pytest.skip(f"{name}: there is no {tool.name} in {tool.parent}; the extra `test` brings it")
+    seen = run(CHECKS[name])
+    assert seen.returncode == 0, f"{name} says:\n{seen.stdout}{seen.stderr}"
+
+
+@pytest.fixture(scope="module")
+def imports() -> list[tuple[float, list[str]]]:
+    """What several fresh interpreters say of `import weft`: seconds, and modules that came with it."""
+    probes = [run([sys.executable, "-c", PROBE]) for _ in range(3)]
+    for probe in probes:
+        assert probe.returncode == 0, probe.stderr
+    return [(cost, modules) for cost, modules in (json.loads(probe.stdout) for probe in probes)]
+
+
+def test_import_weft_costs_at_most_50_ms_more_than_import_torch(
+    imports: list[tuple[float, list[str]]],
+) -> None:
+    # Noise of the machine only ever adds time, so the smallest of several runs is the nearest to the truth.
+    costs = [cost for cost, _ in imports]
+    assert min(costs) <= DEAREST, f"seconds beyond torch, in {len(costs)} runs: {costs}"
+
+
+def test_import_weft_brings_no_third_party_module_that_torch_did_not(
+    imports: list[tuple[float, list[str]]],
+) -> None:
+    brought = {module.partition(".")[0] for module in imports[0][1]}
+    assert brought - sys.stdlib_module_names <= {"weft", "torch"}
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    import weft  # noqa: PLC0415  (a broken package must fail this test alone, not the collection of all)
+
+    assert weft.__doc__
+    assert len(weft.__all__) == len(set(weft.__all__))
+    for name in weft.__all__:
+        thing = getattr(weft, name)
+        text = thing.__doc__ if inspect.isclass(thing) or inspect.ismodule(thing) else inspect.getdoc(thing)
+        assert text and text.strip(), f"weft.{name} has no docstring of its own"
+
+
+def test_every_source_file_opens_with_its_reason() -> None:
+    bare = [
+        str(file.relative_to(ROOT))
+        for file in FILES
+        if not ast.get_docstring(ast.parse(file.read_text("utf-8")))
+    ]
+    assert not bare, f"no module docstring in: {bare}"
+
+
+def test_every_source_file_is_shorter_than_300_lines() -> None:
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text("utf-8").splitlines()) for file in FILES}
+    assert not {file: count for file, count in lengths.items() if count >= LONGEST}
+
+
+def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:
+    users = [str(file.relative_to(SOURCE)) for file in FILES if "_pytree" in file.read_text("utf-8")]
+    assert users in ([], ["weft/core/tree.py"])
+
+
+def test_the_package_ships_its_types() -> None:
+    assert (SOURCE / "weft" / "py.typed").exists()
