@@ -3,9 +3,11 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.laws.models import LayerPlan, ModelPlan
 from weft.core.schedule import Action, Schedule
 from weft.core.schedule_action import needs
 
@@ -73,3 +75,78 @@ def _topological(wishes: list[Action]) -> list[Action]:
         order.append(next(a for a in waiting if not any(need in waiting for need in needs(a))))
         del waiting[order[-1]]
     return order
+
+
+OPS = ("linear", "linear", "bias", "inplace", "same")
+FORMS = ("tensor", "tensor", "pair", "twice", "integers", "nested")
+SKIP_KINDS = ("main", "input", "fresh", "integer", "none")
+
+
+@st.composite
+def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3) -> ModelPlan:
+    """Models of any depth, cut anywhere; skips of all kinds with any readers, also within a stage.
+
+    The first layer has a weight to learn and the main path never ends, so there is always something to train.
+    """
+    depth = draw(st.integers(1, most_layers))
+    stashes: list[list[tuple[str, str]]] = [[] for _ in range(depth)]
+    pops: list[list[tuple[str, bool]]] = [[] for _ in range(depth)]
+    for skip in range(draw(st.integers(0, most_skips)) if depth > 1 else 0):
+        source = draw(st.integers(0, depth - 2))
+        stashes[source].append((f"skip{skip}", draw(st.sampled_from(SKIP_KINDS))))
+        for reader in draw(st.sets(st.integers(source + 1, depth - 1), min_size=1, max_size=3)):
+            pops[reader].append((f"skip{skip}", draw(st.integers(0, 3)) > 0))
+    layers = [
+        LayerPlan(
+            op="linear" if index == 0 else draw(st.sampled_from(OPS)),
+            form=draw(st.sampled_from(FORMS)),
+            stashes=tuple(stashes[index]),
+            pops=tuple(pops[index]),
+            frozen=index > 0 and draw(st.integers(0, 3)) == 0,
+        )
+        for index in range(depth)
+    ]
+    tied = [i for i in range(1, depth) if layers[i].op == "linear" and draw(st.integers(0, 4)) == 0]
+    return ModelPlan(
+        tuple(layers),
+        draw(balances(depth)),
+        tuple(tied),
+        draw(st.sampled_from(FORMS)),
+        draw(st.booleans()),
+        draw(st.integers(0, 1000)),
+    )
+
+
+@st.composite
+def balances(draw: st.DrawFn, layers: int, most_stages: int = 4) -> tuple[int, ...]:
+    """Layers per stage: any way to cut so many layers into at most `most_stages` stages."""
+    cuts = draw(st.sets(st.integers(1, layers - 1), max_size=most_stages - 1)) if layers > 1 else set()
+    ends = [0, *sorted(cuts), layers]
+    return tuple(end - start for start, end in zip(ends, ends[1:], strict=False))
+
+
+def checkpoints(stages: int) -> st.SearchStrategy[Any]:
+    """Every way to say what is recomputed: a mode, a list of modes and predicates, a predicate."""
+    modes = st.sampled_from(["always", "except_last", "never"])
+    predicates = st.frozensets(st.tuples(st.integers(0, stages - 1), st.integers(0, 5))).map(_Among)
+    return modes | predicates | st.lists(modes | predicates, min_size=stages, max_size=stages)
+
+
+class _Among:
+    """A predicate that recomputes the given (stage, micro-batch) pairs. Hypothesis can print it."""
+
+    def __init__(self, pairs: frozenset[tuple[int, int]]) -> None:
+        self._pairs = pairs
+
+    def __call__(self, stage: int, micro_batch: int, micro_batches: int) -> bool:
+        return (stage, micro_batch) in self._pairs
+
+    def __repr__(self) -> str:
+        return f"Among({sorted(self._pairs)})"
+
+
+def splitting(schedule: Schedule) -> Schedule:
+    """The same order with every worker's forwards moved to the front, so that the loss may be outside."""
+    with random_untouched():
+        forward, backward = schedule.forward_only(), schedule.backward_only()
+        return Schedule(tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True)))

@@ -7,4 +7,15 @@ from weft.core.schedule import Schedule
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
-__all__ = ["Namespace", "NoChunk", "Pipe", "Recorder", "Schedule", "WeftError", "pop", "skippable", "stash", "verify_skippables"]
+__all__ = [
+    "Namespace",
+    "NoChunk",
+    "Pipe",
+    "Recorder",
+    "Schedule",
+    "WeftError",
+    "pop",
+    "skippable",
+    "stash",
+    "verify_skippables",
+]

@@ -87,6 +87,7 @@ def test_only_the_batch_axis_must_agree() -> None:
     spec = (TensorSpec((None, None), torch.float32), TensorSpec((None, None), torch.float32))
     check(spec, (torch.ones(2, 3), torch.ones(2, 4)))
     check(spec, (torch.ones(3, 2), torch.ones(4, 2)), batch_axis=1)
+    check(TensorSpec((None,), torch.float32), torch.ones(2), batch_axis=1)
     with pytest.raises(SpecError, match=r"axis 1 is the batch.*input\[0\] has 3, input\[1\] has 4"):
         check(spec, (torch.ones(2, 3), torch.ones(2, 4)), batch_axis=1)
 

@@ -119,6 +119,20 @@ class Heavy(nn.Module):
         return x
 
 
+class Power(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * x) * x
+
+
+class Chain(nn.Module):
+    """Saves twenty results; only the graph holds all but the last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = x.tanh()
+        return x
+
+
 @skippable(stash=["far"])
 class Stash(nn.Module):
     def forward(self, pair):
@@ -207,15 +221,13 @@ def test_saved_bytes_are_counted_once_and_without_parameters() -> None:
     weights = (width * width + width) * 4
     net = nn.Sequential(linear, relu, exp)
     # Linear saves its input; ReLU its output; the power its input, for both of its products, and a square.
-    assert profile_sizes(net, x, param_scale=0) == [one, one, 2 * one]
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert profile_sizes(net, x, param_scale=0) == [one, one, 2 * one]
+    assert profile_sizes(nn.Sequential(linear, linear, Chain()), x, param_scale=0) == [one, one, 20 * one]
     assert profile_sizes(net, x, param_scale=3)[0] == one + 3 * weights
     assert profile_sizes(net, x, param_scale=0, chunks=2) == [one / 2, one / 2, one]
     assert profile_sizes(net, x, param_scale=0, chunks=5)[0] == 2 * width * 4
-
-
-class Power(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * x) * x
 
 
 def test_buffers_count_once_however_parameters_are_scaled() -> None:

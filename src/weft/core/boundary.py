@@ -12,14 +12,18 @@ The price: no gradient of a gradient.
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from weft.core.errors import DoubleBackwardError
 
+# The only way to know of ``retain_graph=True`` from inside a backward; AOTAutograd asks it as well.
+_autograd = cast(Any, torch._C)._autograd
 
+
+@runtime_checkable
 class Journey(Protocol):
     """One step: from the tensors that go in to those that come out, and their gradients the same way back."""
 
@@ -50,13 +54,13 @@ class Boundary(torch.autograd.Function):
                 "a gradient of a gradient (create_graph=True) was asked for, but the stages ran cut out of autograd; "
                 "use executor='graph', which leaves the whole graph visible"
             )
-        retain = bool(torch._C._autograd._get_current_graph_task_keep_graph())
+        retain = bool(_autograd._get_current_graph_task_keep_graph())
         return (None, *ctx.journey.backward(gradients, retain=retain))
 
 
 def cross(journey: Journey, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Take the journey as one node of autograd; `tensors` are all that it may have gradients for."""
-    return Boundary.apply(journey, *tensors)  # pyright: ignore[reportUnknownMemberType, reportReturnType]
+    return cast("tuple[Tensor, ...]", Boundary.apply(journey, *tensors))
 
 
 @contextmanager

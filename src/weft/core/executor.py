@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -31,6 +31,7 @@ Given = Mapping[int, Mapping[Address, Parcel]]
 """What the caller gives, by the stage that takes it."""
 
 
+@runtime_checkable
 class Executor(Protocol):
     """What walks a schedule."""
 

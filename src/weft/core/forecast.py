@@ -180,9 +180,7 @@ def _graphs(spans: dict[Action, Span], costs: Sequence[StageCost]) -> Iterator[_
             yield _Lifetime(action.stage, start, end.end, costs[action.stage].saved_bytes)
 
 
-def _values(
-    schedule: Schedule, spans: dict[Action, Span], values: Sequence[ValueCost]
-) -> Iterator[_Lifetime]:
+def _values(schedule: Schedule, spans: dict[Action, Span], values: Sequence[ValueCost]) -> Iterator[_Lifetime]:
     for value in values:
         if value.source < 0:
             continue

@@ -110,9 +110,7 @@ class SplitPlan:
         return torch.cat(filled, self.axis)
 
 
-def plan_split(
-    value: Any, chunks: int, *, axis: int = 0, where: str = "input"
-) -> tuple[SplitPlan, list[Any]]:
+def plan_split(value: Any, chunks: int, *, axis: int = 0, where: str = "input") -> tuple[SplitPlan, list[Any]]:
     """Plan how to cut ``value`` into at most ``chunks`` micro-batches; also its leaves, without ``NoChunk``.
 
     Tensors with at least one dimension are cut along ``axis``. Tensors without dimensions, other objects and
@@ -126,8 +124,7 @@ def plan_split(
     if any(isinstance(leaf, NoChunk) for leaf in leaves):
         leaves, structure, whole = _unwrap(leaves, structure)
     sliced = tuple(
-        isinstance(leaf, Tensor) and leaf.dim() > 0 and not kept
-        for leaf, kept in zip(leaves, whole, strict=True)
+        isinstance(leaf, Tensor) and leaf.dim() > 0 and not kept for leaf, kept in zip(leaves, whole, strict=True)
     )
     rows = _common_rows(leaves, structure, sliced, axis, where)
     if rows is None:
@@ -221,8 +218,7 @@ def _common_rows(
         return tensors[0].shape[axis]
     names = [name for name, taken in zip(structure_paths(structure, where), sliced, strict=True) if taken]
     faults = [
-        f"{name}: {f'{each.shape[axis]} rows' if has_axis(each, axis) else 'no such axis'}, "
-        f"shape {tuple(each.shape)}"
+        f"{name}: {f'{each.shape[axis]} rows' if has_axis(each, axis) else 'no such axis'}, shape {tuple(each.shape)}"
         for name, each in zip(names, tensors, strict=True)
     ]
     headline = (

@@ -120,18 +120,13 @@ def _alike(column: Sequence[Any], axis: int) -> bool:
     if type(first) is not Tensor or not has_axis(first, axis):
         return False
     shape, dtype = first.shape, first.dtype
-    for piece in column:
-        if type(piece) is not Tensor or piece.shape != shape or piece.dtype is not dtype:
-            return False
-    return True
+    return all(type(piece) is Tensor and piece.shape == shape and piece.dtype is dtype for piece in column)
 
 
 def _tensor_fault(column: Sequence[Any], axis: int) -> str | None:
     """Why pieces, of which one at least is a tensor, cannot be joined; ``None`` if they can."""
     if not all(isinstance(piece, Tensor) for piece in column):
-        return (
-            f"is a tensor only in some micro-batches ({', '.join(type(piece).__name__ for piece in column)})"
-        )
+        return f"is a tensor only in some micro-batches ({', '.join(type(piece).__name__ for piece in column)})"
     if any(piece.dim() == 0 for piece in column):
         return "is a single number per micro-batch; return it with a batch axis, or compute it with loss="
     shapes = ", ".join(str(tuple(piece.shape)) for piece in column)

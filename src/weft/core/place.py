@@ -24,10 +24,10 @@ from weft.core.tree import flatten, unflatten
 
 
 class Parcel(NamedTuple):
-    """A value on its way, with the event that says when its CUDA tensors are ready (None: they are)."""
+    """A value on its way, with the `torch.cuda.Event` that says when its tensors are ready (None: they are)."""
 
     value: Any
-    ready: "torch.cuda.Event | None" = None
+    ready: Any = None
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -45,8 +46,8 @@ def generators(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
     for device in dict.fromkeys(devices):
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device)
-            index = module.current_device() if device.index is None else device.index
-            found.append(module.default_generators[index])
+            index = cast("int | None", device.index)
+            found.append(module.default_generators[module.current_device() if index is None else index])
     return tuple(found)
 
 
@@ -69,8 +70,9 @@ class RandomUse:
 class Dice:
     """The random numbers of one step (one mini-batch through all stages).
 
-    `scope` surrounds every forward and recomputation of one stage with one micro-batch; `settle`, called once
-    after the forward of the whole step, says whether the numbers can be trusted.
+    `scope` surrounds every forward and recomputation of one stage with one micro-batch; it may be left out where
+    `quiet` says that no stage is known to draw. `settle`, called once after the forward of the whole step, says
+    whether the numbers can be trusted.
     """
 
     def __init__(self, uses: Sequence[RandomUse], configurations: Sequence[Hashable]) -> None:
@@ -78,6 +80,7 @@ class Dice:
         self._configurations = configurations
         self._known = [use.draws.get(seen) for use, seen in zip(uses, configurations, strict=True)]
         self._drew = [False] * len(uses)
+        self.quiet = not any(known is not False for known in self._known)
         self._surprised = False
         self._before = torch.default_generator.get_state()
         self.seed = int(torch.randint(1 << 62, (), device="cpu"))
@@ -123,8 +126,7 @@ class Dice:
         step must run again. All stages hold the generator then, so the second run cannot fail in the same way.
         """
         moved = not torch.equal(torch.default_generator.get_state(), self._after)
-        known_drawer = any(known is not False for known in self._known)
-        if self._surprised or (moved and not known_drawer):
+        if self._surprised or (moved and self.quiet):
             for use, seen, drew in zip(self._uses, self._configurations, self._drew, strict=True):
                 use.draws.pop(seen, None)  # to be observed again, unless it is known to draw
                 if drew:

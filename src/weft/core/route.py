@@ -31,7 +31,7 @@ class Route:
 
 
 class Address(NamedTuple):
-    """Where one value waits: on which route, for whom, and which micro-batch produced it (below 0: the initial state)."""
+    """Where one value waits: on which route, for whom, and what micro-batch produced it (below 0: initial)."""
 
     route: int
     reader: int

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from weft.core.schedule import Action
 from weft.core.segment import Gradients, GradientSum, Keep, Segment, Tape, Visit, cut
 
 
+@runtime_checkable
 class Box(Protocol):
     """Where what was sent to a worker waits for it: see `weft.core.channel`."""
 
@@ -49,6 +50,7 @@ class Post:
             self.boxes[self.worker_of[stage]].put(address, parcel)
 
 
+@runtime_checkable
 class Watcher(Protocol):
     """Somebody who wants to know what runs when, and what stays alive for it; see `weft.core.events`."""
 

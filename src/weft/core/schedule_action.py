@@ -50,9 +50,7 @@ def waits(table: Table) -> dict[Action, tuple[Action, ...]]:
     return {action: tuple(need for need in needs(action) if need in present) for action in present}
 
 
-def walk(
-    table: Table, waiting: Mapping[Action, tuple[Action, ...]]
-) -> tuple[list[tuple[int, Action]], list[int]]:
+def walk(table: Table, waiting: Mapping[Action, tuple[Action, ...]]) -> tuple[list[tuple[int, Action]], list[int]]:
     """Walk all lists at once, one action after the other, as far as they go.
 
     Among the workers' next actions, the one whose micro-batch has come furthest goes first: deep stages

@@ -76,6 +76,8 @@ class GradientSum:
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         totals, owned = self.totals, self._owned
+        into: list[Tensor] = []
+        more: list[Tensor] = []
         for i, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -83,10 +85,13 @@ class GradientSum:
             if total is None:
                 totals[i] = gradient
             elif owned[i] and not gradient.is_sparse:
-                total.add_(gradient)
+                into.append(total)
+                more.append(gradient)
             else:
                 totals[i] = total + gradient
                 owned[i] = not gradient.is_sparse and not total.is_sparse
+        if into:
+            torch._foreach_add_(into, more)  # pyright: ignore[reportPrivateImportUsage] # no public name
 
 
 class Segment:

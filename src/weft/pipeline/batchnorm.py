@@ -79,9 +79,13 @@ class DeferredBatchNorm(_BatchNorm):
             return self._normalise(input, None, None, 0.0)
         if self.gathered is None:
             return super().forward(input)
+        self._check_input_dim(input)
         return self._gather(input, self.gathered, self.running_mean)
 
     def _gather(self, input: Tensor, gathered: list[Moments], running: Tensor) -> Tensor:
+        values = input.numel() // max(1, input.size(1))
+        if values == 0:
+            return self._normalise(input, None, None, 0.0)
         wide = torch.promote_types(running.dtype, torch.float32)
         if wide == running.dtype:
             # Fresh buffers and momentum 1: PyTorch's kernel hands out the statistics that it computes anyway.
@@ -91,16 +95,11 @@ class DeferredBatchNorm(_BatchNorm):
             output = self._normalise(input, None, None, 0.0)
             axes = [axis for axis in range(input.dim()) if axis != 1]
             variance, mean = torch.var_mean(input.detach().to(wide), axes)
-        values = input.numel() // max(1, input.size(1))
-        if values > 0:
-            gathered.append(Moments(values, mean, variance))
+        gathered.append(Moments(values, mean, variance))
         return output
 
-    def _normalise(
-        self, input: Tensor, mean: Tensor | None, variance: Tensor | None, factor: float
-    ) -> Tensor:
+    def _normalise(self, input: Tensor, mean: Tensor | None, variance: Tensor | None, factor: float) -> Tensor:
         """Normalise with the statistics of ``input``, which go into the given buffers if there are any."""
-        self._check_input_dim(input)
         return functional.batch_norm(input, mean, variance, self.weight, self.bias, True, factor, self.eps)
 
     def _check_input_dim(self, input: Tensor) -> None:

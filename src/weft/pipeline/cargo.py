@@ -1,12 +1,12 @@
 """What goes into a step and what comes out of it, and where their gradients belong.
 
-    Cargo          mini-batch (input, target) -> one parcel per micro-batch;  their gradients -> one per tensor
-    JoinedOutput   one output per micro-batch -> the whole output;            its gradients   -> one per micro-batch
-    WeightedLoss   one loss per micro-batch   -> the loss of the mini-batch;  its gradient    -> one per micro-batch
+Cargo          mini-batch (input, target) -> leaves per micro-batch;      their gradients -> one per tensor
+JoinedOutput   one output per micro-batch -> the whole output;            its gradients   -> one per micro-batch
+WeightedLoss   one loss per micro-batch   -> the loss of the mini-batch;  its gradient    -> one per micro-batch
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,21 +14,8 @@ from torch import Tensor
 from weft.core.errors import SpecError
 from weft.core.microbatch import SplitPlan, plan_split
 from weft.core.microbatch_join import JoinPlan, common_structure, plan_join
-from weft.core.place import Parcel, parcel
-from weft.core.route import Address
 from weft.core.segment import Gradients
 from weft.core.tree import LEAF, flatten, unflatten
-
-
-class Inlet(NamedTuple):
-    """Where a part of the mini-batch enters: on which route, and into which segment."""
-
-    route: int
-    segment: int
-
-    def address(self, micro_batch: int) -> Address:
-        """Where that part of one micro-batch waits."""
-        return Address(self.route, self.segment, micro_batch)
 
 
 class Cargo:
@@ -51,28 +38,25 @@ class Cargo:
         """How many rows each micro-batch has."""
         return self.split.sizes
 
-    def parcels(self, inlets: Sequence[Inlet]) -> dict[int, dict[Address, Parcel]]:
-        """By segment and address, the micro-batches: leaves that want a gradient where the caller's tensors do."""
-        given: dict[int, dict[Address, Parcel]] = {}
-        for index, piece in enumerate(self.split.split(self._leaves)):
-            leaves = [
-                x.detach().requires_grad_(wanted) if isinstance(x, Tensor) else x
-                for x, wanted in zip(piece, self._wanted, strict=True)
-            ]
-            for inlet, value in zip(inlets, self._nested(leaves), strict=True):
-                given.setdefault(inlet.segment, {})[inlet.address(index)] = parcel(value)
-        return given
+    def leaves(self) -> list[list[Any]]:
+        """For every micro-batch its parts, as leaves that want a gradient where the caller's tensors do."""
+        return [
+            self._nested(
+                [
+                    x.detach().requires_grad_(wanted) if isinstance(x, Tensor) else x
+                    for x, wanted in zip(piece, self._wanted, strict=True)
+                ]
+            )
+            for piece in self.split.split(self._leaves)
+        ]
 
     def pieces(self) -> list[list[Any]]:
         """For every micro-batch its parts, still connected with the caller's tensors."""
         return [self._nested(piece) for piece in self.split.split(self._leaves)]
 
-    def gradients(self, left: Mapping[Address, Parcel], inlets: Sequence[Inlet]) -> list[Tensor | None]:
-        """The gradients of `tensors`, out of what the backward walk sent outside."""
-        columns: list[list[Tensor | None]] = []
-        for inlet in inlets if self.tensors else ():
-            of_parts = [left[inlet.address(i)].value for i in range(self.micro_batches)]
-            columns += [list(column) for column in zip(*of_parts, strict=True)]
+    def gradients(self, pieces: Sequence[Gradients]) -> list[Tensor | None]:
+        """The gradients of `tensors`, out of those of every micro-batch's leaves."""
+        columns = zip(*pieces, strict=True)
         found: list[Tensor | None] = []
         for k, column in enumerate(columns):
             if self._wanted[k]:
@@ -95,6 +79,7 @@ def _planned(values: Sequence[Any], chunks: int) -> tuple[SplitPlan, list[Any]]:
     return plan_split(tuple(values), chunks, where="(input, target)")
 
 
+@runtime_checkable
 class Outcome(Protocol):
     """What becomes of the results of the last segment."""
 

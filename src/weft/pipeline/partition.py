@@ -100,9 +100,7 @@ def _faults(costs: Sequence[int | float], parts: int, skips: Sequence[Skip]) -> 
         faults.append("at least one part is needed")
     if parts > layers:
         faults.append("every part needs at least one layer; ask for fewer parts or split layers")
-    faults += [
-        f"layer {at} costs {cost}; wanted 0 or more" for at, cost in enumerate(costs) if not _valid(cost)
-    ]
+    faults += [f"layer {at} costs {cost}; wanted 0 or more" for at, cost in enumerate(costs) if not _valid(cost)]
     for source, destination, cost in skips:
         name = f"the skip from layer {source} to layer {destination}"
         if not 0 <= source < destination < layers:

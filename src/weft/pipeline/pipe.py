@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -150,7 +150,7 @@ class Pipe(nn.Module):
         finally:
             self._watcher = None
 
-    def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> Self:
+    def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> "Pipe":
         """Give storage to layers on the meta device, stage by stage, each on its own device.
 
         `initialize` is called with every module of such a layer; by default its ``reset_parameters()``, where it
@@ -204,6 +204,7 @@ class Pipe(nn.Module):
                 self.executor,
                 *self._loss,
                 may_merge=self.schedule in SCHEDULES,
+                splits=build(self.schedule, len(self.balance), self.chunks).splits,
             )
         return self._runtime
 

@@ -6,7 +6,7 @@ into a single segment, so that small layers do not pay for cuts that nobody need
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from weft.core.executor import Executor
 from weft.core.place import CudaPlace, Place
 from weft.core.route import OUTSIDE, Route, Wiring
 from weft.core.segment import Function, Visit
-from weft.pipeline.cargo import Inlet, checked_loss
+from weft.pipeline.cargo import checked_loss
+from weft.pipeline.gate import Gate, Inlet
 from weft.pipeline.skip import inspect_skip_layout
-from weft.pipeline.stage import MergedStages, Skip, Stage
+from weft.pipeline.stage import MergedStages, Skip, Stage, Together
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -27,8 +28,8 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 class Plan:
     """How one way of running a pipe is laid out. `functions[s]` is what segment s runs, of `stages_of[s]`.
 
-    The mini-batch enters by `inlets` (the input, and the target where there is a loss); route `result` takes the
-    output, or the loss, outside.
+    `gate` is where the mini-batch enters (the input, and the target where there is a loss) and the output, or the
+    loss, leaves.
     """
 
     functions: tuple[Function, ...]
@@ -36,8 +37,7 @@ class Plan:
     wiring: Wiring
     places: tuple[Place | None, ...]
     executor: Executor
-    result: int
-    inlets: tuple[Inlet, ...]
+    gate: Gate
 
     @property
     def segments(self) -> int:
@@ -46,7 +46,7 @@ class Plan:
 
 
 def build_stages(
-    layers: Sequence[tuple[str, nn.Module]], balance: Sequence[int], devices: Sequence[torch.device | None]
+    layers: Sequence[tuple[str, nn.Module]], balance: Sequence[int], devices: Sequence[torch.device]
 ) -> tuple[list[Stage], list[tuple[Skip, int, tuple[int, ...]]]]:
     """The stages, and every skip that crosses between two of them as (skip, source, readers)."""
     blocks: list[list[tuple[str, nn.Module]]] = []
@@ -91,11 +91,14 @@ def staged_plan(
     return _plan(functions, [(j,) for j in range(len(stages))], routes, last + 1, stages, executor, loss, streams)
 
 
-def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossFunction | None) -> Plan:
-    """All stages as one segment."""
+def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossFunction | None, *, together: bool) -> Plan:
+    """All stages as one segment. With `together` also all micro-batches, for when all graphs are kept anyway."""
     routes = [Route("input", OUTSIDE, (0,)), Route("loss" if loss else "output", 0, (OUTSIDE,))]
     owned = tuple(range(len(stages)))
-    return _plan([MergedStages(stages)], [owned], routes, 1, stages[:1], executor, loss, False)
+    plan = _plan([MergedStages(stages)], [owned], routes, 1, stages[:1], executor, loss, False)
+    if not together:
+        return plan
+    return replace(plan, functions=(Together(plan.functions[0]),), gate=replace(plan.gate, together=True))
 
 
 def _plan(
@@ -117,7 +120,8 @@ def _plan(
         functions = [*functions[:-1], _with_loss(functions[-1], loss)]
     places = [_place(stage.device, stages, streams) for stage in stages]
     wiring = Wiring(tuple(routes), len(functions))
-    return Plan(tuple(functions), tuple(stages_of), wiring, tuple(places), executor, result, tuple(inlets))
+    gate = Gate(tuple(inlets), result, last)
+    return Plan(tuple(functions), tuple(stages_of), wiring, tuple(places), executor, gate)
 
 
 def _with_loss(function: Function, loss: LossFunction) -> Function:
@@ -134,8 +138,8 @@ def _with_loss(function: Function, loss: LossFunction) -> Function:
     return compute
 
 
-def _place(device: torch.device | None, stages: Sequence[Stage], streams: bool) -> Place | None:
+def _place(device: torch.device, stages: Sequence[Stage], streams: bool) -> Place | None:
     """Nothing has to be moved where all stages live on the CPU."""
-    if device is None or all(stage.device is None or stage.device.type == "cpu" for stage in stages):
+    if all(stage.device.type == "cpu" for stage in stages):
         return None
     return CudaPlace(device) if streams and device.type == "cuda" else Place(device)

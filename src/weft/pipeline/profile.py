@@ -185,8 +185,7 @@ def _undisturbed(device: torch.device) -> Generator[None]:
     accelerators = [] if device.type == "cpu" else [device]
     with (
         torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
-        torch.inference_mode(False),
-        torch.enable_grad(),
+        torch.inference_mode(False),  # turns gradients on, too
     ):
         yield
 

@@ -40,6 +40,7 @@ class Runtime:
         reduction: str,
         *,
         may_merge: bool,
+        splits: bool,
     ) -> None:
         self.stages, self._crossing = build_stages(layers, balance, devices)
         self.uses = [RandomUse(generators([device])) for device in devices]
@@ -50,6 +51,7 @@ class Runtime:
         self._plans: dict[tuple[str, bool], Plan] = {}
         self._loss = loss
         self._reduction = reduction
+        self._splits = splits
         one_device = len(set(devices)) == 1
         mergeable = may_merge and one_device and never_recomputes(checkpoint)
         self.layouts = _layouts(executor, len(self.stages), mergeable, one_device)
@@ -61,7 +63,7 @@ class Runtime:
         if key not in self._plans:
             function = self._loss if loss else None
             if layout == "merged":
-                self._plans[key] = merged_plan(self.stages, self._serial, function)
+                self._plans[key] = merged_plan(self.stages, self._serial, function, together=self._splits)
             else:
                 executor: Executor = self._threads if layout == "threads" else self._serial
                 streams = layout == "threads"
@@ -112,7 +114,7 @@ class Runtime:
             cargo.tensors or self._loss_parameters or any(survey.parameters for survey in surveys)
         )
         count = cargo.micro_batches
-        schedule = build(request.schedule, plan.segments, count)
+        schedule = build(request.schedule, plan.segments, 1 if plan.gate.together else count)
         parameters: list[list[torch.Tensor]] = []
         for owned in plan.stages_of:
             of_segment = {id(p): p for stage in owned for p in surveys[stage].parameters}

@@ -33,19 +33,21 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
         )
     if not len(module):
         raise SpecError("Pipe takes an nn.Sequential with at least one layer, but this one is empty")
-    return [(name, layer) for name, layer in module._modules.items() if layer is not None]
+    return list(module._modules.items())  # named_children would leave out a layer that stands there twice
 
 
 def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:
     """One rule per stage. Raises UsageError that lists every entry which is no mode."""
-    modes = [checkpoint] * stages if isinstance(checkpoint, str) or callable(checkpoint) else list(checkpoint)
+    modes: list[Any] = (
+        [checkpoint] * stages if isinstance(checkpoint, str) or callable(checkpoint) else list(checkpoint)
+    )
     faults = [f"entry {i} is {mode!r}" for i, mode in enumerate(modes) if not callable(mode) and mode not in _RULES]
     if len(modes) != stages:
         faults.append(f"it has {len(modes)} entries for {stages} stages")
     if faults:
         wanted = f"checkpoint is one of {', '.join(_RULES)}, a list of them with one per stage, or a function"
         raise UsageError(listed(f"{wanted} (stage, micro_batch, micro_batches) -> bool; but:", faults))
-    return [mode if callable(mode) else _RULES[mode] for mode in modes]
+    return [_RULES[mode] if isinstance(mode, str) else mode for mode in modes]
 
 
 def never_recomputes(checkpoint: Any) -> bool:
@@ -96,7 +98,7 @@ def resolve_layout(
     balance: Sequence[int] | None,
     devices: Sequence[str | int | torch.device] | str | int | torch.device | None,
     sample: Any,
-) -> tuple[list[int], list[torch.device | None]]:
+) -> tuple[list[int], list[torch.device]]:
     """Layers per stage and one device per stage. Raises PartitionError that lists all faults.
 
     Without devices: every CUDA device if there are any, else the CPU. Without a balance: by measured time if
@@ -126,6 +128,6 @@ def resolve_layout(
 
 def _indexed(device: torch.device) -> torch.device:
     """The device as tensors report it: CUDA devices with their number."""
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -6,9 +6,11 @@
 Skips that begin and end in the stage never leave it. Layers of no skips never see a tracker.
 """
 
-from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from weft.core.ambient import is_recomputing
 from weft.core.rng import Dice
-from weft.core.segment import Visit
+from weft.core.segment import Function, Visit
 from weft.core.tree import map_leaves
 from weft.pipeline.batchnorm import DeferredBatchNorm
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, use_skip_tracker
@@ -66,7 +68,7 @@ class Stage:
         self,
         index: int,
         layers: Sequence[tuple[str, nn.Module]],
-        device: torch.device | None,
+        device: torch.device,
         popped: Sequence[Skip],
         stashed: Sequence[Skip],
     ) -> None:
@@ -87,15 +89,12 @@ class Stage:
     def run(self, visit: Visit, main: Any, skips: Mapping[Skip, Tensor | None]) -> tuple[Any, dict[Skip, Any]]:
         """As `__call__`, with the skips by name; the result holds also those that stay inside."""
         if self._copies_input:
-            main = map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, main)
-        dice: Dice | None = visit.context
-        scope = nullcontext() if dice is None else dice.scope(self.index, visit.micro_batch)
-        with scope, self._statistics():
-            if not self._skips:
-                return self._layers(main), {}
-            tracker = StageTracker(skips)
-            with use_skip_tracker(tracker):
-                return self._layers(main), tracker.values
+            main = map_leaves(_copied, main)
+        dice: Dice = visit.context
+        if dice.quiet and not is_recomputing():
+            return self._tracked(main, skips)
+        with dice.scope(self.index, visit.micro_batch), self._statistics():
+            return self._tracked(main, skips)
 
     def survey(self) -> Survey:
         """Walk over all modules of the stage once, and note what a step needs to know of them."""
@@ -104,26 +103,32 @@ class Stage:
         deferred: list[DeferredBatchNorm] = []
         misplaced: list[str] = []
         for name, layer in self.layers:
-            for path, module in layer.named_modules(prefix=name):
+            for path, module in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name)):
                 settings += [value for value in vars(module).values() if type(value) is bool or type(value) is float]
                 if isinstance(module, DeferredBatchNorm):
                     deferred.append(module)
-                for group in (module._parameters, module._buffers):
-                    for key, tensor in group.items():
-                        if tensor is not None and tensor.device != self.device and self.device is not None:
-                            misplaced.append(f"{path}.{key} is on {tensor.device}, stage {self.index} on {self.device}")
-                for each in module._parameters.values():
-                    if each is not None and each.requires_grad:
+                for key, each in chain(module._parameters.items(), module._buffers.items()):
+                    if each is None:
+                        continue
+                    if each.device != self.device:
+                        misplaced.append(f"{path}.{key} is on {each.device}, stage {self.index} on {self.device}")
+                    if isinstance(each, nn.Parameter) and each.requires_grad:
                         parameters[id(each)] = each
         return Survey(list(parameters.values()), tuple(settings), deferred, misplaced)
+
+    def _tracked(self, main: Any, skips: Mapping[Skip, Tensor | None]) -> tuple[Any, dict[Skip, Any]]:
+        """Run the layers with a tracker for their skips, if they have any."""
+        if not self._skips:
+            return self._layers(main), {}
+        tracker = StageTracker(skips)
+        with use_skip_tracker(tracker):
+            return self._layers(main), tracker.values
 
     def _layers(self, value: Any) -> Any:
         for number, (name, layer) in enumerate(self.layers):
             try:
-                if number == 0 and type(value) is Call:
-                    value = layer(*value.args, **value.kwargs)
-                else:
-                    value = layer(value)
+                first = number == 0 and type(value) is Call
+                value = layer(*value.args, **value.kwargs) if first else layer(value)
             except BaseException as error:
                 error.add_note(f"weft: in layer {name!r} ({type(layer).__name__}) of stage {self.index}")
                 raise
@@ -155,6 +160,10 @@ class Stage:
                 module._buffers.update(buffers)
 
 
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
 def _writes_early(modules: Sequence[nn.Module]) -> bool:
     """Whether an in-place module may get the stage's input itself: no module with weights stands before it."""
     for module in modules:
@@ -171,9 +180,7 @@ class MergedStages:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = stages
         last_reader = {skip: stage.index for stage in stages for skip in stage.popped}
-        self._done_after = [
-            [skip for skip, index in last_reader.items() if index == stage.index] for stage in stages
-        ]
+        self._done_after = [[skip for skip, index in last_reader.items() if index == stage.index] for stage in stages]
 
     def __call__(self, visit: Visit, main: Any) -> tuple[Any, ...]:
         """Run all layers on one micro-batch."""
@@ -184,3 +191,16 @@ class MergedStages:
             for skip in done:
                 del alive[skip]
         return (main,)
+
+
+class Together:
+    """A function of one micro-batch as a function of all of them: one graph, and one walk of autograd over it."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+
+    def __call__(self, visit: Visit, *columns: Sequence[Any]) -> tuple[Any, ...]:
+        """Take and return, for every route, the list of the micro-batches' values."""
+        visits = [replace(visit, micro_batch=index) for index in range(len(columns[0]))]
+        rows = [self._function(each, *values) for each, *values in zip(visits, *columns, strict=True)]
+        return tuple(list(column) for column in zip(*rows, strict=True))

@@ -14,9 +14,9 @@ from torch import Tensor
 from weft.core.ambient import Ambient
 from weft.core.boundary import quiet_hooks
 from weft.core.errors import BackwardTwiceError
-from weft.core.place import Parcel, join_walk, leave_walk, parcel
+from weft.core.place import Parcel, join_walk, leave_walk
 from weft.core.rng import Dice
-from weft.core.route import OUTSIDE, Address
+from weft.core.route import Address
 from weft.core.run import Run, Watcher
 from weft.core.schedule import Schedule
 from weft.core.segment import Gradients, Keep, Segment, Visit
@@ -64,7 +64,7 @@ class Step:
         left = self._walk_forward()
         for norm in order.deferred:
             norm.commit()
-        results = [left[self._result(i)].value for i in range(order.cargo.micro_batches)]
+        results = order.plan.gate.results(left, order.cargo.micro_batches)
         if order.fused:
             self._made = self._collected(left)
             self._run = None
@@ -103,12 +103,13 @@ class Step:
     def _walk_forward_once(self, dice: Dice) -> dict[Address, Parcel]:
         order, plan = self._order, self._order.plan
         segments = [Segment(f, p) for f, p in zip(plan.functions, order.parameters, strict=True)]
-        visits = [Visit(i, self._ambient, dice) for i in range(order.cargo.micro_batches)]
+        visits = [Visit(i, self._ambient, dice) for i in range(order.schedule.micro_batches)]
         run = self._run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher)
-        given = order.cargo.parcels(plan.inlets)
+        given = plan.gate.enter(order.cargo.leaves())
         if order.fused and isinstance(order.outcome, WeightedLoss):
             device = next((place.device for place in reversed(plan.places) if place is not None), None)
-            given.setdefault(plan.segments - 1, {}).update(self._seed_parcels(order.outcome.seeds(device)))
+            for segment, parcels in plan.gate.seed(order.outcome.seeds(device)).items():
+                given.setdefault(segment, {}).update(parcels)
         schedule = order.schedule if order.fused else order.schedule.forward_only()
         join_walk(plan.places)
         with quiet_hooks(self._parameters if order.fused else ()):
@@ -119,7 +120,7 @@ class Step:
 
     def _walk_backward(self, run: Run, gradients: Sequence[Gradients]) -> list[Tensor | None]:
         plan = self._order.plan
-        given = {plan.segments - 1: self._seed_parcels(gradients)}
+        given = plan.gate.seed(gradients)
         schedule = self._order.schedule.backward_only()
         join_walk(plan.places)
         with self._ambient.process_flags(), quiet_hooks(self._parameters):
@@ -128,17 +129,12 @@ class Step:
         leave_walk(plan.places, found)
         return found
 
-    def _result(self, micro_batch: int) -> Address:
-        return Address(self._order.plan.result, OUTSIDE, micro_batch)
-
-    def _seed_parcels(self, gradients: Sequence[Gradients]) -> dict[Address, Parcel]:
-        """Where backward starts: the gradients of every micro-batch's result."""
-        return {self._result(i): parcel(each) for i, each in enumerate(gradients)}
-
     def _collected(self, left: dict[Address, Parcel], run: Run | None = None) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
         by_id = {} if (run := run or self._run) is None else run.parameter_gradients()
-        return [*self._order.cargo.gradients(left, self._order.plan.inlets), *(by_id.get(id(each)) for each in self._parameters)]
+        cargo = self._order.cargo
+        inputs = cargo.gradients(self._order.plan.gate.gradients(left, cargo.micro_batches)) if cargo.tensors else []
+        return [*inputs, *(by_id.get(id(each)) for each in self._parameters)]
 
 
 def _scaled(made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:

@@ -5,13 +5,16 @@ decides the order of backward. Random numbers and results are those of the other
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as checkpointing
 
 from weft.core.ambient import Ambient, phase
 from weft.core.segment import Visit
 from weft.pipeline.step import Order
+
+_checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
 
 
 def run_visible(order: Order, ambient: Ambient) -> Any:
@@ -38,15 +41,16 @@ def run_visible(order: Order, ambient: Ambient) -> Any:
 def _micro_batch(order: Order, visit: Visit, parts: Sequence[Any]) -> Any:
     """One micro-batch through all stages; what crosses from one to another keeps its graph."""
     plan, index = order.plan, visit.micro_batch
-    values: dict[int, Any] = {inlet.route: part for inlet, part in zip(plan.inlets, parts, strict=True)}
+    values: dict[int, Any] = {inlet.route: part for inlet, part in zip(plan.gate.inlets, parts, strict=True)}
     for stage, function in enumerate(plan.functions):
         inputs = [values[route] for route in plan.wiring.inputs[stage]]
         if order.keeps(stage, index) == "inputs":
-            outputs = checkpoint(_twice(function, visit), *inputs, use_reentrant=False, preserve_rng_state=False)
+            call = partial(_checkpoint, _twice(function, visit), use_reentrant=False, preserve_rng_state=False)
+            outputs = call(*inputs)
         else:
             outputs = function(visit, *inputs)
         values.update(zip(plan.wiring.outputs[stage], outputs, strict=True))
-    return values[plan.result]
+    return values[plan.gate.result]
 
 
 def _twice(function: Callable[..., Any], visit: Visit) -> Callable[..., Any]:

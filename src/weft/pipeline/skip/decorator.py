@@ -17,9 +17,7 @@ from weft.core.errors import SkipWiringError
 from weft.pipeline.skip.skippable import M, P, Skippable, class_around, distinct_names
 
 
-def skippable(
-    stash: Iterable[str] = (), pop: Iterable[str] = ()
-) -> Callable[[Callable[P, M]], type[Skippable[P, M]]]:
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Callable[P, M]], type[Skippable[P, M]]]:
     """Declare which skip tensors a module class stashes and pops.
 
     Use it as a decorator, ``@skippable(stash=["early"])``, or as a call,
@@ -43,9 +41,7 @@ def skippable(
 
     def decorate(module_cls: Callable[P, M]) -> type[Skippable[P, M]]:
         if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
-            raise SkipWiringError(
-                f"skippable was applied to {module_cls!r}, wanted a class derived from nn.Module"
-            )
+            raise SkipWiringError(f"skippable was applied to {module_cls!r}, wanted a class derived from nn.Module")
         return cast(type[Skippable[P, M]], class_around(module_cls, stashed, popped))
 
     return decorate

@@ -86,16 +86,12 @@ class Skippable(nn.Module, Generic[P, M]):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module, answer the commands that it yields, and return what it returns."""
         tracker = current_skip_tracker()
-        exchange = Exchange(
-            self.module_cls.__name__, self._keys, self.stashable_names, self.poppable_names, tracker
-        )
+        exchange = Exchange(self.module_cls.__name__, self._keys, self.stashable_names, self.poppable_names, tracker)
         output: Any = self.module(*args, **kwargs)
         if isinstance(output, Generator):
             output = exchange.drive(cast(Talk, output))
         exchange.finish()
-        tracker.done(
-            self, stashed=exchange.keys_of(exchange.stashed), popped=exchange.keys_of(exchange.popped)
-        )
+        tracker.done(self, stashed=exchange.keys_of(exchange.stashed), popped=exchange.keys_of(exchange.popped))
         return output
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -159,9 +155,7 @@ def class_around(
     return _classes.setdefault((module_cls, stashed, popped), made)
 
 
-def _blank(
-    module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]
-) -> Skippable[..., Any]:
+def _blank(module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]) -> Skippable[..., Any]:
     """A layer without its state, which unpickling and deepcopy fill in."""
     cls = class_around(module_cls, stashed, popped)
     return cls.__new__(cls)

@@ -43,13 +43,13 @@ def wiring_faults(layers: Iterable[Found], *, one_to_one: bool = False) -> Itera
         for key in layer.stashable():
             if key in stashed:
                 yield f"{found} stashes {describe(key)} again after {stashed[key]}, wanted one stash"
-            stashed.setdefault(key, found)
+            stashed[key] = found
         for key in layer.poppable():
             if key not in stashed:
                 early.append((key, found))
             elif one_to_one and key in popped:
                 yield f"{found} pops {describe(key)} again after {popped[key]}, wanted one pop"
-            popped.setdefault(key, found)
+            popped[key] = found
     for key, found in early:
         later = f"{stashed[key]} stashes it only later" if key in stashed else "nobody stashes it"
         yield f"{found} pops {describe(key)} before any stash: {later}"

@@ -1,0 +1,209 @@
+"""The fourth law: for PyTorch's autograd a step of a Pipe is one ordinary node, in every mode.
+
+Hooks fire once, `torch.autograd.grad` works, a step can be kept and walked again, and what cannot be had is
+refused by name.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.laws.models import (
+    ModelPlan,
+    Plain,
+    blocks,
+    difference,
+    floats,
+    gradients,
+    mini_batch,
+    objective,
+    sequential,
+    twin,
+)
+from tests.strategies import model_plans
+from weft import Pipe
+from weft.core.errors import BackwardTwiceError, DoubleBackwardError
+
+EVERY_MODE = [
+    pytest.param(checkpoint, schedule, id=f"{checkpoint}-{schedule}")
+    for checkpoint in ("never", "except_last", "always")
+    for schedule in ("gpipe", "1f1b")
+]
+CUT = ["serial", "threads", "auto"]
+every_mode = pytest.mark.parametrize(("checkpoint", "schedule"), EVERY_MODE)
+some = settings(max_examples=5)
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    """Computed inside where the schedule needs it. Squares, so that second derivatives are not zero."""
+    return (objective(output) - target.mean()) ** 2
+
+
+def piped(plan: ModelPlan, layers: nn.ModuleList, checkpoint: Any, schedule: str, executor: Any) -> Pipe:
+    """One chunk per row: then the mean over micro-batches of the mean over rows is that of the mini-batch."""
+    return Pipe(
+        sequential(layers),
+        chunks=3,
+        devices=["cpu"] * len(plan.balance),
+        balance=plan.balance,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        loss=None if schedule == "gpipe" else loss_of,
+        executor=executor,
+    )
+
+
+def loss_by(pipe: Pipe, schedule: str, value: Any) -> Tensor:
+    """The loss outside, or inside where the schedule needs it."""
+    if schedule == "gpipe":
+        return objective(pipe(value)) ** 2
+    return pipe(value, target=torch.zeros_like(floats(value)[0]))
+
+
+def plain_loss(layers: nn.ModuleList, schedule: str, value: Any) -> Tensor:
+    """The same of the undivided model; a loss inside is a mean over the rows."""
+    model = Plain(layers)
+    if schedule == "gpipe":
+        return objective(model(value)) ** 2
+    rows = len(floats(value)[0])
+    pieces = [torch.utils._pytree.tree_map_only(Tensor, lambda x, i=i: x[i : i + 1], value) for i in range(rows)]
+    return torch.stack([objective(model(piece)) ** 2 for piece in pieces]).mean()
+
+
+def leaves_of(layers: nn.Module, value: Any) -> list[Tensor]:
+    """All that wants a gradient."""
+    return [x for x in [*layers.parameters(), *floats(value)] if x.requires_grad]
+
+
+@every_mode
+@pytest.mark.parametrize("executor", [*CUT, "graph"])
+@some
+@given(plan=model_plans())
+def test_autograd_grad_gives_the_gradients_that_were_asked_for(
+    checkpoint: Any, schedule: str, executor: Any, plan: ModelPlan
+) -> None:
+    layers, value = blocks(plan), mini_batch(plan, 3)
+    loss = loss_by(piped(plan, layers, checkpoint, schedule, executor), schedule, value)
+    seen = torch.autograd.grad(loss, leaves_of(layers, value), allow_unused=True)
+    wanted_loss = plain_loss(layers, schedule, value)
+    wanted = torch.autograd.grad(wanted_loss, leaves_of(layers, value), allow_unused=True)
+    names = [str(k) for k in range(len(wanted))]
+    assert not difference(list(zip(names, seen, strict=True)), list(zip(names, wanted, strict=True)))
+    assert all(x.grad is None for x in leaves_of(layers, value))
+
+
+@every_mode
+@pytest.mark.parametrize("executor", CUT)
+@some
+@given(plan=model_plans())
+def test_a_hook_fires_once_per_step_with_the_whole_gradient(
+    checkpoint: Any, schedule: str, executor: Any, plan: ModelPlan
+) -> None:
+    layers, value = blocks(plan), mini_batch(plan, 3)
+    pipe = piped(plan, layers, checkpoint, schedule, executor)
+    heard: dict[str, list[Tensor]] = {}
+    accumulated: dict[str, int] = {}
+    for name, p in layers.named_parameters():
+        if p.requires_grad:
+            p.register_hook(lambda gradient, name=name: heard.setdefault(name, []).append(gradient.clone()))
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name: accumulated.update({name: accumulated.get(name, 0) + 1})
+            )
+    for step in (1, 2):
+        heard.clear()
+        layers.zero_grad()
+        loss_by(pipe, schedule, value).backward()
+        with_gradient = {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+        assert heard.keys() == with_gradient.keys()
+        for name, grads in heard.items():
+            assert len(grads) == 1
+            assert torch.equal(grads[0], with_gradient[name])
+        assert all(accumulated[name] == step for name in with_gradient)
+
+
+def test_a_hook_may_change_the_gradient_as_in_pytorch() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = Pipe(model, chunks=3, devices=["cpu"] * 2, executor="serial")
+    pipe(torch.ones(3, 2)).sum().backward()
+    whole = model[1].weight.grad.clone()
+    model.zero_grad()
+    model[1].weight.register_hook(lambda gradient: gradient * 10)
+    pipe(torch.ones(3, 2)).sum().backward()
+    assert torch.equal(model[1].weight.grad, whole * 10)
+
+
+@every_mode
+@pytest.mark.parametrize("executor", [*CUT, "graph"])
+@some
+@given(plan=model_plans())
+def test_a_kept_step_gives_the_same_gradients_again_and_a_freed_one_is_refused(
+    checkpoint: Any, schedule: str, executor: Any, plan: ModelPlan
+) -> None:
+    layers, value = blocks(plan), mini_batch(plan, 3)
+    loss = loss_by(piped(plan, layers, checkpoint, schedule, executor), schedule, value)
+    wanted = leaves_of(layers, value)
+    first = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    second = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    third = torch.autograd.grad(loss, wanted, allow_unused=True)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert (a is None) == (b is None) == (c is None)
+        assert a is None or (torch.equal(a, b) and torch.equal(a, c))
+    with pytest.raises(RuntimeError, match="second time") as refused:
+        torch.autograd.grad(loss, wanted, allow_unused=True)
+    # Where the loss is outside, its own graph may be the first to refuse, in PyTorch's words.
+    if executor != "graph" and schedule == "1f1b":
+        assert refused.type is BackwardTwiceError
+
+
+@every_mode
+@pytest.mark.parametrize("executor", CUT)
+def test_backward_over_a_freed_step_is_refused_by_name(checkpoint: Any, schedule: str, executor: Any) -> None:
+    plan = ModelPlan(layers=(), balance=())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    pipe = Pipe(
+        model,
+        chunks=3,
+        devices=["cpu"] * 2,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        loss=None if schedule == "gpipe" else loss_of,
+        executor=executor,
+    )
+    x = mini_batch(plan, 4)
+    y = pipe(x) if schedule == "gpipe" else pipe(x, target=torch.zeros(4, 3))
+    y.backward(torch.ones_like(y))
+    with pytest.raises(BackwardTwiceError, match="retain_graph=True"):
+        y.backward(torch.ones_like(y))
+
+
+@every_mode
+@pytest.mark.parametrize("executor", CUT)
+@some
+@given(plan=model_plans())
+def test_the_gradient_of_a_gradient_is_refused_by_name(
+    checkpoint: Any, schedule: str, executor: Any, plan: ModelPlan
+) -> None:
+    layers, value = blocks(plan), mini_batch(plan, 3)
+    loss = loss_by(piped(plan, layers, checkpoint, schedule, executor), schedule, value)
+    with pytest.raises(DoubleBackwardError, match="executor='graph'"):
+        loss.backward(create_graph=True)
+
+
+@every_mode
+@settings(max_examples=15)
+@given(plan=model_plans())
+def test_the_visible_graph_has_gradients_of_gradients(checkpoint: Any, schedule: str, plan: ModelPlan) -> None:
+    layers, value = blocks(plan), mini_batch(plan, 3)
+    twins, twin_value = twin(layers, value)
+
+    def penalty(loss: Tensor, layers: nn.Module, value: Any) -> Tensor:
+        found = torch.autograd.grad(loss, leaves_of(layers, value), create_graph=True, allow_unused=True)
+        return loss + torch.stack([(x**2).sum() for x in found if x is not None]).sum()
+
+    penalty(loss_by(piped(plan, layers, checkpoint, schedule, "graph"), schedule, value), layers, value).backward()
+    penalty(plain_loss(twins, schedule, twin_value), twins, twin_value).backward()
+    assert not difference(gradients(layers, value), gradients(twins, twin_value))

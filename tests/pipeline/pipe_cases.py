@@ -1,0 +1,65 @@
+"""What the tests of Pipe share: the ways of running it, small models, and how two models are compared."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft import Pipe
+
+CHECKPOINTS = ("always", "except_last", "never")
+CUTS = ("serial", "threads")
+"""The executors that cut stages out of autograd, one segment per stage."""
+EXECUTORS = ("serial", "threads", "graph")
+
+
+def chain(*widths: int) -> nn.Sequential:
+    """Linear layers with a tanh between them, float64, the same weights every time."""
+    torch.manual_seed(7)
+    layers: list[nn.Module] = []
+    for wide, narrow in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(wide, narrow), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def rows(count: int, *shape: int, seed: int = 0) -> Tensor:
+    """So many random rows of that shape, float64."""
+    return torch.randn(count, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def piped(model: nn.Sequential, **settings: Any) -> tuple[Pipe, nn.Sequential]:
+    """A Pipe around the model, in two CPU stages unless said otherwise, and a plain copy of the model."""
+    plain = copy.deepcopy(model)
+    settings = {"chunks": 3, "devices": ["cpu", "cpu"], **settings}
+    return Pipe(model, **settings), plain
+
+
+def backward(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The output of one step, after the backward of its sum of squares."""
+    output = model(*args, **kwargs)
+    output.square().sum().backward()
+    return output
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """The gradient of every parameter by its name."""
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+def assert_gradients_equal(model: nn.Module, plain: nn.Module, tolerance: float = 1e-12) -> None:
+    """Both models have the same parameters, with the same gradients, or none at the same places."""
+    seen, wanted = gradients(model), gradients(plain)
+    assert list(seen) == list(wanted)
+    for name, gradient in wanted.items():
+        if gradient is None:
+            assert seen[name] is None, f"{name} should have no gradient"
+        else:
+            torch.testing.assert_close(
+                seen[name], gradient, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def assert_close(seen: Any, wanted: Any, tolerance: float = 1e-12) -> None:
+    """Equal to rounding: operators round otherwise for another number of rows."""
+    torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,208 @@
+"""PyTorch's own switches mean inside a Pipe what they mean outside."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.pipe_cases import (
+    CHECKPOINTS,
+    EXECUTORS,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    chain,
+    piped,
+    rows,
+)
+from weft import Pipe
+from weft.core.microbatch import split
+
+RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
+
+
+class Spy(nn.Module):
+    """Notes what surrounds every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, bool, bool]] = []
+
+    def forward(self, x):
+        self.seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), x.requires_grad))
+        return x * 2
+
+
+@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+def test_under_no_grad_nothing_is_recorded(executor: str, checkpoint: str) -> None:
+    spy = Spy()
+    model = nn.Sequential(*chain(4, 5, 3), spy)
+    pipe, _ = piped(model, executor=executor, checkpoint=checkpoint)
+    for _ in range(2):
+        with torch.no_grad():
+            output = pipe(rows(7, 4).requires_grad_())
+        assert not output.requires_grad and output.grad_fn is None
+    assert set(spy.seen) == {(False, False, False)}
+    assert_close(output, model(rows(7, 4)))
+
+
+@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+def test_under_inference_mode_the_output_is_an_inference_tensor(executor: str, checkpoint: str) -> None:
+    spy = Spy()
+    model = nn.Sequential(*chain(4, 5, 3), spy)
+    pipe, _ = piped(model, executor=executor, checkpoint=checkpoint)
+    for _ in range(2):
+        with torch.inference_mode():
+            output = pipe(rows(7, 4))
+        assert output.is_inference()
+    assert {inference for _, inference, _ in spy.seen} == {True}
+    backward(pipe, rows(7, 4))  # and training goes on
+    assert all(each.grad is not None for each in pipe.parameters())
+
+
+@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+def test_autocast_equals_plain_autocast_per_micro_batch(executor: str, checkpoint: str) -> None:
+    model = chain(4, 5, 5, 3).float()
+    pipe, plain = piped(model, balance=[3, 2], executor=executor, checkpoint=checkpoint)
+    x = rows(7, 4).float()
+    for _ in range(2):
+        pipe.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = pipe(x)
+        output.float().square().sum().backward()  # outside autocast, as PyTorch recommends
+    wanted = []
+    for piece in split(x, 3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            wanted.append(plain(piece))
+    torch.cat(wanted).float().square().sum().backward()
+    assert output.dtype == torch.bfloat16 and torch.equal(output, torch.cat(wanted))
+    assert_gradients_equal(pipe, plain, 1e-6)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_forward_without_gradients_inside_autocast_costs_a_later_one_no_gradient(executor: str) -> None:
+    """The cache of autocast may hold weights that were cast without a graph."""
+    pipe, _ = piped(chain(4, 5, 3).float(), executor=executor, checkpoint="always")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            pipe(rows(7, 4).float())
+        output = pipe(rows(7, 4).float())
+    output.float().sum().backward()
+    assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in pipe.parameters())
+
+
+def test_autocast_does_not_outlast_its_block() -> None:
+    pipe, plain = piped(chain(4, 5, 3).float(), executor="threads")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe(rows(7, 4).float())
+    assert pipe(rows(7, 4).float()).dtype == torch.float32
+    torch.testing.assert_close(pipe(rows(7, 4).float()), plain(rows(7, 4).float()))
+
+
+class Poison(nn.Module):
+    """Its backward makes a nan out of a zero: 0 / 0."""
+
+    def forward(self, x):
+        return (x * 0).sqrt()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_anomaly_mode_finds_the_nan_and_the_note_names_the_stage(executor: str, checkpoint: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Poison(), nn.Tanh()).double()
+    pipe, _ = piped(model, executor=executor, checkpoint=checkpoint, balance=[2, 2])
+    with torch.autograd.detect_anomaly():
+        output = pipe(rows(6, 4))
+        with pytest.raises(RuntimeError, match="MulBackward0.*nan") as caught:
+            output.sum().backward()
+    assert re.search(r"backward of stage 1, micro-batch \d", "\n".join(caught.value.__notes__))
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_the_callers_intra_op_threads_and_flags_are_left_alone(executor: str) -> None:
+    pipe, _ = piped(chain(4, 5, 3), executor=executor)
+    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled())
+    backward(pipe, rows(7, 4))
+    after = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled())
+    assert after == before
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_compiled_layers_run_inside_a_pipe(executor: str, checkpoint: str) -> None:
+    """Traced, with the derivatives that a compiler would get; without code generation, so no compiler is needed."""
+    model = chain(4, 5, 3)
+    pipe, plain = piped(model, balance=[2, 1], executor=executor, checkpoint=checkpoint)
+    torch._dynamo.reset()
+    layers = [torch.compile(layer, backend="aot_eager") for layer in pipe]
+    compiled, _ = piped(nn.Sequential(*layers), balance=[2, 1], executor=executor, checkpoint=checkpoint)
+    for _ in range(2):
+        backward(compiled, rows(6, 4))
+        backward(plain, rows(6, 4))
+    for seen, wanted in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert_close(seen.grad, wanted.grad)
+
+
+def test_layers_may_be_compiled_in_place() -> None:
+    torch._dynamo.reset()
+    pipe, plain = piped(chain(4, 5, 3), executor="threads")
+    for layer in pipe:
+        layer.compile(backend="eager")
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+    backward(pipe, rows(6, 4))
+    backward(plain, rows(6, 4))
+    assert_gradients_equal(pipe, plain)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_a_gradient_of_a_gradient_is_refused_with_the_way_out(executor: str) -> None:
+    pipe, _ = piped(chain(4, 5, 3), executor=executor)
+    x = rows(6, 4).requires_grad_()
+    with pytest.raises(RuntimeError, match="executor='graph'"):
+        torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_the_graph_executor_has_gradients_of_gradients(checkpoint: str) -> None:
+    pipe, plain = piped(chain(4, 5, 3), executor="graph", checkpoint=checkpoint)
+    for model in (pipe, plain):
+        x = rows(6, 4).requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+    assert_gradients_equal(pipe, plain, 1e-10)
+
+
+@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+def test_backward_runs_twice_with_retain_graph_and_else_says_why_not(executor: str, checkpoint: str) -> None:
+    pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
+    for model in (pipe, plain):
+        loss = model(rows(7, 4)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="retain_graph=True"):
+            loss.backward()
+    assert_gradients_equal(pipe, plain)
+
+
+@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+def test_autograd_grad_of_some_parameters_works(executor: str, checkpoint: str) -> None:
+    pipe, plain = piped(chain(4, 5, 5, 3), balance=[3, 2], executor=executor, checkpoint=checkpoint)
+    found = [
+        torch.autograd.grad(model(rows(7, 4)).square().sum(), [model[2].weight, model[4].bias])
+        for model in (pipe, plain)
+    ]
+    for seen, wanted in zip(*found, strict=True):
+        assert_close(seen, wanted)
+    assert all(each.grad is None for each in pipe.parameters())
+
+
+def test_functional_call_replaces_parameters_for_one_step() -> None:
+    pipe, plain = piped(chain(4, 5, 3), executor="serial")
+    fresh = {name: torch.ones_like(each) for name, each in pipe.named_parameters()}
+    seen = torch.func.functional_call(pipe, fresh, (rows(6, 4),))
+    assert_close(seen, torch.func.functional_call(plain, fresh, (rows(6, 4),)))
+    assert isinstance(pipe, Pipe) and pipe[0].weight is not fresh["0.weight"]

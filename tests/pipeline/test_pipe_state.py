@@ -1,0 +1,189 @@
+"""What a Pipe has to save, copy and share is what the wrapped model has."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.pipe_cases import (
+    CHECKPOINTS,
+    EXECUTORS,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    chain,
+    piped,
+    rows,
+)
+from weft import Namespace, Pipe, pop, skippable, stash
+
+
+@skippable(stash=["early"])
+class Early(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4).double()
+
+    def forward(self, x):
+        yield stash("early", x)
+        return self.inner(x)
+
+
+@skippable(pop=["early"])
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+
+    def forward(self, x):
+        early = yield pop("early")
+        return x + self.scale * early
+
+
+def awkward() -> nn.Sequential:
+    """Skips, batch norms, buffers and names of the user's choice."""
+    space = Namespace()
+    named = [
+        ("first", Early().isolate(space)),
+        ("norm", nn.BatchNorm1d(4).double()),
+        ("middle", nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()),
+        ("last", Late().isolate(space)),
+    ]
+    model = nn.Sequential()
+    for name, layer in named:
+        model.add_module(name, layer)
+    return model
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_keys_are_those_of_the_sequential(deferred: bool) -> None:
+    pipe, plain = piped(awkward(), balance=[1, 3], deferred_batch_norm=deferred)
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_state_loads_strictly_both_ways(deferred: bool) -> None:
+    pipe, plain = piped(awkward(), balance=[1, 3], deferred_batch_norm=deferred)
+    backward(pipe, rows(8, 4))
+    with torch.no_grad():
+        for each in pipe.parameters():
+            each.add_(1)
+    plain.load_state_dict(pipe.state_dict(), strict=True)
+    other, _ = piped(awkward(), balance=[2, 2], deferred_batch_norm=deferred)
+    other.load_state_dict(plain.state_dict(), strict=True)
+    for name, seen in other.state_dict().items():
+        assert torch.equal(seen, pipe.state_dict()[name]), name
+
+
+def test_the_parameters_are_the_very_same_objects_so_an_optimizer_made_before_works() -> None:
+    model = chain(4, 5, 3)
+    before = list(model.parameters())
+    assert [id(each) for each in Pipe(model, chunks=2).parameters()] == [id(each) for each in before]
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_parameter_tied_over_stages_gets_the_sum_once(executor: str, checkpoint: str) -> None:
+    model = chain(4, 4, 4)
+    model[2].weight = model[0].weight
+    pipe, plain = piped(model, balance=[1, 2], executor=executor, checkpoint=checkpoint)
+    calls: list[torch.Tensor] = []
+    pipe[0].weight.register_hook(lambda gradient: calls.append(gradient))
+    for _ in range(2):
+        backward(pipe, rows(7, 4))
+        backward(plain, rows(7, 4))
+    assert_gradients_equal(pipe, plain)
+    assert len(calls) == 2 or executor == "graph"
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_one_layer_may_stand_in_two_stages(executor: str) -> None:
+    layer = nn.Linear(4, 4).double()
+    pipe, plain = piped(nn.Sequential(layer, nn.Tanh(), layer), balance=[1, 2], executor=executor)
+    assert_close(backward(pipe, rows(5, 4)), backward(plain, rows(5, 4)))
+    assert_gradients_equal(pipe, plain)
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+
+
+def test_train_and_eval_reach_every_layer() -> None:
+    pipe, _ = piped(awkward())
+    assert all(module.training for module in pipe.modules())
+    assert not any(module.training for module in pipe.eval().modules())
+    assert all(module.training for module in pipe.train().modules())
+    assert not Pipe(awkward().eval(), chunks=1).training
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_eval_uses_running_statistics_and_leaves_them(executor: str) -> None:
+    pipe, plain = piped(awkward(), balance=[1, 3], executor=executor, deferred_batch_norm=True)
+    before = copy.deepcopy(pipe.eval().state_dict())
+    with torch.no_grad():
+        assert_close(pipe(rows(5, 4)), plain.eval()(rows(5, 4)))
+    assert all(torch.equal(seen, before[name]) for name, seen in pipe.state_dict().items())
+
+
+def pickled(pipe: Pipe) -> Pipe:
+    return pickle.loads(pickle.dumps(pipe))
+
+
+def saved(pipe: Pipe) -> Pipe:
+    file = io.BytesIO()
+    torch.save(pipe, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickled, saved])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_copy_works_and_so_does_the_original(duplicate, steps: int) -> None:
+    pipe, plain = piped(chain(4, 5, 3), executor="threads")
+    for _ in range(steps):
+        backward(pipe, rows(7, 4))
+    twin = duplicate(pipe)
+    assert twin.statistics()["threads"] == 0
+    assert twin.statistics()["balance"] == pipe.statistics()["balance"]
+    backward(plain, rows(7, 4))
+    for each in (twin, pipe):
+        each.zero_grad()
+        backward(each, rows(7, 4))
+        assert_gradients_equal(each, plain)
+
+
+def test_a_deepcopy_shares_nothing() -> None:
+    pipe, _ = piped(awkward(), balance=[1, 3])
+    twin = copy.deepcopy(pipe)
+    backward(twin, rows(6, 4))
+    assert all(each.grad is None for each in pipe.parameters())
+    assert not {id(each) for each in pipe.parameters()} & {id(each) for each in twin.parameters()}
+
+
+def test_a_model_on_the_meta_device_is_materialised_stage_by_stage() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    pipe = Pipe(model, chunks=2, balance=[2, 2], devices=["cpu", "cpu"])
+    assert all(each.is_meta for each in pipe.parameters())
+    with pytest.raises(RuntimeError, match=r"materialize\(\)") as caught:
+        pipe(torch.ones(4, 4))
+    assert "0.weight" in str(caught.value) and "3.bias" in str(caught.value)
+    assert pipe.materialize() is pipe
+    assert not any(each.is_meta for each in (*pipe.parameters(), *pipe.buffers()))
+    assert torch.equal(pipe[2].running_var, torch.ones(5))
+    backward(pipe, torch.randn(4, 4))
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in pipe.parameters())
+
+
+def test_materialize_takes_the_users_own_initialisation_and_leaves_other_layers() -> None:
+    def ones(module: nn.Module) -> None:
+        for each in module.parameters(recurse=False):
+            nn.init.ones_(each)
+
+    here = nn.Linear(3, 2)
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 3, device="meta"), here), chunks=2)
+    kept = here.weight.detach().clone()
+    pipe.materialize(ones)
+    assert torch.equal(pipe[0].weight, torch.ones(3, 4)) and torch.equal(pipe[1].weight, kept)
+    assert torch.equal(pipe(torch.ones(2, 4)), here(torch.full((2, 3), 5.0)))
