@@ -11,6 +11,7 @@ The import hook must be in place before anything imports weft, hence at the top 
 
 import gc
 import os
+import random
 import sys
 import threading
 import time
@@ -18,11 +19,15 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+from beartype._check.code import codemain
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 if any(name == "weft" or name.startswith("weft.") for name in sys.modules):
     raise pytest.UsageError("weft was imported before tests/conftest.py, so its run-time checks would be off")
+# The checks look at one random item of a list. They get a generator of their own: hypothesis wants `random`
+# untouched within a strategy, and a pipe that is collected there dismisses its threads through checked functions.
+codemain.getrandbits = random.Random(0).getrandbits
 install_import_hook("weft", "beartype.beartype")
 
 # How torch splits one operator over threads decides how it rounds. The laws compare executors bit by bit, and

@@ -1,8 +1,5 @@
 """What the laws draw their cases from."""
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import strategies as st
@@ -10,18 +7,6 @@ from hypothesis import strategies as st
 from tests.laws.models import LayerPlan, ModelPlan
 from weft.core.schedule import Action, Schedule
 from weft.core.schedule_action import needs
-
-
-@contextmanager
-def random_untouched() -> Iterator[None]:
-    """Let a strategy call weft. The run-time checks sample tuples with `random`, whose state must not change
-    within a strategy; here it is put back.
-    """
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 @st.composite
@@ -46,10 +31,9 @@ def valid_schedules(
     owner = _owners(draw, stages)
     rows: list[list[Action]] = [[] for _ in range(max(owner) + 1)]
     wishes = draw(st.permutations(actions))
-    with random_untouched():
-        for action in _topological(wishes):
-            rows[owner[action.stage]].append(action)
-        return Schedule(tuple(map(tuple, rows)))
+    for action in _topological(wishes):
+        rows[owner[action.stage]].append(action)
+    return Schedule(tuple(map(tuple, rows)))
 
 
 def any_schedules(most_stages: int = 4, most_micro_batches: int = 4) -> st.SearchStrategy[Schedule]:
@@ -83,11 +67,14 @@ SKIP_KINDS = ("main", "input", "fresh", "integer", "none")
 
 
 @st.composite
-def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3) -> ModelPlan:
+def model_plans(
+    draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3, dropout: bool = False
+) -> ModelPlan:
     """Models of any depth, cut anywhere; skips of all kinds with any readers, also within a stage.
 
-    The first layer has a weight to learn and the main path never ends, so there is always something to train.
+    With `dropout` about a third of the layers draw random numbers. The first layer has a weight to learn and the main path never ends, so there is always something to train.
     """
+    ops = (*OPS, "dropout", "dropout", "dropout") if dropout else OPS
     depth = draw(st.integers(1, most_layers))
     stashes: list[list[tuple[str, str]]] = [[] for _ in range(depth)]
     pops: list[list[tuple[str, bool]]] = [[] for _ in range(depth)]
@@ -98,7 +85,7 @@ def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3) -
             pops[reader].append((f"skip{skip}", draw(st.integers(0, 3)) > 0))
     layers = [
         LayerPlan(
-            op="linear" if index == 0 else draw(st.sampled_from(OPS)),
+            op="linear" if index == 0 else draw(st.sampled_from(ops)),
             form=draw(st.sampled_from(FORMS)),
             stashes=tuple(stashes[index]),
             pops=tuple(pops[index]),
@@ -147,6 +134,5 @@ class _Among:
 
 def splitting(schedule: Schedule) -> Schedule:
     """The same order with every worker's forwards moved to the front, so that the loss may be outside."""
-    with random_untouched():
-        forward, backward = schedule.forward_only(), schedule.backward_only()
-        return Schedule(tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True)))
+    forward, backward = schedule.forward_only(), schedule.backward_only()
+    return Schedule(tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True)))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from weft import pop, skippable, stash
@@ -92,6 +93,8 @@ class Block(nn.Module):
             y = (h @ self.weight).tanh()
         elif self.plan.op == "bias":
             y = h + self.weight
+        elif self.plan.op == "dropout":
+            y = functional.dropout(h @ self.weight, 0.5, self.training)
         elif self.plan.op == "inplace":
             y = (h * self.weight).tanh_()
         else:

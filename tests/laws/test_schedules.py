@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.laws.models import ModelPlan, blocks, difference, floats, gradients, mini_batch, sequential, twin
-from tests.strategies import checkpoints, model_plans, random_untouched, valid_schedules
+from tests.strategies import checkpoints, model_plans, valid_schedules
 from weft import Pipe, Schedule
 from weft.core.errors import ScheduleError
 from weft.core.schedule import Action
@@ -104,8 +104,7 @@ def test_an_invalid_table_is_refused_with_the_reason(
     rows: Rows = [list(row) for row in data.draw(valid_schedules(stages, chunks)).workers]
     worker = data.draw(st.integers(0, len(rows) - 1), "worker")
     reason = spoil(rows, worker, data.draw(st.integers(0, len(rows[worker]) - 1), "place"))
-    with random_untouched():
-        table = Schedule(tuple(map(tuple, rows)))
+    table = Schedule(tuple(map(tuple, rows)))
     model = torch.nn.Sequential(*[torch.nn.Identity() for _ in range(stages)])
     with pytest.raises(ScheduleError) as refused:
         Pipe(

@@ -13,7 +13,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -100,23 +100,28 @@ class Ambient:
 
     @contextmanager
     def here(self) -> Generator[None]:
-        """Enter the surroundings in this thread.
+        """Enter the surroundings in this thread, but with autocast off: see `casting`."""
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))
+            if self.default_device != torch.get_default_device():
+                stack.enter_context(self.default_device)
+            yield
+
+    @contextmanager
+    def casting(self) -> Generator[None]:
+        """Autocast as it was where the user called: for forwards alone, since backward has the dtypes that
+        forward chose, and a walk may do both in turn.
 
         The cache of autocast is off inside: it would hand weights that were cast without a graph (in a
         checkpointed forward) to a forward that needs their gradient.
         """
         with ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-            if self.default_device != torch.get_default_device():
-                stack.enter_context(self.default_device)
             yield
-
-    def without_autocast(self) -> "Ambient":
-        """For backward, whose operators have the dtypes that forward chose."""
-        return replace(self, autocast=())
 
     def run(self, function: Callable[[], None]) -> None:
         """Call `function` inside the surroundings, with a copy of the caller's context variables."""

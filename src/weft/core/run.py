@@ -2,7 +2,7 @@
 
     F:  take the values that the stage reads  -> Segment.forward -> cut and send one leaf per reader
     B:  recompute if need be -> take the gradients of what was sent, add them up -> Tape.backward -> send back
-    I, W:  as B, but the parameters' gradients of I are added up only when W comes
+    I:  as B, but the parameters' gradients are left for later;  W: and added up now
 
 A run belongs to one step. Executors call `perform` from the stage's worker; nothing else here is shared between
 workers but dictionaries that each of them writes at keys of its own.
@@ -23,6 +23,7 @@ from weft.core.place import Parcel, Place
 from weft.core.route import OUTSIDE, Address, Wiring
 from weft.core.schedule import Action
 from weft.core.segment import Gradients, GradientSum, Keep, Segment, Tape, Visit, cut
+from weft.core.split_backward import SplitBackward
 
 
 @runtime_checkable
@@ -92,7 +93,7 @@ class Run:
         self._visits = visits
         self._watcher = watcher
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in segments]
-        self._pending: dict[tuple[int, int], Gradients] = {}
+        self._pending: dict[tuple[int, int], SplitBackward | None] = {}
         self._plain = watcher is None and not any(places)
         self.sums = [GradientSum(len(segment.parameters)) for segment in segments]
 
@@ -105,7 +106,7 @@ class Run:
             if action.kind == "F":
                 self._forward(action, box, post)
             elif action.kind == "W":
-                self.sums[action.stage].add(self._pending.pop((action.stage, action.micro_batch)))
+                self._do("W", action, self._segment_weights, action)
             else:
                 self._backward(action, box, post)
         except Closed:
@@ -181,16 +182,28 @@ class Run:
             _total([parcel.value if place is None else place.arrive(parcel) for parcel in of_readers], width)
             for of_readers, width in zip(parcels, tape.widths(), strict=True)
         ]
-        inputs, of_parameters = tape.backward(gradients, retain=self.retain)
-        if not self.retain:
+        if action.kind == "I" and not self.retain:
+            inputs, self._pending[stage, index] = tape.backward_inputs(gradients)
             self._tapes[stage][index] = None
-            if self._watcher is not None:
-                self._watcher.released(action)
-        if action.kind == "B":
-            self.sums[stage].add(of_parameters)
-        else:
-            self._pending[stage, index] = of_parameters
+            return [Parcel(each) if place is None else place.depart(each) for each in inputs]
+        inputs, of_parameters = tape.backward(gradients, retain=self.retain)
+        self.sums[stage].add(of_parameters)
+        if not self.retain:
+            self._free(action)
         return [Parcel(each) if place is None else place.depart(each) for each in inputs]
+
+    def _segment_weights(self, action: Action) -> None:
+        """Add up the parameters' gradients that I has left. (Where the graph is retained, I has left none.)"""
+        split = self._pending.pop((action.stage, action.micro_batch), None)
+        if split is not None:
+            self.sums[action.stage].add(split.parameter_gradients())
+        if not self.retain:
+            self._free(action)
+
+    def _free(self, action: Action) -> None:
+        self._tapes[action.stage][action.micro_batch] = None
+        if self._watcher is not None:
+            self._watcher.released(action)
 
     def _do(self, kind: str, action: Action, call: Callable[..., Any], *args: Any) -> Any:
         """Call it at the stage's place, and let the watcher see it."""

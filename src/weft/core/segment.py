@@ -21,6 +21,7 @@ from torch import Tensor
 
 from weft.core.ambient import Ambient, phase
 from weft.core.errors import InPlaceError
+from weft.core.split_backward import SplitBackward
 from weft.core.tree import flatten, unflatten
 
 Keep = Literal["graph", "inputs", "nothing"]
@@ -109,17 +110,17 @@ class Segment:
         """
         if keep == "graph":
             with torch.enable_grad():
-                outputs = self.function(visit, *values)
+                outputs = self.call(visit, values)
             tape = Tape(self, visit, values, keep)
             tape.hold(outputs)
             return outputs, tape
         if keep == "nothing":
             with torch.no_grad():
-                return self.function(visit, *values), None
+                return self.call(visit, values), None
         inputs = [leaf for value in values for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
         versions = [] if torch.is_inference_mode_enabled() else [leaf._version for leaf in inputs]
         with torch.no_grad(), phase("checkpointing"):
-            outputs = self.function(visit, *values)
+            outputs = self.call(visit, values)
         if versions != [leaf._version for leaf in inputs]:
             raise InPlaceError(
                 "a stage wrote into its input in place, but its recomputation in backward needs that input "
@@ -127,6 +128,13 @@ class Segment:
                 "or checkpoint='never' for this stage"
             )
         return outputs, Tape(self, visit, values, keep)
+
+    def call(self, visit: Visit, values: Sequence[Any]) -> tuple[Any, ...]:
+        """The function, under the autocast of the user's call."""
+        if not visit.ambient.autocast:
+            return self.function(visit, *values)
+        with visit.ambient.casting():
+            return self.function(visit, *values)
 
     def tracks(self, values: Sequence[Any], keep: Keep) -> bool | None:
         """What `cut` needs to know of the outputs: None asks each tensor, else all alike."""
@@ -166,29 +174,50 @@ class Tape:
     def prepare(self) -> None:
         """Make the graph if only the inputs were kept. Needs no gradient, so it may run early."""
         if self._outputs is None:
-            with self._visit.ambient.here(), torch.enable_grad(), phase("recomputing"):
-                self.hold(self.segment.function(self._visit, *self._values))
+            with torch.enable_grad(), phase("recomputing"):
+                self.hold(self.segment.call(self._visit, self._values))
 
     def backward(self, gradients: Sequence[Gradients], *, retain: bool = False) -> tuple[list[Gradients], Gradients]:
         """Walk the graph back: one list of gradients per output value in, one per input value out.
 
         Also returns one gradient per parameter of the segment. With `retain` the tape can be walked again.
         """
-        self.prepare()
+        wanted = self._wanted()
         roots, seeds = self._roots(gradients)
-        wanted = [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         keeps = retain and not self.recomputes
         if not keeps:
             self._outputs = None
         parameters = self.segment.parameters
         if not roots or not (wanted or parameters):
-            return [[None] * len(leaves) for leaves in self._inputs], [None] * len(parameters)
+            return self._nested([None] * len(wanted)), [None] * len(parameters)
         found = torch.autograd.grad(roots, [*wanted, *parameters], seeds, retain_graph=keeps, allow_unused=True)
+        return self._nested(found[: len(wanted)]), list(found[len(wanted) :])
+
+    def backward_inputs(self, gradients: Sequence[Gradients]) -> tuple[list[Gradients], SplitBackward | None]:
+        """As `backward`, but the gradients of the parameters are left for later, to be asked of the second result.
+
+        None instead means that there are no gradients at all.
+        """
+        wanted = self._wanted()
+        roots, seeds = self._roots(gradients)
+        self._outputs = None
+        if not roots or not (wanted or self.segment.parameters):
+            return self._nested([None] * len(wanted)), None
+        split = SplitBackward(roots, seeds, wanted, self.segment.parameters)
+        return self._nested(split.input_gradients()), split
+
+    def _wanted(self) -> list[Tensor]:
+        """The leaves that a gradient is wanted for."""
+        self.prepare()
+        return [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+
+    def _nested(self, found: Sequence[Tensor | None]) -> list[Gradients]:
+        """The gradients of `_wanted`, one list per input value, with None for the leaves in between."""
         arrived = iter(found)
         return [
             [next(arrived) if isinstance(x, Tensor) and x.requires_grad else None for x in leaves]
             for leaves in self._inputs
-        ], list(arrived)
+        ]
 
     def _roots(self, gradients: Sequence[Gradients]) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs that backward starts from, each with its gradient in the output's own dtype."""

@@ -89,7 +89,8 @@ class Runtime:
     def serve(self, request: "Request", surveys: Sequence[Survey], mode: Hashable) -> Any:
         """One step. `mode` is whatever makes steps of the same size take different times."""
         cargo = Cargo([request.main, *request.targets], request.chunks)
-        kind = (mode, bool(request.targets), cargo.rows)
+        # Sizes by powers of two: else every new batch size would be measured anew.
+        kind = (mode, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length())
         candidate = self._candidate(request, kind)
         layout = self.layouts[candidate]
         order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)

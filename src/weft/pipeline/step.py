@@ -114,8 +114,7 @@ class Step:
         join_walk(plan.places)
         with quiet_hooks(self._parameters if order.fused else ()):
             left = plan.executor.walk(schedule, run.perform, given, self._ambient)
-        leaves = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
-        leave_walk(plan.places, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        self._leave(left, run)
         return left
 
     def _walk_backward(self, run: Run, gradients: Sequence[Gradients]) -> list[Tensor | None]:
@@ -124,10 +123,15 @@ class Step:
         schedule = self._order.schedule.backward_only()
         join_walk(plan.places)
         with self._ambient.process_flags(), quiet_hooks(self._parameters):
-            left = plan.executor.walk(schedule, run.perform, given, self._ambient.without_autocast())
-        found = self._collected(left, run)
-        leave_walk(plan.places, found)
-        return found
+            left = plan.executor.walk(schedule, run.perform, given, self._ambient)
+        self._leave(left, run)
+        return self._collected(left, run)
+
+    def _leave(self, left: dict[Address, Parcel], run: Run) -> None:
+        """The caller's streams may use what the walk has made, from here on."""
+        leaves = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
+        sums = [total for each in run.sums for total in each.totals]
+        leave_walk(self._order.plan.places, [leaf for leaf in (*leaves, *sums) if isinstance(leaf, Tensor)])
 
     def _collected(self, left: dict[Address, Parcel], run: Run | None = None) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""

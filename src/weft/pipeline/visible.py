@@ -24,7 +24,7 @@ def run_visible(order: Order, ambient: Ambient) -> Any:
         for norm in order.deferred:
             norm.begin()
         try:
-            with ambient.here():
+            with ambient.here(), ambient.casting():
                 pieces = enumerate(order.cargo.pieces())
                 results = [_micro_batch(order, Visit(i, ambient, dice), parts) for i, parts in pieces]
         except BaseException:

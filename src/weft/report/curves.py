@@ -1,0 +1,99 @@
+"""Curves over time: live bytes as steps, the loss as a line with its running mean.
+
+MiB |      ┌──┐                 a step holds until the next point: bytes do not change in between
+    |  ┌───┘  └──┐
+    |──┘         └── 1f1b
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from weft.report.axes import BYTES, SECONDS, Frame, Scale, Unit, show_bytes, unit_for
+from weft.report.markup import Markup, chart, join, number, tag
+
+Point = tuple[float, float]
+
+_WIDTH, _HEIGHT = 960.0, 330.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 62.0, 42.0
+_SAMPLE = 28.0  # length of a line in the legend
+_LETTER = 6.8
+_MEMORY = 0.9  # how much the running mean of the loss keeps of what it was
+
+
+def memory_curve(
+    curves: Mapping[str, Sequence[tuple[float, int]]], *, title: str = "Live activation bytes over time"
+) -> Markup:
+    """Draw named curves of (seconds, bytes from then on), each with its peak in the legend.
+
+    Points are taken in the order in which they were recorded: a time that lies before its forerunner's, as two
+    threads may report it, is drawn at the forerunner's.
+    """
+    drawn = {
+        name: list(zip(accumulate((t for t, _ in points), max), (float(b) for _, b in points), strict=True))
+        for name, points in curves.items()
+    }
+    frame = _frame(drawn.values())
+    time, size = unit_for(frame.x.high, SECONDS), unit_for(frame.y.high, BYTES)
+    keys = {
+        name: f"{name}, peak {show_bytes(max((b for _, b in points), default=0))}" for name, points in drawn.items()
+    }
+    lines = [_line(frame, _steps(points), i, keys[name]) for i, (name, points) in enumerate(drawn.items())]
+    axes = [frame.bottom_axis(time, f"time in {time.name}"), frame.left_axis(size, size.name)]
+    return chart(title, _WIDTH, _HEIGHT, _legend(list(keys.values())), *axes, *lines)
+
+
+def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label: str = "loss") -> Markup:
+    """Draw the loss of every step, thin, and its running mean, bold. Losses that are no finite numbers are gaps."""
+    points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if math.isfinite(loss)]
+    mean = list(_running(points))
+    frame = _frame([points])
+    one = Unit("", 1.0)
+    axes = [frame.bottom_axis(one, "step"), frame.left_axis(one, label)]
+    faint, bold = _line(frame, points, 0, "every step", "faint"), _line(frame, mean, 0, "running mean")
+    legend = _legend([f"{label}: every step thin, running mean bold"])
+    return chart(title, _WIDTH, _HEIGHT, legend, *axes, faint, bold)
+
+
+def _frame(curves: Iterable[Sequence[Point]]) -> Frame:
+    """From 0, or below where the data is, to a little more than the largest value."""
+    points = [point for curve in curves for point in curve]
+    xs, ys = [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
+    low, high = min(0.0, *ys), max(ys)
+    top = high + 0.05 * (high - low) if high > low else low + 1.0
+    across = Scale(min(0.0, *xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    return Frame(across, Scale(low, top, _HEIGHT - _BOTTOM, _TOP))
+
+
+def _steps(points: Sequence[Point]) -> list[Point]:
+    """The corners of a curve that holds each value until the next."""
+    corners = list(points[:1])
+    for (_, before), (time, after) in pairwise(points):
+        corners += [(time, before), (time, after)]
+    return corners
+
+
+def _running(points: Sequence[Point]) -> Iterator[Point]:
+    """An exponential mean, which starts as the plain mean of what there is."""
+    total = weight = 0.0
+    for step, value in points:
+        total, weight = _MEMORY * total + value, _MEMORY * weight + 1
+        yield step, total / weight
+
+
+def _line(frame: Frame, points: Sequence[Point], color: int, tip: str, extra: str = "") -> Markup:
+    if not points:
+        return Markup("")
+    path = " ".join(f"{number(frame.x(x))},{number(frame.y(y))}" for x, y in points)
+    return tag("polyline", tag("title", tip), points=path, class_=f"line color-{color % 6} {extra}".strip())
+
+
+def _legend(names: Sequence[str]) -> Markup:
+    """Samples with their names, from left to right."""
+    parts: list[str] = []
+    left = _LEFT
+    for color, name in enumerate(names):
+        parts.append(tag("line", x1=left, x2=left + _SAMPLE, y1=14, y2=14, class_=f"line color-{color % 6}"))
+        parts.append(tag("text", name, x=left + _SAMPLE + 7, y=18, class_="key"))
+        left += _SAMPLE + 34 + len(name) * _LETTER
+    return join(parts)

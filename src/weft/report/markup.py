@@ -1,0 +1,54 @@
+"""Elements of SVG and HTML as text, in which nothing that a user named can break out of its place.
+
+    tag("text", "a < b", x=3, class_="label")   ->   <text x="3" class="label">a &lt; b</text>
+
+Plain strings are escaped; `Markup` is taken as it is, and only `tag` and `join` make it. The same element is
+then valid in HTML and well-formed as XML, so tests can parse what a reader sees.
+"""
+
+import re
+from collections.abc import Iterable
+from html import escape
+
+Value = str | int | float
+
+_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # by XML 1.0, section 2.2
+
+
+class Markup(str):
+    """Text that is markup already and is not escaped again."""
+
+    __slots__ = ()
+
+
+def text(content: str) -> Markup:
+    """Plain text as markup; characters that XML forbids become the replacement character."""
+    return Markup(escape(_FORBIDDEN.sub("\ufffd", content)))
+
+
+def number(value: Value) -> str:
+    """A number as short as a picture needs it: at most two decimals. Text stays as it is."""
+    if isinstance(value, str):
+        return value
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def tag(name: str, *content: str, **attributes: Value | None) -> Markup:
+    """An element with this content. In names of attributes an underscore stands for a hyphen, a trailing one for
+    nothing; None leaves the attribute out."""
+    said = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{text(number(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{said}>{join(content)}</{name}>")
+
+
+def join(parts: Iterable[str]) -> Markup:
+    """One after the other, with plain text escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else text(part) for part in parts))
+
+
+def chart(title: str, width: float, height: float, *content: str) -> Markup:
+    """An SVG picture of this size in its own units, with a title for those who cannot see it."""
+    return tag("svg", *content, viewBox=f"0 0 {number(width)} {number(height)}", role="img", aria_label=title)

@@ -1,0 +1,156 @@
+"""From recordings of a few steps to the costs that a forecast is made of.
+
+    Recorder (times)  --- median per stage and kind ---> StageCost.forward, .backward, .recompute
+    Sizes    (bytes)  --- one lifetime each ----------> StageCost.saved_bytes, ValueCost
+
+Times and sizes want steps of their own: looking at every tensor that autograd saves would slow down the clock.
+"""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from weft.core.errors import UsageError
+from weft.core.events import Recorder
+from weft.core.forecast import Forecast, StageCost, ValueCost, forecast
+from weft.core.route import Address
+from weft.core.schedule import Action, Schedule
+from weft.core.tree import flatten
+
+Storages = dict[int, int]
+"""Bytes of storages by address; an address means one storage as long as it is alive."""
+
+
+@dataclass
+class _Sent:
+    """One storage on its way: who reads it, and whether the graph of its source holds it too."""
+
+    bytes: int
+    kept: bool
+    readers: set[int] = field(default_factory=set[int])
+
+
+class Sizes:
+    """Watches one step and notes what every micro-batch keeps and sends; give it to `Pipe.watched_by`.
+
+    `ignore` are tensors that live anyway: parameters, buffers, the mini-batch and its target. Storages are told
+    apart by their address, which is compared only while they are alive.
+    """
+
+    def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
+        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
+        self._lock = threading.Lock()
+        self._graphs: dict[tuple[int, int], Storages] = {}
+        self._received: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self._sent: dict[tuple[int, int], dict[int, _Sent]] = defaultdict(dict)
+
+    @contextmanager
+    def doing(self, kind: str, action: Action) -> Generator[None]:
+        """See `weft.core.run.Watcher`."""
+        if kind not in "FR":
+            yield
+            return
+        saved: Storages = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.update(self._storages(tensor))
+            return tensor.detach()  # packing an output itself would make a cycle with its graph
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        at = action.stage, action.micro_batch
+        with self._lock:
+            self._graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
+
+    def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
+        """See `weft.core.run.Watcher`. Comes right after the forward that made the value."""
+        if address.reader < 0:
+            return
+        storages = self._storages(value)
+        with self._lock:
+            graph, sent = self._graphs[source, address.micro_batch], self._sent[source, address.micro_batch]
+            for key, size in storages.items():
+                kept = graph.pop(key, None) is not None  # from now on it counts as a value
+                sent.setdefault(key, _Sent(size, kept)).readers.add(address.reader)
+            self._received[address.reader, micro_batch].update(storages)
+
+    def released(self, action: Action) -> None:
+        """See `weft.core.run.Watcher`. Sizes are no matter of time."""
+
+    def saved_bytes(self, stage: int) -> int:
+        """What the graph of a micro-batch keeps beyond the values that the stage reads and sends, on average."""
+        found = [sum(graph.values()) for (at, _), graph in self._graphs.items() if at == stage]
+        return round(mean(found)) if found else 0
+
+    def values(self) -> list[ValueCost]:
+        """What crosses the cuts, by source and readers, with the bytes of a micro-batch on average.
+
+        A tensor that goes out twice, as main path and as skip, is one value.
+        """
+        total: dict[tuple[int, tuple[int, ...], bool], int] = defaultdict(int)
+        for (source, _), sent in self._sent.items():
+            for each in sent.values():
+                total[source, tuple(sorted(each.readers)), each.kept] += each.bytes
+        counts = Counter(source for source, _ in self._sent)
+        return [
+            ValueCost(source, readers, round(size / counts[source]), kept)
+            for (source, readers, kept), size in sorted(total.items())
+        ]
+
+    def _storages(self, value: Any) -> Storages:
+        storages = [leaf.untyped_storage() for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+        return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes() and s.data_ptr() not in self._ignored}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one micro-batch costs on each stage, and what crosses the cuts."""
+
+    stages: list[StageCost]
+    values: list[ValueCost] = field(default_factory=list[ValueCost])
+    recomputed: frozenset[tuple[int, int]] = frozenset()
+    """Which (stage, micro-batch) ran their forward twice."""
+
+    def forecast(self, schedule: Schedule, *, recompute: Callable[[int, int], bool] | None = None) -> Forecast:
+        """The forecast of a schedule at these costs; by default what recomputed then will do so again."""
+        again = recompute or (lambda stage, micro_batch: (stage, micro_batch) in self.recomputed)
+        return forecast(schedule, self.stages, self.values, checkpointed=again)
+
+
+def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Costs:
+    """The costs behind some recorded steps of one pipe: the median time of each kind per stage.
+
+    Give a recorder per step, after some to warm up. I and W together count as B. Without `sizes` bytes are 0.
+    Raises UsageError when nothing was recorded.
+    """
+    events = [event for recorder in recorders for event in recorder.events]
+    if not events:
+        raise UsageError("costs come from recorded steps, but these recorders saw no event; run steps under them")
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for event in events:
+        times[event.action.stage, event.kind].append(event.end - event.start)
+    typical = {at: median(found) for at, found in times.items()}
+    stages = [
+        StageCost(
+            forward=typical.get((stage, "F"), 0.0),
+            backward=sum(typical.get((stage, kind), 0.0) for kind in "BIW"),
+            recompute=typical.get((stage, "R"), 0.0),
+            saved_bytes=sizes.saved_bytes(stage) if sizes is not None else 0,
+        )
+        for stage in range(1 + max(stage for stage, _ in times))
+    ]
+    again = frozenset((e.action.stage, e.action.micro_batch) for e in events if e.kind == "R")
+    return Costs(stages, sizes.values() if sizes is not None else [], again)
+
+
+def live_bytes(recorder: Recorder) -> list[tuple[float, int]]:
+    """The recorder's memory curve, with seconds counted from its first event, where nothing is alive yet."""
+    begin = min((event.start for event in recorder.events), default=0.0)
+    return [(0.0, 0), *((time - begin, count) for time, count in recorder.bytes)]

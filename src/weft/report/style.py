@@ -1,0 +1,59 @@
+"""The looks of a page, in light and dark. Pictures name classes only; all colours are here.
+
+The colours of kinds and curves are apart in lightness too, so that they differ for people who see few hues.
+"""
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #fbfaf8; --card: #ffffff; --ink: #1f2328; --soft: #5d6570; --rule: #e3e1dc; --accent: #1f6f78;
+  --f: #2f6fb0; --b: #e39a2d; --r: #a9a4c9; --i: #5aa469; --w: #b75d69; --bar-ink: #ffffff; --b-ink: #1f2328;
+  --c0: #2f6fb0; --c1: #d9822b; --c2: #3f8f5b; --c3: #8a5fb5; --c4: #b75d69; --c5: #6b7280;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #15181c; --card: #1d2126; --ink: #e8e6e1; --soft: #a2a8b0; --rule: #343a42; --accent: #6fc3cc;
+    --f: #6aa5de; --b: #f0b45c; --r: #8f89b8; --i: #7cc48b; --w: #d98a95; --bar-ink: #101418; --b-ink: #101418;
+    --c0: #6aa5de; --c1: #f0a04c; --c2: #7cc48b; --c3: #b99ae0; --c4: #d98a95; --c5: #a2a8b0;
+  }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 40px 24px 64px; }
+h1 { font-size: 30px; line-height: 1.2; margin: 0 0 24px; letter-spacing: -0.01em; }
+h2 { font-size: 20px; margin: 0 0 8px; }
+p { margin: 0 0 14px; max-width: 76ch; }
+section { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 22px 26px; margin: 0 0 20px; }
+section > :last-child { margin-bottom: 0; }
+figure { margin: 18px 0; overflow-x: auto; }
+figcaption { color: var(--soft); font-size: 14px; margin-top: 6px; max-width: 90ch; }
+svg { display: block; width: 100%; min-width: 640px; height: auto; font: 12px system-ui, sans-serif; }
+svg.natural { width: auto; max-width: 100%; min-width: 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 4px 0 18px; }
+.tile { margin: 0; border-left: 3px solid var(--accent); padding: 2px 0 2px 14px; }
+.tile dt { color: var(--soft); font-size: 14px; }
+.tile dd { margin: 0; font-size: 25px; line-height: 1.25; font-variant-numeric: tabular-nums; }
+.tile dd.note { color: var(--soft); font-size: 13px; line-height: 1.4; }
+table { border-collapse: collapse; margin: 12px 0 18px; font-size: 15px; font-variant-numeric: tabular-nums; }
+th, td { padding: 6px 22px 6px 0; text-align: right; border-bottom: 1px solid var(--rule); }
+th { color: var(--soft); font-weight: 500; }
+th:first-child, td:first-child { text-align: left; }
+.tick, .key { fill: var(--soft); }
+.tick { text-anchor: middle; font-variant-numeric: tabular-nums; }
+.tick.end { text-anchor: end; }
+.key { fill: var(--ink); }
+.grid { stroke: var(--rule); stroke-width: 1; }
+.line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
+.line.faint { stroke-width: 1; opacity: 0.35; }
+.color-0 { stroke: var(--c0); } .color-1 { stroke: var(--c1); } .color-2 { stroke: var(--c2); }
+.color-3 { stroke: var(--c3); } .color-4 { stroke: var(--c4); } .color-5 { stroke: var(--c5); }
+.bar { stroke: var(--card); stroke-width: 0.6; }
+.bar.kind-F { fill: var(--f); } .bar.kind-B { fill: var(--b); } .bar.kind-R { fill: var(--r); }
+.bar.kind-I { fill: var(--i); } .bar.kind-W { fill: var(--w); }
+.outline { fill: none; stroke: var(--soft); stroke-width: 1; }
+.outline.kind-F { stroke: var(--f); } .outline.kind-B { stroke: var(--b); } .outline.kind-R { stroke: var(--r); }
+.outline.kind-I { stroke: var(--i); } .outline.kind-W { stroke: var(--w); }
+.in-bar { fill: var(--bar-ink); font-size: 11px; text-anchor: middle; pointer-events: none; }
+.kind-B + .in-bar, .kind-R + .in-bar { fill: var(--b-ink); }
+.pixels { image-rendering: pixelated; }
+"""

@@ -1,0 +1,119 @@
+"""Backward in two parts gives the gradients of backward in one, and does no work twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.core.split_backward import SplitBackward
+
+
+class CountedScale(torch.autograd.Function):
+    """Multiplies by a weight, and counts how often its backward runs."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        CountedScale.calls += 1
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CountedScale.apply(x, self.weight)
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Scale(), nn.LayerNorm(4), nn.Linear(4, 4, bias=False)).double()
+
+
+def straight(model: nn.Sequential, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def tied(model: nn.Sequential, x: Tensor) -> Tensor:
+    return model[0](model(x))
+
+
+def parameters_only_beside(model: nn.Sequential, x: Tensor) -> Tensor:
+    return model(x) + model[4].weight.square().sum(0)
+
+
+def weight_of_weights(model: nn.Sequential, x: Tensor) -> Tensor:
+    return model(x) @ (model[0].weight @ model[4].weight).t()
+
+
+FUNCTIONS = [straight, tied, parameters_only_beside, weight_of_weights]
+
+
+@pytest.mark.parametrize("with_input", [True, False])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_two_parts_give_the_gradients_of_one(function: Callable[..., Tensor], with_input: bool) -> None:
+    model = chain()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=with_input)
+    inputs, parameters = ([x] if with_input else []), list(model.parameters())
+    out = function(model, x)
+    seed = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, [*inputs, *parameters], seed)
+    split = SplitBackward([function(model, x)], [seed], inputs, parameters)
+    found = [*split.input_gradients(), *split.parameter_gradients()]
+    for one, other in zip(wanted, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-13)
+
+
+def test_an_output_of_parameters_only_gets_its_gradients() -> None:
+    model, x = chain(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    outputs = [model(x).sum(), model[0].weight.sum()]
+    seeds = [torch.ones_like(each) for each in outputs]
+    parameters = list(model.parameters())
+    wanted = torch.autograd.grad(outputs, [x, *parameters], seeds, retain_graph=True)
+    split = SplitBackward(outputs, seeds, [x], parameters)
+    found = [*split.input_gradients(), *split.parameter_gradients()]
+    assert all(torch.allclose(a, b) for a, b in zip(wanted, found, strict=True) if b is not None)
+
+
+def test_a_python_function_runs_its_backward_once() -> None:
+    model, x = chain(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    out = model(x)
+    CountedScale.calls = 0
+    split = SplitBackward([out], [torch.ones_like(out)], [x], list(model.parameters()))
+    split.input_gradients()
+    split.parameter_gradients()
+    assert CountedScale.calls == 1
+
+
+def test_the_first_part_computes_no_weight_gradient() -> None:
+    """Seen by the operators that run: one matrix product per layer and part, as in one backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def products(call: Callable[[], object]) -> int:
+        with torch.profiler.profile() as profile:
+            call()
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+
+    out = model(x)
+    split = SplitBackward([out], [torch.ones_like(out)], [x], list(model.parameters()))
+    assert products(split.input_gradients) == 2
+    assert products(split.parameter_gradients) == 2
+
+
+def test_unused_parameters_get_none() -> None:
+    model, x = chain(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    unused = nn.Parameter(torch.zeros(1))
+    split = SplitBackward([model(x).sum()], [torch.ones((), dtype=torch.float64)], [x], [unused, *model.parameters()])
+    split.input_gradients()
+    assert [each is None for each in split.parameter_gradients()] == [True] + [False] * 6
