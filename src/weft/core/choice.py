@@ -68,11 +68,14 @@ class Choice:
 
 
 class TimedJourney:
-    """A journey that reports what its forward and first backward took together."""
+    """A journey that reports what its forward and first backward took together, or its forward if that is all."""
 
-    def __init__(self, journey: Journey, choice: Choice, kind: Hashable, candidate: int) -> None:
+    def __init__(
+        self, journey: Journey, choice: Choice, kind: Hashable, candidate: int, *, with_backward: bool
+    ) -> None:
         self._journey = journey
         self._report = (choice, kind, candidate)
+        self._with_backward = with_backward
         self._seconds = 0.0
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
@@ -80,12 +83,18 @@ class TimedJourney:
         start = perf_counter()
         result = self._journey.forward()
         self._seconds = perf_counter() - start
+        if not self._with_backward:
+            self._done()
         return result
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `Journey.backward`."""
         start = perf_counter()
         result = self._journey.backward(gradients, retain=retain)
-        choice, kind, candidate = self._report
-        choice.report(kind, candidate, self._seconds + perf_counter() - start)
+        self._seconds += perf_counter() - start
+        self._done()
         return result
+
+    def _done(self) -> None:
+        choice, kind, candidate = self._report
+        choice.report(kind, candidate, self._seconds)

@@ -2,7 +2,8 @@
 
 A `Recorder` watches a run. Its spans are what the forecast predicts and what the report draws. Its memory curve
 counts bytes of *storages*, each once, however many tensors look into it: values on their way between stages,
-inputs and saved tensors of every tape. Parameters, and what the caller holds anyway, do not count.
+inputs and saved tensors of every tape. A storage belongs to the stage that made it. Parameters, and what the
+caller holds anyway, do not count.
 
     bytes |        ____            F of micro-batch i on stage s: + what its graph saves
           |   ____|    |____       B of the same:                 - the same
@@ -78,6 +79,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._ledgers: dict[int, _Ledger] = {}
         self._all = _Ledger(set())
+        self._owners: dict[int, int] = {}
         self._tapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
@@ -121,6 +123,8 @@ class Recorder:
             for owner, key in self._tapes.pop((action.stage, action.micro_batch), []):
                 self._ledgers[owner].release([key])
                 self._all.release([key])
+                if key not in self._all.holders:
+                    del self._owners[key]
         self._sample(action.stage, time.perf_counter())
 
     @property
@@ -130,11 +134,11 @@ class Recorder:
 
     def _hold(self, stage: int, tensor: Tensor, held: list[tuple[int, int]]) -> None:
         with self._lock:
-            ledger = self._ledgers.setdefault(stage, _Ledger(self._all.ignored))
             key = self._all.hold(tensor)
             if key is not None:
-                ledger.hold(tensor)
-                held.append((stage, key))
+                owner = self._owners.setdefault(key, stage)  # a reader that saves its input does not own it
+                self._ledgers.setdefault(owner, _Ledger(self._all.ignored)).hold(tensor)
+                held.append((owner, key))
 
     def _sample(self, stage: int, now: float) -> None:
         if not self._memory:

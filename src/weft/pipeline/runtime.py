@@ -99,7 +99,9 @@ class Runtime:
             return run_visible(order, ambient)
         step = Step(order, ambient)
         timed = len(self.layouts) > 1 and request.watcher is None
-        journey: Journey = TimedJourney(step, self.choice, kind, candidate) if timed else step
+        journey: Journey = step
+        if timed:
+            journey = TimedJourney(step, self.choice, kind, candidate, with_backward=order.tracked)
         if order.tracked:
             return order.outcome.filled(cross(journey, step.tensors))
         return order.outcome.filled(journey.forward()[0])

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from weft.core.errors import PartitionError, SpecError, UsageError, listed
+from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, listed
 from weft.core.schedule import Schedule
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
 from weft.pipeline.schedules import SCHEDULES, build
@@ -74,6 +74,11 @@ def check_arguments(chunks: int, executor: str, loss: Any, reduction: Any) -> No
 def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any) -> None:
     """Raise ScheduleError if the schedule does not fit, UsageError if it needs a loss inside and has none."""
     table = build(schedule, stages, chunks)
+    if not any(table.backward_only().workers):
+        raise ScheduleError(
+            "the schedule has no backward, so nothing could be trained by it; add B, or I and W, for every F "
+            "(a pipe that is only evaluated leaves them out by itself)"
+        )
     if loss is None and not table.splits:
         name = schedule if isinstance(schedule, str) and schedule in SCHEDULES else "this table"
         raise UsageError(

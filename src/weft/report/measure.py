@@ -8,7 +8,7 @@ Times and sizes want steps of their own: looking at every tensor that autograd s
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import mean, median
@@ -118,10 +118,13 @@ class Costs:
     recomputed: frozenset[tuple[int, int]] = frozenset()
     """Which (stage, micro-batch) ran their forward twice."""
 
-    def forecast(self, schedule: Schedule, *, recompute: Callable[[int, int], bool] | None = None) -> Forecast:
-        """The forecast of a schedule at these costs; by default what recomputed then will do so again."""
-        again = recompute or (lambda stage, micro_batch: (stage, micro_batch) in self.recomputed)
-        return forecast(schedule, self.stages, self.values, checkpointed=again)
+    def recomputes(self, stage: int, micro_batch: int) -> bool:
+        """Whether this forward ran twice."""
+        return (stage, micro_batch) in self.recomputed
+
+    def forecast(self, schedule: Schedule) -> Forecast:
+        """The forecast of a schedule at these costs, with the same recomputations."""
+        return forecast(schedule, self.stages, self.values, checkpointed=self.recomputes)
 
 
 def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Costs:

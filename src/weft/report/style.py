@@ -23,7 +23,8 @@ main { max-width: 1080px; margin: 0 auto; padding: 40px 24px 64px; }
 h1 { font-size: 30px; line-height: 1.2; margin: 0 0 24px; letter-spacing: -0.01em; }
 h2 { font-size: 20px; margin: 0 0 8px; }
 p { margin: 0 0 14px; max-width: 76ch; }
-section { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 22px 26px; margin: 0 0 20px; }
+section { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
+section { padding: 22px 26px; margin: 0 0 20px; }
 section > :last-child { margin-bottom: 0; }
 figure { margin: 18px 0; overflow-x: auto; }
 figcaption { color: var(--soft); font-size: 14px; margin-top: 6px; max-width: 90ch; }

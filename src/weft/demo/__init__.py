@@ -1,0 +1,44 @@
+"""The demo: acts that train something real, prove a claim with a number, and leave a report.
+
+    run ──> Stagehand ──> act "devices" ──> sections ──┐
+                   └────> the next act  ──> sections ──┴──> report.html, and a trace per act
+
+An act is a function from a `Stagehand` to the sections that it adds to the page. A new one is a file here and an
+entry in `ACTS`.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from weft.demo.devices import devices
+from weft.demo.stage import Options, Stagehand
+from weft.report import Section, page
+
+Act = Callable[[Stagehand], list[Section]]
+ACTS: tuple[Act, ...] = (devices,)
+
+__all__ = ["ACTS", "Act", "Options", "Stagehand", "run"]
+
+
+def run(options: Options, acts: Sequence[Act] = ACTS) -> Path:
+    """Play all acts, write the page, and return where it is.
+
+    Raises UsageError when something that an act needs is not installed, ProofError when a claim does not hold.
+    The caller's random numbers and number of threads stay as they were.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    hand = Stagehand(options)
+    before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        torch.set_num_threads(options.threads or before)
+        try:
+            sections = [section for act in acts for section in act(hand)]
+        finally:
+            torch.set_num_threads(before)
+    report = options.out / "report.html"
+    report.write_text(page("weft: a model trained in parts", sections), encoding="utf-8")
+    hand.wrote(report, "open it in a browser")
+    return report

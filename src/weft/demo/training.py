@@ -1,0 +1,77 @@
+"""Training the U-Net to take noise away, and how well it does on images that it has not seen."""
+
+import math
+import time
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from weft.demo.stage import Stagehand
+from weft.demo.unet import Digits, with_noise
+from weft.pipeline.pipe import Pipe
+
+_RATE = 4e-3
+
+
+class Training(NamedTuple):
+    """What training leaves: the loss of every step, and the median seconds of one from batch to update."""
+
+    losses: list[float]
+    seconds: float
+
+
+def train(pipe: Pipe, digits: Digits, rows: int, hand: Stagehand) -> Training:
+    """Train with Adam and a rate that falls as a cosine, until steps or seconds are used up; at least one step."""
+    options = hand.options
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=_RATE)
+    begin = time.perf_counter()
+    losses: list[float] = []
+    taken: list[float] = []
+    done = 0.0
+    while done < 1 or not losses:
+        for group in optimizer.param_groups:
+            group["lr"] = _RATE * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+        start = time.perf_counter()
+        losses.append(_step(pipe, optimizer, digits.train[torch.randint(len(digits.train), (rows,))]))
+        taken.append(time.perf_counter() - start)
+        spent = time.perf_counter() - begin
+        done = 1.0 if spent >= options.seconds else max(len(losses) / options.steps, spent / options.seconds)
+        speed = f"{median(taken[-20:]) * 1e3:.0f} ms a step"
+        hand.progress(f"  step {len(losses)} of {options.steps}   loss {losses[-1]:.4f}   {speed}   {spent:.0f} s")
+    return Training(losses, median(taken))
+
+
+def _step(pipe: Pipe, optimizer: torch.optim.Optimizer, clean: Tensor) -> float:
+    optimizer.zero_grad()
+    loss = pipe(with_noise(clean), target=clean)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def plain_seconds(model: nn.Sequential, clean: Tensor, steps: int = 7) -> float:
+    """The median seconds of forward and backward without a pipe: one graph over the whole mini-batch."""
+    noisy = with_noise(clean)
+    taken: list[float] = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        functional.mse_loss(model(noisy), clean).backward()
+        taken.append(time.perf_counter() - start)
+    return median(taken[2:])
+
+
+@torch.no_grad()
+def restored(model: nn.Module, noisy: Tensor) -> Tensor:
+    """The images without what the model takes for noise, within the range of grey values."""
+    was = model.training
+    found = model.eval()(noisy).clamp(0, 1)
+    model.train(was)
+    return found
+
+
+def psnr(images: Tensor, clean: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB, for values from 0 to 1; larger is better."""
+    return -10 * math.log10(functional.mse_loss(images, clean).item())
