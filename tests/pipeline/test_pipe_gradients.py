@@ -311,6 +311,27 @@ def test_a_pipe_may_be_a_layer_of_a_pipe(inner: str, outer: str, checkpoint: str
     assert_close(found, [each.grad for each in flat.parameters()])
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_random_numbers_of_a_pipe_inside_a_pipe_do_not_depend_on_who_runs_first(seed: int) -> None:
+    def once(outer: str, inner: str, checkpoint: str) -> list[torch.Tensor]:
+        flat = chain(4, 5, 5, 3)
+        settings = {"chunks": 2, "devices": ["cpu"] * 2, "checkpoint": checkpoint}
+        layers = [flat[1], nn.Dropout(0.5), flat[2], nn.Dropout(0.5)]
+        inside = Pipe(nn.Sequential(*layers), executor=inner, **settings)
+        pipe = Pipe(nn.Sequential(flat[0], inside, nn.Dropout(0.5), flat[4]), executor=outer, **settings)
+        torch.manual_seed(seed)
+        for _ in range(3):
+            output = backward(pipe, rows(6, 4))
+        return [output.detach(), *(each.grad for each in pipe.parameters())]
+
+    wanted = once("serial", "serial", "never")
+    for outer in CUTS:
+        for inner in CUTS:
+            for checkpoint in ("always", "never"):
+                seen = once(outer, inner, checkpoint)
+                assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True)), (outer, inner, checkpoint)
+
+
 @every_run
 def test_two_pipes_may_share_layers(executor: str, checkpoint: str) -> None:
     model = chain(4, 5, 5, 3)

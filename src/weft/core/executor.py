@@ -93,7 +93,9 @@ class ThreadExecutor:
                 walk.wait()
             except BaseException as interrupt:
                 walk.give_up(interrupt)
-                walk.wait()
+                # The interrupt may have hit between two steps of counting: ask the workers themselves, who have
+                # ended the walk when they get to the next job.
+                self._tell_all(_nothing)
                 raise
             return walk.result()
 
@@ -125,6 +127,10 @@ class ThreadExecutor:
             jobs.put(_Job(call, done))
         for _ in self._jobs:
             done.get()
+
+
+def _nothing() -> None:
+    """A job whose end tells that all jobs before it have ended."""
 
 
 class _Job:

@@ -15,11 +15,14 @@ before and after. The verdict is kept per *configuration* of the stage (its `tra
 and bool attribute of its modules, such as a dropout probability); a new configuration is observed again.
 A stage that was seen to draw nothing and then draws all the same (a branch on data, say) is noticed by the
 state of the generator; the step is run again with every stage holding it.
+
+A stage may itself contain a pipe. Its workers then take turns inside the hold of that stage, not against it.
 """
 
 import threading
 from collections.abc import Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -28,6 +31,26 @@ import torch
 _MASK = (1 << 64) - 1
 _holding = threading.RLock()
 _holders = 0  # how often the generator was taken so far; an unchanged count means that nobody held it meanwhile
+
+
+class _Hold:
+    """One turn at the generator. What runs inside it, in whichever thread, takes turns by `inside`."""
+
+    def __init__(self, outer: "_Hold | None") -> None:
+        self.outer = outer
+        self.inside = threading.RLock()
+        self.over = False
+
+
+_hold: ContextVar[_Hold | None] = ContextVar("weft_hold", default=None)
+
+
+def _current_hold() -> _Hold | None:
+    """The innermost hold around this call. A worker's context may remember some that are over."""
+    hold = _hold.get()
+    while hold is not None and hold.over:
+        hold = hold.outer
+    return hold
 
 
 def mix(seed: int, *keys: int) -> int:
@@ -97,8 +120,11 @@ class Dice:
     def _held(self, stage: int, micro_batch: int) -> Generator[None]:
         global _holders  # noqa: PLW0603 - one per process, like the generator that it guards
         sources = self._uses[stage].sources
-        with _holding:
-            _holders += 1
+        around = _current_hold()
+        with _holding if around is None else around.inside:
+            hold = _Hold(around)
+            token = _hold.set(hold)
+            _holders += around is None
             outer = _states(sources)
             try:
                 for source in sources:
@@ -110,7 +136,9 @@ class Dice:
             finally:
                 for source, state in zip(sources, outer, strict=True):
                     source.set_state(state)
-                _holders += 1
+                hold.over = True
+                _hold.reset(token)
+                _holders += around is None
 
     def _watched(self, stage: int) -> Generator[None]:
         sources = self._uses[stage].sources
@@ -135,6 +163,7 @@ class Dice:
             return False
         for use, seen, drew in zip(self._uses, self._configurations, self._drew, strict=True):
             use.draws[seen] = use.draws.get(seen, False) or drew
-        if not moved and not any(self._drew):
+        # Inside a stage, the draw of the seed stays: it shows that the stage has to hold the generator.
+        if not moved and not any(self._drew) and _current_hold() is None:
             torch.default_generator.set_state(self._before)
         return True

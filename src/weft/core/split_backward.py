@@ -13,7 +13,7 @@ Where one M hangs on several N (a weight that is used twice), the same way would
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -88,7 +88,8 @@ def _grad(
     *,
     keep: bool = False,
 ) -> list[Tensor | None]:
-    return list(torch.autograd.grad(roots, wanted, seeds, retain_graph=keep, allow_unused=True))
+    grad = cast(Any, torch.autograd.grad)  # its hints know tensors or edges, not both in one list
+    return list(grad(roots, wanted, seeds, retain_graph=keep, allow_unused=True))
 
 
 def _computes_all(node: Node) -> bool:

@@ -1,8 +1,8 @@
 """Across devices: a sequential model in stages, micro-batches in a pipeline, skip connections of any length.
 
-    pipe.py       Pipe, what users see        plan.py, runtime.py   how it is laid out and run
-    skip/         layers that stash and pop   step.py, cargo.py     one mini-batch's way through
-    partition.py  which layers to which stage schedules.py          what runs when
+pipe.py       Pipe, what users see        plan.py, runtime.py   how it is laid out and run
+skip/         layers that stash and pop   step.py, cargo.py     one mini-batch's way through
+partition.py  which layers to which stage schedules.py          what runs when
 """
 
 from weft.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm

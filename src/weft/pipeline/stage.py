@@ -7,7 +7,7 @@ Skips that begin and end in the stage never leave it. Layers of no skips never s
 """
 
 from collections.abc import Collection, Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -80,6 +80,7 @@ class Stage:
         modules = [module for _, layer in layers for module in layer.modules()]
         self._skips = any(isinstance(module, Skippable) for module in modules)
         self._copies_input = _writes_early(modules)
+        self._norms: list[nn.Module] = []
 
     def __call__(self, visit: Visit, main: Any, *skips: Tensor | None) -> tuple[Any, ...]:
         """Run the layers on one micro-batch: the function of this stage's segment."""
@@ -91,9 +92,10 @@ class Stage:
         if self._copies_input:
             main = map_leaves(_copied, main)
         dice: Dice = visit.context
-        if dice.quiet and not is_recomputing():
+        statistics = self._norms and is_recomputing()
+        if dice.quiet and not statistics:
             return self._tracked(main, skips)
-        with dice.scope(self.index, visit.micro_batch), self._statistics():
+        with dice.scope(self.index, visit.micro_batch), self._statistics() if statistics else nullcontext():
             return self._tracked(main, skips)
 
     def survey(self) -> Survey:
@@ -102,11 +104,14 @@ class Stage:
         settings: list[bool | float] = []
         deferred: list[DeferredBatchNorm] = []
         misplaced: list[str] = []
+        norms: list[nn.Module] = []
         for name, layer in self.layers:
             for path, module in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name)):
                 settings += [value for value in vars(module).values() if type(value) is bool or type(value) is float]
                 if isinstance(module, DeferredBatchNorm):
                     deferred.append(module)
+                elif isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                    norms.append(module)
                 for key, each in chain(module._parameters.items(), module._buffers.items()):
                     if each is None:
                         continue
@@ -114,6 +119,7 @@ class Stage:
                         misplaced.append(f"{path}.{key} is on {each.device}, stage {self.index} on {self.device}")
                     if isinstance(each, nn.Parameter) and each.requires_grad:
                         parameters[id(each)] = each
+        self._norms = norms
         return Survey(list(parameters.values()), tuple(settings), deferred, misplaced)
 
     def _tracked(self, main: Any, skips: Mapping[Skip, Tensor | None]) -> tuple[Any, dict[Skip, Any]]:
@@ -141,22 +147,13 @@ class Stage:
         The modules get copies for the while. Restoring the values afterwards would not do: autograd would find
         that a tensor which it saved has been written to.
         """
-        if not is_recomputing():
-            yield
-            return
-        norms = [
-            module
-            for _, layer in self.layers
-            for module in layer.modules()
-            if isinstance(module, _NormBase) and module.training and module.track_running_stats
-        ]
-        originals = [dict(module._buffers) for module in norms]
-        for module in norms:
+        originals = [dict(module._buffers) for module in self._norms]
+        for module in self._norms:
             module._buffers.update({k: None if b is None else b.clone() for k, b in module._buffers.items()})
         try:
             yield
         finally:
-            for module, buffers in zip(norms, originals, strict=True):
+            for module, buffers in zip(self._norms, originals, strict=True):
                 module._buffers.update(buffers)
 
 

@@ -57,7 +57,10 @@ class Sizes:
         if kind not in "FR":
             yield
             return
+        at = action.stage, action.micro_batch
         saved: Storages = {}
+        with self._lock:
+            self._graphs[at] = saved
 
         def pack(tensor: Tensor) -> Tensor:
             saved.update(self._storages(tensor))
@@ -65,12 +68,11 @@ class Sizes:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        at = action.stage, action.micro_batch
         with self._lock:
             self._graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """See `weft.core.run.Watcher`. Comes right after the forward that made the value."""
+        """See `weft.core.run.Watcher`. The graph that the value came out of is made, and still there."""
         if address.reader < 0:
             return
         storages = self._storages(value)

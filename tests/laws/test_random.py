@@ -1,0 +1,228 @@
+"""The fifth law: random numbers follow from the caller's seed, the stage and the micro-batch, and nothing else.
+
+So a recomputation draws what its forward drew, stages that run at once do not disturb each other, and a model
+that draws nothing leaves the caller's generator alone.
+"""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft import Pipe, Recorder
+
+SEEDS = range(50)
+
+
+def model() -> nn.Sequential:
+    """Two stages that both draw."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.3)).double()
+
+
+def pipe_over(layers: nn.Sequential, executor: Any, checkpoint: Any = "never", **options: Any) -> Pipe:
+    """Two stages with two layers each."""
+    return Pipe(
+        layers,
+        chunks=3,
+        devices=["cpu"] * 2,
+        balance=[2, 2],
+        executor=executor,
+        checkpoint=checkpoint,
+        **options,
+    )
+
+
+def step(pipe: Pipe, seed: int, x: Tensor) -> list[Tensor]:
+    """The output and the gradients of one step, and what the caller would draw next."""
+    torch.manual_seed(seed)
+    pipe.zero_grad()
+    y = pipe(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in pipe.parameters()), torch.rand(2)]
+
+
+def test_dropout_is_bit_equal_between_serial_threads_and_recomputation() -> None:
+    layers, x = model(), torch.ones(5, 8, dtype=torch.float64)
+    # "never" under "serial" keeps its stages apart as well: only "auto" merges them.
+    pipes = [pipe_over(layers, who, what) for who in ("serial", "threads") for what in ("never", "always")]
+    seen: list[Tensor] = []
+    for seed in SEEDS:
+        wanted, *others = [step(pipe, seed, x) for pipe in pipes]
+        for other in others:
+            assert all(map(torch.equal, wanted, other)), seed
+        seen.append(wanted[0])
+    assert not any(torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False))
+
+
+class Meeting(nn.Module):
+    """Draws only after another stage has begun to run too, so that both are at it at once."""
+
+    def __init__(self, here: threading.Event, there: threading.Event) -> None:
+        super().__init__()
+        self.events = here, there
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        here, there = self.events
+        here.set()
+        there.wait(0.01)  # the other may be waiting for the generator; then there is nobody to meet
+        return self.drop(x)
+
+
+def test_stages_that_draw_at_the_same_time_do_not_mix_their_numbers() -> None:
+    one, other = threading.Event(), threading.Event()
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(8, 8), Meeting(one, other), nn.Linear(8, 8), Meeting(other, one)
+    ).double()
+    x = torch.ones(5, 8, dtype=torch.float64)
+    wanted = step(pipe_over(layers, "serial"), 0, x)
+    for checkpoint in ("never", "always"):
+        one.clear()
+        other.clear()
+        assert all(map(torch.equal, wanted, step(pipe_over(layers, "threads", checkpoint), 0, x)))
+
+
+def test_a_dropout_that_is_switched_on_later_is_noticed() -> None:
+    results: dict[str, list[list[Tensor]]] = {}
+    for executor in ("serial", "threads", "graph", "auto"):
+        layers = model()
+        layers[1].p = layers[3].p = 0.0
+        for checkpoint in ("never", "always"):
+            pipe = pipe_over(layers, executor, checkpoint)
+            x = torch.ones(5, 8, dtype=torch.float64)
+            layers[1].p = layers[3].p = 0.0
+            found = [step(pipe, 1, x), step(pipe, 2, x)]
+            layers[3].p = 0.5
+            found += [step(pipe, 3, x), step(pipe, 4, x)]
+            layers[1].p = 0.5
+            found += [step(pipe, seed, x) for seed in (5, 6, 7)]
+            results[f"{executor} {checkpoint}"] = found
+    assert_all_equal(results)
+
+
+class Moody(nn.Module):
+    """Draws only for positive inputs: a branch on data, which no attribute tells of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("other_draws", [False, True])
+def test_a_stage_that_draws_after_it_was_seen_not_to_is_noticed(other_draws: bool) -> None:
+    results: dict[str, list[list[Tensor]]] = {}
+    for executor in ("serial", "threads", "graph", "auto"):
+        for checkpoint in ("never", "always"):
+            drop = nn.Dropout(0.5 if other_draws else 0.0)
+            layers = nn.Sequential(Moody(), nn.Linear(8, 8), drop, nn.Linear(8, 8)).double()
+            torch.manual_seed(0)
+            for p in layers.parameters():
+                nn.init.normal_(p)
+            pipe = pipe_over(layers, executor, checkpoint)
+            x = torch.ones(5, 8, dtype=torch.float64)
+            found = [step(pipe, seed, -x) for seed in (1, 2)]
+            found += [step(pipe, seed, x) for seed in (3, 4)]
+            results[f"{executor} {checkpoint}"] = [*found, step(pipe, 5, -x), step(pipe, 6, x)]
+    assert_all_equal(results)
+
+
+def assert_all_equal(results: dict[str, list[list[Tensor]]]) -> None:
+    """Bit-equal for executors that walk the same cuts; to rounding for those that do not."""
+    wanted = results["serial never"]
+    for name, found in results.items():
+        for number, (a, b) in enumerate(zip(wanted, found, strict=True)):
+            where = f"step {number} of {name}"
+            assert torch.equal(a[-1], b[-1]), f"the caller's generator after {where}"
+            if name.startswith(("serial", "threads")):
+                assert all(map(torch.equal, a, b)), where
+            else:
+                torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=where)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "auto", "graph"])
+def test_a_model_that_draws_nothing_leaves_the_generator_alone(executor: Any, checkpoint: Any) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.0)).double()
+    pipe = pipe_over(layers, executor, checkpoint)
+    before = torch.get_rng_state()
+    for _ in range(3):
+        pipe(torch.ones(5, 8, dtype=torch.float64)).sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_draws_moves_the_generator_on() -> None:
+    pipe, x = pipe_over(model(), "threads"), torch.ones(5, 8, dtype=torch.float64)
+    torch.manual_seed(0)
+    assert not torch.equal(pipe(x), pipe(x))
+    pipe.eval()
+    before = torch.get_rng_state()
+    assert torch.equal(pipe(x), pipe(x))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_watcher_changes_no_random_number() -> None:
+    pipe, x = pipe_over(model(), "threads", "always"), torch.ones(5, 8, dtype=torch.float64)
+    wanted = step(pipe, 0, x)
+    with pipe.watched_by(Recorder(memory=True)):
+        assert all(map(torch.equal, wanted, step(pipe, 0, x)))
+
+
+class Holding(nn.Module):
+    """Draws twice, and in the second micro-batch holds on in between until another stage has drawn."""
+
+    def __init__(self, mine: threading.Event, others: threading.Event) -> None:
+        super().__init__()
+        self.events = mine, others
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.5)
+        self.calls += 1
+        if self.calls % 3 == 2:
+            self.events[0].set()
+            self.events[1].wait(0.1)  # in vain if the other has to wait for the generator
+        return nn.functional.dropout(x, 0.5)
+
+
+class Bursting(nn.Module):
+    """Draws nothing until it is told to; then in the first micro-batch, in the middle of the other's draws."""
+
+    def __init__(self, mine: threading.Event, others: threading.Event) -> None:
+        super().__init__()
+        self.events = mine, others
+        self.calls = 0
+        self.told: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.told or self.calls % 3 != 1:
+            return x
+        self.events[1].wait(0.1)
+        y = nn.functional.dropout(x, 0.5)
+        self.events[0].set()
+        return y
+
+
+@pytest.mark.xfail(
+    reason="one generator per process: a draw that nobody expected, inside another stage's draws, leaves no trace"
+)
+def test_a_sudden_draw_in_the_middle_of_another_stages_draws_is_noticed() -> None:
+    found: list[list[Tensor]] = []
+    for executor in ("serial", "threads"):
+        one, other = threading.Event(), threading.Event()
+        layers = nn.Sequential(
+            nn.Linear(8, 8), Holding(one, other), nn.Linear(8, 8), Bursting(other, one)
+        ).double()
+        torch.manual_seed(0)
+        for p in layers.parameters():
+            nn.init.normal_(p)
+        pipe = pipe_over(layers, executor)
+        x = torch.ones(5, 8, dtype=torch.float64)
+        step(pipe, 0, x)
+        one.clear()
+        layers[3].told.append("now")
+        found.append(step(pipe, 1, x))
+    assert all(map(torch.equal, *found))

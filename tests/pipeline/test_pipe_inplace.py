@@ -1,0 +1,191 @@
+"""Layers that write: into their input, and into running statistics. The numbers are right, or there is an error."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.pipe_cases import (
+    CHECKPOINTS,
+    EXECUTORS,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    piped,
+    rows,
+)
+from weft import pop, skippable, stash
+from weft.core.microbatch import split
+
+RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
+every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 4).double()
+
+
+def models() -> dict[str, nn.Sequential]:
+    """With an in-place layer first in a stage, when cut after two layers."""
+    return {
+        "relu": nn.Sequential(linear(), nn.Identity(), nn.ReLU(inplace=True), linear()),
+        "nested": nn.Sequential(linear(), nn.Identity(), nn.Sequential(nn.ReLU(inplace=True), linear())),
+        "twice": nn.Sequential(linear(), nn.Identity(), nn.ELU(inplace=True), nn.ReLU(inplace=True), linear()),
+        "last": nn.Sequential(linear(), nn.Identity(), linear(), nn.ReLU(inplace=True)),
+        "everywhere": nn.Sequential(nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)),
+        "dropout": nn.Sequential(linear(), nn.Identity(), nn.Dropout(0.0, inplace=True), linear()),
+    }
+
+
+@every_run
+@pytest.mark.parametrize("name", models())
+def test_in_place_layers_of_pytorch_give_plain_gradients(name: str, executor: str, checkpoint: str) -> None:
+    model = models()[name]
+    pipe, plain = piped(model, balance=[2, len(model) - 2], executor=executor, checkpoint=checkpoint)
+    for _ in range(2):
+        found = [backward(each, rows(7, 4)) for each in (pipe, plain)]
+        assert_close(*found)
+    assert_gradients_equal(pipe, plain)
+
+
+@every_run
+def test_an_input_that_wants_a_gradient_may_meet_an_in_place_layer_first(executor: str, checkpoint: str) -> None:
+    pipe, _ = piped(models()["everywhere"], executor=executor, checkpoint=checkpoint)
+    x = rows(7, 4).requires_grad_()
+    before = x.detach().clone()
+    backward(pipe, x)
+    assert torch.equal(x.detach(), before)
+    assert (x.grad[before <= 0] == 0).all() and x.grad.abs().sum() > 0
+
+
+class Doubles(nn.Module):
+    """Writes into its input, and nothing shows it."""
+
+    def forward(self, x):
+        return x.mul_(2)
+
+
+@every_run
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
+def test_a_layer_that_writes_unannounced_is_right_or_an_error(executor: str, checkpoint: str, where: int) -> None:
+    layers = [linear(), nn.Tanh(), linear(), linear()]
+    layers.insert(where, Doubles())
+    pipe, plain = piped(nn.Sequential(*layers), balance=[2, 3], executor=executor, checkpoint=checkpoint)
+    for _ in range(2):
+        try:
+            seen = backward(pipe, rows(7, 4))
+        except RuntimeError as error:
+            assert "in-place" in str(error) or "in place" in str(error)
+            assert "stage" in "".join([str(error), *error.__notes__])
+            return
+        assert_close(seen, backward(plain, rows(7, 4)))
+        assert_gradients_equal(pipe, plain)
+
+
+@skippable(stash=["early"])
+class Early(nn.Module):
+    def forward(self, x):
+        yield stash("early", x)
+        return x
+
+
+@skippable(pop=["early"])
+class Late(nn.Module):
+    def forward(self, x):
+        early = yield pop("early")
+        return x + early
+
+
+@every_run
+@pytest.mark.parametrize("layer", [nn.ReLU(inplace=True), Doubles()])
+def test_a_main_path_that_is_also_a_skip_is_not_written_unnoticed(layer, executor: str, checkpoint: str) -> None:
+    model = nn.Sequential(linear(), Early(), layer, linear(), Late())
+    pipe, plain = piped(model, balance=[2, 3], executor=executor, checkpoint=checkpoint)
+    for _ in range(2):
+        try:
+            seen = backward(pipe, rows(7, 4))
+        except RuntimeError as error:
+            assert "in-place" in str(error) or "in place" in str(error)
+            return
+        assert_close(seen, backward(plain, rows(7, 4)))
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_plain_batch_norm_counts_every_micro_batch_once(executor: str, checkpoint: str) -> None:
+    model = nn.Sequential(linear(), nn.BatchNorm1d(4).double(), nn.Tanh(), nn.BatchNorm1d(4).double())
+    pipe, plain = piped(model, balance=[2, 2], executor=executor, checkpoint=checkpoint)
+    for step in range(2):
+        x = rows(8, 4, seed=step)
+        backward(pipe, x)
+        outputs = [plain(piece) for piece in split(x, 3)]
+        torch.cat(outputs).square().sum().backward()
+    assert pipe[1].num_batches_tracked == pipe[3].num_batches_tracked == 6
+    for name, wanted in plain.state_dict().items():
+        assert_close(pipe.state_dict()[name], wanted)
+    assert_gradients_equal(pipe, plain)
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("count", [8, 3, 2])
+def test_a_deferred_batch_norm_counts_the_mini_batch_once(executor: str, checkpoint: str, count: int) -> None:
+    """With 3 and 2 images there are fewer rows than chunks."""
+    model = nn.Sequential(nn.BatchNorm2d(2).double(), nn.Tanh(), nn.BatchNorm2d(2, momentum=None).double())
+    pipe, plain = piped(
+        model, chunks=4, balance=[1, 2], executor=executor, checkpoint=checkpoint, deferred_batch_norm=True
+    )
+    for step in range(1, 3):
+        x = rows(count, 2, 3, 3, seed=step)
+        backward(pipe, x)
+        with torch.no_grad():
+            plain[0](x)
+        assert pipe[0].num_batches_tracked == pipe[2].num_batches_tracked == step
+        # The second norm sees what the first normalised per micro-batch, so only the first is compared.
+        assert_close(pipe[0].running_mean, plain[0].running_mean)
+        assert_close(pipe[0].running_var, plain[0].running_var)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_deferred_batch_norm_works_with_the_loss_inside(executor: str, checkpoint: str, schedule: str) -> None:
+    model = nn.Sequential(linear(), nn.BatchNorm1d(4).double(), linear())
+    pipe, plain = piped(
+        model,
+        balance=[2, 1],
+        executor=executor,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        loss=nn.MSELoss(),
+        deferred_batch_norm=True,
+    )
+    pipe(rows(8, 4), target=rows(8, 4)).backward()
+    plain(rows(8, 4))
+    assert pipe[1].num_batches_tracked == 1
+    assert_close(pipe[1].running_mean, plain[1].running_mean)
+    assert_close(pipe[1].running_var, plain[1].running_var)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_failed_step_leaves_no_trace_in_deferred_statistics(executor: str) -> None:
+    class Fails(nn.Module):
+        broken = True
+
+        def forward(self, x):
+            if self.broken:
+                raise ValueError("no")
+            return x
+
+    model = nn.Sequential(nn.BatchNorm1d(4).double(), Fails())
+    pipe, _ = piped(model, executor=executor, deferred_batch_norm=True)
+    before = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(ValueError, match="no"):
+        pipe(rows(8, 4))
+    for name, seen in pipe.state_dict().items():
+        assert torch.equal(seen, before[name]), name
+    pipe[1].broken = False
+    backward(pipe, rows(8, 4))
+    assert pipe[0].num_batches_tracked == 1
