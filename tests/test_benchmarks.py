@@ -9,8 +9,8 @@ import time
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks import load
 from benchmarks.harness import race
-from benchmarks.load import STAT, LoadMeter
 from benchmarks.table import Table, at_least, at_most
 
 SLOW = {"pipeline.transformer"}  # starts two processes, each of which imports torch
@@ -59,15 +59,30 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert found.median("a") == 3.0
 
 
-@pytest.mark.skipif(not STAT.exists(), reason="needs /proc/stat")
-def test_own_work_is_not_foreign() -> None:
-    meter = LoadMeter()
+@pytest.mark.parametrize("foreign", [0.0, 50.0])
+def test_foreign_work_is_what_the_machine_did_and_we_did_not(foreign: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_busy_seconds", time.process_time)
+    meter = load.LoadMeter()
     meter.start()
-    end = time.process_time() + 0.2
-    while time.process_time() < end:
-        pass
-    others = meter.foreign()
-    assert others <= (os.cpu_count() or 1) - 0.5  # one core was ours
+    start = time.perf_counter()
+    sum(range(1000))
+    monkeypatch.setattr(load, "_busy_seconds", lambda: time.process_time() + foreign)
+    # Seconds of others over the seconds that have passed; the readings lie some microseconds apart.
+    assert meter.foreign() * (time.perf_counter() - start) == pytest.approx(foreign, abs=0.5, rel=0.5)
+
+
+def test_a_disturbed_round_is_run_again_and_one_that_counts_all_the_same_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = iter([0.5, 0.0, 0.02])
+    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(readings, 0.7))
+    assert race({"a": lambda: None}, rounds=2, sample=0.0).note() == "2 rounds, 1 rejected"
+    assert "DISTURBED: other processes used up to 0.70" in race({"a": lambda: None}, rounds=1, sample=0.0).note()
+
+
+@pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc/stat")
+def test_the_time_of_a_process_is_read_from_behind_its_name() -> None:
+    assert load._seconds_of(os.getpid()) == pytest.approx(time.process_time(), abs=0.5)
 
 
 @pytest.mark.parametrize(("value", "small", "large"), [(1.0, "holds", "falls short"), (3.0, "falls short", "holds")])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from weft.core.split_backward import SplitBackward
 
@@ -68,7 +69,7 @@ def test_two_parts_give_the_gradients_of_one(function: Callable[..., Tensor], wi
     out = function(model, x)
     seed = torch.randn_like(out)
     wanted = torch.autograd.grad(out, [*inputs, *parameters], seed)
-    split = SplitBackward([function(model, x)], [seed], inputs, parameters)
+    split = SplitBackward([get_gradient_edge(function(model, x))], [seed], inputs, parameters)
     found = [*split.input_gradients(), *split.parameter_gradients()]
     for one, other in zip(wanted, found, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=1e-13)
@@ -80,7 +81,7 @@ def test_an_output_of_parameters_only_gets_its_gradients() -> None:
     seeds = [torch.ones_like(each) for each in outputs]
     parameters = list(model.parameters())
     wanted = torch.autograd.grad(outputs, [x, *parameters], seeds, retain_graph=True)
-    split = SplitBackward(outputs, seeds, [x], parameters)
+    split = SplitBackward([get_gradient_edge(each) for each in outputs], seeds, [x], parameters)
     found = [*split.input_gradients(), *split.parameter_gradients()]
     assert all(torch.allclose(a, b) for a, b in zip(wanted, found, strict=True) if b is not None)
 
@@ -89,7 +90,7 @@ def test_a_python_function_runs_its_backward_once() -> None:
     model, x = chain(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     out = model(x)
     CountedScale.calls = 0
-    split = SplitBackward([out], [torch.ones_like(out)], [x], list(model.parameters()))
+    split = SplitBackward([get_gradient_edge(out)], [torch.ones_like(out)], [x], list(model.parameters()))
     split.input_gradients()
     split.parameter_gradients()
     assert CountedScale.calls == 1
@@ -106,7 +107,7 @@ def test_the_first_part_computes_no_weight_gradient() -> None:
         return sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
 
     out = model(x)
-    split = SplitBackward([out], [torch.ones_like(out)], [x], list(model.parameters()))
+    split = SplitBackward([get_gradient_edge(out)], [torch.ones_like(out)], [x], list(model.parameters()))
     assert products(split.input_gradients) == 2
     assert products(split.parameter_gradients) == 2
 
@@ -114,6 +115,7 @@ def test_the_first_part_computes_no_weight_gradient() -> None:
 def test_unused_parameters_get_none() -> None:
     model, x = chain(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     unused = nn.Parameter(torch.zeros(1))
-    split = SplitBackward([model(x).sum()], [torch.ones((), dtype=torch.float64)], [x], [unused, *model.parameters()])
+    edge, seed = get_gradient_edge(model(x).sum()), torch.ones((), dtype=torch.float64)
+    split = SplitBackward([edge], [seed], [x], [unused, *model.parameters()])
     split.input_gradients()
     assert [each is None for each in split.parameter_gradients()] == [True] + [False] * 6

@@ -32,9 +32,9 @@ def models() -> dict[str, nn.Sequential]:
     return {
         "relu": nn.Sequential(linear(), nn.Identity(), nn.ReLU(inplace=True), linear()),
         "nested": nn.Sequential(linear(), nn.Identity(), nn.Sequential(nn.ReLU(inplace=True), linear())),
-        "twice": nn.Sequential(linear(), nn.Identity(), nn.ELU(inplace=True), nn.ReLU(inplace=True), linear()),
+        "twice": nn.Sequential(linear(), nn.Identity(), nn.ReLU(inplace=True), nn.ReLU(inplace=True), linear()),
         "last": nn.Sequential(linear(), nn.Identity(), linear(), nn.ReLU(inplace=True)),
-        "everywhere": nn.Sequential(nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)),
+        "everywhere": nn.Sequential(nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear()),
         "dropout": nn.Sequential(linear(), nn.Identity(), nn.Dropout(0.0, inplace=True), linear()),
     }
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.core.ambient import Ambient, phase
 from weft.core.errors import InPlaceError
@@ -156,15 +157,16 @@ class Tape:
         self._keep = keep
         self._values = values
         self._inputs = [flatten(value)[0] for value in values]
-        self._outputs: list[list[Any]] | None = None
+        self._outputs: list[list[GradientEdge | None]] | None = None
 
     def hold(self, outputs: Sequence[Any]) -> None:
-        """Keep these outputs, and with them the graph that leads back to the inputs."""
-        self._outputs = [flatten(value)[0] for value in outputs]
+        """Keep the graph that leads from these outputs back to the inputs, but not the outputs themselves: they
+        are freed with their last reader."""
+        self._outputs = [[_edge(leaf) for leaf in flatten(value)[0]] for value in outputs]
 
     def widths(self) -> list[int]:
         """How many leaves each output value has. Only when the graph is there."""
-        return [len(leaves) for leaves in self._outputs or []]
+        return [len(edges) for edges in self._outputs or []]
 
     @property
     def recomputes(self) -> bool:
@@ -219,13 +221,17 @@ class Tape:
             for leaves in self._inputs
         ]
 
-    def _roots(self, gradients: Sequence[Gradients]) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs that backward starts from, each with its gradient in the output's own dtype."""
-        outputs = self._outputs or []
+    def _roots(self, gradients: Sequence[Gradients]) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where backward starts in the graph, and with which gradients."""
         pairs = [
-            (leaf, gradient)
-            for leaves, given in zip(outputs, gradients, strict=True)
-            for leaf, gradient in zip(leaves, given, strict=True)
-            if gradient is not None and isinstance(leaf, Tensor) and leaf.requires_grad
+            (edge, gradient)
+            for edges, given in zip(self._outputs or [], gradients, strict=True)
+            for edge, gradient in zip(edges, given, strict=True)
+            if gradient is not None and edge is not None
         ]
-        return [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
+        return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+
+def _edge(leaf: Any) -> GradientEdge | None:
+    """Where the gradient of an output enters the graph: all that backward needs of it."""
+    return get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None

@@ -36,7 +36,11 @@ class SplitBackward:
     """One backward of one graph: `inputs` now, `parameters` when asked."""
 
     def __init__(
-        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+        self,
+        roots: Sequence[GradientEdge],
+        seeds: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
     ) -> None:
         self._parameters = list(parameters)
         self._roots, self._seeds, self._inputs = list(roots), list(seeds), list(inputs)
@@ -111,10 +115,9 @@ def _across(each: _Frontier, arrived: Sequence[Tensor | None]) -> list[Tensor | 
 
 
 def _frontier(
-    roots: Sequence[Tensor], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+    first: Sequence[GradientEdge], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[_Frontier] | None:
     """The frontier of a graph; None where it cannot be parted."""
-    first = [get_gradient_edge(root) for root in roots]
     order = _children_first([edge.node for edge in first])
     to_inputs = _reaching(order, [get_gradient_edge(tensor).node for tensor in inputs])
     to_parameters = _reaching(order, [get_gradient_edge(tensor).node for tensor in parameters])

@@ -1,7 +1,6 @@
 """Act one, "devices": a U-Net with long skips trains in four stages, and its gradients are those of plain PyTorch."""
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from weft.demo.exactness import LIMIT, largest_differences
@@ -11,6 +10,7 @@ from weft.demo.training import Training, plain_seconds, psnr, restored, train
 from weft.demo.unet import BALANCE, Digits, load_digits, unet, with_noise
 from weft.pipeline.pipe import Pipe
 from weft.report import (
+    Markup,
     Section,
     Tile,
     figure,
@@ -25,8 +25,9 @@ from weft.report import (
 )
 from weft.report.axes import show_bytes, show_time
 
+TITLE = "Devices: a U-Net with long skips, in four stages"
 CHUNKS = 8
-ROWS = 64
+ROWS = 128
 _CHECKED = 19  # rows of the batch that gradients are compared on: eight micro-batches of unequal size
 _SHOWN = 10
 
@@ -55,13 +56,15 @@ def devices(hand: Stagehand) -> list[Section]:
     hand.say(f"  held-out PSNR {score:.2f} dB after {len(training.losses)} steps; noisy images have {before:.2f} dB")
     batch = digits.train[:ROWS]
     plain = plain_seconds(model, batch)
-    speed = f"{show_time(training.seconds)} a step ({ROWS / training.seconds:.0f} images a second)"
-    hand.say(f"  speed {speed}; forward and backward in plain PyTorch {show_time(plain)}")
+    chosen = ", ".join(sorted({*pipe.statistics()["chosen"].values()})) or "still measuring"
+    speed = f"{show_time(training.seconds)} a step, {ROWS / training.seconds:.0f} images a second"
+    hand.say(f"  speed {speed} (executor auto: {chosen}); the same step in plain PyTorch {show_time(plain)}")
     recordings = _record(model, digits, hand)
     where = write_trace(hand.options.out / "trace.json", recordings["1f1b"].events, name="weft, 1f1b")
     hand.wrote(where, "open it in ui.perfetto.dev")
+    numbers = _numbers(score, before, differences, training, plain)
     return [
-        _summary(score, before, differences, training, plain, digits, images[:_SHOWN].squeeze(1)),
+        Section(TITLE, [*_words(chosen), numbers, *_seen(digits, images, training)]),
         _in_time(recordings),
         _in_memory(recordings),
         _exactness(differences),
@@ -83,48 +86,43 @@ def _compare(model: nn.Sequential, digits: Digits, hand: Stagehand) -> Differenc
 def _record(model: nn.Sequential, digits: Digits, hand: Stagehand) -> Recordings:
     clean = digits.train[:ROWS]
     batch = with_noise(clean), clean
-    recordings: Recordings = {}
-    for way in WAYS:
-        hand.progress(f"  recording {way.name}")
-        recordings[way.name] = record(model, way, BALANCE, CHUNKS, batch)
+    recordings = {way.name: record(model, way, BALANCE, CHUNKS, batch) for way in WAYS}
     peaks = ", ".join(f"{name} {show_bytes(each.peak_bytes)}" for name, each in recordings.items())
     hand.say(f"  live activations at most: {peaks}")
     return recordings
 
 
-def _summary(
-    score: float,
-    before: float,
-    differences: Differences,
-    training: Training,
-    plain: float,
-    digits: Digits,
-    images: torch.Tensor,
-) -> Section:
-    rows = {
-        "noisy": digits.noisy[:_SHOWN].squeeze(1),
-        "restored": images,
-        "clean": digits.held_out[:_SHOWN].squeeze(1),
-    }
-    numbers = [
-        Tile("Held-out PSNR", f"{score:.2f} dB", f"the noisy images have {before:.2f} dB"),
-        Tile("Largest gradient difference", f"{max(differences.values()):.1e}", "from plain PyTorch, in float64"),
-        Tile("One training step", show_time(training.seconds), f"plain forward and backward: {show_time(plain)}"),
-        Tile("Steps", f"{len(training.losses)}", f"of {ROWS} images, in {CHUNKS} micro-batches"),
-    ]
-    words = (
+def _words(chosen: str) -> list[Markup]:
+    net = (
         f"A U-Net learns to take noise away from handwritten digits. It is cut into {len(BALANCE)} stages. Two of its "
         "skip connections go from the first stage straight to the last; the stages in between never hold them."
     )
-    return Section(
-        "Devices: a U-Net with long skips, in four stages",
-        [
-            paragraph(words),
-            tiles(numbers),
-            figure(gallery(rows, title="Held-out digits: noisy, restored, clean"), "Held-out digits."),
-            figure(loss_curve(training.losses, label="mean squared error")),
-        ],
+    speed = (
+        "All stages share one CPU here. Plain PyTorch already spreads every operator over its cores, so stages bring "
+        'less memory and no speed; speed comes with a device per stage. executor="auto" tried one thread and one '
+        f"thread per stage on the first steps; its choice: {chosen}."
     )
+    return [paragraph(net), paragraph(speed)]
+
+
+def _numbers(score: float, before: float, differences: Differences, training: Training, plain: float) -> Markup:
+    return tiles(
+        [
+            Tile("Held-out PSNR", f"{score:.2f} dB", f"the noisy images have {before:.2f} dB"),
+            Tile("Largest gradient difference", f"{max(differences.values()):.1e}", "from plain PyTorch, in float64"),
+            Tile("One training step", show_time(training.seconds), f"in plain PyTorch {show_time(plain)}"),
+            Tile("Steps", f"{len(training.losses)}", f"of {ROWS} images, in {CHUNKS} micro-batches"),
+        ]
+    )
+
+
+def _seen(digits: Digits, images: Tensor, training: Training) -> list[Markup]:
+    rows = {"noisy": digits.noisy, "restored": images, "clean": digits.held_out}
+    first = {name: each[:_SHOWN].squeeze(1) for name, each in rows.items()}
+    return [
+        figure(gallery(first, title="Held-out digits: noisy, restored, clean"), "Digits not seen in training."),
+        figure(loss_curve(training.losses, label="mean squared error")),
+    ]
 
 
 def _in_time(recordings: Recordings) -> Section:

@@ -1,7 +1,9 @@
 """Training the U-Net to take noise away, and how well it does on images that it has not seen."""
 
+import copy
 import math
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
@@ -35,7 +37,8 @@ def train(pipe: Pipe, digits: Digits, rows: int, hand: Stagehand) -> Training:
         for group in optimizer.param_groups:
             group["lr"] = _RATE * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
         start = time.perf_counter()
-        losses.append(_step(pipe, optimizer, digits.train[torch.randint(len(digits.train), (rows,))]))
+        clean = digits.train[torch.randint(len(digits.train), (rows,))]
+        losses.append(_step(lambda x, y: pipe(x, target=y), optimizer, clean))
         taken.append(time.perf_counter() - start)
         spent = time.perf_counter() - begin
         done = 1.0 if spent >= options.seconds else max(len(losses) / options.steps, spent / options.seconds)
@@ -44,23 +47,24 @@ def train(pipe: Pipe, digits: Digits, rows: int, hand: Stagehand) -> Training:
     return Training(losses, median(taken))
 
 
-def _step(pipe: Pipe, optimizer: torch.optim.Optimizer, clean: Tensor) -> float:
-    optimizer.zero_grad()
-    loss = pipe(with_noise(clean), target=clean)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
-
-
 def plain_seconds(model: nn.Sequential, clean: Tensor, steps: int = 7) -> float:
-    """The median seconds of forward and backward without a pipe: one graph over the whole mini-batch."""
-    noisy = with_noise(clean)
+    """The median seconds of the same step without a pipe, on a copy: one graph over the whole mini-batch."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
     taken: list[float] = []
     for _ in range(steps):
         start = time.perf_counter()
-        functional.mse_loss(model(noisy), clean).backward()
+        _step(lambda x, y: functional.mse_loss(model(x), y), optimizer, clean)
         taken.append(time.perf_counter() - start)
     return median(taken[2:])
+
+
+def _step(loss: Callable[[Tensor, Tensor], Tensor], optimizer: torch.optim.Optimizer, clean: Tensor) -> float:
+    optimizer.zero_grad()
+    found = loss(with_noise(clean), clean)
+    found.backward()
+    optimizer.step()
+    return found.item()
 
 
 @torch.no_grad()

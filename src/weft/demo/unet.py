@@ -37,7 +37,7 @@ _HELD_OUT = 297
 Talk = Generator[Any, Any, Tensor]
 
 
-def unet(width: int = 12) -> nn.Sequential:
+def unet(width: int = 16) -> nn.Sequential:
     """The net: N x 1 x H x W to the same shape, H and W multiples of 4. `width`, a multiple of 4, is that of the
     finest level."""
     return nn.Sequential(

@@ -75,8 +75,8 @@ class DeferredBatchNorm(_BatchNorm):
         """Normalise ``input``, N x C or N x C x ..., per channel. Same shape and dtype as ``input``."""
         if not self.training or self.running_mean is None:
             return super().forward(input)
-        if is_recomputing():  # the first forward of this micro-batch has already been counted
-            return self._normalise(input, None, None, 0.0)
+        if is_recomputing():  # the first forward has been counted; the same operators, so that the same is saved
+            return self._gather(input, [], self.running_mean)
         if self.gathered is None:
             return super().forward(input)
         self._check_input_dim(input)

@@ -95,5 +95,5 @@ class Frame:
         left = self.x.start
         lines = [tag("line", x1=left, x2=self.x.end, y1=self.y(v), y2=self.y(v), class_="grid") for v in at]
         names = [tag("text", f"{v / unit.factor:g}", x=left - 8, y=self.y(v) + 4, class_="tick end") for v in at]
-        title = tag("text", label, x=left - 8, y=self.y.end - 12, class_="tick end")
+        title = tag("text", label, x=4, y=self.y.end - 10, class_="tick start")
         return join([*lines, *names, title])

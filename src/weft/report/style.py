@@ -29,7 +29,6 @@ section > :last-child { margin-bottom: 0; }
 figure { margin: 18px 0; overflow-x: auto; }
 figcaption { color: var(--soft); font-size: 14px; margin-top: 6px; max-width: 90ch; }
 svg { display: block; width: 100%; min-width: 640px; height: auto; font: 12px system-ui, sans-serif; }
-svg.natural { width: auto; max-width: 100%; min-width: 0; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 4px 0 18px; }
 .tile { margin: 0; border-left: 3px solid var(--accent); padding: 2px 0 2px 14px; }
 .tile dt { color: var(--soft); font-size: 14px; }
@@ -42,6 +41,7 @@ th:first-child, td:first-child { text-align: left; }
 .tick, .key { fill: var(--soft); }
 .tick { text-anchor: middle; font-variant-numeric: tabular-nums; }
 .tick.end { text-anchor: end; }
+.tick.start { text-anchor: start; }
 .key { fill: var(--ink); }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
