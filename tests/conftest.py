@@ -36,9 +36,7 @@ torch.set_num_threads(1)
 
 # No deadline: the machine may be shared. CI draws the same examples every time, so that it fails for a change
 # and not by chance; elsewhere new examples keep coming.
-settings.register_profile(
-    "weft", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("weft", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("weft"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "weft")
 

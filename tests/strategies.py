@@ -1,5 +1,6 @@
 """What the laws draw their cases from."""
 
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -67,12 +68,11 @@ SKIP_KINDS = ("main", "input", "fresh", "integer", "none")
 
 
 @st.composite
-def model_plans(
-    draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3, dropout: bool = False
-) -> ModelPlan:
+def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3, dropout: bool = False) -> ModelPlan:
     """Models of any depth, cut anywhere; skips of all kinds with any readers, also within a stage.
 
-    With `dropout` about a third of the layers draw random numbers. The first layer has a weight to learn and the main path never ends, so there is always something to train.
+    With `dropout` many layers draw random numbers. The first layer has a weight to learn and the main path never
+    ends, so there is always something to train.
     """
     ops = (*OPS, "dropout", "dropout", "dropout") if dropout else OPS
     depth = draw(st.integers(1, most_layers))
@@ -109,7 +109,7 @@ def balances(draw: st.DrawFn, layers: int, most_stages: int = 4) -> tuple[int, .
     """Layers per stage: any way to cut so many layers into at most `most_stages` stages."""
     cuts = draw(st.sets(st.integers(1, layers - 1), max_size=most_stages - 1)) if layers > 1 else set()
     ends = [0, *sorted(cuts), layers]
-    return tuple(end - start for start, end in zip(ends, ends[1:], strict=False))
+    return tuple(end - start for start, end in pairwise(ends))
 
 
 def checkpoints(stages: int) -> st.SearchStrategy[Any]:

@@ -243,9 +243,7 @@ def test_check_runs_every_check_also_after_one_failed(
     assert "failed: ruff format, pyright" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("args", "names"), [(["tset"], "demo, test, bench, check, help"), (["check", "x"], "'x'")]
-)
+@pytest.mark.parametrize(("args", "names"), [(["tset"], "demo, test, bench, check, help"), (["check", "x"], "'x'")])
 def test_misuse_is_named_and_ends_with_2(
     do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str], args: list[str], names: str
 ) -> None:

@@ -94,11 +94,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
 
 
 def test_every_source_file_opens_with_its_reason() -> None:
-    bare = [
-        str(file.relative_to(ROOT))
-        for file in FILES
-        if not ast.get_docstring(ast.parse(file.read_text("utf-8")))
-    ]
+    bare = [str(file.relative_to(ROOT)) for file in FILES if not ast.get_docstring(ast.parse(file.read_text("utf-8")))]
     assert not bare, f"no module docstring in: {bare}"
 
 

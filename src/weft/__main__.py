@@ -44,7 +44,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_count, default=_DEFAULTS.steps, help="training steps at most (%(default)s)")
     parser.add_argument("--seconds", type=_cost, default=_DEFAULTS.seconds, help="of training at most (%(default)s)")
     parser.add_argument("--seed", type=int, default=_DEFAULTS.seed, help="of all random numbers (%(default)s)")
-    parser.add_argument("--threads", type=_count, default=None, help="CPU threads (torch's own choice)")
+    parser.add_argument(
+        "--threads", type=_count, default=_DEFAULTS.threads, help="CPU threads per operator (%(default)s)"
+    )
     parser.set_defaults(command=_demo)
 
 

@@ -57,9 +57,7 @@ def test_any_schedule_runs_as_its_lists_and_the_chain_allow(schedule: Schedule, 
         assert all(a.end <= b.start for a, b in pairwise(mine))
     for stage, kind, i in [action for row in schedule.workers for action in row]:
         span, cost = ran[Action(stage, kind, i)], costs[stage]
-        assert span.end - span.start == (
-            cost.forward if kind == "F" else cost.backward / (1 if kind == "B" else 2)
-        )
+        assert span.end - span.start == (cost.forward if kind == "F" else cost.backward / (1 if kind == "B" else 2))
         if kind == "F" and stage:
             assert ran[Action(stage - 1, "F", i)].end <= span.start
         if kind in "BI" and stage + 1 < schedule.stages:
@@ -160,9 +158,7 @@ def test_without_backward_no_graph_is_kept_and_values_end_with_their_last_reader
 
 
 def test_a_value_without_readers_or_from_outside_weighs_nothing() -> None:
-    found = forecast(
-        gpipe(2, 2), [StageCost(1.0, 1.0)] * 2, [ValueCost(0, (), 10), ValueCost(-1, (0, 1), 10)]
-    )
+    found = forecast(gpipe(2, 2), [StageCost(1.0, 1.0)] * 2, [ValueCost(0, (), 10), ValueCost(-1, (0, 1), 10)])
     assert found.live_bytes == ()
     assert found.peak_bytes == 0
 

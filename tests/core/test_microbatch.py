@@ -128,9 +128,7 @@ def test_a_number_in_a_tensor_goes_whole_to_every_micro_batch() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.sets(st.integers(0, 8)))
-def test_gradients_of_slices_are_joined_with_zeros_where_missing(
-    rows: int, chunks: int, missing: set[int]
-) -> None:
+def test_gradients_of_slices_are_joined_with_zeros_where_missing(rows: int, chunks: int, missing: set[int]) -> None:
     x = torch.zeros(rows, 2)
     full = torch.randn(rows, 2)
     plan, leaves = plan_split(x, chunks)

@@ -28,9 +28,7 @@ def faults(table: str, **wanted: int) -> list[str]:
 
 def peers_schedule(kind: type, workers: int, micro_batches: int):
     """A schedule of PyTorch's, two stages per worker; its table is built without a process group."""
-    stage = SimpleNamespace(
-        num_stages=2 * workers, group_size=workers, group_rank=0, submod=None, is_last=False
-    )
+    stage = SimpleNamespace(num_stages=2 * workers, group_size=workers, group_rank=0, submod=None, is_last=False)
     return kind([stage, stage], micro_batches)
 
 
@@ -77,9 +75,7 @@ def test_text_and_back_gives_the_same_schedule(schedule: Schedule) -> None:
 def test_bubbles_and_blanks_change_nothing(schedule: Schedule, data: st.DataObject) -> None:
     noise = st.sampled_from(["", ",", " , ,", "   "])
     lines = schedule.text().splitlines()
-    padded = [
-        data.draw(noise) + line.replace(",", data.draw(st.sampled_from([",", " , ", ",,"]))) for line in lines
-    ]
+    padded = [data.draw(noise) + line.replace(",", data.draw(st.sampled_from([",", " , ", ",,"]))) for line in lines]
     assert Schedule.parse("\r\n\n".join(["", *padded, " "])) == schedule
 
 
@@ -125,9 +121,7 @@ def test_a_table_that_lost_an_action_is_refused(schedule: Schedule, data: st.Dat
 
 
 @given(any_schedules(3, 3), st.data())
-def test_a_table_that_does_something_twice_is_refused_with_its_name(
-    schedule: Schedule, data: st.DataObject
-) -> None:
+def test_a_table_that_does_something_twice_is_refused_with_its_name(schedule: Schedule, data: st.DataObject) -> None:
     worker = data.draw(st.sampled_from(range(len(schedule.workers))))
     twice = data.draw(st.sampled_from(schedule.workers[worker]))
     rows = [(*row, twice) if w == worker else row for w, row in enumerate(schedule.workers)]
@@ -136,9 +130,7 @@ def test_a_table_that_does_something_twice_is_refused_with_its_name(
 
 
 @given(any_schedules(3, 3), st.data())
-def test_any_shuffle_of_a_worker_is_accepted_exactly_when_it_can_run(
-    schedule: Schedule, data: st.DataObject
-) -> None:
+def test_any_shuffle_of_a_worker_is_accepted_exactly_when_it_can_run(schedule: Schedule, data: st.DataObject) -> None:
     worker = data.draw(st.sampled_from(range(len(schedule.workers))))
     shuffled = tuple(data.draw(st.permutations(schedule.workers[worker])))
     table = Schedule(tuple(shuffled if w == worker else row for w, row in enumerate(schedule.workers)))
@@ -229,9 +221,7 @@ def test_a_faulty_table_is_refused_with_this_one_reason(table: str, fault: str) 
 def test_actions_that_do_not_exist_are_named() -> None:
     with pytest.raises(ScheduleError) as caught:
         Schedule(((Action(0, "F", 0), Action(0, "X", 0), Action(-1, "F", 0), Action(0, "F", -2)),)).check()
-    assert [
-        name for name in ("0F0", "0X0", "-1F0", "0F-2") if f"{name} is no action" in str(caught.value)
-    ] == [
+    assert [name for name in ("0F0", "0X0", "-1F0", "0F-2") if f"{name} is no action" in str(caught.value)] == [
         "0X0",
         "-1F0",
         "0F-2",
@@ -268,17 +258,13 @@ def test_pytorchs_tables_are_read_with_and_without_transfers(kind, workers, micr
         theirs._dump_csv(tmp_path / form, format=form)
         schedule = Schedule.parse((tmp_path / form).read_text())
         schedule.check(stages=2 * workers, micro_batches=micro_batches)
-        assert sum(map(len, schedule.workers)) <= sum(
-            map(len, expected)
-        )  # adjacent I and W may be merged into B
+        assert sum(map(len, schedule.workers)) <= sum(map(len, expected))  # adjacent I and W may be merged into B
         assert [a for row in schedule.forward_only().workers for a in row] == [
             a for row in expected for a in row if a.kind == "F"
         ]
         if form == "compute_only":
             assert schedule.workers == expected
-            assert schedule.worker_of == tuple(
-                theirs.stage_index_to_group_rank[s] for s in range(2 * workers)
-            )
+            assert schedule.worker_of == tuple(theirs.stage_index_to_group_rank[s] for s in range(2 * workers))
 
 
 def flat(row):

@@ -13,9 +13,7 @@ dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool]
 
 
 @given(shapes, dtypes, st.integers(0, 5), st.integers(0, 2))
-def test_a_sample_of_a_spec_matches_it(
-    shape: list[int], dtype: torch.dtype, batch: int, batch_axis: int
-) -> None:
+def test_a_sample_of_a_spec_matches_it(shape: list[int], dtype: torch.dtype, batch: int, batch_axis: int) -> None:
     tensor = torch.zeros(shape, dtype=dtype, requires_grad=dtype.is_floating_point)
     spec = TensorSpec.of(tensor, batch_axis)
     sample = spec.empty(batch)
@@ -72,8 +70,7 @@ def test_all_mismatches_come_in_one_error() -> None:
         "  - call['b'] has dtype torch.float64, wanted torch.float32",
         f"  - call['c'] is of type str, wanted a tensor ({plain})",
         "  - call['e'] is 8, wanted 7",
-        "  - axis 0 is the batch and must have one size everywhere: "
-        "call['a'] has 4, call['b'] has 4, call['f'] has 5",
+        "  - axis 0 is the batch and must have one size everywhere: call['a'] has 4, call['b'] has 4, call['f'] has 5",
     ]
 
 

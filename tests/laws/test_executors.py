@@ -73,9 +73,7 @@ def test_executors_agree_bit_for_bit(data: st.DataObject, plan: ModelPlan) -> No
 
 
 @given(data=st.data(), plan=model_plans(dropout=True))
-def test_an_evaluated_output_is_the_same_bits_from_every_executor(
-    data: st.DataObject, plan: ModelPlan
-) -> None:
+def test_an_evaluated_output_is_the_same_bits_from_every_executor(data: st.DataObject, plan: ModelPlan) -> None:
     layers, value = blocks(plan), mini_batch(plan, data.draw(st.integers(1, 6), "rows"))
     checkpoint = data.draw(checkpoints(len(plan.balance)), "checkpoint")
     chunks = data.draw(st.integers(1, 4), "chunks")

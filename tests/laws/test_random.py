@@ -5,6 +5,7 @@ that draws nothing leaves the caller's generator alone.
 """
 
 import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_dropout_is_bit_equal_between_serial_threads_and_recomputation() -> None
         for other in others:
             assert all(map(torch.equal, wanted, other)), seed
         seen.append(wanted[0])
-    assert not any(torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False))
+    assert not any(torch.equal(a, b) for a, b in pairwise(seen))
 
 
 class Meeting(nn.Module):
@@ -75,9 +76,7 @@ class Meeting(nn.Module):
 def test_stages_that_draw_at_the_same_time_do_not_mix_their_numbers() -> None:
     one, other = threading.Event(), threading.Event()
     torch.manual_seed(0)
-    layers = nn.Sequential(
-        nn.Linear(8, 8), Meeting(one, other), nn.Linear(8, 8), Meeting(other, one)
-    ).double()
+    layers = nn.Sequential(nn.Linear(8, 8), Meeting(one, other), nn.Linear(8, 8), Meeting(other, one)).double()
     x = torch.ones(5, 8, dtype=torch.float64)
     wanted = step(pipe_over(layers, "serial"), 0, x)
     for checkpoint in ("never", "always"):
@@ -209,9 +208,7 @@ class Bursting(nn.Module):
 def after_a_sudden_draw(executor: Any) -> list[Tensor]:
     """One step in which the second stage begins to draw."""
     one, other = threading.Event(), threading.Event()
-    layers = nn.Sequential(
-        nn.Linear(8, 8), Holding(one, other), nn.Linear(8, 8), Bursting(other, one)
-    ).double()
+    layers = nn.Sequential(nn.Linear(8, 8), Holding(one, other), nn.Linear(8, 8), Bursting(other, one)).double()
     torch.manual_seed(0)
     for p in layers.parameters():
         nn.init.normal_(p)

@@ -1,5 +1,4 @@
-"""The second law: a schedule decides when work is done, never what comes out; and one that cannot run is refused.
-"""
+"""The second law: a schedule decides when work is done, never what comes out; and one that cannot run is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +25,7 @@ def loss_against(output: Any, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @given(data=st.data(), plan=model_plans())
-def test_a_random_valid_table_gives_the_gradients_of_gpipe(
-    executor: Any, data: st.DataObject, plan: ModelPlan
-) -> None:
+def test_a_random_valid_table_gives_the_gradients_of_gpipe(executor: Any, data: st.DataObject, plan: ModelPlan) -> None:
     stages, chunks = len(plan.balance), data.draw(st.integers(1, 4), "chunks")
     table = data.draw(valid_schedules(stages, chunks), "table")
     checkpoint = data.draw(checkpoints(stages), "checkpoint")

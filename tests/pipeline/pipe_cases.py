@@ -1,6 +1,7 @@
 """What the tests of Pipe share: the ways of running it, small models, and how two models are compared."""
 
 import copy
+import itertools
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def chain(*widths: int) -> nn.Sequential:
     """Linear layers with a tanh between them, float64, the same weights every time."""
     torch.manual_seed(7)
     layers: list[nn.Module] = []
-    for wide, narrow in zip(widths, widths[1:], strict=False):
+    for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.Tanh()]
     return nn.Sequential(*layers[:-1]).double()
 

@@ -26,8 +26,7 @@ def deferred(plain: nn.Module) -> DeferredBatchNorm:
 def close(a: nn.Module, b: nn.Module, tolerance: float = 1e-12) -> bool:
     first, second = a.state_dict(), b.state_dict()
     return list(first) == list(second) and all(
-        torch.allclose(first[key].double(), second[key].double(), rtol=tolerance, atol=tolerance)
-        for key in first
+        torch.allclose(first[key].double(), second[key].double(), rtol=tolerance, atol=tolerance) for key in first
     )
 
 

@@ -37,9 +37,7 @@ def cases(draw: st.DrawFn) -> Case:
     return costs, parts, skips
 
 
-def loads(
-    lengths: tuple[int, ...] | list[int], costs: list[int], skips: list[tuple[int, int, int]]
-) -> list[int]:
+def loads(lengths: tuple[int, ...] | list[int], costs: list[int], skips: list[tuple[int, int, int]]) -> list[int]:
     """What each part costs, by the definition."""
     part_of = [part for part, length in enumerate(lengths) for _ in range(length)]
     load = [0] * len(lengths)
@@ -207,9 +205,7 @@ def test_backward_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self, x):
             return Slow.apply(x)
 
-    times = profile_times(
-        nn.Sequential(nn.Linear(8, 8), Layer(), nn.Linear(8, 8)), torch.randn(2, 8), timeout=0
-    )
+    times = profile_times(nn.Sequential(nn.Linear(8, 8), Layer(), nn.Linear(8, 8)), torch.randn(2, 8), timeout=0)
     assert times[1] > 2 * max(times[0], times[2])
 
 

@@ -54,9 +54,7 @@ def test_a_hook_may_change_the_gradient(executor: str, checkpoint: str) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @every_cut_run
 def test_hooks_fire_once_with_the_loss_inside(executor: str, checkpoint: str, schedule: str) -> None:
-    pipe, _ = piped(
-        chain(4, 5, 3), executor=executor, checkpoint=checkpoint, schedule=schedule, loss=nn.MSELoss()
-    )
+    pipe, _ = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint, schedule=schedule, loss=nn.MSELoss())
     calls: list[str] = []
     for name, each in pipe.named_parameters():
         each.register_hook(lambda gradient, n=name: calls.append(n))
@@ -302,7 +300,11 @@ def test_a_pipe_may_be_a_layer_of_a_pipe(inner: str, outer: str, checkpoint: str
     flat = chain(4, 5, 5, 3)
     inside = Pipe(nn.Sequential(*flat[1:4]), chunks=2, devices=["cpu"] * 2, executor=inner, checkpoint=checkpoint)
     pipe = Pipe(
-        nn.Sequential(flat[0], inside, flat[4]), chunks=2, devices=["cpu"] * 2, executor=outer, checkpoint=checkpoint
+        nn.Sequential(flat[0], inside, flat[4]),
+        chunks=2,
+        devices=["cpu"] * 2,
+        executor=outer,
+        checkpoint=checkpoint,
     )
     seen = backward(pipe, rows(7, 4))
     found = [each.grad for each in pipe.parameters()]
@@ -329,7 +331,11 @@ def test_random_numbers_of_a_pipe_inside_a_pipe_do_not_depend_on_who_runs_first(
         for inner in CUTS:
             for checkpoint in ("always", "never"):
                 seen = once(outer, inner, checkpoint)
-                assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True)), (outer, inner, checkpoint)
+                assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True)), (
+                    outer,
+                    inner,
+                    checkpoint,
+                )
 
 
 @every_run

@@ -1,6 +1,7 @@
 """Layers that write: into their input, and into running statistics. The numbers are right, or there is an error."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def models() -> dict[str, nn.Sequential]:
     return {
         "relu": nn.Sequential(linear(), nn.Identity(), nn.ReLU(inplace=True), linear()),
         "nested": nn.Sequential(linear(), nn.Identity(), nn.Sequential(nn.ReLU(inplace=True), linear())),
-        "twice": nn.Sequential(linear(), nn.Identity(), nn.ReLU(inplace=True), nn.ReLU(inplace=True), linear()),
+        "later": nn.Sequential(linear(), nn.Identity(), nn.Flatten(), nn.ReLU(inplace=True), linear()),
         "last": nn.Sequential(linear(), nn.Identity(), linear(), nn.ReLU(inplace=True)),
         "everywhere": nn.Sequential(nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear()),
         "dropout": nn.Sequential(linear(), nn.Identity(), nn.Dropout(0.0, inplace=True), linear()),
@@ -77,8 +78,9 @@ def test_a_layer_that_writes_unannounced_is_right_or_an_error(executor: str, che
         try:
             seen = backward(pipe, rows(7, 4))
         except RuntimeError as error:
-            assert "in-place" in str(error) or "in place" in str(error)
-            assert "stage" in "".join([str(error), *error.__notes__])
+            assert re.search(r"in.?place", str(error))
+            # With executor="graph" backward belongs to autograd, which knows of no stages.
+            assert "stage" in "".join([str(error), *getattr(error, "__notes__", [])]) or executor == "graph"
             return
         assert_close(seen, backward(plain, rows(7, 4)))
         assert_gradients_equal(pipe, plain)
@@ -99,17 +101,29 @@ class Late(nn.Module):
 
 
 @every_run
-@pytest.mark.parametrize("layer", [nn.ReLU(inplace=True), Doubles()])
-def test_a_main_path_that_is_also_a_skip_is_not_written_unnoticed(layer, executor: str, checkpoint: str) -> None:
-    model = nn.Sequential(linear(), Early(), layer, linear(), Late())
+def test_a_skip_that_is_also_the_main_path_is_not_written_unnoticed(executor: str, checkpoint: str) -> None:
+    model = nn.Sequential(linear(), Early(), Doubles(), linear(), Late())
     pipe, plain = piped(model, balance=[2, 3], executor=executor, checkpoint=checkpoint)
     for _ in range(2):
         try:
             seen = backward(pipe, rows(7, 4))
         except RuntimeError as error:
-            assert "in-place" in str(error) or "in place" in str(error)
+            assert re.search(r"in.?place", str(error))
             return
         assert_close(seen, backward(plain, rows(7, 4)))
+
+
+@every_run
+def test_an_in_place_layer_first_in_a_stage_leaves_a_skip_of_the_same_tensor_alone(
+    executor: str, checkpoint: str
+) -> None:
+    """It writes into the stage's own copy: what was stashed stays as it was."""
+    layers = [linear(), Early(), nn.ReLU(inplace=True), linear(), Late()]
+    pipe, plain = piped(nn.Sequential(*layers), balance=[2, 3], executor=executor, checkpoint=checkpoint)
+    plain[2].inplace = False
+    for _ in range(2):
+        assert_close(backward(pipe, rows(7, 4)), backward(plain, rows(7, 4)))
+    assert_gradients_equal(pipe, plain)
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])

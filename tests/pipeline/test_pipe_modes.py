@@ -116,7 +116,7 @@ def test_anomaly_mode_finds_the_nan_and_the_note_names_the_stage(executor: str, 
     pipe, _ = piped(model, executor=executor, checkpoint=checkpoint, balance=[2, 2])
     with torch.autograd.detect_anomaly():
         output = pipe(rows(6, 4))
-        with pytest.raises(RuntimeError, match="MulBackward0.*nan") as caught:
+        with pytest.raises(RuntimeError, match=r"MulBackward0.*nan") as caught:
             output.sum().backward()
     assert re.search(r"backward of stage 1, micro-batch \d", "\n".join(caught.value.__notes__))
 

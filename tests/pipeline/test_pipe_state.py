@@ -92,7 +92,7 @@ def test_a_parameter_tied_over_stages_gets_the_sum_once(executor: str, checkpoin
     model[2].weight = model[0].weight
     pipe, plain = piped(model, balance=[1, 2], executor=executor, checkpoint=checkpoint)
     calls: list[torch.Tensor] = []
-    pipe[0].weight.register_hook(lambda gradient: calls.append(gradient))
+    pipe[0].weight.register_hook(calls.append)
     for _ in range(2):
         backward(pipe, rows(7, 4))
         backward(plain, rows(7, 4))

@@ -67,7 +67,7 @@ def test_tuples_dicts_and_named_tuples_travel_and_come_out(executor: str, checkp
     pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
     seen, wanted = (model(rows(7, 2)) for model in (pipe, plain))
     assert type(seen[0]) is Pair and seen[2] == [None, "text", 3]
-    assert_close(list(seen[0]) + [seen[1]["sum"]], list(wanted[0]) + [wanted[1]["sum"]])
+    assert_close([*list(seen[0]), seen[1]["sum"]], [*list(wanted[0]), wanted[1]["sum"]])
     for pair, summed, _ in (seen, wanted):
         (pair.left * 2 + summed["sum"]).square().sum().backward()
     assert_gradients_equal(pipe, plain)

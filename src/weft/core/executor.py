@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
@@ -58,9 +59,13 @@ class SerialExecutor:
         """See `Executor.walk`."""
         shelf = Shelf()
         post = _post_for([shelf] * len(schedule.workers), schedule, given)
-        with ambient.here(), torch.no_grad():
-            for _, action in schedule.order():
-                perform(action, shelf, post)
+
+        def steps() -> None:
+            with torch.no_grad():
+                for _, action in schedule.order():
+                    perform(action, shelf, post)
+
+        ambient.run(steps)
         return post.left
 
 
@@ -117,7 +122,7 @@ class ThreadExecutor:
         share = max(1, here // max(1, count))
         if share != self._intra_op:
             self._intra_op = share
-            self._tell_all(lambda: torch.set_num_threads(share))
+            self._tell_all(partial(_take_share, share))
             # The setting is per thread, but the last one set is also what threads that start later inherit.
             torch.set_num_threads(here)
 
@@ -127,6 +132,12 @@ class ThreadExecutor:
             jobs.put(_Job(call, done))
         for _ in self._jobs:
             done.get()
+
+
+def _take_share(threads: int) -> None:
+    """Let this thread use so many intra-op threads."""
+    torch.get_num_threads()  # the first use of PyTorch in a thread sets the process's number: have it behind us
+    torch.set_num_threads(threads)
 
 
 def _nothing() -> None:

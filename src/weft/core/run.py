@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from weft.core.channel import Closed
@@ -22,7 +21,7 @@ from weft.core.errors import BackwardTwiceError
 from weft.core.place import Parcel, Place
 from weft.core.route import OUTSIDE, Address, Wiring
 from weft.core.schedule import Action
-from weft.core.segment import Gradients, GradientSum, Keep, Segment, Tape, Visit, cut
+from weft.core.segment import Gradients, GradientSum, Keep, Segment, Tape, Visit, added, cut
 from weft.core.split_backward import SplitBackward
 
 
@@ -123,7 +122,7 @@ class Run:
             for parameter, gradient in zip(segment.parameters, sums.totals, strict=True):
                 if gradient is not None:
                     seen = total.get(id(parameter))
-                    total[id(parameter)] = gradient if seen is None else seen + gradient.to(seen.device)
+                    total[id(parameter)] = gradient if seen is None else added(seen, gradient.to(seen.device))
         self.sums = [GradientSum(len(segment.parameters)) for segment in self.segments]
         return total
 
@@ -229,4 +228,4 @@ def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
-    return reduce(torch.add, gradients) if gradients else None
+    return reduce(added, gradients) if gradients else None

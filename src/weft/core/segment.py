@@ -65,6 +65,11 @@ def differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def added(one: Tensor, other: Tensor) -> Tensor:
+    """A new sum of two gradients. PyTorch adds a sparse one to a dense one, but not the other way round."""
+    return other + one if one.is_sparse else one + other
+
+
 class GradientSum:
     """The gradients of some parameters, added up over the micro-batches in the order of their arrival.
 
@@ -90,7 +95,7 @@ class GradientSum:
                 into.append(total)
                 more.append(gradient)
             else:
-                totals[i] = total + gradient
+                totals[i] = added(total, gradient)
                 owned[i] = not gradient.is_sparse and not total.is_sparse
         if into:
             torch._foreach_add_(into, more)  # pyright: ignore[reportPrivateImportUsage] # no public name
@@ -119,10 +124,10 @@ class Segment:
             with torch.no_grad():
                 return self.call(visit, values), None
         inputs = [leaf for value in values for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
-        versions = [] if torch.is_inference_mode_enabled() else [leaf._version for leaf in inputs]
+        versions = _versions(inputs)
         with torch.no_grad(), phase("checkpointing"):
             outputs = self.call(visit, values)
-        if versions != [leaf._version for leaf in inputs]:
+        if versions != _versions(inputs):
             raise InPlaceError(
                 "a stage wrote into its input in place, but its recomputation in backward needs that input "
                 "unchanged; use the out-of-place form of the first operation (inplace=False), "
@@ -235,3 +240,8 @@ class Tape:
 def _edge(leaf: Any) -> GradientEdge | None:
     """Where the gradient of an output enters the graph: all that backward needs of it."""
     return get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written to. Inference tensors do not count, and cannot be written to outside."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]

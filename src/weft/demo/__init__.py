@@ -33,7 +33,7 @@ def run(options: Options, acts: Sequence[Act] = ACTS) -> Path:
     before = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        torch.set_num_threads(options.threads or before)
+        torch.set_num_threads(options.threads)
         try:
             sections = [section for act in acts for section in act(hand)]
         finally:

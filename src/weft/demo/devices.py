@@ -30,6 +30,7 @@ CHUNKS = 8
 ROWS = 128
 _CHECKED = 19  # rows of the batch that gradients are compared on: eight micro-batches of unequal size
 _SHOWN = 10
+_CHOICES = {"merged": "one thread", "serial": "one thread", "threads": "a thread per stage"}
 
 Differences = dict[tuple[str, str], float]
 Recordings = dict[str, Recording]
@@ -56,9 +57,9 @@ def devices(hand: Stagehand) -> list[Section]:
     hand.say(f"  held-out PSNR {score:.2f} dB after {len(training.losses)} steps; noisy images have {before:.2f} dB")
     batch = digits.train[:ROWS]
     plain = plain_seconds(model, batch)
-    chosen = ", ".join(sorted({*pipe.statistics()["chosen"].values()})) or "still measuring"
+    chosen = " and ".join(_CHOICES[each] for each in {*pipe.statistics()["chosen"].values()}) or "nothing yet"
     speed = f"{show_time(training.seconds)} a step, {ROWS / training.seconds:.0f} images a second"
-    hand.say(f"  speed {speed} (executor auto: {chosen}); the same step in plain PyTorch {show_time(plain)}")
+    hand.say(f"  speed: {speed} (executor auto chose {chosen}); the same step in plain PyTorch: {show_time(plain)}")
     recordings = _record(model, digits, hand)
     where = write_trace(hand.options.out / "trace.json", recordings["1f1b"].events, name="weft, 1f1b")
     hand.wrote(where, "open it in ui.perfetto.dev")
@@ -98,9 +99,9 @@ def _words(chosen: str) -> list[Markup]:
         "skip connections go from the first stage straight to the last; the stages in between never hold them."
     )
     speed = (
-        "All stages share one CPU here. Plain PyTorch already spreads every operator over its cores, so stages bring "
-        'less memory and no speed; speed comes with a device per stage. executor="auto" tried one thread and one '
-        f"thread per stage on the first steps; its choice: {chosen}."
+        'All stages share one CPU here. executor="auto" tried one thread and one thread per stage on the first steps, '
+        f"and chose {chosen}. On one CPU plain PyTorch, with more threads for each operator, gains as much: there "
+        "stages bring less memory; speed comes with a device for each of them."
     )
     return [paragraph(net), paragraph(speed)]
 
@@ -127,9 +128,9 @@ def _seen(digits: Digits, images: Tensor, training: Training) -> list[Markup]:
 
 def _in_time(recordings: Recordings) -> Section:
     words = (
-        "Each row is a stage with a thread of its own, and each bar the work on one micro-batch, with its number. The "
-        "outlines below are the forecast from the median time of each kind of work; it knows the order of the work "
-        "and who waits for whom, and not that threads share the cores of this machine."
+        "The quickest of some steps. Each row is a stage with a thread of its own, and each bar the work on one "
+        "micro-batch, with its number. The outlines below are the forecast from the median time of each kind of "
+        "work; it knows the order of the work and who waits for whom, and not that threads share the cores here."
     )
     drawn = [
         figure(timeline(each.events, each.forecast, title=f"Timeline of a step, {name}"), _caption(name, each))
@@ -141,8 +142,8 @@ def _in_time(recordings: Recordings) -> Section:
 
 def _caption(name: str, each: Recording) -> str:
     return (
-        f"{name}: measured {show_time(each.seconds)}, forecast {show_time(each.forecast.total)}, "
-        f"of which {each.forecast.bubble:.0%} idle."
+        f"{name}: measured {show_time(each.seconds)}; forecast, with a core for each stage, "
+        f"{show_time(each.forecast.total)}, in which stages are idle for {each.forecast.bubble:.0%} of the time."
     )
 
 

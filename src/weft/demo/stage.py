@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, runtime_checkable
 
 from weft.core.errors import WeftError
 
@@ -27,8 +27,18 @@ class Options:
     seconds: float = 25.0
     """...or after so many seconds, whichever comes first."""
     seed: int = 0
-    threads: int | None = None
-    """How many CPU threads torch may use; its own choice if None."""
+    threads: int = 1
+    """How many CPU threads an operator may use. With one, what runs side by side is stages; and torch's own choice
+    is the number of cores that it sees, which in a container may be far more than it can have."""
+
+
+@runtime_checkable
+class Voice(Protocol):
+    """What the demo speaks to: a text file, or anything like it."""
+
+    def write(self, words: str, /) -> int: ...
+    def flush(self) -> None: ...
+    def isatty(self) -> bool: ...
 
 
 @dataclass
@@ -36,7 +46,7 @@ class Stagehand:
     """Says what happens, on `voice` (standard output unless told otherwise), and knows where files go."""
 
     options: Options
-    voice: TextIO = field(default_factory=lambda: sys.stdout)
+    voice: Voice = field(default_factory=lambda: sys.stdout)
     clock: Callable[[], float] = time.perf_counter
     _open: bool = False
     _last: float = float("-inf")

@@ -16,6 +16,7 @@ from weft.demo.unet import Digits, with_noise
 from weft.pipeline.pipe import Pipe
 
 _RATE = 4e-3
+_WARM_UP = 10  # steps
 
 
 class Training(NamedTuple):
@@ -35,7 +36,7 @@ def train(pipe: Pipe, digits: Digits, rows: int, hand: Stagehand) -> Training:
     done = 0.0
     while done < 1 or not losses:
         for group in optimizer.param_groups:
-            group["lr"] = _RATE * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
+            group["lr"] = _rate(len(losses), done)
         start = time.perf_counter()
         clean = digits.train[torch.randint(len(digits.train), (rows,))]
         losses.append(_step(lambda x, y: pipe(x, target=y), optimizer, clean))
@@ -45,6 +46,11 @@ def train(pipe: Pipe, digits: Digits, rows: int, hand: Stagehand) -> Training:
         speed = f"{median(taken[-20:]) * 1e3:.0f} ms a step"
         hand.progress(f"  step {len(losses)} of {options.steps}   loss {losses[-1]:.4f}   {speed}   {spent:.0f} s")
     return Training(losses, median(taken))
+
+
+def _rate(step: int, done: float) -> float:
+    """The learning rate: a few steps up, then down as a cosine of the share that is done."""
+    return _RATE * min(1.0, (step + 1) / _WARM_UP) * (0.05 + 0.95 * (1 + math.cos(math.pi * done)) / 2)
 
 
 def plain_seconds(model: nn.Sequential, clean: Tensor, steps: int = 7) -> float:

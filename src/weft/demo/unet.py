@@ -1,14 +1,15 @@
 """A small U-Net for denoising, as an `nn.Sequential` of skippable layers, and the digits that it learns from.
 
-    stage 0             stage 1            stage 2               stage 3
-    enter ─ encode ──── shrink, encode ─── shrink, widen, ────── widen, decode ─ leave
-      │        │             └── middle ────^ decode                  ^            ^
-      │        └── fine ──────────────────── (goes straight) ─────────┘            │
-      └── noisy ──────────────────────────── (goes straight) ──────────────────────┘
+    stage 0                   stage 1             stage 2            stage 3
+    enter ─ encode ─ shrink ─ encode ─ bottom ─── widen ─ decode ─── widen ─ decode ─ leave
+      │        │                │                            ^                 ^        ^
+      │        │                └── middle ──────────────────┘                 │        │
+      │        └── fine ───────────────────────── (goes straight) ─────────────┘        │
+      └── noisy ───────────────────────────────── (goes straight) ──────────────────────┘
 
-"fine" and "noisy" cross three stages, and the two in between neither hold nor forward them. The net says what to
-take away from its input, so an untrained one does little harm (residual learning; Zhang et al., DnCNN,
-arXiv 1608.03981). U-Net is Ronneberger, Fischer and Brox's (arXiv 1505.04597).
+"fine" and "noisy" go from the first stage to the last, and the two in between neither hold nor forward them. The
+net says what to take away from its input, so an untrained one does little harm (residual learning; Zhang et al.,
+DnCNN, arXiv 1608.03981). U-Net is Ronneberger, Fischer and Brox's (arXiv 1505.04597).
 
 GroupNorm, since its numbers do not depend on how the mini-batch is cut: then every gradient can be held against
 plain PyTorch's to the last digits. A BatchNorm normalises by the rows that it sees, so with micro-batches it is,
@@ -26,7 +27,7 @@ from torch.nn import functional
 from weft.core.errors import UsageError
 from weft.pipeline.skip import pop, skippable, stash
 
-BALANCE = (2, 2, 3, 3)
+BALANCE = (3, 2, 2, 3)
 """How many layers of `unet` each of its four stages has."""
 SIDE = 16
 """Height and width of an image."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -121,6 +121,12 @@ class Pipe(nn.Module):
         Raises BatchError when the mini-batch cannot be cut or the outputs cannot be joined, DeviceError when a
         layer is not where its stage runs. An exception of a layer passes through, with a note of where it was.
         """
+        if torch.compiler.is_dynamo_compiling():  # what is around a pipe may be compiled; its scheduling is not traced
+            untraced = cast("Callable[..., Any]", torch.compiler.disable(self._forward))
+            return untraced(args, kwargs)
+        return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self._made_runtime()
         targets: tuple[Any, ...] = ()
         if self._loss[0] is not None and "target" in kwargs:

@@ -58,7 +58,7 @@ def _twice(function: Callable[..., Any], visit: Visit) -> Callable[..., Any]:
     calls: list[bool] = []
 
     def call(*inputs: Any) -> Any:
-        with phase("recomputing" if calls else "checkpointing"):
+        with phase("recomputing" if calls else "checkpointing"), visit.ambient.process_flags():
             calls.append(True)
             return function(visit, *inputs)
 

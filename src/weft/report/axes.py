@@ -13,17 +13,25 @@ from weft.report.markup import Markup, join, tag
 
 @dataclass(frozen=True)
 class Scale:
-    """A straight line from `low`..`high` of the data to `start`..`end` of the picture."""
+    """From `low`..`high` of the data to `start`..`end` of the picture: a straight line, or with `log` a logarithm of
+    data above 0."""
 
     low: float
     high: float
     start: float
     end: float
+    log: bool = False
 
     def __call__(self, value: float) -> float:
-        span = self.high - self.low
-        share = (value - self.low) / span if span > 0 else 0.0
+        low, high, at = (math.log(x) if self.log else x for x in (self.low, self.high, value))
+        share = (at - low) / (high - low) if high > low else 0.0
         return self.start + share * (self.end - self.start)
+
+    def ticks(self, unit: float, most: int = 6) -> list[float]:
+        """Where numbers stand: round ones, counted in `unit`."""
+        if self.log:
+            return log_ticks(self.low, self.high)
+        return [value * unit for value in ticks(self.low / unit, self.high / unit, most)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Unit:
     name: str
     factor: float
 
-    def show(self, value: float) -> str:
+    def show(self, value: int | float) -> str:
         """The value in this unit, with three digits at least and the unit's name."""
         scaled = value / self.factor
         size = abs(scaled)
@@ -45,23 +53,26 @@ SECONDS = (Unit("s", 1.0), Unit("ms", 1e-3), Unit("µs", 1e-6))
 BYTES = (Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit("bytes", 1.0))
 
 
-def unit_for(largest: float, units: Sequence[Unit]) -> Unit:
+def unit_for(largest: int | float, units: Sequence[Unit]) -> Unit:
     """The largest unit of which there is at least one; `units` from large to small."""
     return next((unit for unit in units if abs(largest) >= unit.factor), units[-1])
 
 
-def show_time(seconds: float) -> str:
+def show_time(seconds: int | float) -> str:
     """A time in the unit that fits it."""
     return unit_for(seconds, SECONDS).show(seconds)
 
 
-def show_bytes(count: float) -> str:
+def show_bytes(count: int | float) -> str:
     """A number of bytes in the unit that fits it."""
     return unit_for(count, BYTES).show(count)
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, at most `most` and, if the numbers differ at all, at least two."""
+    """Round numbers from `low` to `high`, at most `most` of them; of five or more at least two.
+
+    Where the ends do not differ, or are no finite numbers, `low` alone.
+    """
     span = high - low
     if not (span > 0 and math.isfinite(span)):
         return [low]
@@ -73,6 +84,14 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [low]
 
 
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten from `low` to `high`, both above 0; powers of ten alone if those are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if len(powers) <= 4 else (1,)
+    found = [float(f"{digit}e{power}") for power in powers for digit in digits]
+    return [value for value in found if low <= value <= high]
+
+
 @dataclass(frozen=True)
 class Frame:
     """The rectangle that data is drawn in, with its two scales."""
@@ -82,7 +101,7 @@ class Frame:
 
     def bottom_axis(self, unit: Unit, label: str) -> Markup:
         """Vertical lines with their numbers below, and what they count."""
-        at = [value * unit.factor for value in ticks(self.x.low / unit.factor, self.x.high / unit.factor, 10)]
+        at = self.x.ticks(unit.factor, 10)
         base = self.y.start
         lines = [tag("line", x1=self.x(v), x2=self.x(v), y1=self.y.end, y2=base, class_="grid") for v in at]
         names = [tag("text", f"{v / unit.factor:g}", x=self.x(v), y=base + 16, class_="tick") for v in at]
@@ -91,7 +110,7 @@ class Frame:
 
     def left_axis(self, unit: Unit, label: str) -> Markup:
         """Horizontal lines with their numbers on the left, and what they count above."""
-        at = [value * unit.factor for value in ticks(self.y.low / unit.factor, self.y.high / unit.factor)]
+        at = self.y.ticks(unit.factor)
         left = self.x.start
         lines = [tag("line", x1=left, x2=self.x.end, y1=self.y(v), y2=self.y(v), class_="grid") for v in at]
         names = [tag("text", f"{v / unit.factor:g}", x=left - 8, y=self.y(v) + 4, class_="tick end") for v in at]

@@ -44,10 +44,13 @@ def memory_curve(
 
 
 def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label: str = "loss") -> Markup:
-    """Draw the loss of every step, thin, and its running mean, bold. Losses that are no finite numbers are gaps."""
+    """Draw the loss of every step, thin, and its running mean, bold; on a logarithmic axis if all are above 0.
+
+    Losses that are no finite numbers are left out.
+    """
     points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if math.isfinite(loss)]
     mean = list(_running(points))
-    frame = _frame([points])
+    frame = _frame([points], log=all(loss > 0 for _, loss in points))
     one = Unit("", 1.0)
     axes = [frame.bottom_axis(one, "step"), frame.left_axis(one, label)]
     faint, bold = _line(frame, points, 0, "every step", "faint"), _line(frame, mean, 0, "running mean")
@@ -55,13 +58,15 @@ def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label
     return chart(title, _WIDTH, _HEIGHT, legend, *axes, faint, bold)
 
 
-def _frame(curves: Iterable[Sequence[Point]]) -> Frame:
-    """From 0, or below where the data is, to a little more than the largest value."""
+def _frame(curves: Iterable[Sequence[Point]], *, log: bool = False) -> Frame:
+    """From 0, or below where the data is, to a little more than the largest value; with `log` around the data."""
     points = [point for curve in curves for point in curve]
     xs, ys = [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
     low, high = min(0.0, *ys), max(ys)
     top = high + 0.05 * (high - low) if high > low else low + 1.0
     across = Scale(min(0.0, *xs), max(xs), _LEFT, _WIDTH - _RIGHT)
+    if log and points:
+        return Frame(across, Scale(min(ys) / 1.1, high * 1.1, _HEIGHT - _BOTTOM, _TOP, log=True))
     return Frame(across, Scale(low, top, _HEIGHT - _BOTTOM, _TOP))
 
 

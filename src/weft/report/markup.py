@@ -49,6 +49,6 @@ def join(parts: Iterable[str]) -> Markup:
     return Markup("".join(part if isinstance(part, Markup) else text(part) for part in parts))
 
 
-def chart(title: str, width: float, height: float, *content: str) -> Markup:
+def chart(title: str, width: int | float, height: int | float, *content: str) -> Markup:
     """An SVG picture of this size in its own units, with a title for those who cannot see it."""
     return tag("svg", *content, viewBox=f"0 0 {number(width)} {number(height)}", role="img", aria_label=title)

@@ -133,6 +133,8 @@ def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Cos
     """The costs behind some recorded steps of one pipe: the median time of each kind per stage.
 
     Give a recorder per step, after some to warm up. I and W together count as B. Without `sizes` bytes are 0.
+    Bytes are those of an average micro-batch, so they are near the truth only where a stage treats all alike: not
+    with ``checkpoint="except_last"``, whose last micro-batch keeps what the others make a second time.
     Raises UsageError when nothing was recorded.
     """
     events = [event for recorder in recorders for event in recorder.events]

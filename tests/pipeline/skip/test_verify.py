@@ -67,9 +67,7 @@ def test_a_stash_that_nobody_pops() -> None:
 def test_all_faults_are_reported_at_once() -> None:
     seen = faults(layer("ab"), layer("a", "c"), layer(pop="a"), layer("d", "d"))
     assert len(seen) == 4
-    assert all(
-        any(word in fault for fault in seen) for word in ("again", "before any", "nobody pops", "both")
-    )
+    assert all(any(word in fault for fault in seen) for word in ("again", "before any", "nobody pops", "both"))
 
 
 def test_namespaces_keep_equal_names_apart() -> None:

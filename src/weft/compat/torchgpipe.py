@@ -1,0 +1,129 @@
+"""torchgpipe's names, on top of `weft.Pipe`: a program that used it changes one import.
+
+    from torchgpipe import GPipe                     from weft.compat.torchgpipe import (
+    from torchgpipe.balance import balance_by_time       GPipe, balance_by_time, skippable, stash, pop,
+    from torchgpipe.skip import skippable, ...       )
+
+torchgpipe (Kim et al., arXiv 2004.09910) is the source of the design. What is different here:
+
+    state_dict()      has the keys of the wrapped nn.Sequential. A state that torchgpipe saved, whose keys begin
+                      with "partitions.<number>.", still loads
+    devices           may also be CPUs, also the same one several times; without any GPU they are the default
+    micro-batches     differ by one row at most (6 rows in 4 chunks: 2 2 1 1, where torchgpipe makes 2 2 2)
+    input, output     any nesting of tensors, and more than one argument
+    duplicates        a layer may occur twice, and stages on one device may share parameters
+    an empty model    is refused
+    in evaluation     the checkpoint mode holds as in training, where gradients are wanted
+    second gradients  are refused (``weft.Pipe(..., executor="graph")`` has them)
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.ambient import is_checkpointing, is_recomputing
+from weft.core.errors import PartitionError, UsageError
+from weft.pipeline.partition import balance_by_size, balance_by_time
+from weft.pipeline.pipe import Pipe
+from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
+
+__all__ = [
+    "GPipe",
+    "Namespace",
+    "balance_by_size",
+    "balance_by_time",
+    "is_checkpointing",
+    "is_recomputing",
+    "pop",
+    "skippable",
+    "stash",
+    "verify_skippables",
+]
+
+Device = torch.device | int | str
+
+
+class GPipe(Pipe):
+    """`weft.Pipe` with the arguments and the manners of ``torchgpipe.GPipe``.
+
+    Args:
+        module: an `nn.Sequential`.
+        balance: how many layers each partition has. Must be given; `balance_by_time` and `balance_by_size`
+            find one.
+        devices: one per partition, all CUDA devices by default; what is too much is left out.
+        chunks: into how many micro-batches a mini-batch is cut.
+        checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
+        deferred_batch_norm: whether running statistics are those of the whole mini-batch.
+
+    `balance`, `devices`, `chunks` and `checkpoint` are attributes too. `partitions` is a list of `nn.Sequential`;
+    ``len``, an index and a loop give the layers. Put the target on ``devices[-1]``, where the output is.
+
+    Raises TypeError when the module is no `nn.Sequential` or its skips do not fit; ValueError for other
+    arguments; IndexError when there are fewer devices than partitions.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: Literal["always", "except_last", "never"] = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        if balance is None:
+            raise UsageError(
+                "GPipe needs a balance, the number of layers in each partition; measure one with "
+                "balance_by_time(partitions, module, sample), or use weft.Pipe, which balances by itself"
+            )
+        sizes = list(balance)
+        places = None if devices is None else list(devices)
+        try:
+            super().__init__(
+                module,
+                chunks=chunks,
+                devices=places,
+                balance=sizes,
+                checkpoint=checkpoint,
+                deferred_batch_norm=deferred_batch_norm,
+            )
+        except PartitionError as error:
+            if sum(sizes) == len(module) and min(sizes) > 0:  # so there are too few devices
+                raise IndexError(str(error)) from error
+            raise
+        self.register_load_state_dict_pre_hook(_with_plain_keys)
+
+    def cuda(self, device: Device | None = None) -> NoReturn:
+        """Refused with TypeError, as `to` another device."""
+        raise _moved()
+
+    def cpu(self) -> NoReturn:
+        """Refused with TypeError, as `to` another device."""
+        raise _moved()
+
+    def to(self, *args: Any, **kwargs: Any) -> "GPipe":
+        """As `nn.Module.to` for dtypes. Raises TypeError for a device: GPipe places its layers itself."""
+        if isinstance(args[0] if args else None, torch.device | int | str | Tensor):
+            raise _moved()
+        if kwargs.get("device") is not None or kwargs.get("tensor") is not None:
+            raise _moved()
+        return super().to(*args, **kwargs)
+
+
+def _moved() -> TypeError:
+    return TypeError(
+        "a GPipe cannot be moved to another device, because it places its layers itself; give it devices= when "
+        "it is made, and move its input instead"
+    )
+
+
+def _with_plain_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rename, in place, what torchgpipe called ``partitions.<number>.<key>`` to the key, where we have it."""
+    for key in list(state):
+        if key.startswith(f"{prefix}partitions."):
+            number, _dot, rest = key.removeprefix(f"{prefix}partitions.").partition(".")
+            if number.isdigit() and rest.split(".")[0] in module._modules:
+                state[prefix + rest] = state.pop(key)

@@ -1,0 +1,273 @@
+"""A program that was written for torchgpipe runs with one import changed."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.pipe_cases import CHECKPOINTS, assert_close, assert_gradients_equal, backward, chain, rows
+from weft import Pipe
+from weft.compat.torchgpipe import (
+    GPipe,
+    Namespace,
+    balance_by_size,
+    balance_by_time,
+    is_checkpointing,
+    is_recomputing,
+    pop,
+    skippable,
+    stash,
+    verify_skippables,
+)
+from weft.pipeline.settings import checkpoint_rules
+
+TWO = ["cpu", "cpu"]
+
+
+@skippable(stash=["1to3"])
+class Layer1(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 1)
+
+    def forward(self, input):
+        yield stash("1to3", input)
+        output = self.conv(input)
+        return output
+
+
+class Layer2(nn.Module):
+    def forward(self, input):
+        return input * 2
+
+
+@skippable(pop=["1to3"])
+class Layer3(nn.Module):
+    def forward(self, input):
+        skip_1to3 = yield pop("1to3")
+        output = input + skip_1to3
+        return output
+
+
+def test_the_program_of_the_old_guide_trains() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    model = GPipe(model, balance=[1, 1, 1, 1], devices=["cpu"] * 4, chunks=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    in_device = model.devices[0]
+    out_device = model.devices[-1]
+    for input, target in [(torch.randn(10, 4), torch.randint(2, (10,))) for _ in range(3)]:
+        input = input.to(in_device, non_blocking=True)
+        target = target.to(out_device, non_blocking=True)
+        output = model(input)
+        assert_close(output, plain(input), 1e-5)
+        loss = nn.functional.cross_entropy(output, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        plain.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_long_skip_connections_as_in_the_old_guide(checkpoint: str) -> None:
+    layers = nn.Sequential(Layer1(), Layer2(), Layer3()).double()
+    verify_skippables(layers)
+    plain = copy.deepcopy(layers)
+    model = GPipe(layers, [1, 1, 1], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint)
+    for each in (model, plain):
+        backward(each, rows(7, 3, 2, 2))
+    assert_gradients_equal(model, plain)
+
+
+def test_isolated_skips() -> None:
+    first, second = Namespace(), Namespace()
+    layers = [
+        Layer1().isolate(first),
+        Layer1().isolate(second),
+        Layer3().isolate(second),
+        Layer3().isolate(first),
+    ]
+    model = GPipe(nn.Sequential(*layers), balance=[2, 2], devices=TWO, chunks=2)
+    assert model(torch.randn(4, 3, 2, 2)).shape == (4, 3, 2, 2)
+
+
+def test_the_attributes_are_there() -> None:
+    layers = chain(4, 5, 3)
+    model = GPipe(layers, (2, 1), devices=["cpu", "cpu", "cpu"], chunks=4, checkpoint="always")
+    assert isinstance(model, Pipe)
+    assert model.balance == [2, 1] and model.chunks == 4 and model.checkpoint == "always"
+    assert model.devices == [torch.device("cpu")] * 2
+    assert [len(partition) for partition in model.partitions] == [2, 1]
+    assert all(type(partition) is nn.Sequential for partition in model.partitions)
+    assert [name for partition in model.partitions for name, _ in partition.named_children()] == [
+        "0",
+        "1",
+        "2",
+    ]
+    defaults = GPipe(layers, balance=[3], devices=["cpu"])
+    assert defaults.chunks == 1 and defaults.checkpoint == "except_last"
+
+
+def test_len_index_and_loop_give_the_layers() -> None:
+    layers = chain(4, 5, 3)
+    wanted = list(layers)
+    model = GPipe(layers, [2, 1], devices=TWO)
+    assert len(model) == 3 and list(model) == wanted
+    assert [model[index] for index in range(-3, 3)] == wanted + wanted
+    for index in (3, -4):
+        with pytest.raises(IndexError):
+            model[index]
+
+
+def test_a_layer_knows_where_it_is() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            seen.append((is_checkpointing(), is_recomputing()))
+            return x * 1
+
+    model = GPipe(nn.Sequential(Asks()), balance=[1], devices=["cpu"], chunks=2, checkpoint="except_last")
+    model(torch.ones(2, 1, requires_grad=True)).sum().backward()
+    assert seen == [(True, False), (False, False), (False, True)]
+    assert not is_checkpointing() and not is_recomputing()
+
+
+def test_balances_are_measured() -> None:
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    by_time = balance_by_time(2, model, torch.ones(8, 32), timeout=0.05, device="cpu")
+    assert sum(by_time) == 4 and len(by_time) == 2
+    assert balance_by_size(2, model, torch.ones(8, 32), chunks=2, param_scale=4.0, device="cpu") == [2, 2]
+    GPipe(model, by_time, devices=TWO)
+
+
+def test_deferred_batch_norm_counts_the_mini_batch_once() -> None:
+    model = GPipe(
+        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)),
+        [1, 1],
+        devices=TWO,
+        chunks=4,
+        deferred_batch_norm=True,
+    )
+    x = torch.randn(8, 4)
+    model(x)
+    assert model[0].num_batches_tracked == 1
+    torch.testing.assert_close(model[0].running_mean, 0.1 * x.mean(0))
+
+
+def test_a_tuple_is_one_input() -> None:
+    class Swap(nn.Module):
+        def forward(self, pair):
+            x, y = pair
+            return y, x
+
+    model = GPipe(nn.Sequential(Swap(), Swap(), Swap()), balance=[1, 2], devices=TWO, chunks=2)
+    x, y = torch.zeros(3), torch.ones(3)
+    assert [each.tolist() for each in model((x, y))] == [y.tolist(), x.tolist()]
+
+
+# --- state
+
+
+def test_a_state_that_the_old_library_saved_loads() -> None:
+    layers = chain(4, 5, 5, 3)
+    wanted = layers.state_dict()
+    old = {f"partitions.{0 if key[0] in '01' else 1}.{key}": value + 1 for key, value in wanted.items()}
+    before = dict(old)
+    model = GPipe(layers, balance=[2, 3], devices=TWO)
+    model.load_state_dict(old, strict=True)
+    assert list(model.state_dict()) == list(wanted)
+    for (_, seen), value in zip(model.state_dict().items(), before.values(), strict=True):
+        assert torch.equal(seen, value)
+    assert list(old) == list(before), "the caller's dictionary stays as it was"
+    inside = nn.Sequential(model)
+    inside.load_state_dict({f"0.{key}": value for key, value in before.items()}, strict=True)
+
+
+def test_a_new_state_loads_and_an_unknown_key_is_still_refused() -> None:
+    model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
+    model.load_state_dict(model.state_dict(), strict=True)
+    with pytest.raises(RuntimeError, match=r"partitions\.0\.9\.weight"):
+        model.load_state_dict({**model.state_dict(), "partitions.0.9.weight": torch.ones(1)})
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_a_gpipe_that_works(duplicate) -> None:
+    model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO, chunks=2)
+    twin = duplicate(model)
+    assert type(twin) is GPipe and twin.balance == [2, 1]
+    assert_close(twin(rows(5, 4)), model(rows(5, 4)))
+
+
+# --- moving
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.cuda(),
+        lambda model: model.cuda(0),
+        lambda model: model.cpu(),
+        lambda model: model.to(torch.device("cpu")),
+        lambda model: model.to("cpu"),
+        lambda model: model.to(0),
+        lambda model: model.to("cpu", torch.float32),
+        lambda model: model.to(torch.rand(1)),
+        lambda model: model.to(device="cpu"),
+        lambda model: model.to(tensor=torch.rand(1)),
+    ],
+)
+def test_a_gpipe_is_not_moved(move) -> None:
+    model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
+    with pytest.raises(TypeError, match="places its layers itself"):
+        move(model)
+
+
+def test_the_dtype_may_change() -> None:
+    model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
+    assert model.half() is model and model[0].weight.dtype == torch.float16
+    assert model.to(torch.double) is model and model[0].weight.dtype == torch.float64
+    assert model.to(dtype=torch.float32, non_blocking=True)[0].weight.dtype == torch.float32
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+
+
+# --- faults
+
+
+def test_a_missing_balance_is_a_value_error_that_recommends_one() -> None:
+    with pytest.raises(ValueError, match="balance_by_time"):
+        GPipe(nn.Sequential(nn.Tanh()))
+
+
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_chunks_below_one_are_a_value_error(chunks: int) -> None:
+    with pytest.raises(ValueError, match=f"chunks is {chunks}"):
+        GPipe(nn.Sequential(nn.Tanh()), balance=[1], devices=["cpu"], chunks=chunks)
+
+
+@pytest.mark.parametrize("balance", [[2], [], [1, 1, 1], [0, 2], [-1, 3], [2, 0]])
+def test_a_wrong_balance_is_a_value_error(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"balance|layers"):
+        GPipe(
+            nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())[: 2 + (balance == [2])],
+            balance,
+            devices=["cpu"] * 3,
+        )
+
+
+def test_too_few_devices_are_an_index_error() -> None:
+    with pytest.raises(IndexError, match="2 stages, but there are 1 devices"):
+        GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), balance=[1, 1], devices=["cpu"])
+
+
+def test_skips_that_do_not_fit_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match="1to3"):
+        GPipe(nn.Sequential(Layer1(), Layer2()), balance=[1, 1], devices=TWO)
+
+
+def test_a_wrong_checkpoint_mode_is_a_value_error() -> None:
+    # The type checks that the tests run under would refuse it before GPipe does.
+    with pytest.raises(ValueError, match="'INVALID'"):
+        checkpoint_rules("INVALID", 1)

@@ -1,0 +1,198 @@
+"""Random numbers per (stage, micro-batch): seeds, who holds the generator, and what a surprise leads to."""
+
+import threading
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.core.rng import Dice, RandomUse, generators, mix
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def uses(stages: int = 2) -> list[RandomUse]:
+    """Stages on the CPU that nothing is known about yet."""
+    return [RandomUse(generators([torch.device("cpu")])) for _ in range(stages)]
+
+
+def draw() -> Tensor:
+    """Three numbers."""
+    return torch.rand(3)
+
+
+def nothing() -> Tensor:
+    """No number."""
+    return torch.zeros(3)
+
+
+def forward(
+    dice: Dice, stages: list[Callable[[], Tensor]], order: list[tuple[int, int]]
+) -> dict[tuple[int, int], Tensor]:
+    """What the stages draw for two micro-batches, in any order."""
+    drawn: dict[tuple[int, int], Tensor] = {}
+    for stage, i in order:
+        with dice.scope(stage, i):
+            drawn[stage, i] = stages[stage]()
+    return drawn
+
+
+ALL = list(product(range(2), range(2)))
+
+
+@given(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 1000), min_size=1, max_size=3))
+def test_mixed_seeds_can_seed_a_generator_and_follow_from_the_keys(seed: int, keys: list[int]) -> None:
+    assert 0 <= mix(seed, *keys) < 2**63
+    assert mix(seed, *keys) == mix(seed, *keys)
+    torch.Generator().manual_seed(mix(seed, *keys))
+
+
+def test_mixed_seeds_do_not_meet() -> None:
+    keys = [(seed, stage, i) for seed in range(3) for stage in range(40) for i in range(40)]
+    assert len({mix(*each) for each in keys}) == len(keys)
+
+
+def test_the_cpu_has_one_generator_and_meta_none_of_its_own() -> None:
+    found = generators([torch.device("cpu"), torch.device("meta"), torch.device("cpu")])
+    assert found == (torch.default_generator,)
+
+
+@given(st.permutations(ALL))
+def test_numbers_do_not_depend_on_the_order_and_a_repetition_draws_them_again(order: list[tuple[int, int]]) -> None:
+    torch.manual_seed(3)
+    wanted = forward(Dice(uses(), [0, 0]), [draw, draw], ALL)
+    torch.manual_seed(3)
+    dice = Dice(uses(), [0, 0])
+    seen, again = forward(dice, [draw, draw], order), forward(dice, [draw, draw], ALL)
+    for key in ALL:
+        assert torch.equal(wanted[key], seen[key]) and torch.equal(wanted[key], again[key])
+    assert len({tuple(each.tolist()) for each in wanted.values()}) == len(ALL)
+    assert dice.settle()
+
+
+def test_a_step_that_draws_moves_the_callers_generator_by_one_draw_and_another_not_at_all() -> None:
+    before = torch.get_rng_state()
+    known = uses()
+    for _ in range(3):
+        dice = Dice(known, [0, 0])
+        forward(dice, [nothing, nothing], ALL)
+        assert dice.settle()
+        assert torch.equal(torch.get_rng_state(), before)
+    assert [use.draws for use in known] == [{0: False}, {0: False}]
+    torch.randint(1 << 62, ())
+    after_one_draw = torch.get_rng_state()
+    torch.set_rng_state(before)
+    dice = Dice(uses(), [0, 0])
+    forward(dice, [nothing, draw], ALL)
+    assert dice.settle()
+    assert torch.equal(torch.get_rng_state(), after_one_draw)
+
+
+def test_inside_the_scope_the_caller_sees_nothing_of_the_draws_even_on_error() -> None:
+    dice = Dice(uses(), [0, 0])
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError), dice.scope(0, 0):
+        draw()
+        raise KeyError
+    assert torch.equal(torch.get_rng_state(), before)
+    with dice.scope(1, 0):  # and the generator is free again
+        draw()
+
+
+def test_the_verdict_is_kept_per_configuration() -> None:
+    known = uses(1)
+    for configuration, stage in (("eval", nothing), ("train", draw), ("eval", nothing)):
+        dice = Dice(known, [configuration])
+        with dice.scope(0, 0):
+            stage()
+        assert dice.settle()
+    assert known[0].draws == {"eval": False, "train": True}
+
+
+@pytest.mark.parametrize("other", [nothing, draw])
+def test_a_surprise_lets_the_step_run_again_with_the_same_seed_and_every_stage_holding(
+    other: Callable[[], Tensor],
+) -> None:
+    known = uses()
+    dice = Dice(known, [0, 0])
+    forward(dice, [nothing, other], ALL)
+    assert dice.settle()
+    torch.manual_seed(5)
+    surprised = Dice(known, [0, 0])
+    forward(surprised, [draw, other], ALL)
+    assert not surprised.settle()
+    again = Dice(known, [0, 0])
+    assert again.seed == surprised.seed
+    seen = forward(again, [draw, other], ALL)
+    assert again.settle()
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    fresh = Dice(uses(), [0, 0])
+    wanted = forward(fresh, [draw, other], ALL)
+    assert fresh.settle()
+    assert all(torch.equal(wanted[key], seen[key]) for key in ALL)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert known[0].draws[0] is True
+
+
+def test_a_model_known_to_be_quiet_needs_no_scope_and_is_still_found_out() -> None:
+    known = uses()
+    dice = Dice(known, [0, 0])
+    assert not dice.quiet, "nothing is known yet"
+    forward(dice, [nothing, nothing], ALL)
+    dice.settle()
+    dice = Dice(known, [0, 0])
+    assert dice.quiet
+    draw()  # outside of every scope
+    assert not dice.settle()
+    assert not Dice(known, [0, 0]).quiet
+
+
+def test_one_stage_holds_the_generator_while_others_wait() -> None:
+    dice, inside, most = Dice(uses(4), [0] * 4), [0], [0]
+    start = threading.Barrier(4)
+
+    def stage(number: int) -> None:
+        start.wait(10)
+        for i in range(20):
+            with dice.scope(number, i):
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                draw()
+                inside[0] -= 1
+
+    threads = [threading.Thread(target=stage, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert most == [1]
+
+
+def test_quiet_stages_do_not_wait_for_each_other_nor_for_one_that_draws() -> None:
+    known = uses(3)
+    dice = Dice(known, [0] * 3)
+    for number, stage in enumerate([draw, nothing, nothing]):
+        with dice.scope(number, 0):
+            stage()
+    assert dice.settle()
+    dice = Dice(known, [0] * 3)
+    meeting = threading.Barrier(3)
+
+    def meet(number: int) -> None:
+        with dice.scope(number, 0):
+            meeting.wait(10)
+
+    threads = [threading.Thread(target=meet, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not meeting.broken

@@ -1,0 +1,180 @@
+"""Segments: what a forward keeps for its backward, how values are cut, and how gradients are added up."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.core.ambient import Ambient, is_checkpointing, is_recomputing
+from weft.core.errors import InPlaceError
+from weft.core.segment import GradientSum, Keep, Segment, Visit, cut
+
+
+def visit(index: int = 0) -> Visit:
+    """A passage of one micro-batch, here and now."""
+    return Visit(index, Ambient.capture(["cpu"]))
+
+
+def leaf(*values: float) -> Tensor:
+    """A float64 leaf that wants a gradient."""
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def test_cut_gives_leaves_of_the_same_storage_that_want_a_gradient_as_their_tensors_did() -> None:
+    y, plain, count = leaf(1, 2) * 2, torch.zeros(2), torch.tensor([1])
+    value = {"y": y, "rest": (plain, None, count, 7)}
+    piece = cut(value)
+    assert piece["y"].is_leaf and piece["y"].requires_grad and piece["y"].data_ptr() == y.data_ptr()
+    assert not piece["rest"][0].requires_grad
+    assert piece["rest"][1] is None and piece["rest"][3] == 7
+    tracked = cut(value, True)
+    assert tracked["rest"][0].requires_grad, "what can carry a gradient does"
+    assert not tracked["rest"][2].requires_grad, "integers cannot"
+    assert not cut(value, False)["y"].requires_grad
+
+
+class Calls:
+    """A function that notes in which phase it was called, and whether a graph was being made."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.seen: list[tuple[bool, bool, bool]] = []
+
+    def __call__(self, visit: Visit, x: Tensor, pair: tuple[Tensor, None]) -> tuple[Any, ...]:
+        self.seen.append((is_checkpointing(), is_recomputing(), torch.is_grad_enabled()))
+        return {"y": (x * self.weight).sin() + pair[0], "n": 3}, x.exp()
+
+
+@pytest.mark.parametrize("keep", ["graph", "inputs"])
+def test_backward_gives_the_gradients_of_every_leaf_and_parameter(keep: Keep) -> None:
+    weight, x, z = leaf(3, 4), leaf(0.5, 0.25), leaf(1, 1)
+    function = Calls(weight)
+    segment = Segment(function, [weight])
+    with torch.no_grad():  # as in a worker
+        outputs, tape = segment.forward(visit(), [cut(x), (cut(z), None)], keep)
+        assert tape is not None
+        gradients = [[torch.ones_like(x), None], [torch.full_like(x, 2.0)]]
+        if keep == "inputs":
+            assert not outputs[0]["y"].requires_grad
+            tape.prepare()
+            tape.prepare()  # once is enough
+        assert tape.widths() == [2, 1]
+        inputs, parameters = tape.backward(gradients)
+    wanted = torch.autograd.grad([(x * weight).sin() + z, x.exp()], [x, z, weight], [gradients[0][0], gradients[1][0]])
+    torch.testing.assert_close([inputs[0][0], inputs[1][0], parameters[0]], list(wanted))
+    assert inputs[1][1] is None
+    calls = {"graph": [(False, False, True)], "inputs": [(True, False, False), (False, True, True)]}
+    assert function.seen == calls[keep]
+
+
+def test_to_keep_nothing_leaves_no_tape_and_no_graph() -> None:
+    weight = leaf(3, 4)
+    function = Calls(weight)
+    outputs, tape = Segment(function, [weight]).forward(visit(), [leaf(1, 2), (leaf(1, 1), None)], "nothing")
+    assert tape is None
+    assert not outputs[1].requires_grad
+    assert function.seen == [(False, False, False)]
+
+
+@pytest.mark.parametrize("keep", ["graph", "inputs"])
+def test_a_retained_tape_can_be_walked_again(keep: Keep) -> None:
+    weight, x = leaf(3, 4), leaf(1, 2)
+    segment = Segment(lambda visit, x: ((x * weight).sin(),), [weight])
+    _, tape = segment.forward(visit(), [cut(x)], keep)
+    assert tape is not None
+    first = tape.backward([[torch.ones_like(x)]], retain=True)
+    second = tape.backward([[torch.ones_like(x)]])
+    assert torch.equal(first[0][0][0], second[0][0][0]) and torch.equal(first[1][0], second[1][0])
+
+
+@pytest.mark.parametrize("keep", ["graph", "inputs"])
+def test_no_gradient_in_gives_no_gradient_out(keep: Keep) -> None:
+    weight, x = leaf(3), leaf(2)
+    _, tape = Segment(lambda visit, x: (x * weight, 7), [weight]).forward(visit(), [cut(x)], keep)
+    assert tape is not None
+    tape.prepare()
+    assert tape.backward([[None], [None]]) == ([[None]], [None])
+
+
+@pytest.mark.parametrize("keep", ["graph", "inputs"])
+def test_a_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
+    segment = Segment(lambda visit, x: (x + 1,))
+    outputs, tape = segment.forward(visit(), [leaf(1, 2)], keep)
+    gone = weakref.ref(outputs[0].untyped_storage())
+    del outputs
+    assert gone() is None
+    assert tape is not None
+
+
+def test_a_write_into_an_input_that_recomputation_needs_is_refused() -> None:
+    segment = Segment(lambda visit, x: (x.mul_(2),))
+    with pytest.raises(InPlaceError, match="out-of-place"):
+        segment.forward(visit(), [torch.ones(2)], "inputs")
+    segment.forward(visit(), [torch.ones(2)], "graph")
+    segment.forward(visit(), [torch.ones(2)], "nothing")
+
+
+def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
+    weight = leaf(3)
+    with torch.inference_mode():
+        x = torch.ones(1, dtype=torch.float64)
+    _, tape = Segment(lambda visit, x: (weight + x,), [weight]).forward(visit(), [x], "inputs")
+    assert tape is not None
+    assert tape.backward([[torch.ones_like(weight)]])[1][0] == 1
+
+
+def test_a_recomputation_is_done_in_the_surroundings_of_its_forward() -> None:
+    dtypes: list[torch.dtype] = []
+
+    def function(visit: Visit, x: Tensor) -> tuple[Tensor]:
+        y = x @ x
+        dtypes.append(y.dtype)
+        return (y,)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        here = visit()
+        with here.ambient.here():
+            outputs, tape = Segment(function).forward(here, [torch.ones(2, 2, requires_grad=True)], "inputs")
+    assert tape is not None
+    inputs, _ = tape.backward([[torch.ones_like(outputs[0])]])
+    assert dtypes == [torch.bfloat16] * 2
+    assert inputs[0][0].dtype == torch.float32
+
+
+@given(st.integers(1, 6), st.booleans())
+def test_a_sum_of_gradients_never_writes_into_what_autograd_returned(count: int, unused: bool) -> None:
+    # In y = x + p the gradients of x and p are one tensor.
+    p, xs = leaf(1, 2), [leaf(i, -i) for i in range(count)]
+    seeds = [torch.full_like(p, i + 1.0) for i in range(count)]
+    sums = GradientSum(2)
+    of_inputs: list[Tensor] = []
+    for x, seed in zip(xs, seeds, strict=True):
+        of_x, of_p = torch.autograd.grad(x + p, [x, p], seed)
+        assert of_x.data_ptr() == of_p.data_ptr(), "else this test shows nothing"
+        of_inputs.append(of_x)
+        sums.add([of_p, None if unused else of_p])
+    for i, (gradient, seed) in enumerate(zip(of_inputs, seeds, strict=True)):
+        assert torch.equal(gradient, torch.full_like(p, i + 1.0))
+        assert torch.equal(seed, torch.full_like(p, i + 1.0))
+    total = torch.full_like(p, count * (count + 1) / 2)
+    assert torch.equal(sums.totals[0], total)
+    assert sums.totals[1] is None if unused else torch.equal(sums.totals[1], total)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=5))
+def test_sparse_and_dense_gradients_add_up(sparse: list[bool]) -> None:
+    weight = leaf(0, 0, 0).detach().reshape(3, 1).requires_grad_()
+    sums, wanted = GradientSum(1), torch.zeros(3, 1, dtype=torch.float64)
+    for number, each in enumerate(sparse):
+        rows = torch.nn.functional.embedding(torch.tensor([number % 3, 1]), weight, sparse=each)
+        (gradient,) = torch.autograd.grad(rows.sum() * (number + 1), weight)
+        assert gradient.is_sparse == each
+        sums.add([gradient])
+        wanted += gradient.to_dense()
+    total = sums.totals[0]
+    assert total is not None
+    assert torch.equal(total.to_dense(), wanted)

@@ -1,0 +1,278 @@
+"""What goes wrong in a layer reaches the caller as it is, says where it was, and ends nothing but its step."""
+
+import itertools
+import os
+import re
+import signal
+import threading
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.pipe_cases import (
+    CHECKPOINTS,
+    EXECUTORS,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    chain,
+    piped,
+    rows,
+)
+from weft import Pipe, pop, skippable
+from weft.core.ambient import is_recomputing
+from weft.core.errors import (
+    BatchError,
+    ScheduleError,
+    SkipWiringError,
+    SpecError,
+    UsageError,
+)
+
+RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
+every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+
+
+class Bang(Exception):
+    """No exception of anybody else."""
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer, number):
+        ctx.layer, ctx.number = layer, number
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.layer.where == "backward" and ctx.number == ctx.layer.when:
+            raise Bang(f"backward of {ctx.number}")
+        return gradient, None, None
+
+
+class Mine(nn.Module):
+    """A layer that fails on the micro-batch whose rows hold the number `when`, in the phase `where`."""
+
+    def __init__(self, where: str = "", when: int = 0) -> None:
+        super().__init__()
+        self.where, self.when = where, when
+
+    def forward(self, x):
+        number = int(x.detach()[0, 0])
+        phase = "recomputation" if is_recomputing() else "forward"
+        if self.where == phase and number == self.when:
+            raise Bang(f"{phase} of {number}")
+        return FailsBackward.apply(x, self, number)
+
+
+def numbered(micro_batches: int = 4) -> torch.Tensor:
+    """One row per micro-batch, which holds its number."""
+    return torch.arange(float(micro_batches)).repeat(2, 1).T.contiguous().requires_grad_()
+
+
+def step(pipe: nn.Module) -> torch.Tensor:
+    x = numbered()
+    pipe(x).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
+def test_an_exception_says_where_it_was_and_the_next_step_works(executor: str, checkpoint: str, where: str) -> None:
+    if where == "recomputation" and checkpoint == "never":
+        return
+    model = nn.Sequential(nn.Identity(), Mine(), nn.Identity(), Mine(), nn.Identity(), Mine())
+    pipe = Pipe(model, chunks=4, balance=[2, 2, 2], devices=["cpu"] * 3, executor=executor, checkpoint=checkpoint)
+    for stage, when in itertools.product((0, 1, 2), (0, 2, 3)):
+        layer = model[2 * stage + 1]
+        if where == "recomputation" and checkpoint == "except_last" and when == 3:
+            continue
+        layer.where, layer.when = where, when
+        with pytest.raises(Bang, match=f"{where} of {when}") as caught:
+            step(pipe)
+        told = "\n".join(caught.value.__notes__)
+        word = "forward" if where == "forward" else "backward"
+        assert f"in {word} of stage {stage}, micro-batch {when}" in told
+        if where != "backward":
+            assert f"layer '{2 * stage + 1}' (Mine) of stage {stage}" in told
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert frames[-1] in ("forward", "backward") and "step" in frames
+        layer.where = ""
+        assert torch.equal(step(pipe), torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+def test_an_exception_with_the_loss_inside_is_the_same(executor: str, schedule: str, where: str) -> None:
+    broken = [True]
+
+    def loss(output, target):
+        if broken[0] and where == "loss" and target[0] == 2:
+            raise Bang("loss")
+        return (output * target).sum()
+
+    model = nn.Sequential(Mine(where, 2), nn.Identity(), nn.Identity())
+    pipe, _ = piped(model, chunks=4, executor=executor, schedule=schedule, loss=loss, loss_reduction="sum")
+    for _ in range(2):
+        broken[0], model[0].where = True, where
+        with pytest.raises(Bang) as caught:
+            pipe(numbered(), target=torch.arange(4.0).unsqueeze(1)).backward()
+        told = "\n".join(caught.value.__notes__)
+        assert re.search(r"stage \d, micro-batch \d", told)
+        assert ("in the loss function" in told) == (where == "loss")
+        broken[0], model[0].where = False, ""
+        x = numbered()
+        pipe(x, target=torch.ones(4, 1)).backward()
+        assert torch.equal(x.grad, torch.ones(4, 2))
+
+
+@every_run
+def test_an_exception_under_no_grad_is_the_same(executor: str, checkpoint: str) -> None:
+    model = nn.Sequential(nn.Identity(), Mine("forward", 1))
+    pipe, _ = piped(model, chunks=4, executor=executor, checkpoint=checkpoint)
+    with torch.no_grad():
+        with pytest.raises(Bang):
+            pipe(numbered())
+        model[1].where = ""
+        assert torch.equal(pipe(numbered()), numbered())
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_when_all_stages_fail_at_once_the_caller_gets_one_of_them(executor: str) -> None:
+    model = nn.Sequential(Mine("backward", 3), Mine("backward", 3), Mine("backward", 2))
+    pipe = Pipe(model, chunks=4, balance=[1, 1, 1], devices=["cpu"] * 3, executor=executor)
+    for _ in range(5):
+        with pytest.raises(Bang):
+            step(pipe)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_what_is_no_exception_passes_too(executor: str, kind: type[BaseException]) -> None:
+    class Stops(nn.Module):
+        stops = True
+
+        def forward(self, x):
+            if self.stops:
+                raise kind()
+            return x
+
+    model = nn.Sequential(nn.Identity(), Stops())
+    pipe, _ = piped(model, executor=executor)
+    with pytest.raises(kind):
+        pipe(rows(6, 2))
+    model[1].stops = False
+    assert torch.equal(pipe(rows(6, 2)), rows(6, 2))
+
+
+class Interrupts(nn.Module):
+    """Sends the main thread what Ctrl-C sends, once; later layers must not run before it is heard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+        self.ran: list[int] = []
+
+    def forward(self, x):
+        self.ran.append(threading.get_ident())
+        if self.armed:
+            self.armed = False
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return x * 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pthread_kill")
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("during", ["forward", "backward"])
+def test_a_keyboard_interrupt_reaches_the_caller_and_the_pipe_works_afterwards(
+    executor: str, checkpoint: str, during: str
+) -> None:
+    if during == "backward" and checkpoint == "never":
+        return  # no layer of ours runs then
+    layer = Interrupts()
+    pipe, plain = piped(nn.Sequential(*chain(4, 5, 3), layer), chunks=4, executor=executor, checkpoint=checkpoint)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            layer.armed = during == "forward"
+            output = pipe(rows(8, 4))
+            layer.armed = True
+            output.sum().backward()
+            pytest.fail("nobody was interrupted")
+        layer.armed = False
+        pipe.zero_grad()
+        plain.zero_grad()
+        assert_close(backward(pipe, rows(8, 4)), backward(plain, rows(8, 4)))
+        assert_gradients_equal(pipe, plain)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs pthread_kill")
+def test_an_interrupt_at_any_moment_leaves_a_pipe_that_works() -> None:
+    """From another thread, so it hits the caller anywhere: while it hands out work, waits, or collects."""
+    pipe, plain = piped(chain(4, 5, 3), executor="threads")
+    backward(pipe, rows(8, 4))
+    backward(plain, rows(8, 4))
+    for number in range(30):
+        heard = threading.Event()
+        thread = threading.Thread(target=interrupt_later, args=(number * 40, heard))
+        with pytest.raises(KeyboardInterrupt):
+            thread.start()
+            while True:
+                backward(pipe, rows(8, 4))
+        heard.set()
+        thread.join()
+        pipe.zero_grad()
+        backward(pipe, rows(8, 4))
+        assert_gradients_equal(pipe, plain)
+
+
+def interrupt_later(loops: int, heard: threading.Event) -> None:
+    """Send the main thread what Ctrl-C sends, after counting that far; again, if a finalizer swallowed it."""
+    for _ in range(loops):
+        pass
+    while not heard.is_set():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        heard.wait(5)
+
+
+# --- arguments
+
+
+def test_a_schedule_that_there_is_not_is_named() -> None:
+    with pytest.raises(ScheduleError, match=r"'zigzag'.*gpipe, 1f1b"):
+        Pipe(chain(4, 3), chunks=2, schedule="zigzag", loss=nn.MSELoss())
+
+
+def test_1f1b_without_a_loss_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match=r"'1f1b' begins backward before forward has ended.*loss=fn"):
+        Pipe(chain(4, 3, 2), chunks=2, schedule="1f1b", devices=["cpu", "cpu"])
+
+
+def test_skips_that_do_not_fit_are_refused() -> None:
+    @skippable(pop=["early"])
+    class Late(nn.Module):
+        def forward(self, x):
+            return x + (yield pop("early"))
+
+    with pytest.raises(SkipWiringError, match="early"):
+        Pipe(nn.Sequential(Late()), chunks=2)
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+def test_a_target_of_another_length_is_refused(executor: str) -> None:
+    pipe, _ = piped(chain(4, 3, 2), executor=executor, loss=nn.MSELoss())
+    with pytest.raises(BatchError, match="7 rows") as caught:
+        pipe(rows(7, 4), target=rows(6, 2))
+    assert "6 rows" in str(caught.value)
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+def test_a_loss_that_is_no_number_is_refused(executor: str) -> None:
+    pipe, _ = piped(chain(4, 3, 2), executor=executor, loss=lambda output, target: output - target)
+    with pytest.raises(SpecError, match=r"shape \(3, 2\)"):
+        pipe(rows(7, 4), target=rows(7, 2))

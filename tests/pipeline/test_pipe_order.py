@@ -1,0 +1,136 @@
+"""When things happen inside a step: stages overlap, and recomputation does not wait for its gradient."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.pipe_cases import CHECKPOINTS, backward, chain, piped, rows
+from weft import Pipe, Recorder
+from weft.core.ambient import is_recomputing
+
+DEADLINE = 20.0  # seconds; only a test that fails takes them
+
+
+class WaitsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, event, heard):
+        ctx.event, ctx.heard = event, heard
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.heard.append(ctx.event.wait(DEADLINE))
+        return gradient, None, None
+
+
+class Waits(nn.Module):
+    """Its backward waits for an event."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+        self.heard: list[bool] = []
+
+    def forward(self, x):
+        return WaitsInBackward.apply(x, self.event, self.heard)
+
+
+class Tells(nn.Module):
+    """Sets an event when it is recomputed."""
+
+    def __init__(self, event: threading.Event) -> None:
+        super().__init__()
+        self.event = event
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        if is_recomputing():
+            self.event.set()
+        return x * self.weight
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_stage_recomputes_before_its_gradient_arrives(chunks: int) -> None:
+    """The last stage's backward ends only after the first stage has begun to recompute."""
+    event = threading.Event()
+    waits = Waits(event)
+    pipe = Pipe(
+        nn.Sequential(Tells(event), waits),
+        chunks=chunks,
+        balance=[1, 1],
+        devices=["cpu", "cpu"],
+        checkpoint=["always", "never"],
+        executor="threads",
+    )
+    pipe(torch.ones(6, 2)).sum().backward()
+    assert waits.heard == [True] * chunks
+
+
+class Meets(nn.Module):
+    """Goes on only when the other stage is inside as well."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.barrier = barrier
+        self.meetings = 0
+
+    def forward(self, x):
+        if x[0, 0] == 1:  # the micro-batch that the two are at when they overlap
+            self.barrier.wait(DEADLINE)
+            self.meetings += 1
+        return x.roll(1, 1)
+
+
+def test_two_cpu_stages_really_run_at_once() -> None:
+    """Stage 1 is at micro-batch 0 while stage 0 is at micro-batch 1; each waits for the other."""
+    barrier = threading.Barrier(2)
+    first, second = Meets(barrier), Meets(barrier)
+    pipe = Pipe(
+        nn.Sequential(first, second), chunks=2, balance=[1, 1], devices=["cpu", "cpu"], executor="threads"
+    ).eval()
+    warm = torch.zeros(2, 2)
+    with torch.no_grad():
+        pipe(warm)  # a stage holds the random numbers until it was seen to draw none
+        pipe(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+    assert first.meetings == second.meetings == 1
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_only_what_the_mode_says_is_recomputed(executor: str, checkpoint: str) -> None:
+    pipe, _ = piped(chain(4, 5, 3), chunks=4, executor=executor, checkpoint=checkpoint)
+    for count, micro_batches in ((8, 4), (3, 3)):
+        with pipe.watched_by(recorder := Recorder()):
+            backward(pipe, rows(count, 4))
+        again = sorted({each.action.micro_batch for each in recorder.events if each.kind == "R"})
+        wanted = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[checkpoint]
+        assert again == list(range(wanted)), "except_last means the last real micro-batch"
+
+
+def test_a_checkpoint_mode_per_stage_and_a_function_hold() -> None:
+    for checkpoint in (["always", "never"], lambda stage, micro_batch, micro_batches: stage == 0):
+        pipe, _ = piped(chain(4, 5, 3), chunks=2, executor="serial", checkpoint=checkpoint)
+        with pipe.watched_by(recorder := Recorder()):
+            backward(pipe, rows(4, 4))
+        assert {each.action.stage for each in recorder.events if each.kind == "R"} == {0}
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_every_worker_follows_its_row_of_the_schedule(executor: str, schedule: str) -> None:
+    pipe = Pipe(
+        chain(4, 4, 4, 4),
+        chunks=4,
+        balance=[1, 2, 2],
+        devices=["cpu"] * 3,
+        checkpoint="never",
+        schedule=schedule,
+        loss=nn.MSELoss(),
+        executor=executor,
+    )
+    with pipe.watched_by(recorder := Recorder()):
+        pipe(rows(8, 4), target=rows(8, 4)).backward()
+    seen = [[each.action for each in recorder.events if each.action.stage == stage] for stage in range(3)]
+    assert seen == [list(row) for row in pipe.schedule_for(8).workers]

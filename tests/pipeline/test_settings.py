@@ -1,0 +1,194 @@
+"""The arguments of a Pipe: every fault is told, all faults of one check at once, and defaults are found."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError
+from weft.core.schedule import Schedule
+from weft.pipeline.schedules import gpipe
+from weft.pipeline.settings import (
+    check_arguments,
+    check_schedule,
+    checkpoint_rules,
+    layers_of,
+    never_recomputes,
+    reduction_of,
+    resolve_layout,
+)
+
+CPU = torch.device("cpu")
+MODES = st.sampled_from(["always", "except_last", "never"])
+
+
+def linears(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+
+
+def told(caught: pytest.ExceptionInfo[Exception]) -> list[str]:
+    """The faults that a message lists."""
+    return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]
+
+
+# --- the module
+
+
+def test_layers_keep_their_names_and_order() -> None:
+    model = nn.Sequential()
+    first, second = nn.Linear(2, 2), nn.Tanh()
+    model.add_module("zeta", first)
+    model.add_module("alpha", second)
+    model.add_module("again", first)
+    assert layers_of(model) == [("zeta", first), ("alpha", second), ("again", first)]
+
+
+class Reversed(nn.Sequential):
+    def forward(self, input):
+        for layer in reversed(list(self)):
+            input = layer(input)
+        return input
+
+
+@pytest.mark.parametrize(
+    ("module", "word"),
+    [
+        (nn.Linear(2, 2), "Linear is no nn.Sequential"),
+        (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList"),
+        (Reversed(nn.Tanh()), "forward of its own"),
+        (nn.Sequential(), "empty"),
+    ],
+)
+def test_only_a_plain_sequential_with_layers_can_be_cut(module: nn.Module, word: str) -> None:
+    with pytest.raises(SpecError, match=word):
+        layers_of(module)
+
+
+# --- checkpoint
+
+
+@given(mode=MODES, stages=st.integers(1, 4), micro_batches=st.integers(1, 6))
+def test_a_mode_says_for_every_micro_batch_whether_it_is_recomputed(mode: str, stages: int, micro_batches: int) -> None:
+    for stage, rule in enumerate(checkpoint_rules(mode, stages)):
+        seen = [rule(stage, index, micro_batches) for index in range(micro_batches)]
+        wanted = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[mode]
+        assert seen == [True] * wanted + [False] * (micro_batches - wanted)
+
+
+@given(st.lists(MODES, min_size=1, max_size=4))
+def test_a_list_gives_every_stage_its_own_mode(modes: list[str]) -> None:
+    rules = checkpoint_rules(modes, len(modes))
+    wanted = {"always": (True, True), "except_last": (True, False), "never": (False, False)}
+    assert [(rule(0, 0, 2), rule(0, 1, 2)) for rule in rules] == [wanted[mode] for mode in modes]
+    assert never_recomputes(modes) == (set(modes) == {"never"})
+
+
+def test_a_function_decides_as_it_likes() -> None:
+    rules = checkpoint_rules(lambda stage, micro_batch, micro_batches: stage == micro_batch, 3)
+    assert [[rule(s, i, 3) for i in range(3)] for s, rule in enumerate(rules)] == torch.eye(3).bool().tolist()
+    assert not never_recomputes(lambda stage, micro_batch, micro_batches: False)
+
+
+def test_all_entries_that_are_no_mode_are_listed() -> None:
+    with pytest.raises(UsageError, match="always, except_last, never") as caught:
+        checkpoint_rules(["always", "maybe", 3], 2)
+    assert told(caught) == ["entry 1 is 'maybe'", "entry 2 is 3", "it has 3 entries for 2 stages"]
+    with pytest.raises(ValueError, match="'sometimes'"):
+        checkpoint_rules("sometimes", 1)
+
+
+# --- chunks, executor, loss
+
+
+def test_all_faults_of_the_plain_arguments_are_listed() -> None:
+    with pytest.raises(UsageError) as caught:
+        check_arguments(0, "warp", 3, "most")
+    assert [fault.split(";")[0] for fault in told(caught)] == [
+        "chunks is 0",
+        "executor is 'warp'",
+        "loss is int",
+        "loss_reduction is 'most'",
+    ]
+    check_arguments(1, "auto", None, None)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_reduction_is_as_said_else_that_of_the_loss_else_mean(reduction: str) -> None:
+    assert reduction_of(nn.MSELoss(reduction=reduction), None) == reduction
+    assert reduction_of(nn.MSELoss(reduction="sum"), reduction) == reduction
+    assert reduction_of(lambda output, target: output, None) == "mean"
+    with pytest.raises(UsageError, match="'none'"):
+        reduction_of(nn.MSELoss(reduction="none"), None)
+
+
+# --- schedule
+
+
+def test_only_a_schedule_that_splits_goes_without_a_loss() -> None:
+    check_schedule("gpipe", 3, 4, None)
+    check_schedule(gpipe(3, 4), 3, 4, None)
+    check_schedule("1f1b", 3, 4, nn.MSELoss())
+    with pytest.raises(UsageError, match="'1f1b' begins backward"):
+        check_schedule("1f1b", 3, 4, None)
+    with pytest.raises(UsageError, match="'this table'"):
+        check_schedule(Schedule.parse("0F0,0B0,0F1,0B1"), 1, 2, None)
+
+
+def test_a_table_of_another_size_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="stage"):
+        check_schedule(gpipe(2, 4), 3, 4, None)
+    with pytest.raises(ScheduleError, match="micro-batch"):
+        check_schedule(gpipe(3, 2), 3, 4, None)
+
+
+# --- balance and devices
+
+
+def test_devices_may_repeat_and_may_be_one() -> None:
+    assert resolve_layout(linears(1, 2, 3), [1, 1], ["cpu", "cpu"], None) == ([1, 1], [CPU, CPU])
+    assert resolve_layout(linears(1, 2, 3), None, "cpu", None) == ([2], [CPU])
+    assert resolve_layout(linears(1, 2, 3), [1, 1], [CPU, "cpu", "cpu"], None) == ([1, 1], [CPU, CPU])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs")
+def test_without_devices_there_are_two_stages_on_the_cpu_or_as_many_as_the_balance_says() -> None:
+    assert resolve_layout(linears(1, 2, 3, 4), None, None, None)[1] == [CPU, CPU]
+    assert resolve_layout(linears(1, 2), None, None, None) == ([1], [CPU])
+    assert resolve_layout(linears(1, 2, 3, 4), [1, 1, 1], None, None) == ([1, 1, 1], [CPU] * 3)
+
+
+def test_without_a_balance_parameters_are_spread_evenly() -> None:
+    assert resolve_layout(linears(1, 1, 1, 1, 100), None, ["cpu", "cpu"], None)[0] == [3, 1]
+    assert resolve_layout(linears(100, 1, 1, 1, 1), None, ["cpu", "cpu"], None)[0] == [1, 3]
+
+
+class Loops(nn.Module):
+    """Takes long, and has no parameters."""
+
+    def forward(self, x):
+        for _ in range(3000):
+            x = x + 0
+        return x
+
+
+def test_with_a_sample_measured_time_is_spread_evenly() -> None:
+    model = nn.Sequential(Loops(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert resolve_layout(model, None, ["cpu", "cpu"], None)[0] != [1, 3]
+    assert resolve_layout(model, None, ["cpu", "cpu"], torch.ones(2, 4))[0] == [1, 3]
+
+
+def test_more_devices_than_layers_leave_some_idle() -> None:
+    assert resolve_layout(linears(1, 2, 3), None, ["cpu"] * 5, None) == ([1, 1], [CPU, CPU])
+
+
+def test_all_faults_of_the_layout_are_listed() -> None:
+    with pytest.raises(PartitionError) as caught:
+        resolve_layout(linears(1, 2, 3, 4), [4, 0], ["cpu"], None)
+    assert told(caught) == [
+        "stage 1 has 0 layers, but needs at least one",
+        "balance [4, 0] places 4 layers, but the module has 3",
+        "balance has 2 stages, but there are 1 devices (they may repeat)",
+    ]

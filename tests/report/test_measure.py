@@ -1,0 +1,135 @@
+"""Costs are medians of what was recorded, and a forecast from them foretells the bytes that a recorder counts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import weft
+from weft.core.errors import UsageError
+from weft.core.events import Event, Recorder
+from weft.core.run import Watcher
+from weft.core.schedule import Action
+from weft.pipeline.schedules import build
+from weft.report.measure import Sizes, costs_from, live_bytes
+
+
+@weft.skippable(stash=["far", "same"])
+class Source(nn.Linear):
+    def forward(self, x: Tensor):
+        y = super().forward(x).tanh()
+        yield weft.stash("far", x.exp())
+        yield weft.stash("same", y)
+        return y
+
+
+@weft.skippable(pop=["far"])
+class Middle(nn.Linear):
+    def forward(self, x: Tensor):
+        far = yield weft.pop("far")
+        return super().forward(x).tanh() * far
+
+
+@weft.skippable(pop=["far", "same"])
+class Sink(nn.Linear):
+    def forward(self, x: Tensor):
+        far = yield weft.pop("far")
+        same = yield weft.pop("same")
+        return (super().forward(x) + far) * same
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Source(8, 8), nn.Linear(8, 8), nn.Tanh(), Middle(8, 8), nn.ReLU(), Sink(8, 8))
+
+
+def recorder_of(times: Sequence[tuple[str, int, float]]) -> Recorder:
+    """A recorder that saw these (kind, stage, seconds), one after the other."""
+    recorder = Recorder()
+    now = 0.0
+    for kind, stage, seconds in times:
+        action = Action(stage, "B" if kind == "R" else kind, 0)
+        recorder.events.append(Event(kind, action, "t", now, now + seconds))
+        now += seconds
+    return recorder
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9))
+def test_a_cost_is_the_median_over_all_recordings(seconds: list[float]) -> None:
+    costs = costs_from([recorder_of([("F", 0, s), ("R", 0, 2 * s), ("B", 0, 3 * s)]) for s in seconds])
+    middle = (sorted(seconds)[(len(seconds) - 1) // 2] + sorted(seconds)[len(seconds) // 2]) / 2
+    [stage] = costs.stages
+    assert stage.forward == pytest.approx(middle, rel=1e-6)
+    assert stage.recompute == pytest.approx(2 * middle, rel=1e-6)
+    assert stage.backward == pytest.approx(3 * middle, rel=1e-6)
+
+
+def test_a_split_backward_costs_both_of_its_parts() -> None:
+    [stage] = costs_from([recorder_of([("F", 0, 1.0), ("I", 0, 2.0), ("W", 0, 4.0)])]).stages
+    assert stage.backward == pytest.approx(6)
+
+
+def test_what_recomputed_once_is_forecast_to_do_so_again() -> None:
+    costs = costs_from([recorder_of([("F", 0, 1.0), ("F", 1, 1.0), ("R", 1, 1.0), ("B", 1, 2.0), ("B", 0, 2.0)])])
+    spans = costs.forecast(weft.Schedule.parse("0F0,0B0\n1F0,1B0")).spans
+    assert [str(span.action) for span in spans] == ["0F0", "1F0", "1R0", "1B0", "0B0"]
+
+
+def test_recorders_that_saw_nothing_are_refused() -> None:
+    with pytest.raises(UsageError, match="saw no event"):
+        costs_from([Recorder()])
+
+
+@pytest.mark.parametrize(("rows", "error"), [(24, 0.0), (22, 0.05)])
+@pytest.mark.parametrize("checkpoint", ["never", "always", ["never", "always", "always", "never"]])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
+    schedule: str, checkpoint: Any, rows: int, error: float
+) -> None:
+    # One worker holds all stages, so that nothing but the table decides what is alive at one time.
+    in_turn = weft.Schedule((tuple(action for _, action in build(schedule, 4, 4).order()),))
+    pipe = weft.Pipe(
+        model(),
+        chunks=4,
+        balance=[2, 2, 1, 2],
+        devices=["cpu"] * 4,
+        schedule=in_turn,
+        checkpoint=checkpoint,
+        loss=nn.functional.mse_loss,
+        executor="serial",
+    )
+    batch = torch.randn(rows, 8), torch.randn(rows, 8)
+    known = [*pipe.parameters(), *batch]
+
+    def step(watcher: Watcher) -> None:
+        with pipe.watched_by(watcher):
+            pipe(batch[0], target=batch[1]).backward()
+
+    timed, sizes, memory = Recorder(), Sizes(known), Recorder(memory=True)
+    memory.ignore(known)
+    for watcher in (timed, sizes, memory):
+        step(watcher)
+    foretold = costs_from([timed], sizes).forecast(pipe.schedule_for(rows))
+    assert foretold.peak_bytes == pytest.approx(memory.peak_bytes, rel=error)
+
+
+def test_a_tensor_that_goes_out_twice_is_one_value_with_all_its_readers() -> None:
+    pipe = weft.Pipe(
+        model(), chunks=2, balance=[2, 2, 1, 2], devices=["cpu"] * 4, checkpoint="never", executor="threads"
+    )
+    batch = torch.randn(12, 8)
+    sizes = Sizes([*pipe.parameters(), batch])
+    with pipe.watched_by(sizes):
+        pipe(batch).sum().backward()
+    of_first = [(value.readers, value.bytes, value.kept_by_source) for value in sizes.values() if value.source == 0]
+    assert of_first == [((1, 3), 6 * 8 * 4, True), ((2, 3), 6 * 8 * 4, True)]
+
+
+def test_live_bytes_start_with_nothing_at_the_first_event() -> None:
+    recorder = recorder_of([("F", 0, 1.0)])
+    recorder.bytes.append((0.5, 100))
+    assert live_bytes(recorder) == [(0.0, 0), (0.5, 100)]

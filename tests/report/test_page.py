@@ -1,0 +1,89 @@
+"""The page is one file that fetches nothing and runs nothing, and escapes what it is given."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from weft.core.events import Event
+from weft.core.schedule import Action
+from weft.report import (
+    Section,
+    Tile,
+    figure,
+    gallery,
+    loss_curve,
+    memory_curve,
+    page,
+    paragraph,
+    table,
+    tiles,
+    timeline,
+)
+
+VOID = {"meta", "link", "br", "img", "input"}
+
+
+class Balance(HTMLParser):
+    """Checks that elements close in order, and remembers them with their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def html() -> str:
+    ran = [Event("F", Action(0, "F", 0), "t", 0.0, 1.0)]
+    body = [
+        paragraph("a < b"),
+        tiles([Tile("score", "3 dB", "of 4"), Tile("bare", "1")]),
+        figure(timeline(ran), "when"),
+        figure(memory_curve({"m": [(0.0, 1)]})),
+        figure(loss_curve([1.0, 0.5])),
+        figure(gallery({"row": torch.rand(2, 4, 4)}, title="images")),
+        table(["", "<peak>"], [["gpipe", "1 MiB"]]),
+    ]
+    return page("a & b", [Section("one <two>", body)])
+
+
+def test_elements_close_in_order(html: str) -> None:
+    parser = Balance()
+    parser.feed(html)
+    assert parser.open == []
+    assert html.startswith("<!DOCTYPE html>") and '<html lang="en">' in html
+
+
+def test_nothing_is_fetched_and_nothing_runs(html: str) -> None:
+    parser = Balance()
+    parser.feed(html)
+    assert not {"script", "link", "iframe", "img", "object"} & {tag for tag, _ in parser.seen}
+    for tag, attributes in parser.seen:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href", "data", "action"):
+                assert (value or "").startswith("data:image/png;base64,")
+    assert not re.search(r"https?:|@import|url\(", html)
+
+
+def test_what_it_is_given_is_escaped(html: str) -> None:
+    assert "<title>a &amp; b</title>" in html and "one &lt;two&gt;" in html and "&lt;peak&gt;" in html
+    assert "a &lt; b" in html
+
+
+def test_both_colour_schemes_give_every_colour_that_the_classes_use(html: str) -> None:
+    light, _, rest = html.partition("@media (prefers-color-scheme: dark)")
+    dark = rest.partition("* {")[0]
+    used = set(re.findall(r"var\((--[\w-]+)\)", html))
+    for scheme in (light, dark):
+        assert used <= set(re.findall(r"(--[\w-]+):", scheme))

@@ -1,0 +1,79 @@
+"""A timeline is well-formed, shows every event and every span of the forecast, and keeps them in their place."""
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.report.drawn_events import events, forecasts
+from weft.core.events import Event
+from weft.core.forecast import Forecast, StageCost, forecast
+from weft.core.schedule import Action
+from weft.pipeline.schedules import one_f_one_b
+from weft.report.timeline import KINDS, timeline
+
+
+def rectangles(picture: ElementTree.Element, word: str) -> list[ElementTree.Element]:
+    """The rectangles of this class that stand for an event, without the legend."""
+    return [group[1] for group in picture.iter("g") if word in (group[1].get("class") or "").split()]
+
+
+def at(element: ElementTree.Element, key: str) -> float:
+    return float(element.get(key) or "nan")
+
+
+@given(st.lists(events(), max_size=12), st.none() | forecasts())
+def test_whatever_ran_the_picture_is_well_formed_and_complete(ran: list[Event], foretold: Forecast | None) -> None:
+    picture = ElementTree.fromstring(timeline(ran, foretold))
+    assert len(rectangles(picture, "bar")) == len(ran)
+    assert len(rectangles(picture, "outline")) == (len(foretold.spans) if foretold else 0)
+
+
+@given(st.lists(events(), min_size=1, max_size=12))
+def test_every_bar_lies_inside_the_picture(ran: list[Event]) -> None:
+    picture = ElementTree.fromstring(timeline(ran))
+    _, _, width, height = map(float, (picture.get("viewBox") or "").split())
+    for bar in rectangles(picture, "bar"):
+        assert at(bar, "x") >= 0 and at(bar, "x") + at(bar, "width") <= width
+        assert at(bar, "y") >= 0 and at(bar, "y") + at(bar, "height") <= height
+
+
+def test_micro_batches_are_numbered_and_tooltips_tell_stage_and_times() -> None:
+    ran = [
+        Event("F", Action(0, "F", 7), "t", 10.0, 11.0),
+        Event("R", Action(1, "B", 7), "u", 11.0, 12.0),
+        Event("B", Action(1, "B", 7), "u", 12.0, 14.0),
+    ]
+    picture = ElementTree.fromstring(timeline(ran))
+    words = [element.text for element in picture.iter("text")]
+    assert {"F7", "R7", "B7", "stage 0", "stage 1"} <= set(words)
+    tips = [group[0].text for group in picture.iter("g")]
+    assert tips[0] == "measured: forward, stage 0, micro-batch 7; 0 µs to 1 s, takes 1 s"
+    assert tips[1] is not None and tips[1].startswith("measured: recompute, stage 1, micro-batch 7")
+
+
+def test_a_bar_too_narrow_for_words_has_none() -> None:
+    ran = [Event("F", Action(0, "F", 5), "t", 0.0, 0.001), Event("F", Action(0, "F", 6), "t", 0.001, 1.0)]
+    words = [element.text for element in ElementTree.fromstring(timeline(ran)).iter("text")]
+    assert "F6" in words and not {"F5", "5"} & set(words)
+
+
+def test_stages_stand_one_below_the_other_and_time_runs_to_the_right() -> None:
+    table = one_f_one_b(3, 4)
+    foretold = forecast(table, [StageCost(1.0, 2.0)] * 3)
+    picture = ElementTree.fromstring(timeline([], foretold))
+    outlines = rectangles(picture, "outline")
+    lanes = {at(outline, "y") for outline in outlines}
+    assert len(lanes) == 3
+    for lane in lanes:
+        edges = [(at(o, "x"), at(o, "x") + at(o, "width")) for o in outlines if at(o, "y") == lane]
+        assert all(end <= start + 0.02 for (_, end), (start, _) in pairwise(edges))
+
+
+def test_the_legend_names_what_occurs_and_nothing_else() -> None:
+    words = " ".join(
+        element.text or ""
+        for element in ElementTree.fromstring(timeline([Event("I", Action(0, "I", 0), "t", 0.0, 1.0)])).iter("text")
+    )
+    assert KINDS["I"] in words and KINDS["F"] not in words and "forecast" not in words

@@ -1,0 +1,100 @@
+"""The command line: what it prints, what it refuses, and with which code it ends."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft import demo
+from weft.__main__ import main
+from weft.core.schedule import Schedule
+from weft.pipeline.schedules import one_f_one_b
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code, and what was said on standard error."""
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    code = stop.value.code
+    assert isinstance(code, int)
+    return code, capsys.readouterr().err
+
+
+def test_plan_prints_a_table_that_can_be_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--stages", "4", "--chunks", "8"]) == 0
+    table, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert Schedule.parse(table) == one_f_one_b(4, 8)
+    assert "live micro-batches of each stage: 4 3 2 1" in rest
+    assert "takes 33, idle 27.3% of the time of 4 workers" in rest
+
+
+def test_plan_counts_with_the_costs_that_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["plan", "--stages", "1", "--chunks", "2", "--schedule", "gpipe"]
+    assert main([*sizes, "--forward", "3", "--backward", "5", "--recompute", "2"]) == 0
+    assert "takes 20, idle 0.0% of the time of 1 workers" in capsys.readouterr().out
+
+
+def test_plan_takes_a_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", "utf-8")
+    assert main(["plan", "--stages", "2", "--chunks", "2", "--schedule", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "COMMAND"),
+        (["dance"], "dance"),
+        (["plan", "--stages", "4"], "--chunks"),
+        (["plan", "--stages", "0", "--chunks", "1"], "'0' is no whole number from 1 up"),
+        (["plan", "--stages", "1", "--chunks", "1", "--forward", "nan"], "'nan' is no number from 0 up"),
+        (["plan", "--stages", "1", "--chunks", "1", "--schedule", "zigzag"], "no schedule is named 'zigzag'"),
+        (["plan", "--stages", "3", "--chunks", "1", "--schedule", "0F0,0B0"], "the schedule cannot be used"),
+        (["demo", "--steps", "many"], "'many' is no whole number from 1 up"),
+    ],
+)
+def test_misuse_ends_with_2_and_says_what_is_wrong(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, said = refused(arguments, capsys)
+    assert code == 2 and words in said
+
+
+def test_without_scikit_learn_the_demo_says_how_to_install_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    code, said = refused(["demo", "--out", str(tmp_path)], capsys)
+    assert code == 2 and "pip install 'weft[demo]'" in said and said.count("\n") == 1
+
+
+def test_what_the_system_refuses_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    code, said = refused(["demo", "--out", str(file)], capsys)
+    assert code == 1 and "file" in said
+
+
+def test_the_demo_gets_the_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[demo.Options] = []
+    monkeypatch.setattr(demo, "run", seen.append)
+    wanted = demo.Options(tmp_path, steps=3, seconds=1.5, seed=9, threads=2)
+    words = ["--out", str(tmp_path), "--steps", "3", "--seconds", "1.5", "--seed", "9", "--threads", "2"]
+    assert main(["demo", *words]) == 0 and main(["demo"]) == 0
+    assert seen == [wanted, demo.Options(Path("weft-report"))]
+
+
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(options: demo.Options) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    assert refused(["demo"], capsys)[0] == 130
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out.startswith("weft ")
