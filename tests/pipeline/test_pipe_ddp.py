@@ -20,6 +20,7 @@ import weft
 
 ROOT = Path(__file__).parents[2]
 WORLD = 2
+INTERFACE = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 DEADLINE = 100  # seconds for everything
 CASES = [
     {"checkpoint": checkpoint, "schedule": schedule, "executor": executor}
@@ -88,7 +89,7 @@ def test_gradients_are_those_of_plain_ddp_in_every_mode(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path / "store")],
-            env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+            env={**os.environ, "PYTHONPATH": path, **INTERFACE},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,6 +1,7 @@
 """PyTorch's own switches mean inside a Pipe what they mean outside."""
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -145,6 +146,17 @@ def test_compiled_layers_run_inside_a_pipe(executor: str, checkpoint: str) -> No
         backward(plain, rows(6, 4))
     for seen, wanted in zip(compiled.parameters(), plain.parameters(), strict=True):
         assert_close(seen.grad, wanted.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="there is no C++ compiler")
+def test_layers_compiled_to_machine_code_run_in_worker_threads() -> None:
+    torch._dynamo.reset()
+    pipe, plain = piped(chain(4, 5, 3), balance=[2, 1], executor="threads", checkpoint=["always", "never"])
+    pipe[1].compile()
+    for model in (pipe, plain):
+        backward(model, rows(6, 4))
+    assert_gradients_equal(pipe, plain)
 
 
 def test_layers_may_be_compiled_in_place() -> None:

@@ -1,0 +1,10 @@
+"""Ratios against peers: every benchmark runs all candidates in turn, in one process, and prints a table.
+
+One worker is one core here, so that what stages gain comes from running beside each other. Threads that a peer
+starts take their number of intra-op threads from the environment, which must be set before torch is imported.
+"""
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")

@@ -1,0 +1,54 @@
+"""Whether the machine did something else while a sample was taken.
+
+    busy time of all cores (/proc/stat)  -  CPU time of this process and its children  =  foreign CPU time
+
+A sample during which the others used more than a tenth of a core says more about them than about us. Where
+there is no /proc/stat, nothing is ever rejected.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+STAT = Path("/proc/stat")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_IDLE = (3, 4)  # idle and waiting for input or output
+_OWN = slice(11, 13)  # user and system time, counted from the field behind the program's name
+
+
+class LoadMeter:
+    """Measures what other processes do between `start` and `foreign`. `helpers` are processes of our own."""
+
+    def __init__(self, helpers: Iterable[int] = ()) -> None:
+        self._helpers = list(helpers)
+        self._marks = (0.0, 0.0, 0.0)
+
+    def start(self) -> None:
+        """Begin a sample."""
+        self._marks = self._now()
+
+    def foreign(self) -> float:
+        """Cores that other processes kept busy since `start`: 0.1 is a tenth of one core.
+
+        The kernel counts in ticks (10 ms, usually), so samples should last a good deal longer than one.
+        """
+        wall, busy, own = (now - mark for now, mark in zip(self._now(), self._marks, strict=True))
+        return max(0.0, busy - own) / wall if wall > 0 else 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        own = time.process_time() + sum(map(_seconds_of, self._helpers))
+        return time.perf_counter(), _busy_seconds(), own
+
+
+def _busy_seconds() -> float:
+    if not STAT.exists():
+        return 0.0
+    ticks = [int(field) for field in STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(count for column, count in enumerate(ticks) if column not in _IDLE) / _TICKS
+
+
+def _seconds_of(process: int) -> float:
+    # The name of the program stands in brackets and may hold spaces; the fields follow it.
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[_OWN])) / _TICKS

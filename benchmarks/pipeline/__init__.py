@@ -1,0 +1,16 @@
+"""Benchmarks of the pipeline in one process, by name."""
+
+from collections.abc import Callable
+
+from benchmarks.pipeline import dropout, memory, operators, overhead, skips, sleep, transformer
+from benchmarks.table import Table
+
+BENCHMARKS: dict[str, Callable[[bool], Table]] = {
+    "sleep": sleep.run,
+    "transformer": transformer.run,
+    "overhead": overhead.run,
+    "operators": operators.run,
+    "memory": memory.run,
+    "skips": skips.run,
+    "dropout": dropout.run,
+}

@@ -1,0 +1,109 @@
+"""Random numbers that do not depend on who runs first: bit-equal gradients, seed after seed.
+
+    stage       0              1         2              3
+                Linear         Linear    Linear         Linear
+                Dropout draws  GELU      Dropout draws  GELU
+                sleep          sleep     sleep          sleep
+                Dropout draws            Dropout draws
+
+A process has one generator for all stages on the CPU. So the question is only put to the test when stages
+run at the same time, which sleeping between two draws makes sure of; the recorder's events say for how many
+seeds they did. Stages that draw take turns at the generator, so a pair counts only if at most one of it draws.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+import weft
+from benchmarks.harness import progress
+from benchmarks.pipeline.sleep import Sleep
+from benchmarks.pipeline.work import pipe_of, step
+from benchmarks.table import Row, Table
+from weft.core.events import Event
+
+STAGES, CHUNKS, WIDTH = 4, 6, 32
+SECONDS = 0.0001
+DRAWING = (0, 2)
+RUNS = (("serial", "never"), ("threads", "never"), ("serial", "always"), ("threads", "always"))
+"""Executor and checkpoint mode; the first is what the others are compared with."""
+
+
+def run(quick: bool) -> Table:
+    """For how many seeds the gradients of all runs are the same bits, and how much ran at once."""
+    seeds = 5 if quick else 1000
+    model = _model()
+    runs = [_Runner(model, *names) for names in RUNS]
+    x = torch.randn(16 * CHUNKS, WIDTH)
+    progress(f"{seeds} seeds")
+    for seed in range(seeds):
+        wanted, *others = [each.gradients(x, seed) for each in runs]
+        runs[0].note(wanted, wanted)
+        for each, found in zip(runs[1:], others, strict=True):
+            each.note(found, wanted)
+    title = f"dropout in {len(DRAWING)} of {STAGES} stages: bit-equal gradients over {seeds} seeds"
+    return Table(title, [each.row(seeds) for each in runs])
+
+
+class _Runner:
+    """One way of running the model, and how it did."""
+
+    def __init__(self, model: nn.Sequential, executor: str, checkpoint: str) -> None:
+        self._names = (executor, checkpoint)
+        self._pipe = pipe_of(model, STAGES, CHUNKS, checkpoint, executor)
+        self._equal = self._beside = self._pairs = 0
+        self._seen: set[bytes] = set()
+
+    def gradients(self, x: Tensor, seed: int) -> list[Tensor]:
+        """All gradients of one step with that seed."""
+        recorder, parameters = weft.Recorder(), list(self._pipe.parameters())
+        torch.manual_seed(seed)
+        with self._pipe.watched_by(recorder):
+            step(self._pipe, parameters, x, lambda y: y.square().mean())()
+        pairs = _overlaps(recorder.events)
+        self._pairs += pairs
+        self._beside += pairs > 0
+        return [each.grad for each in parameters if each.grad is not None]
+
+    def note(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+        """Compare bit by bit."""
+        self._seen.add(found[0].numpy().tobytes())
+        self._equal += all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+    def row(self, seeds: int) -> Row:
+        """What came out. Different seeds must give different gradients, or nothing was drawn at all."""
+        executor, checkpoint = self._names
+        at_once = executor == "serial" or self._beside > 0.9 * seeds
+        return {
+            "run by": executor,
+            "checkpoint": checkpoint,
+            "bit-equal": f"{self._equal}",
+            "distinct": f"{len(self._seen)}",
+            "seeds with stages at once": f"{self._beside}",
+            "pairs at once": f"{self._pairs / seeds:.1f} a step",
+            "wanted": f"{seeds} equal",
+            "verdict": "holds" if self._equal == len(self._seen) == seeds and at_once else "falls short",
+        }
+
+
+def _overlaps(events: Sequence[Event]) -> int:
+    """How many pairs of actions of two stages, at most one of which draws, ran at the same time."""
+    pairs = combinations(sorted(events, key=lambda event: event.start), 2)
+    return sum(
+        later.start < earlier.end
+        and earlier.action.stage != later.action.stage
+        and not (earlier.action.stage in DRAWING and later.action.stage in DRAWING)
+        for earlier, later in pairs
+    )
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    stages: list[nn.Module] = []
+    for stage in range(STAGES):
+        sleep = Sleep(SECONDS, SECONDS)
+        last = [nn.Dropout(0.3), sleep, nn.Dropout(0.3)] if stage in DRAWING else [nn.GELU(), sleep]
+        stages.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), *last))
+    return nn.Sequential(*stages)

@@ -1,0 +1,121 @@
+"""Bytes that stay alive for backward: measured, and forecast from what one micro-batch costs on each stage.
+
+The measured curve is that of `weft.Recorder`, the forecast that of `weft.core.forecast`; the peak of a stage
+is the most that it keeps at one time of its graphs and of the values that it made. 1F1B begins backward early,
+so that stage s of n holds at most n - s micro-batches, where fill and drain holds all.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+import weft
+from benchmarks.harness import progress
+from benchmarks.pipeline.costs import measure_bytes
+from benchmarks.pipeline.unet import BALANCE, CHUNKS, READERS, SOURCE, STAGES, unet
+from benchmarks.pipeline.work import step_with_target
+from benchmarks.table import Row, Table
+from weft.core.events import Event
+from weft.core.forecast import Forecast, StageCost, ValueCost, forecast
+
+WANTED = 0.05
+MODES = (("gpipe", "never"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))
+
+
+def run(quick: bool) -> Table:
+    """Peak bytes of every stage, by schedule, checkpoint mode and executor."""
+    rows, width, seconds = (4, 16, 0.002) if quick else (64, 128, 0.005)
+    model = unet(width, seconds)
+    x, target = torch.randn(2, rows * CHUNKS, width)
+    found: list[Row] = []
+    for schedule, checkpoint in MODES:
+        for executor in ("threads", "serial"):
+            progress(f"{schedule}, checkpoint {checkpoint}, {executor}")
+            found.append(_row(_pipe(model, schedule, checkpoint, executor), x, target))
+    title = f"live bytes of {STAGES} stages, {CHUNKS} micro-batches, a skip with two readers"
+    return Table(title, found, ["  per stage 0 1 2 3; live: micro-batches between their F and the end of their B"])
+
+
+def _pipe(model: nn.Sequential, schedule: str, checkpoint: str, executor: str) -> weft.Pipe:
+    return weft.Pipe(
+        model,
+        chunks=CHUNKS,
+        devices=["cpu"] * STAGES,
+        balance=BALANCE,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        executor=executor,
+        loss=nn.MSELoss(),
+    )
+
+
+def _row(pipe: weft.Pipe, x: Tensor, target: Tensor) -> Row:
+    work = step_with_target(pipe, x, target)
+    work()  # warm up
+    recorder = weft.Recorder(memory=True)
+    recorder.ignore([x, target, *pipe.parameters()])
+    with pipe.watched_by(recorder):
+        work()
+    predicted = _forecast(pipe, recorder.events, x, target)
+    live = _live(recorder.events)
+    most = [min(STAGES - stage, CHUNKS) if pipe.schedule == "1f1b" else CHUNKS for stage in range(STAGES)]
+    peaks = [max(count for _, count in recorder.stage_bytes[stage]) for stage in range(STAGES)]
+    measured, wanted = [*peaks, recorder.peak_bytes], [*predicted.stage_peaks, predicted.peak_bytes]
+    off = max((one / other - 1 for one, other in zip(measured, wanted, strict=True)), key=abs)
+    holds = abs(off) <= WANTED and all(one <= other for one, other in zip(live, most, strict=True))
+    return {
+        "schedule": str(pipe.schedule),
+        "checkpoint": str(pipe.checkpoint),
+        "run by": pipe.executor,
+        "live": _text(live),
+        "at most": _text(most),
+        "peak bytes of stages": _text(peaks),
+        "of all": f"{recorder.peak_bytes}",
+        "forecast": f"{_text(predicted.stage_peaks)}; {predicted.peak_bytes}",
+        "worst off": f"{off:+.1%}",
+        "wanted": f"within {WANTED:.0%}",
+        "verdict": "holds" if holds else "falls short",
+    }
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _forecast(pipe: weft.Pipe, events: Sequence[Event], x: Tensor, target: Tensor) -> Forecast:
+    """The forecast from the times of a recorded step, and the bytes of one micro-batch."""
+    sizes = measure_bytes(pipe.partitions, x.chunk(CHUNKS)[0], target.chunk(CHUNKS)[0], nn.MSELoss())
+    spent: defaultdict[tuple[int, str], list[float]] = defaultdict(lambda: [])
+    for event in events:
+        spent[event.action.stage, event.kind].append(event.end - event.start)
+    seconds = {key: median(times) for key, times in spent.items()}
+    stages = [
+        StageCost(seconds[s, "F"], seconds[s, "B"], seconds.get((s, "R"), 0.0), sizes[s].saved) for s in range(STAGES)
+    ]
+    skip = ValueCost(SOURCE, READERS, sizes[SOURCE].output)  # as wide as the main path
+    main = [ValueCost(s, (s + 1,), sizes[s].output, sizes[s].saves_output) for s in range(STAGES - 1)]
+    return forecast(_walked(pipe), stages, [*main, skip])
+
+
+def _walked(pipe: weft.Pipe) -> weft.Schedule:
+    """The table as it was walked: by one worker per stage, or by one for all."""
+    schedule = pipe.schedule_for(CHUNKS)
+    if pipe.executor == "threads":
+        return schedule
+    parts = [schedule.forward_only(), schedule.backward_only()] if schedule.splits else [schedule]
+    return weft.Schedule((tuple(action for part in parts for _, action in part.order()),))
+
+
+def _live(events: Sequence[Event]) -> list[int]:
+    """For every stage the most micro-batches at one time whose F had begun and whose B had not ended."""
+    now: defaultdict[int, int] = defaultdict(int)
+    most: defaultdict[int, int] = defaultdict(int)
+    changes = [(event.start, 1, event.action.stage) for event in events if event.kind == "F"]
+    changes += [(event.end, -1, event.action.stage) for event in events if event.kind == "B"]
+    for _, change, stage in sorted(changes):
+        now[stage] += change
+        most[stage] = max(most[stage], now[stage])
+    return [most[stage] for stage in range(STAGES)]

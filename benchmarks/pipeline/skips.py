@@ -1,0 +1,111 @@
+"""How long a skip tensor lives: from its stash to the end of its last reader, and not beyond.
+
+    stage 0   F0 ──stash──┐                                      B0
+    stage 2         F0    │ reads                     B0 ──┐ last reader
+    stage 3            F0 │ reads             B0           │
+                          ├────────── alive ───────────────┤~~ too long ~~
+
+The tensors of this benchmark live in memory of numpy, which tells when it is given back; so it is the storage
+that is watched, however many tensors look into it. A recomputation of the source makes the tensor once more,
+for the graph only; nobody reads that copy, so it is not judged, but it is counted.
+"""
+
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import weft
+from benchmarks.harness import progress
+from benchmarks.pipeline.unet import BALANCE, CHUNKS, READERS, SOURCE, STAGES, unet
+from benchmarks.pipeline.work import step_with_target
+from benchmarks.table import Row, Table, at_most
+from weft.core.events import Event
+
+WANTED = 1.0  # milliseconds; the freeing itself takes some time
+MODES = (("gpipe", "never"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))
+
+
+@dataclass
+class Life:
+    """One storage: when it was made, and when it was given back."""
+
+    start: float
+    end: float = float("inf")
+
+
+class _Watched(torch.autograd.Function):
+    """A copy whose storage notes its life in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lives: list[Life]) -> Tensor:
+        life = Life(time.perf_counter())
+        lives.append(life)
+        memory = np.array(x.detach().numpy())
+        weakref.finalize(memory, _ended, life)
+        return torch.from_numpy(memory)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _ended(life: Life) -> None:
+    life.end = time.perf_counter()
+
+
+def run(quick: bool) -> Table:
+    """By how much skip tensors outlive their last reader."""
+    seconds = 0.002 if quick else 0.005
+    rows = [_row(schedule, checkpoint, seconds) for schedule, checkpoint in MODES]
+    title = f"life of a skip tensor from stage {SOURCE} to {READERS} of {STAGES}, {CHUNKS} micro-batches"
+    return Table(title, rows)
+
+
+def _row(schedule: str, checkpoint: str, seconds: float) -> Row:
+    progress(f"{schedule}, checkpoint {checkpoint}")
+    lives: list[Life] = []
+    model = unet(16, seconds, lambda x: _Watched.apply(x, lives))
+    pipe = weft.Pipe(
+        model,
+        chunks=CHUNKS,
+        devices=["cpu"] * STAGES,
+        balance=BALANCE,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        executor="threads",
+        loss=nn.MSELoss(),
+    )
+    work = step_with_target(pipe, *torch.randn(2, 4 * CHUNKS, 16))
+    work()  # warm up
+    lives.clear()
+    recorder = weft.Recorder()
+    with pipe.watched_by(recorder):
+        work()
+    beyond = [_beyond(life, recorder.events) for life in lives if _made_in(life, recorder.events).kind == "F"]
+    longest = max(beyond) * 1e3
+    return {
+        "schedule": schedule,
+        "checkpoint": checkpoint,
+        "tensors": f"{len(beyond)}",
+        "copies recomputed": f"{len(lives) - len(beyond)}",
+        "longest life ms": f"{max(life.end - life.start for life in lives) * 1e3:.1f}",
+        "alive too long, at most ms": f"{longest:.2f}",
+        **at_most(longest, WANTED),
+    }
+
+
+def _beyond(life: Life, events: list[Event]) -> float:
+    """Seconds between the end of the last reader and the end of the storage."""
+    index = _made_in(life, events).action.micro_batch
+    last = max(e.end for e in events if e.action.stage in READERS and e.action.micro_batch == index)
+    return life.end - last
+
+
+def _made_in(life: Life, events: list[Event]) -> Event:
+    """The event in which the storage was made."""
+    return next(e for e in events if e.action.stage == SOURCE and e.start <= life.start <= e.end)

@@ -1,0 +1,65 @@
+"""A small model with a long skip, for the benchmarks of memory: four stages, one skip, two readers.
+
+    stage 0 ----> stage 1 ----> stage 2 ----> stage 3 ----> loss
+       \\__________ "early" ______/ _____________/            over a stage in between
+
+Every stage sleeps as well as computes, so that the order of events does not depend on who gets a core first.
+"""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.pipeline.sleep import Sleep
+from weft import pop, skippable, stash
+
+STAGES, CHUNKS = 4, 8
+SOURCE, READERS = 0, (2, 3)
+"""The stage that stashes, and those that pop."""
+
+Change = Callable[[Tensor], Tensor]
+
+
+@skippable(stash=["early"])
+class Stash(nn.Module):
+    """Stashes its input, or what `change` makes of it."""
+
+    def __init__(self, change: Change | None = None) -> None:
+        super().__init__()
+        self._change = change
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        """`x` itself."""
+        yield stash("early", x if self._change is None else self._change(x))
+        return x
+
+
+@skippable(pop=["early"])
+class Merge(nn.Module):
+    """Joins the skip with the main path."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Tensor]:
+        """As many columns as `x` has."""
+        early = yield pop("early")
+        return self.mix(torch.cat([x, early], dim=1))
+
+
+def unet(width: int, seconds: float, change: Change | None = None) -> nn.Sequential:
+    """One layer per stage. A stage sleeps for `seconds` in forward, and twice as long in backward."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for stage in range(STAGES):
+        parts: list[nn.Module] = [nn.Linear(width, width), nn.GELU()]
+        parts += [Stash(change)] if stage == SOURCE else [Merge(width)] if stage in READERS else []
+        layers += [*parts, Sleep(seconds, 2 * seconds)]
+    return nn.Sequential(*layers)
+
+
+BALANCE = [4, 3, 4, 4]
+"""Layers of each stage of `unet`."""

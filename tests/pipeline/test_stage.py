@@ -1,0 +1,181 @@
+"""A stage runs its layers as one function, hands over the skips that cross its borders, and says what it is made of."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.pipe_cases import rows
+from weft import Namespace, pop, skippable, stash
+from weft.core.ambient import Ambient, phase
+from weft.core.errors import SkipError
+from weft.core.rng import Dice, RandomUse, generators
+from weft.core.segment import Visit
+from weft.pipeline.batchnorm import convert_deferred_batch_norm
+from weft.pipeline.stage import Call, MergedStages, Stage
+
+CPU = torch.device("cpu")
+
+
+def stage_of(*layers: nn.Module, index: int = 0, popped: Any = (), stashed: Any = ()) -> Stage:
+    named = [(str(number), layer) for number, layer in enumerate(layers)]
+    return Stage(index, named, CPU, popped=popped, stashed=stashed)
+
+
+def visit(stages: int = 1) -> Visit:
+    return Visit(0, Ambient.capture(["cpu"]), Dice([RandomUse(generators([CPU])) for _ in range(stages)], [0] * stages))
+
+
+@skippable(stash=["a", "b"])
+class Source(nn.Module):
+    def forward(self, x):
+        yield stash("a", x * 2)
+        yield stash("b", None)
+        return x + 1
+
+
+@skippable(pop=["a", "b"])
+class Reader(nn.Module):
+    def forward(self, x):
+        a = yield pop("a")
+        b = yield pop("b")
+        assert b is None
+        return x + a
+
+
+A, B = (None, "a"), (None, "b")
+
+
+def test_skips_that_cross_a_border_are_values_in_the_order_of_the_routes() -> None:
+    source = stage_of(Source(), stashed=[B, A])
+    main, b, a = source(visit(), torch.ones(2))
+    assert main.tolist() == [2, 2] and a.tolist() == [2, 2] and b is None
+    reader = stage_of(Reader(), popped=[A, B])
+    assert reader(visit(), main, a, None)[0].tolist() == [4, 4]
+
+
+def test_skips_inside_a_stage_stay_there() -> None:
+    (result,) = stage_of(Source(), nn.Identity(), Reader())(visit(), torch.ones(2))
+    assert result.tolist() == [4, 4]
+
+
+def test_merged_stages_give_what_the_stages_give() -> None:
+    space = Namespace()
+    skips = [(space, "a"), (space, "b")]
+    stages = [
+        stage_of(Source().isolate(space), stashed=skips),
+        stage_of(nn.Linear(2, 2).double(), index=1),
+        stage_of(Reader().isolate(space), index=2, popped=skips),
+    ]
+    x = rows(3, 2)
+    main, *crossing = stages[0](visit(3), x)
+    (main,) = stages[1](visit(3), main)
+    (wanted,) = stages[2](visit(3), main, *crossing)
+    assert torch.equal(MergedStages(stages)(visit(3), x)[0], wanted)
+
+
+def test_a_skip_that_was_not_brought_is_named() -> None:
+    with pytest.raises(SkipError, match="'a'") as caught:
+        stage_of(Reader())(visit(), torch.ones(2))
+    assert "layer '0'" in "\n".join(caught.value.__notes__)
+
+
+def test_a_call_unpacks_for_the_first_layer_only() -> None:
+    class Takes(nn.Module):
+        def forward(self, x, y, *, z):
+            return x + y + z
+
+    assert stage_of(Takes(), nn.Identity())(visit(), Call((1, 2), {"z": 3})) == (6,)
+
+
+class Looks(nn.Module):
+    """Keeps what it was given."""
+
+    def forward(self, x):
+        self.given = x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "copies"),
+    [
+        ([nn.ReLU(inplace=True)], True),
+        ([nn.Flatten(), nn.ReLU(inplace=True)], True),
+        ([nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))], True),
+        ([nn.ReLU()], False),
+        ([nn.Linear(2, 2), nn.ReLU(inplace=True)], False),
+    ],
+)
+def test_the_input_is_copied_only_where_a_layer_may_write_into_it(layers: list[nn.Module], copies: bool) -> None:
+    looks = Looks()
+    x = -torch.ones(1, 2)
+    stage_of(looks, *layers)(visit(), x)
+    assert (looks.given is not x) == copies
+    assert torch.equal(x, -torch.ones(1, 2))
+
+
+def test_a_nested_input_is_copied_too() -> None:
+    class First(nn.Module):
+        inplace = True
+
+        def forward(self, value):
+            return value["x"][0].mul_(2), value["n"]
+
+    x = torch.ones(2)
+    (result,) = stage_of(First())(visit(), {"x": [x], "n": 3})
+    assert result[0].tolist() == [2, 2] and result[1] == 3 and x.tolist() == [1, 1]
+
+
+def test_a_survey_lists_what_learns_and_what_is_elsewhere_once() -> None:
+    shared = nn.Linear(2, 2)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    away = nn.Linear(2, 2, device="meta")
+    survey = stage_of(shared, frozen, shared, away).survey()
+    assert [id(each) for each in survey.parameters] == [id(each) for each in (*shared.parameters(), *away.parameters())]
+    assert survey.misplaced == ["3.weight is on meta, stage 0 on cpu", "3.bias is on meta, stage 0 on cpu"]
+
+
+def test_the_configuration_tells_training_and_probabilities_apart() -> None:
+    dropout = nn.Dropout(0.5)
+    stage = stage_of(nn.Linear(2, 2), dropout)
+    seen = [stage.survey().configuration]
+    dropout.eval()
+    seen.append(stage.survey().configuration)
+    dropout.train()
+    dropout.p = 0.25
+    seen.append(stage.survey().configuration)
+    assert len(set(seen)) == 3
+    dropout.p = 0.5
+    assert stage.survey().configuration == seen[0]
+
+
+def test_deferred_norms_are_found_wherever_they_are() -> None:
+    layer = convert_deferred_batch_norm(nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)), nn.BatchNorm1d(2)))
+    assert stage_of(layer).survey().deferred == [layer[0][0], layer[1]]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)])
+def test_a_recomputation_updates_no_statistics_and_writes_no_buffer(norm: nn.Module) -> None:
+    stage = stage_of(norm.double())
+    stage.survey()
+    x = rows(4, 2, 3)
+    stage(visit(), x)
+    before = {name: (each, each.clone(), each._version) for name, each in norm.named_buffers()}
+    with phase("recomputing"):
+        stage(visit(), x)
+    for name, each in norm.named_buffers():
+        kept, value, version = before[name]
+        assert each is kept and torch.equal(each, value) and each._version == version
+    stage(visit(), x)
+    assert not torch.equal(norm.running_mean, before["running_mean"][1])
+
+
+def test_an_error_names_the_layer_and_the_stage() -> None:
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise KeyError("gone")
+
+    with pytest.raises(KeyError) as caught:
+        stage_of(nn.Identity(), Fails(), index=3)(visit(4), torch.ones(1))
+    assert caught.value.__notes__ == ["weft: in layer '1' (Fails) of stage 3"]
