@@ -81,7 +81,8 @@ def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3, d
     for skip in range(draw(st.integers(0, most_skips)) if depth > 1 else 0):
         source = draw(st.integers(0, depth - 2))
         stashes[source].append((f"skip{skip}", draw(st.sampled_from(SKIP_KINDS))))
-        for reader in draw(st.sets(st.integers(source + 1, depth - 1), min_size=1, max_size=3)):
+        count = draw(st.integers(1, min(3, depth - 1 - source)))
+        for reader in draw(st.sets(st.integers(source + 1, depth - 1), min_size=count, max_size=count)):
             pops[reader].append((f"skip{skip}", draw(st.integers(0, 3)) > 0))
     layers = [
         LayerPlan(
@@ -107,7 +108,9 @@ def model_plans(draw: st.DrawFn, *, most_layers: int = 6, most_skips: int = 3, d
 @st.composite
 def balances(draw: st.DrawFn, layers: int, most_stages: int = 4) -> tuple[int, ...]:
     """Layers per stage: any way to cut so many layers into at most `most_stages` stages."""
-    cuts = draw(st.sets(st.integers(1, layers - 1), max_size=most_stages - 1)) if layers > 1 else set()
+    stages = draw(st.integers(1, min(most_stages, layers)))
+    inner = st.integers(1, max(1, layers - 1))
+    cuts = draw(st.sets(inner, min_size=stages - 1, max_size=stages - 1))
     ends = [0, *sorted(cuts), layers]
     return tuple(end - start for start, end in pairwise(ends))
 

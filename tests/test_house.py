@@ -61,7 +61,7 @@ def test_check_holds(name: str) -> None:
 @pytest.fixture(scope="module")
 def imports() -> list[tuple[float, list[str]]]:
     """What several fresh interpreters say of `import weft`: seconds, and modules that came with it."""
-    probes = [run([sys.executable, "-c", PROBE]) for _ in range(3)]
+    probes = [run([sys.executable, "-c", PROBE]) for _ in range(7)]
     for probe in probes:
         assert probe.returncode == 0, probe.stderr
     return [(cost, modules) for cost, modules in (json.loads(probe.stdout) for probe in probes)]

@@ -7,7 +7,6 @@ schedules), `weft.core` (what the capabilities share) and `weft.compat` (the int
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.errors import WeftError
 from weft.core.events import Recorder
-from weft.core.forecast import forecast
 from weft.core.microbatch import NoChunk
 from weft.core.schedule import Schedule
 from weft.pipeline.batchnorm import DeferredBatchNorm
@@ -22,7 +21,6 @@ __all__ = [
     "Recorder",
     "Schedule",
     "WeftError",
-    "forecast",
     "is_checkpointing",
     "is_recomputing",
     "pop",

@@ -54,12 +54,13 @@ def test_a_gradient_that_is_off_ends_the_demo(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "report.html").exists()
 
 
-def test_every_act_adds_its_sections_in_order(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("kept")
+def test_every_act_runs_as_the_options_say_and_adds_its_sections_in_order(tmp_path: Path) -> None:
     def act(name: str) -> demo.Act:
-        return lambda hand: [Section(name, [paragraph(str(hand.options.seed))])]
+        return lambda _: [Section(name, [paragraph(f"{torch.initial_seed()}, {torch.get_num_threads()}")])]
 
-    html = demo.run(demo.Options(tmp_path, seed=7), [act("first"), act("second")]).read_text("utf-8")
-    assert html.index("<h2>first</h2><p>7</p>") < html.index("<h2>second</h2>")
+    html = demo.run(demo.Options(tmp_path, seed=7, threads=2), [act("first"), act("second")]).read_text("utf-8")
+    assert html.index("<h2>first</h2><p>7, 2</p>") < html.index("<h2>second</h2>")
 
 
 def test_devices_is_an_act() -> None:

@@ -50,10 +50,11 @@ def test_the_plain_step_leaves_the_model_alone(digits: Digits) -> None:
 
 
 def test_restoring_keeps_the_mode_and_the_range(digits: Digits) -> None:
-    model = unet(4).train()
+    model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Dropout(0.5)).train()
     found = restored(model, 9 * digits.noisy)
     assert model.training and not found.requires_grad
     assert found.min() >= 0 and found.max() <= 1
+    assert torch.equal(found, restored(model, 9 * digits.noisy)), "no dropout outside of training"
 
 
 def test_psnr_is_that_of_the_mean_squared_error() -> None:

@@ -1,10 +1,7 @@
 """What goes wrong in a layer reaches the caller as it is, says where it was, and ends nothing but its step."""
 
 import itertools
-import os
 import re
-import signal
-import threading
 import traceback
 
 import pytest
@@ -14,9 +11,6 @@ from torch import nn
 from tests.pipeline.pipe_cases import (
     CHECKPOINTS,
     EXECUTORS,
-    assert_close,
-    assert_gradients_equal,
-    backward,
     chain,
     piped,
     rows,
@@ -149,95 +143,6 @@ def test_when_all_stages_fail_at_once_the_caller_gets_one_of_them(executor: str)
     for _ in range(5):
         with pytest.raises(Bang):
             step(pipe)
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_what_is_no_exception_passes_too(executor: str, kind: type[BaseException]) -> None:
-    class Stops(nn.Module):
-        stops = True
-
-        def forward(self, x):
-            if self.stops:
-                raise kind()
-            return x
-
-    model = nn.Sequential(nn.Identity(), Stops())
-    pipe, _ = piped(model, executor=executor)
-    with pytest.raises(kind):
-        pipe(rows(6, 2))
-    model[1].stops = False
-    assert torch.equal(pipe(rows(6, 2)), rows(6, 2))
-
-
-class Interrupts(nn.Module):
-    """Sends the main thread what Ctrl-C sends, once; later layers must not run before it is heard."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.armed = False
-        self.ran: list[int] = []
-
-    def forward(self, x):
-        self.ran.append(threading.get_ident())
-        if self.armed:
-            self.armed = False
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        return x * 2
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs pthread_kill")
-@pytest.mark.parametrize("executor", ["serial", "threads"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("during", ["forward", "backward"])
-def test_a_keyboard_interrupt_reaches_the_caller_and_the_pipe_works_afterwards(
-    executor: str, checkpoint: str, during: str
-) -> None:
-    if during == "backward" and checkpoint == "never":
-        return  # no layer of ours runs then
-    layer = Interrupts()
-    pipe, plain = piped(nn.Sequential(*chain(4, 5, 3), layer), chunks=4, executor=executor, checkpoint=checkpoint)
-    for _ in range(3):
-        with pytest.raises(KeyboardInterrupt):
-            layer.armed = during == "forward"
-            output = pipe(rows(8, 4))
-            layer.armed = True
-            output.sum().backward()
-            pytest.fail("nobody was interrupted")
-        layer.armed = False
-        pipe.zero_grad()
-        plain.zero_grad()
-        assert_close(backward(pipe, rows(8, 4)), backward(plain, rows(8, 4)))
-        assert_gradients_equal(pipe, plain)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs pthread_kill")
-def test_an_interrupt_at_any_moment_leaves_a_pipe_that_works() -> None:
-    """From another thread, so it hits the caller anywhere: while it hands out work, waits, or collects."""
-    pipe, plain = piped(chain(4, 5, 3), executor="threads")
-    backward(pipe, rows(8, 4))
-    backward(plain, rows(8, 4))
-    for number in range(30):
-        heard = threading.Event()
-        thread = threading.Thread(target=interrupt_later, args=(number * 40, heard))
-        with pytest.raises(KeyboardInterrupt):
-            thread.start()
-            while True:
-                backward(pipe, rows(8, 4))
-        heard.set()
-        thread.join()
-        pipe.zero_grad()
-        backward(pipe, rows(8, 4))
-        assert_gradients_equal(pipe, plain)
-
-
-def interrupt_later(loops: int, heard: threading.Event) -> None:
-    """Send the main thread what Ctrl-C sends, after counting that far; again, if a finalizer swallowed it."""
-    for _ in range(loops):
-        pass
-    while not heard.is_set():
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        heard.wait(5)
 
 
 # --- arguments

@@ -1,4 +1,4 @@
-"""Gradients, their hooks and their absence are those of plain PyTorch, in every mode."""
+"""Gradients and their absence are those of plain PyTorch, in every mode."""
 
 import pytest
 import torch
@@ -17,73 +17,11 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import Pipe
 
 RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
 CUT_RUNS = [(executor, checkpoint) for executor in (*CUTS, "auto") for checkpoint in CHECKPOINTS]
 every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 every_cut_run = pytest.mark.parametrize(("executor", "checkpoint"), CUT_RUNS)
-
-
-@every_cut_run
-def test_hooks_of_a_parameter_fire_once_per_step_with_the_whole_gradient(executor: str, checkpoint: str) -> None:
-    pipe, plain = piped(chain(4, 5, 5, 3), balance=[3, 2], executor=executor, checkpoint=checkpoint)
-    before: list[torch.Tensor] = []
-    after: list[torch.Tensor | None] = []
-    weight = pipe[2].weight
-    weight.register_hook(lambda gradient: before.append(gradient.clone()))
-    weight.register_post_accumulate_grad_hook(lambda parameter: after.append(parameter.grad))
-    for step in range(1, 4):
-        for model in (pipe, plain):
-            model.zero_grad()
-            backward(model, rows(7, 4, seed=step))
-        assert len(before) == len(after) == step
-        assert_close(before[-1], plain[2].weight.grad)
-        assert after[-1] is not None
-
-
-@every_run
-def test_a_hook_may_change_the_gradient(executor: str, checkpoint: str) -> None:
-    pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
-    for model in (pipe, plain):
-        model[0].weight.register_hook(lambda gradient: gradient * 10)
-        backward(model, rows(7, 4))
-    assert_gradients_equal(pipe, plain)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@every_cut_run
-def test_hooks_fire_once_with_the_loss_inside(executor: str, checkpoint: str, schedule: str) -> None:
-    pipe, _ = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint, schedule=schedule, loss=nn.MSELoss())
-    calls: list[str] = []
-    for name, each in pipe.named_parameters():
-        each.register_hook(lambda gradient, n=name: calls.append(n))
-    pipe(rows(7, 4), target=rows(7, 3)).backward()
-    assert sorted(calls) == sorted(name for name, _ in pipe.named_parameters())
-
-
-@every_cut_run
-def test_forward_hooks_of_modules_fire_per_micro_batch(executor: str, checkpoint: str) -> None:
-    pipe, _ = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
-    seen: list[int] = []
-    whole: list[int] = []
-    pipe[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    pipe.register_forward_hook(lambda module, args, output: whole.append(len(output)))
-    backward(pipe, rows(7, 4))
-    again = {"always": 3, "except_last": 2, "never": 0}[checkpoint]
-    assert sorted(seen[:3]) == [2, 2, 3] and len(seen) == 3 + again
-    assert whole == [7]
-
-
-@every_run
-def test_full_backward_hooks_of_modules_fire(executor: str, checkpoint: str) -> None:
-    pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
-    seen: list[torch.Tensor] = []
-    pipe[1].register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0]))
-    backward(pipe, rows(7, 4))
-    backward(plain, rows(7, 4))
-    assert sorted(len(each) for each in seen) == [2, 2, 3]
-    assert_gradients_equal(pipe, plain)
 
 
 @every_run
@@ -271,80 +209,3 @@ def test_a_mini_batch_without_rows_gives_an_output_without_rows(executor: str, c
     for model in (pipe, plain):
         assert backward(model, rows(0, 4)).shape == (0, 3)
     assert_gradients_equal(pipe, plain)
-
-
-@every_run
-@pytest.mark.parametrize("first", [0, 1])
-def test_two_steps_may_be_alive_and_go_back_in_any_order(executor: str, checkpoint: str, first: int) -> None:
-    pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
-    losses = [pipe(rows(7, 4, seed=seed)).square().sum() for seed in (1, 2)]
-    losses[first].backward()
-    losses[1 - first].backward()
-    for seed in (1, 2):
-        backward(plain, rows(7, 4, seed=seed))
-    assert_gradients_equal(pipe, plain)
-
-
-@every_run
-def test_one_step_may_feed_the_next_of_the_same_pipe(executor: str, checkpoint: str) -> None:
-    pipe, plain = piped(chain(4, 5, 4), executor=executor, checkpoint=checkpoint)
-    for model in (pipe, plain):
-        backward(model, model(rows(7, 4)))
-    assert_gradients_equal(pipe, plain)
-
-
-@pytest.mark.parametrize("inner", CUTS)
-@pytest.mark.parametrize("outer", CUTS)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_a_pipe_may_be_a_layer_of_a_pipe(inner: str, outer: str, checkpoint: str) -> None:
-    flat = chain(4, 5, 5, 3)
-    inside = Pipe(nn.Sequential(*flat[1:4]), chunks=2, devices=["cpu"] * 2, executor=inner, checkpoint=checkpoint)
-    pipe = Pipe(
-        nn.Sequential(flat[0], inside, flat[4]),
-        chunks=2,
-        devices=["cpu"] * 2,
-        executor=outer,
-        checkpoint=checkpoint,
-    )
-    seen = backward(pipe, rows(7, 4))
-    found = [each.grad for each in pipe.parameters()]
-    pipe.zero_grad()
-    assert_close(seen, backward(flat, rows(7, 4)))
-    assert_close(found, [each.grad for each in flat.parameters()])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_numbers_of_a_pipe_inside_a_pipe_do_not_depend_on_who_runs_first(seed: int) -> None:
-    def once(outer: str, inner: str, checkpoint: str) -> list[torch.Tensor]:
-        flat = chain(4, 5, 5, 3)
-        settings = {"chunks": 2, "devices": ["cpu"] * 2, "checkpoint": checkpoint}
-        layers = [flat[1], nn.Dropout(0.5), flat[2], nn.Dropout(0.5)]
-        inside = Pipe(nn.Sequential(*layers), executor=inner, **settings)
-        pipe = Pipe(nn.Sequential(flat[0], inside, nn.Dropout(0.5), flat[4]), executor=outer, **settings)
-        torch.manual_seed(seed)
-        for _ in range(3):
-            output = backward(pipe, rows(6, 4))
-        return [output.detach(), *(each.grad for each in pipe.parameters())]
-
-    wanted = once("serial", "serial", "never")
-    for outer in CUTS:
-        for inner in CUTS:
-            for checkpoint in ("always", "never"):
-                seen = once(outer, inner, checkpoint)
-                assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True)), (
-                    outer,
-                    inner,
-                    checkpoint,
-                )
-
-
-@every_run
-def test_two_pipes_may_share_layers(executor: str, checkpoint: str) -> None:
-    model = chain(4, 5, 5, 3)
-    one = Pipe(model, chunks=2, devices=["cpu"] * 2, balance=[1, 4], executor=executor, checkpoint=checkpoint)
-    two = Pipe(model, chunks=3, devices=["cpu"] * 2, balance=[3, 2], executor=executor, checkpoint=checkpoint)
-    (one(rows(7, 4)) * two(rows(7, 4))).sum().backward()
-    found = [each.grad for each in model.parameters()]
-    model.zero_grad()
-    model(rows(7, 4)).square().sum().backward()
-    assert_close(found, [each.grad for each in model.parameters()])

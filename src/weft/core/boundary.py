@@ -49,13 +49,27 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise DoubleBackwardError(
-                "a gradient of a gradient (create_graph=True) was asked for, but the stages ran cut out of autograd; "
-                "use executor='graph', which leaves the whole graph visible"
-            )
-        retain = bool(_autograd._get_current_graph_task_keep_graph())
-        return (None, *ctx.journey.backward(gradients, retain=retain))
+        forbid_double()
+        return (None, *ctx.journey.backward(gradients, retain=keeps_graph()))
+
+
+def forbid_double() -> None:
+    """Inside a backward: raise DoubleBackwardError if it is to be differentiated itself."""
+    if torch.is_grad_enabled():
+        raise DoubleBackwardError(
+            "a gradient of a gradient (create_graph=True) was asked for, but the stages ran cut out of autograd; "
+            "use executor='graph', which leaves the whole graph visible"
+        )
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether it was called with ``retain_graph=True``."""
+    return bool(_autograd._get_current_graph_task_keep_graph())
+
+
+def current_task() -> int:
+    """Inside a backward: a number that no other call of backward has."""
+    return int(cast(Any, torch._C)._current_graph_task_id())
 
 
 def cross(journey: Journey, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

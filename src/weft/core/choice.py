@@ -13,7 +13,6 @@ All candidates give the same numbers, so nobody notices but the clock.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from time import perf_counter
 
 from torch import Tensor
@@ -38,10 +37,13 @@ class Choice:
     """Which of `candidates` to use for each kind of step. Candidate 0 is the simplest."""
 
     candidates: int
+    fixed: int | None = None
     _trials: dict[Hashable, _Trial] = field(default_factory=dict[Hashable, _Trial])
 
     def pick(self, kind: Hashable) -> int:
-        """The candidate for the next step of this kind."""
+        """The candidate for the next step of this kind: the `fixed` one, if any."""
+        if self.fixed is not None:
+            return self.fixed
         trial = self._trial(kind)
         if trial.best is not None:
             return trial.best
@@ -55,9 +57,17 @@ class Choice:
             return
         trial.seconds[candidate].append(seconds)
         if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds):
-            typical = [median(times[_WARM_UP:]) for times in trial.seconds]
+            typical = [sorted(times[_WARM_UP:])[_SAMPLES // 2] for times in trial.seconds]
             fastest = min(range(self.candidates), key=typical.__getitem__)
             trial.best = fastest if typical[fastest] < _WORTH * typical[0] else 0
+
+    def decided(self, kind: Hashable) -> bool:
+        """Whether nothing is left to measure for this kind of step."""
+        return self.fixed is not None or self._trial(kind).best is not None
+
+    def first(self, kind: Hashable, candidate: int) -> bool:
+        """Whether a candidate was never tried for this kind of step."""
+        return not self._trial(kind).seconds[candidate]
 
     def decisions(self) -> dict[Hashable, int]:
         """The winner for every kind of step that has one; the others are still being measured."""

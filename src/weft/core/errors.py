@@ -71,6 +71,13 @@ class SkipWiringError(WeftError, TypeError):
     """The skips of a model do not fit together."""
 
 
+TWICE = (
+    "backward ran a second time over a step whose intermediates were freed by the first; "
+    "call the first backward with retain_graph=True to keep them"
+)
+"""What a `BackwardTwiceError` says."""
+
+
 def listed(headline: str, faults: Sequence[str]) -> str:
     """One message out of many faults: the headline, then one line per fault."""
     return "\n".join([headline, *(f"  - {fault}" for fault in faults)])

@@ -34,7 +34,9 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The leaf on another device, still a leaf that wants a gradient if it did."""
     if tensor.device == device:
         return tensor
-    return tensor.detach().to(device, non_blocking=True).requires_grad_(tensor.requires_grad)
+    # To the CPU the copy has to be over: asked not to block, it would go on behind whoever reads the result.
+    moved = tensor.detach().to(device, non_blocking=device.type != "cpu")
+    return moved.requires_grad_(tensor.requires_grad)
 
 
 class Place:

@@ -105,9 +105,11 @@ class Dice:
         self._drew = [False] * len(uses)
         self.quiet = not any(known is not False for known in self._known)
         self._surprised = False
-        self._before = torch.default_generator.get_state()
-        self.seed = int(torch.randint(1 << 62, (), device="cpu"))
-        self._after = torch.default_generator.get_state()
+        self._before = self._after = torch.default_generator.get_state()
+        self.seed = 0
+        if not self.quiet:
+            self.seed = int(torch.randint(1 << 62, (), device="cpu"))
+            self._after = torch.default_generator.get_state()
 
     @contextmanager
     def scope(self, stage: int, micro_batch: int) -> Generator[None]:

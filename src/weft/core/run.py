@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from weft.core.channel import Closed
-from weft.core.errors import BackwardTwiceError
+from weft.core.errors import TWICE, BackwardTwiceError
 from weft.core.place import Parcel, Place
 from weft.core.route import OUTSIDE, Address, Wiring
 from weft.core.schedule import Action
@@ -157,10 +157,7 @@ class Run:
         stage, index = action.stage, action.micro_batch
         tape = self._tapes[stage][index]
         if tape is None:
-            raise BackwardTwiceError(
-                "backward ran a second time over a step whose intermediates were freed by the first; "
-                "call the first backward with retain_graph=True to keep them"
-            )
+            raise BackwardTwiceError(TWICE)
         if tape.recomputes:
             self._do("R", action, tape.prepare)
         parcels = [

@@ -118,7 +118,7 @@ def _frontier(
     first: Sequence[GradientEdge], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[_Frontier] | None:
     """The frontier of a graph; None where it cannot be parted."""
-    order = _children_first([edge.node for edge in first])
+    order = children_first([edge.node for edge in first])
     to_inputs = _reaching(order, [get_gradient_edge(tensor).node for tensor in inputs])
     to_parameters = _reaching(order, [get_gradient_edge(tensor).node for tensor in parameters])
     if any(edge.node not in to_inputs and edge.node in to_parameters for edge in first):
@@ -147,7 +147,7 @@ def _frontier(
     return found
 
 
-def _children_first(roots: Sequence[Node]) -> list[Node]:
+def children_first(roots: Sequence[Node]) -> list[Node]:
     """All nodes of the graph, each after all that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()

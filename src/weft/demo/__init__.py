@@ -3,8 +3,8 @@
     run ──> Stagehand ──> act "devices" ──> sections ──┐
                    └────> the next act  ──> sections ──┴──> report.html, and a trace per act
 
-An act is a function from a `Stagehand` to the sections that it adds to the page. A new one is a file here and an
-entry in `ACTS`.
+An act is a function from a `Stagehand` to the sections that it adds to the page. A new one is a file here with
+its `act`, and an entry in `ACTS`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from weft.demo.devices import devices
+from weft.demo import devices
 from weft.demo.stage import Options, Stagehand
 from weft.report import Section, page
 
 Act = Callable[[Stagehand], list[Section]]
-ACTS: tuple[Act, ...] = (devices,)
+ACTS: tuple[Act, ...] = (devices.act,)
 
 __all__ = ["ACTS", "Act", "Options", "Stagehand", "run"]
 
@@ -32,7 +32,7 @@ def run(options: Options, acts: Sequence[Act] = ACTS) -> Path:
     hand = Stagehand(options)
     before = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
+        torch.default_generator.manual_seed(options.seed)
         torch.set_num_threads(options.threads)
         try:
             sections = [section for act in acts for section in act(hand)]

@@ -36,7 +36,7 @@ Differences = dict[tuple[str, str], float]
 Recordings = dict[str, Recording]
 
 
-def devices(hand: Stagehand) -> list[Section]:
+def act(hand: Stagehand) -> list[Section]:
     """Train, prove, record; see the module."""
     hand.say(f"devices: a U-Net with long skips, in {len(BALANCE)} stages of {CHUNKS} micro-batches")
     digits = load_digits()
@@ -150,8 +150,8 @@ def _caption(name: str, each: Recording) -> str:
 def _in_memory(recordings: Recordings) -> Section:
     words = (
         "Bytes that stay alive for backward, without parameters and the mini-batch: what autograd saves, and values "
-        "on their way between stages. gpipe keeps all micro-batches, 1f1b at most as many as there are stages behind; "
-        "recomputation keeps the inputs of stages only, and pays with a second forward."
+        "on their way between stages. gpipe keeps all micro-batches, 1f1b at most one for each stage from there to "
+        "the end; recomputation keeps the inputs of stages only, and pays with a second forward."
     )
     rows = [
         [name, show_bytes(each.peak_bytes), show_bytes(each.forecast.peak_bytes), show_time(each.seconds)]

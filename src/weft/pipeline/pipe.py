@@ -177,7 +177,7 @@ class Pipe(nn.Module):
             "balance": list(self.balance),
             "devices": [str(device) for device in self.devices],
             "threads": 0 if runtime is None else runtime.threads,
-            "chosen": {} if runtime is None else runtime.chosen(),
+            "chosen": {} if runtime is None else runtime.layouts.chosen(),
         }
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ into a single segment, so that small layers do not pay for cuts that nobody need
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from weft.core.segment import Function, Visit
 from weft.pipeline.cargo import checked_loss
 from weft.pipeline.gate import Gate, Inlet
 from weft.pipeline.skip import inspect_skip_layout
-from weft.pipeline.stage import MergedStages, Skip, Stage, Together
+from weft.pipeline.stage import MergedStages, Skip, Stage
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -91,14 +91,11 @@ def staged_plan(
     return _plan(functions, [(j,) for j in range(len(stages))], routes, last + 1, stages, executor, loss, streams)
 
 
-def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossFunction | None, *, together: bool) -> Plan:
-    """All stages as one segment. With `together` also all micro-batches, for when all graphs are kept anyway."""
+def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossFunction | None) -> Plan:
+    """All stages as one segment."""
     routes = [Route("input", OUTSIDE, (0,)), Route("loss" if loss else "output", 0, (OUTSIDE,))]
     owned = tuple(range(len(stages)))
-    plan = _plan([MergedStages(stages)], [owned], routes, 1, stages[:1], executor, loss, False)
-    if not together:
-        return plan
-    return replace(plan, functions=(Together(plan.functions[0]),), gate=replace(plan.gate, together=True))
+    return _plan([MergedStages(stages)], [owned], routes, 1, stages[:1], executor, loss, False)
 
 
 def _plan(

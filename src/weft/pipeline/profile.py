@@ -12,7 +12,6 @@ Measuring layer by layer for balance is torchgpipe's idea.
 """
 
 import copy
-import statistics
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -55,7 +54,7 @@ def profile_times(
         while len(rounds) < FEWEST_ROUNDS or time.perf_counter() < end:
             output, seconds = trial.timed(where)
             rounds.append(seconds)
-        return output, statistics.median(rounds)
+        return output, sorted(rounds)[len(rounds) // 2]
 
     return _layer_by_layer(module, sample, where, measure)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.core.ambient import Ambient
 from weft.core.boundary import Journey, cross
-from weft.core.choice import Choice, TimedJourney
+from weft.core.choice import TimedJourney
 from weft.core.errors import DeviceError, listed
 from weft.core.executor import Executor, SerialExecutor, ThreadExecutor
 from weft.core.rng import Dice, RandomUse, generators
@@ -18,12 +18,13 @@ from weft.core.run import Watcher
 from weft.core.schedule import Schedule
 from weft.core.segment import Keep
 from weft.pipeline.cargo import Cargo, JoinedOutput, WeightedLoss
+from weft.pipeline.layout import Layouts
 from weft.pipeline.plan import LossFunction, Plan, build_stages, merged_plan, staged_plan
 from weft.pipeline.schedules import build
 from weft.pipeline.settings import CheckpointRule, checkpoint_rules, never_recomputes
 from weft.pipeline.stage import Survey
 from weft.pipeline.step import Order, Step
-from weft.pipeline.visible import run_visible
+from weft.pipeline.visible import guarded, run_visible
 
 
 class Runtime:
@@ -51,19 +52,17 @@ class Runtime:
         self._plans: dict[tuple[str, bool], Plan] = {}
         self._loss = loss
         self._reduction = reduction
-        self._splits = splits
         one_device = len(set(devices)) == 1
         mergeable = may_merge and one_device and never_recomputes(checkpoint)
-        self.layouts = _layouts(executor, len(self.stages), mergeable, one_device)
-        self.choice = Choice(len(self.layouts))
+        self.layouts = Layouts(executor, len(balance), one_device=one_device, mergeable=mergeable, splits=splits)
 
     def plan(self, layout: str, loss: bool) -> Plan:
-        """The plan for one of `layouts`; made when it is first needed."""
+        """The plan for a layout; made when it is first needed."""
         key = (layout, loss)
         if key not in self._plans:
             function = self._loss if loss else None
-            if layout == "merged":
-                self._plans[key] = merged_plan(self.stages, self._serial, function, together=self._splits)
+            if layout in ("merged", "visible"):
+                self._plans[key] = merged_plan(self.stages, self._serial, function)
             else:
                 executor: Executor = self._threads if layout == "threads" else self._serial
                 streams = layout == "threads"
@@ -82,42 +81,34 @@ class Runtime:
         """How many worker threads there are now."""
         return self._threads.workers
 
-    def chosen(self) -> dict[str, str]:
-        """For every kind of step that was measured to the end, what it is run by."""
-        return {str(kind): self.layouts[best] for kind, best in self.choice.decisions().items()}
-
     def serve(self, request: "Request", surveys: Sequence[Survey], mode: Hashable) -> Any:
         """One step. `mode` is whatever makes steps of the same size take different times."""
         cargo = Cargo([request.main, *request.targets], request.chunks)
         # Sizes by powers of two: else every new batch size would be measured anew.
         kind = (mode, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length())
-        candidate = self._candidate(request, kind)
-        layout = self.layouts[candidate]
+        layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None)
         order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
         ambient = Ambient.capture(self.device_types)
         if layout == "graph":
             return run_visible(order, ambient)
+        if layout == "visible":
+            result, outputs = guarded(run_visible(order, ambient))
+            self.layouts.seen(kind, outputs)
+            return result
         step = Step(order, ambient)
-        timed = len(self.layouts) > 1 and request.watcher is None
         journey: Journey = step
-        if timed:
-            journey = TimedJourney(step, self.choice, kind, candidate, with_backward=order.tracked)
+        if candidate is not None:
+            journey = TimedJourney(step, self.layouts.choice, kind, candidate, with_backward=order.tracked)
         if order.tracked:
             return order.outcome.filled(cross(journey, step.tensors))
         return order.outcome.filled(journey.forward()[0])
-
-    def _candidate(self, request: "Request", kind: Hashable) -> int:
-        """Which layout to run by. A watcher wants to see stages, so it never sees them merged."""
-        if len(self.layouts) == 1:
-            return 0
-        return self.layouts.index("threads") if request.watcher is not None else self.choice.pick(kind)
 
     def _order(self, request: "Request", plan: Plan, cargo: Cargo, surveys: Sequence[Survey]) -> Order:
         tracked = torch.is_grad_enabled() and bool(
             cargo.tensors or self._loss_parameters or any(survey.parameters for survey in surveys)
         )
         count = cargo.micro_batches
-        schedule = build(request.schedule, plan.segments, 1 if plan.gate.together else count)
+        schedule = build(request.schedule, plan.segments, count)
         parameters: list[list[torch.Tensor]] = []
         for owned in plan.stages_of:
             of_segment = {id(p): p for stage in owned for p in surveys[stage].parameters}
@@ -177,13 +168,3 @@ def _weights(rows: Sequence[int], reduction: str) -> list[float]:
     """The weight of each micro-batch's loss in that of the mini-batch."""
     total = sum(rows)
     return [1.0 if reduction == "sum" or not total else count / total for count in rows]
-
-
-def _layouts(executor: str, stages: int, mergeable: bool, one_device: bool) -> list[str]:
-    """The ways of running that are tried, the simplest first."""
-    simple = "merged" if mergeable else "serial"
-    if executor == "auto":
-        if stages == 1:
-            return [simple]
-        return [simple, "threads"] if one_device else ["threads"]
-    return [executor]

@@ -6,11 +6,9 @@
 Skips that begin and end in the stage never leave it. Layers of no skips never see a tracker.
 """
 
-from collections.abc import Collection, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 
 from weft.core.ambient import is_recomputing
 from weft.core.rng import Dice
-from weft.core.segment import Function, Visit
+from weft.core.segment import Visit
 from weft.core.tree import map_leaves
 from weft.pipeline.batchnorm import DeferredBatchNorm
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, use_skip_tracker
@@ -40,6 +38,19 @@ class Survey(NamedTuple):
     configuration: Hashable
     deferred: list[DeferredBatchNorm]
     misplaced: list[str]
+
+
+_SETTINGS = (bool, float)
+Path = tuple[str, ...]
+
+
+def _walk(layers: Iterable[tuple[str, nn.Module]], path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
+    """All modules with the way to them. Some times faster than `named_modules`, and this runs at every step."""
+    for name, module in layers:
+        here = (*path, name)
+        yield here, module
+        if module._modules:
+            yield from _walk([(key, child) for key, child in module._modules.items() if child is not None], here)
 
 
 class StageTracker(SkipTracker):
@@ -105,20 +116,21 @@ class Stage:
         deferred: list[DeferredBatchNorm] = []
         misplaced: list[str] = []
         norms: list[nn.Module] = []
-        for name, layer in self.layers:
-            for path, module in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name)):
-                settings += [value for value in vars(module).values() if type(value) is bool or type(value) is float]
+        for path, module in _walk(self.layers):
+            settings += [value for value in vars(module).values() if value.__class__ in _SETTINGS]
+            if isinstance(module, _NormBase):
                 if isinstance(module, DeferredBatchNorm):
                     deferred.append(module)
-                elif isinstance(module, _NormBase) and module.training and module.track_running_stats:
+                elif module.training and module.track_running_stats:
                     norms.append(module)
-                for key, each in chain(module._parameters.items(), module._buffers.items()):
-                    if each is None:
-                        continue
-                    if each.device != self.device:
-                        misplaced.append(f"{path}.{key} is on {each.device}, stage {self.index} on {self.device}")
-                    if isinstance(each, nn.Parameter) and each.requires_grad:
-                        parameters[id(each)] = each
+            for each in module._parameters.values():
+                if each is not None and each.requires_grad:
+                    parameters[id(each)] = each
+            for table in (module._parameters, module._buffers):
+                for key, each in table.items():
+                    if each is not None and each.device != self.device:
+                        place = f"{'.'.join(path)}.{key}"
+                        misplaced.append(f"{place} is on {each.device}, stage {self.index} on {self.device}")
         self._norms = norms
         return Survey(list(parameters.values()), tuple(settings), deferred, misplaced)
 
@@ -188,16 +200,3 @@ class MergedStages:
             for skip in done:
                 del alive[skip]
         return (main,)
-
-
-class Together:
-    """A function of one micro-batch as a function of all of them: one graph, and one walk of autograd over it."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-
-    def __call__(self, visit: Visit, *columns: Sequence[Any]) -> tuple[Any, ...]:
-        """Take and return, for every route, the list of the micro-batches' values."""
-        visits = [replace(visit, micro_batch=index) for index in range(len(columns[0]))]
-        rows = [self._function(each, *values) for each, *values in zip(visits, *columns, strict=True)]
-        return tuple(list(column) for column in zip(*rows, strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.core.ambient import Ambient
 from weft.core.boundary import quiet_hooks
-from weft.core.errors import BackwardTwiceError
+from weft.core.errors import TWICE, BackwardTwiceError
 from weft.core.place import Parcel, join_walk, leave_walk
 from weft.core.rng import Dice
 from weft.core.route import Address
@@ -74,10 +74,7 @@ class Step:
         """See `Journey.backward`. Raises BackwardTwiceError when the step was freed."""
         run, made = self._run, self._made
         if run is None and made is None:
-            raise BackwardTwiceError(
-                "backward ran a second time over a step of the pipe, whose intermediates were freed by the first; "
-                "call the first backward with retain_graph=True to keep them"
-            )
+            raise BackwardTwiceError(TWICE)
         if not retain:
             self._run = self._made = None
         if run is None:
@@ -129,6 +126,8 @@ class Step:
 
     def _leave(self, left: dict[Address, Parcel], run: Run) -> None:
         """The caller's streams may use what the walk has made, from here on."""
+        if not any(self._order.plan.places):
+            return
         leaves = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
         sums = [total for each in run.sums for total in each.totals]
         leave_walk(self._order.plan.places, [leaf for leaf in (*leaves, *sums) if isinstance(leaf, Tensor)])

@@ -1,17 +1,22 @@
-"""``executor="graph"``: the same micro-batches and stages, with the whole graph left visible to autograd.
+"""The same micro-batches and stages with the whole graph left visible to autograd.
 
-Nothing is cut out, so gradients of gradients work. It is serial, and a schedule means nothing to it: autograd
-decides the order of backward. Random numbers and results are those of the other executors.
+Nothing is cut out, so gradients of gradients work (``executor="graph"``), and nothing is paid for cuts where none is
+needed (see `weft.pipeline.layout`). It is serial, and a schedule means nothing to it: autograd decides the order
+of backward. Random numbers and results are those of the other executors.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
+from torch import Tensor
 from torch.utils import checkpoint as checkpointing
 
 from weft.core.ambient import Ambient, phase
-from weft.core.segment import Visit
+from weft.core.boundary import current_task, forbid_double, keeps_graph
+from weft.core.errors import TWICE, BackwardTwiceError
+from weft.core.segment import Function, Visit
+from weft.core.tree import flatten
 from weft.pipeline.step import Order
 
 _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
@@ -40,17 +45,25 @@ def run_visible(order: Order, ambient: Ambient) -> Any:
 
 def _micro_batch(order: Order, visit: Visit, parts: Sequence[Any]) -> Any:
     """One micro-batch through all stages; what crosses from one to another keeps its graph."""
-    plan, index = order.plan, visit.micro_batch
+    plan = order.plan
     values: dict[int, Any] = {inlet.route: part for inlet, part in zip(plan.gate.inlets, parts, strict=True)}
     for stage, function in enumerate(plan.functions):
         inputs = [values[route] for route in plan.wiring.inputs[stage]]
-        if order.keeps(stage, index) == "inputs":
-            call = partial(_checkpoint, _twice(function, visit), use_reentrant=False, preserve_rng_state=False)
-            outputs = call(*inputs)
-        else:
-            outputs = function(visit, *inputs)
+        try:
+            outputs = _call(order, function, visit, stage, inputs)
+        except BaseException as error:
+            error.add_note(f"weft: in forward of micro-batch {visit.micro_batch}")
+            raise
         values.update(zip(plan.wiring.outputs[stage], outputs, strict=True))
     return values[plan.gate.result]
+
+
+def _call(order: Order, function: Function, visit: Visit, segment: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """One segment, with its graph or only its inputs kept."""
+    if order.keeps(segment, visit.micro_batch) != "inputs":
+        return function(visit, *inputs)
+    call = partial(_checkpoint, _twice(function, visit), use_reentrant=False, preserve_rng_state=False)
+    return call(*inputs)
 
 
 def _twice(function: Callable[..., Any], visit: Visit) -> Callable[..., Any]:
@@ -63,3 +76,24 @@ def _twice(function: Callable[..., Any], visit: Visit) -> Callable[..., Any]:
             return function(visit, *inputs)
 
     return call
+
+
+def guarded(result: Any) -> tuple[Any, list[Tensor]]:
+    """The result, and its tensors; their backward keeps to the rules of a step that was cut out.
+
+    Else the same program would be refused or not, by what was measured to be faster.
+    """
+    outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+    freed_by: list[int] = []
+
+    def before_backward(_: Sequence[Tensor | None]) -> None:
+        forbid_double()
+        task = current_task()
+        if freed_by and task not in freed_by:
+            raise BackwardTwiceError(TWICE)
+        if not keeps_graph():
+            freed_by.append(task)
+
+    for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+        node.register_prehook(before_backward)
+    return result, outputs

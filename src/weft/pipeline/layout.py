@@ -1,0 +1,67 @@
+"""Which way the next step of a pipe is run: ``executor="auto"``, mostly.
+
+    serial    every stage a segment, in the caller's thread
+    threads   every stage a segment, in a thread of its own
+    merged    all stages one segment per micro-batch, in the caller's thread
+    visible   nothing cut out: plain autograd over all micro-batches, in the caller's thread
+    graph     the same, because the user asked for it; also gradients of gradients
+
+The last three need no recomputation and one device. "auto" runs the first steps of each kind by turns in the
+caller's thread and in threads, and keeps what was faster. The very first is "serial", where an error is
+told with its stage and micro-batch; then "merged", which can be timed from forward to the end of backward.
+If the caller's thread wins, "visible" costs least: a few microseconds per micro-batch over a plain loop. What it
+cannot do is to say where an error in backward came from; so it is left to graphs of PyTorch's own operators,
+and not used under anomaly detection.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from weft.core.choice import Choice
+from weft.core.split_backward import children_first
+
+
+class Layouts:
+    """The layout of each step. `kind` stands for steps that take about the same time."""
+
+    def __init__(self, executor: str, stages: int, *, one_device: bool, mergeable: bool, splits: bool) -> None:
+        self._executor = executor
+        self._mergeable = mergeable
+        self._splits = splits
+        if executor == "auto":
+            self._candidates = (["serial"] if one_device else []) + (["threads"] if stages > 1 else [])
+        else:
+            self._candidates = [executor]
+        self.choice = Choice(len(self._candidates))
+        self._has_python: dict[Hashable, bool] = {}
+
+    def pick(self, kind: Hashable, *, watched: bool) -> tuple[str, int | None]:
+        """The layout for the next step of this kind, and which candidate it measures, if any.
+
+        Who watches wants to see the stages, so a watched step is never merged nor measured.
+        """
+        if self._executor != "auto":
+            return self._executor, None
+        if watched:
+            return self._candidates[-1], None
+        candidate = self.choice.pick(kind)
+        measuring = not self.choice.decided(kind)
+        if self._candidates[candidate] == "threads" or not self._mergeable or torch.is_anomaly_enabled():
+            return self._candidates[candidate], candidate if measuring else None
+        if measuring:
+            return "serial" if self.choice.first(kind, candidate) else "merged", candidate
+        if not self._splits:
+            return "merged", None
+        return "serial" if self._has_python.get(kind) else "visible", None
+
+    def seen(self, kind: Hashable, outputs: Sequence[torch.Tensor]) -> None:
+        """After a visible step: look once whether its graph has autograd functions written in Python."""
+        if kind not in self._has_python:
+            roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+            self._has_python[kind] = any(isinstance(node, BackwardCFunction) for node in children_first(roots))
+
+    def chosen(self) -> dict[str, str]:
+        """For every kind of step that was measured to the end, which executor it is run by."""
+        return {str(kind): self._candidates[best] for kind, best in self.choice.decisions().items()}

@@ -1,0 +1,185 @@
+"""What ``executor="auto"`` settles on keeps every promise of the executors that it was chosen from."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from weft.core.errors import BackwardTwiceError, DoubleBackwardError
+from weft.pipeline.layout import Layouts
+
+MODES = [("gpipe", False), ("gpipe", True), ("1f1b", True)]
+
+
+class Doubled(torch.autograd.Function):
+    """Written in Python, so that its backward may fail with a message of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Doubled.fails:
+            raise ArithmeticError("no gradient today")
+        return gradient * 2
+
+    fails = False
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 3)).double()
+
+
+def settled(layers: nn.Sequential, schedule: str, inside: bool, candidate: int = 0, **options: Any) -> weft.Pipe:
+    """A pipe that has measured enough, with the caller's thread as winner."""
+    loss = nn.functional.mse_loss if inside else None
+    pipe = weft.Pipe(
+        layers,
+        chunks=3,
+        balance=[2, 3],
+        devices=["cpu"] * 2,
+        checkpoint="never",
+        schedule=schedule,
+        loss=loss,
+        **options,
+    )
+    pipe._made_runtime().layouts.choice.fixed = candidate
+    return pipe
+
+
+def loss_of(pipe: nn.Module, inside: bool, x: Tensor, y: Tensor) -> Tensor:
+    return pipe(x, target=y) if inside else nn.functional.mse_loss(pipe(x), y)
+
+
+@pytest.mark.parametrize(("schedule", "inside"), MODES)
+def test_gradients_are_those_of_the_model_and_hooks_fire_once(schedule: str, inside: bool) -> None:
+    layers, x, y = model(), torch.randn(8, 4).double().requires_grad_(), torch.randn(8, 3).double()
+    parameters = list(layers.parameters())
+    wanted = torch.autograd.grad(nn.functional.mse_loss(layers(x), y), [x, *parameters])
+    pipe = settled(layers, schedule, inside)
+    fired: list[int] = []
+    for i, parameter in enumerate(parameters):
+        parameter.register_hook(lambda _, i=i: fired.append(i))
+    for _ in range(2):
+        x.grad = None
+        pipe.zero_grad()
+        (2 * loss_of(pipe, inside, x, y)).backward()
+    assert sorted(fired) == sorted([*range(len(parameters))] * 2)
+    for one, tensor in zip(wanted, [x, *parameters], strict=True):
+        torch.testing.assert_close(tensor.grad, 2 * one, rtol=0, atol=1e-12)
+    again = torch.autograd.grad(loss_of(pipe, inside, x, y), [x, *parameters])
+    assert all(map(torch.allclose, wanted, again))
+
+
+@pytest.mark.parametrize(("schedule", "inside"), MODES)
+def test_backward_twice_needs_a_retained_graph(schedule: str, inside: bool) -> None:
+    pipe, x, y = settled(model(), schedule, inside), torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    for _ in range(2):  # the first step of a kind is not run like the others
+        loss = pipe(x, target=y) if inside else pipe(x).sum()  # a sum keeps nothing that could be freed
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(BackwardTwiceError, match="retain_graph=True"):
+            loss.backward()
+
+
+@pytest.mark.parametrize(("schedule", "inside"), MODES)
+def test_gradients_of_gradients_are_refused_whatever_was_chosen(schedule: str, inside: bool) -> None:
+    pipe, x, y = settled(model(), schedule, inside), torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    for _ in range(2):
+        loss = loss_of(pipe, inside, x, y)
+        with pytest.raises(DoubleBackwardError, match="executor='graph'"):
+            torch.autograd.grad(loss, list(pipe.parameters()), create_graph=True)
+
+
+def test_two_outputs_may_go_back_in_one_backward() -> None:
+    class Fork(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.sin(), x.cos()
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), Fork())
+    one, other = settled(layers, "gpipe", False)(torch.randn(8, 4))
+    (one.sum() + other.sum()).backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+def test_errors_in_backward_of_python_functions_still_name_stage_and_micro_batch() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Double(), nn.Linear(4, 3))
+    pipe, x = settled(layers, "gpipe", False), torch.randn(8, 4)
+    pipe(x).sum().backward()
+    loss = pipe(x).sum()
+    Doubled.fails = True
+    try:
+        with pytest.raises(ArithmeticError) as caught:
+            loss.backward()
+    finally:
+        Doubled.fails = False
+    assert any("backward of stage 1, micro-batch 2" in note for note in caught.value.__notes__)
+    pipe(x).sum().backward()
+
+
+def test_errors_in_forward_name_stage_micro_batch_and_layer() -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 2:
+                raise ValueError("two rows are too few")
+            return x
+
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Picky(), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="too few") as caught:
+        settled(layers, "gpipe", False)(torch.randn(8, 4))
+    notes = "\n".join(caught.value.__notes__)
+    assert "layer '3' (Picky) of stage 1" in notes
+    assert "micro-batch 2" in notes
+
+
+@pytest.mark.parametrize(("schedule", "inside"), MODES)
+def test_dropout_draws_the_same_numbers_as_under_every_executor(schedule: str, inside: bool) -> None:
+    layers = model()
+    layers[3] = nn.Dropout(0.5)
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    found: list[list[Tensor]] = []
+    for candidate in (0, 1):
+        pipe = settled(layers, schedule, inside, candidate)
+        torch.manual_seed(3)
+        for _ in range(3):
+            grads = torch.autograd.grad(loss_of(pipe, inside, x, y), list(layers.parameters()))
+        found.append([*grads, torch.rand(1)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+def test_layouts_go_from_exact_to_cheap() -> None:
+    layouts = Layouts("auto", 3, one_device=True, mergeable=True, splits=True)
+    seen = [layouts.pick("kind", watched=False) for _ in range(1)]
+    for _ in range(4):
+        for candidate, seconds in ((0, 1.0), (1, 2.0)):
+            seen.append(layouts.pick("kind", watched=False))
+            layouts.choice.report("kind", candidate, seconds)
+    assert seen[0] == ("serial", 0)
+    assert ("merged", 0) in seen and ("threads", 1) in seen
+    assert layouts.pick("kind", watched=False) == ("visible", None)
+    assert layouts.pick("kind", watched=True) == ("threads", None)
+    assert layouts.chosen() == {"kind": "serial"}
+
+
+def test_anomaly_detection_gets_stages_apart() -> None:
+    layouts = Layouts("auto", 3, one_device=True, mergeable=True, splits=True)
+    layouts.choice.fixed = 0
+    with torch.autograd.set_detect_anomaly(True):
+        assert layouts.pick("kind", watched=False) == ("serial", None)
+
+
+def test_recomputation_or_several_devices_are_never_merged() -> None:
+    recomputing = Layouts("auto", 3, one_device=True, mergeable=False, splits=True)
+    recomputing.choice.fixed = 0
+    assert recomputing.pick("kind", watched=False) == ("serial", None)
+    spread = Layouts("auto", 3, one_device=False, mergeable=False, splits=True)
+    assert spread.pick("kind", watched=False) == ("threads", 0)
