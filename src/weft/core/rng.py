@@ -105,11 +105,13 @@ class Dice:
         self._drew = [False] * len(uses)
         self.quiet = not any(known is not False for known in self._known)
         self._surprised = False
-        self._before = self._after = torch.default_generator.get_state()
+        self._sources = list(dict.fromkeys(source for use in uses for source in use.sources))
+        self._holders = _holders
+        self._before = self._after = _states(self._sources)
         self.seed = 0
         if not self.quiet:
             self.seed = int(torch.randint(1 << 62, (), device="cpu"))
-            self._after = torch.default_generator.get_state()
+            self._after = _states(self._sources)
 
     @contextmanager
     def scope(self, stage: int, micro_batch: int) -> Generator[None]:
@@ -155,17 +157,23 @@ class Dice:
         False means that a stage drew without holding the generator: its numbers cannot be replayed, and the
         step must run again. All stages hold the generator then, so the second run cannot fail in the same way.
         """
-        moved = not torch.equal(torch.default_generator.get_state(), self._after)
-        if self._surprised or (moved and self.quiet):
+        moved = not _same(_states(self._sources), self._after)
+        # Where another pipe held the generators meanwhile, nothing can be told from their state.
+        unexpected = moved and self.quiet and self._holders == _holders and not _holders % 2
+        if self._surprised or unexpected:
             for use, seen, drew in zip(self._uses, self._configurations, self._drew, strict=True):
                 use.draws.pop(seen, None)  # to be observed again, unless it is known to draw
                 if drew:
                     use.draws[seen] = True
-            torch.default_generator.set_state(self._before)
+            self._restore()
             return False
         for use, seen, drew in zip(self._uses, self._configurations, self._drew, strict=True):
             use.draws[seen] = use.draws.get(seen, False) or drew
         # Inside a stage, the draw of the seed stays: it shows that the stage has to hold the generator.
-        if not moved and not any(self._drew) and _current_hold() is None:
-            torch.default_generator.set_state(self._before)
+        if not self.quiet and not moved and not any(self._drew) and _current_hold() is None:
+            self._restore()
         return True
+
+    def _restore(self) -> None:
+        for source, state in zip(self._sources, self._before, strict=True):
+            source.set_state(state)

@@ -5,7 +5,6 @@ MiB |      ┌──┐                 a step holds until the next point: bytes
     |──┘         └── 1f1b
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
@@ -19,6 +18,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 62.0, 42.0
 _SAMPLE = 28.0  # length of a line in the legend
 _LETTER = 6.8
 _MEMORY = 0.9  # how much the running mean of the loss keeps of what it was
+
+_DIVERGED = 1e100  # far from the ends of float64, so that no scale overflows
 
 
 def memory_curve(
@@ -46,9 +47,9 @@ def memory_curve(
 def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label: str = "loss") -> Markup:
     """Draw the loss of every step, thin, and its running mean, bold; on a logarithmic axis if all are above 0.
 
-    Losses that are no finite numbers are left out.
+    Losses that are no finite numbers are left out, and so are those beyond `_DIVERGED`.
     """
-    points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if math.isfinite(loss)]
+    points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if abs(loss) < _DIVERGED]
     mean = list(_running(points))
     frame = _frame([points], log=all(loss > 0 for _, loss in points))
     one = Unit("", 1.0)
