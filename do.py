@@ -32,9 +32,7 @@ from pathlib import Path
 try:
     import fcntl
 except ImportError:
-    sys.exit(
-        "do.py needs Linux or macOS. Elsewhere, in a venv: pip install -c constraints.txt -e .[demo,test]"
-    )
+    sys.exit("do.py needs Linux or macOS. Elsewhere, in a venv: pip install -c constraints.txt -e .[demo,test]")
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
