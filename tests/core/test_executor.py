@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import traceback
 import weakref
@@ -207,6 +208,7 @@ def test_a_forked_child_starts_workers_of_its_own() -> None:
     child = os.fork()
     if child == 0:  # nothing of pytest may run here, so out by the back door
         try:
+            signal.alarm(20)  # should it wait for threads that it does not have
             chain = Chain(gpipe(2, 1))
             executor.walk(gpipe(2, 1), chain, {}, here())
             os.write(writing, f"{len(chain.done)} {len(chain.threads)}".encode())

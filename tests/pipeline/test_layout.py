@@ -159,7 +159,7 @@ def test_dropout_draws_the_same_numbers_as_under_every_executor(schedule: str, i
 def test_layouts_go_from_exact_to_cheap() -> None:
     layouts = Layouts("auto", 3, one_device=True, mergeable=True, splits=True)
     seen = [layouts.pick("kind", watched=False) for _ in range(1)]
-    for _ in range(4):
+    for _ in range(6):
         for candidate, seconds in ((0, 1.0), (1, 2.0)):
             seen.append(layouts.pick("kind", watched=False))
             layouts.choice.report("kind", candidate, seconds)

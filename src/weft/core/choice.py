@@ -4,9 +4,9 @@ Threads pay when the operators are long and cost when they are short: under the 
 that both launch operators of 10 us run slower than one. No property of a model tells which it is, so the
 first steps of each kind try the candidates in turn, and the fastest is kept:
 
-    step      1        2        3        4        5        6        7        8      ...
-    runs      serial   threads  serial   threads  serial   threads  serial   the faster one
-              warm-up  warm-up  '------------- measured -------------'
+    step      1        2        3        4        ...      11       12       13     ...
+    runs      serial   threads  serial   threads  ...      serial   threads  the faster one
+              warm-up  warm-up  '------------ measured -------------'
 
 All candidates give the same numbers, so nobody notices but the clock.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.core.boundary import Journey
 
 _WARM_UP = 1
-_SAMPLES = 3
+_SAMPLES = 5
 _WORTH = 0.97  # a candidate must be that much faster to replace the first, which is the simplest
 
 
@@ -57,9 +57,10 @@ class Choice:
             return
         trial.seconds[candidate].append(seconds)
         if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds):
-            typical = [sorted(times[_WARM_UP:])[_SAMPLES // 2] for times in trial.seconds]
-            fastest = min(range(self.candidates), key=typical.__getitem__)
-            trial.best = fastest if typical[fastest] < _WORTH * typical[0] else 0
+            # The least time of each: what else the machine does can only add to it.
+            least = [min(times[_WARM_UP:]) for times in trial.seconds]
+            fastest = min(range(self.candidates), key=least.__getitem__)
+            trial.best = fastest if least[fastest] < _WORTH * least[0] else 0
 
     def decided(self, kind: Hashable) -> bool:
         """Whether nothing is left to measure for this kind of step."""

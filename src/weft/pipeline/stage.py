@@ -41,6 +41,7 @@ class Survey(NamedTuple):
 
 
 _SETTINGS = (bool, float)
+_NO_SKIPS: dict[Skip, Any] = {}
 Path = tuple[str, ...]
 
 
@@ -105,7 +106,7 @@ class Stage:
         dice: Dice = visit.context
         statistics = self._norms and is_recomputing()
         if dice.quiet and not statistics:
-            return self._tracked(main, skips)
+            return self._tracked(main, skips) if self._skips else (self._layers(main), _NO_SKIPS)
         with dice.scope(self.index, visit.micro_batch), self._statistics() if statistics else nullcontext():
             return self._tracked(main, skips)
 
@@ -137,19 +138,20 @@ class Stage:
     def _tracked(self, main: Any, skips: Mapping[Skip, Tensor | None]) -> tuple[Any, dict[Skip, Any]]:
         """Run the layers with a tracker for their skips, if they have any."""
         if not self._skips:
-            return self._layers(main), {}
+            return self._layers(main), _NO_SKIPS
         tracker = StageTracker(skips)
         with use_skip_tracker(tracker):
             return self._layers(main), tracker.values
 
     def _layers(self, value: Any) -> Any:
-        for number, (name, layer) in enumerate(self.layers):
-            try:
-                first = number == 0 and type(value) is Call
-                value = layer(*value.args, **value.kwargs) if first else layer(value)
-            except BaseException as error:
-                error.add_note(f"weft: in layer {name!r} ({type(layer).__name__}) of stage {self.index}")
-                raise
+        name, layer = self.layers[0]
+        try:
+            value = layer(*value.args, **value.kwargs) if type(value) is Call else layer(value)
+            for name, layer in self.layers[1:]:  # noqa: B007 - the note below reads the last name
+                value = layer(value)
+        except BaseException as error:
+            error.add_note(f"weft: in layer {name!r} ({type(layer).__name__}) of stage {self.index}")
+            raise
         return value
 
     @contextmanager
@@ -193,6 +195,10 @@ class MergedStages:
 
     def __call__(self, visit: Visit, main: Any) -> tuple[Any, ...]:
         """Run all layers on one micro-batch."""
+        if not any(self._done_after):
+            for stage in self._stages:
+                main = stage.run(visit, main, _NO_SKIPS)[0]
+            return (main,)
         alive: dict[Skip, Any] = {}
         for stage, done in zip(self._stages, self._done_after, strict=True):
             main, stashed = stage.run(visit, main, {skip: alive[skip] for skip in stage.popped})
