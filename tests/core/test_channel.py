@@ -55,9 +55,8 @@ def test_closing_a_mailbox_wakes_its_worker_and_it_stays_closed() -> None:
             except Closed:
                 ends.append("closed")
 
-    worker = threading.Thread(target=wait)
+    worker = threading.Thread(target=wait, daemon=True)
     worker.start()
-    box.close()
     box.close()
     worker.join(10)
     assert ends == ["closed", "closed"]

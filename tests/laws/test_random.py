@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft import Pipe, Recorder
+from weft import Pipe, Recorder, is_recomputing
+from weft.core.errors import RandomnessError
 
 SEEDS = range(50)
 
@@ -205,16 +206,18 @@ class Bursting(nn.Module):
         return y
 
 
-def after_a_sudden_draw(executor: Any) -> list[Tensor]:
+def after_a_sudden_draw(executor: Any, checkpoint: Any = "never") -> list[Tensor]:
     """One step in which the second stage begins to draw."""
     one, other = threading.Event(), threading.Event()
     layers = nn.Sequential(nn.Linear(8, 8), Holding(one, other), nn.Linear(8, 8), Bursting(other, one)).double()
     torch.manual_seed(0)
     for p in layers.parameters():
         nn.init.normal_(p)
-    pipe = pipe_over(layers, executor)
+    pipe = pipe_over(layers, executor, checkpoint)
     x = torch.ones(5, 8, dtype=torch.float64)
     step(pipe, 0, x)
+    for layer in (layers[1], layers[3]):
+        layer.calls = 0
     one.clear()
     layers[3].told.append("now")
     return step(pipe, 1, x)
@@ -225,3 +228,20 @@ def after_a_sudden_draw(executor: Any) -> list[Tensor]:
 )
 def test_a_sudden_draw_in_the_middle_of_another_stages_draws_is_noticed() -> None:
     assert all(map(torch.equal, after_a_sudden_draw("serial"), after_a_sudden_draw("threads")))
+
+
+def test_but_no_recomputation_goes_wrong_in_silence() -> None:
+    with pytest.raises(
+        RandomnessError, match=r"stage 0, micro-batch 1, did not draw the random numbers of its forward"
+    ):
+        after_a_sudden_draw("threads", ["always", "never"])
+
+
+def test_a_layer_that_draws_otherwise_when_it_is_recomputed_is_refused() -> None:
+    class Fickle(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if is_recomputing() else nn.functional.dropout(x, 0.5)
+
+    layers = nn.Sequential(nn.Linear(8, 8), Fickle(), nn.Linear(8, 8), nn.Tanh()).double()
+    with pytest.raises(RandomnessError, match="twice"):
+        step(pipe_over(layers, "serial", "always"), 0, torch.ones(5, 8, dtype=torch.float64))

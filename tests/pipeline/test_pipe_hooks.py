@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import weft
 from tests.pipeline.pipe_cases import (
     CHECKPOINTS,
     CUTS,
@@ -81,3 +82,50 @@ def test_full_backward_hooks_of_modules_fire(executor: str, checkpoint: str) -> 
     backward(plain, rows(7, 4))
     assert sorted(len(each) for each in seen) == [2, 2, 3]
     assert_gradients_equal(pipe, plain)
+
+
+class HalfUsed(nn.Module):
+    """Has a parameter that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(3, 3)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@every_run
+def test_hooks_of_a_parameter_that_the_step_did_not_use_do_not_fire(executor: str, checkpoint: str) -> None:
+    layers = nn.Sequential(HalfUsed(), HalfUsed()).double()
+    fired: list[str] = []
+    for name, parameter in layers.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: fired.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: fired.append(name))
+    pipe = weft.Pipe(layers, chunks=2, balance=[1, 1], devices=["cpu"] * 2, executor=executor, checkpoint=checkpoint)
+    used = sorted(name for name, _ in layers.named_parameters() if ".used." in name)
+    for _ in range(2):
+        fired.clear()
+        pipe(rows(4, 3)).sum().backward()
+        assert sorted(fired) == sorted(used * 2)
+
+
+def test_hooks_of_unused_parameters_survive_a_backward_that_fails_later() -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError
+
+    layers = nn.Sequential(HalfUsed(), HalfUsed()).double()
+    layers[0].unused.weight.register_hook(lambda gradient: gradient)
+    pipe = weft.Pipe(layers, chunks=2, balance=[1, 1], devices=["cpu"] * 2, executor="serial")
+    x = rows(4, 3).requires_grad_()
+    with pytest.raises(ArithmeticError):
+        pipe(Broken.apply(x)).sum().backward()
+    pipe(x)
+    assert len(layers[0].unused.weight._backward_hooks) == 1

@@ -74,7 +74,46 @@ def current_task() -> int:
 
 def cross(journey: Journey, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Take the journey as one node of autograd; `tensors` are all that it may have gradients for."""
+    for held in list(_held):
+        held.give_back()
     return cast("tuple[Tensor, ...]", Boundary.apply(journey, *tensors))
+
+
+def without_gradient(parameters: Iterable[Tensor]) -> None:
+    """Inside a backward: these get no gradient. Their hooks stay quiet until this backward is over.
+
+    In plain autograd a parameter that a step did not use is not in its graph, and its hooks do not fire. Here it is
+    an input of the node like all others, and its hooks would be called with None.
+    """
+    tables = [table for each in parameters for table in _hook_tables(each) if table]
+    if not tables:
+        return
+    held = _Held([(table, dict(table)) for table in tables])
+    _held.append(held)
+    for table in tables:
+        table.clear()
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(held.give_back)
+
+
+class _Held:
+    """Hooks that were taken from their tensors for a while."""
+
+    def __init__(self, hooks: list[tuple[dict[int, Any], dict[int, Any]]]) -> None:
+        self._hooks = hooks
+
+    def give_back(self) -> None:
+        for table, before in self._hooks:
+            table.update({**before, **table})
+        self._hooks = []
+        if self in _held:
+            _held.remove(self)
+
+
+_held: list[_Held] = []  # a backward that fails does not call back: then the next step gives the hooks back
+
+
+def _hook_tables(tensor: Tensor) -> list[dict[int, Any]]:
+    return [each for each in (tensor._backward_hooks, cast(Any, tensor)._post_accumulate_grad_hooks) if each]
 
 
 @contextmanager

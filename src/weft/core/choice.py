@@ -85,7 +85,7 @@ class TimedJourney:
         self, journey: Journey, choice: Choice, kind: Hashable, candidate: int, *, with_backward: bool
     ) -> None:
         self._journey = journey
-        self._report = (choice, kind, candidate)
+        self._report: tuple[Choice, Hashable, int] | None = (choice, kind, candidate)
         self._with_backward = with_backward
         self._seconds = 0.0
 
@@ -107,5 +107,7 @@ class TimedJourney:
         return result
 
     def _done(self) -> None:
-        choice, kind, candidate = self._report
-        choice.report(kind, candidate, self._seconds)
+        if self._report is not None:  # a retained graph may go back again
+            choice, kind, candidate = self._report
+            choice.report(kind, candidate, self._seconds)
+        self._report = None

@@ -11,6 +11,7 @@
         ├── InPlaceError (RuntimeError)      a stage wrote into a tensor that others still need
         ├── DoubleBackwardError (RuntimeError)   the gradient of a gradient was asked for
         ├── BackwardTwiceError (RuntimeError)    backward ran again over a step that was freed
+        ├── RandomnessError (RuntimeError)   a recomputation did not draw the numbers of its forward
         ├── SkipError (RuntimeError)         a layer broke its own skip declaration while running
         └── SkipWiringError (TypeError)      the skips of a model do not fit together
 
@@ -61,6 +62,10 @@ class DoubleBackwardError(WeftError, RuntimeError):
 
 class BackwardTwiceError(WeftError, RuntimeError):
     """Backward ran a second time over a step whose intermediates were freed."""
+
+
+class RandomnessError(WeftError, RuntimeError):
+    """A recomputation did not draw the random numbers of its forward."""
 
 
 class SkipError(WeftError, RuntimeError):

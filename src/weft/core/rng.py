@@ -14,7 +14,9 @@ Whether a stage draws is observed, not declared: its first run holds the generat
 before and after. The verdict is kept per *configuration* of the stage (its `training` flags and every float
 and bool attribute of its modules, such as a dropout probability); a new configuration is observed again.
 A stage that was seen to draw nothing and then draws all the same (a branch on data, say) is noticed by the
-state of the generator; the step is run again with every stage holding it.
+state of the generator; the step is run again with every stage holding it. It goes unnoticed only while another stage
+holds the generator. Then that one's numbers are not those of other executors, but a recomputation must not go wrong
+in silence: it compares where the generator ends with where it ended in the forward.
 
 A stage may itself contain a pipe. Its workers then take turns inside the hold of that stage, not against it.
 """
@@ -27,6 +29,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+
+from weft.core.ambient import is_recomputing
+from weft.core.errors import RandomnessError
 
 _MASK = (1 << 64) - 1
 _holding = threading.RLock()
@@ -105,6 +110,7 @@ class Dice:
         self._drew = [False] * len(uses)
         self.quiet = not any(known is not False for known in self._known)
         self._surprised = False
+        self._ends: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._sources = list(dict.fromkeys(source for use in uses for source in use.sources))
         self._holders = _holders
         self._before = self._after = _states(self._sources)
@@ -135,14 +141,32 @@ class Dice:
                     source.manual_seed(mix(self.seed, stage, micro_batch))
                 fresh = _states(sources)
                 yield
-                if not _same(fresh, _states(sources)):
+                end = _states(sources)
+                if is_recomputing():
+                    self._check_replay(stage, micro_batch, end, fresh)
+                elif not _same(fresh, end):
                     self._drew[stage] = True
+                    self._ends[stage, micro_batch] = end
             finally:
                 for source, state in zip(sources, outer, strict=True):
                     source.set_state(state)
                 hold.over = True
                 _hold.reset(token)
                 _holders += around is None
+
+    def _check_replay(
+        self, stage: int, micro_batch: int, end: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
+    ) -> None:
+        """Raise if a repetition did not leave the generators where its forward did."""
+        if not _same(end, self._ends.get((stage, micro_batch), fresh)):
+            for use, seen in zip(self._uses, self._configurations, strict=True):
+                use.draws.pop(seen, None)
+            raise RandomnessError(
+                f"the recomputation of stage {stage}, micro-batch {micro_batch}, did not draw the random numbers of "
+                "its forward. Either it does not draw in the same way twice, or something drew from the same generator "
+                "meanwhile: a stage that had drawn nothing until now, or a thread of yours. Stages are observed anew "
+                "from the next step on; run this one again, or use executor='serial'"
+            )
 
     def _watched(self, stage: int) -> Generator[None]:
         sources = self._uses[stage].sources

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.core.ambient import Ambient
-from weft.core.boundary import quiet_hooks
+from weft.core.boundary import quiet_hooks, without_gradient
 from weft.core.errors import TWICE, BackwardTwiceError
 from weft.core.place import Parcel, join_walk, leave_walk
 from weft.core.rng import Dice
@@ -78,9 +78,12 @@ class Step:
         if not retain:
             self._run = self._made = None
         if run is None:
-            return _scaled(made or [], gradients[0])
-        run.retain = retain
-        return self._walk_backward(run, self._order.outcome.spread(gradients))
+            found = _scaled(made or [], gradients[0])
+        else:
+            run.retain = retain
+            found = self._walk_backward(run, self._order.outcome.spread(gradients))
+        without_gradient(x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None)
+        return found
 
     def _walk_forward(self) -> dict[Address, Parcel]:
         """Walk until the random numbers can be trusted: once, or twice after a surprise (see `Dice.settle`)."""
