@@ -1,0 +1,118 @@
+"""Operators of one step, run for all steps at once.
+
+A value that depends on time is *stacked*: T x (its shape). `evaluate` runs a part over stacked values by `torch.vmap`,
+which makes one product over T x N rows of what is a product per step. `summed` gives the sum over time of a value
+without ever stacking it, where it can: the sum goes through linear operators, until a product of two values that
+both depend on time becomes one product whose inner axis is T x N. So a weight's gradient is one matrix product.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+_aten = cast(Any, torch.ops.aten)
+_LINEAR_VIEWS = (
+    _aten.t.default,
+    _aten.reshape.default,
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.squeeze.dim,
+    _aten.unsqueeze.default,
+    _aten.neg.default,
+)
+
+
+class Bulk:
+    """Values of a graph for a whole sequence: `env` holds them by node, stacked where `varies` says so."""
+
+    def __init__(self, steps: int, varies: Callable[[fx.Node], bool]) -> None:
+        self.steps = steps
+        self.varies = varies
+        self.env: dict[fx.Node, Any] = {}
+
+    def evaluate(self, nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> None:
+        """Compute `wanted`, all of them among `nodes`, for all steps, and nothing that they do not need."""
+        if not wanted:
+            return
+        inside = _needed(wanted, set(nodes))
+        nodes = [node for node in nodes if node in inside]
+        given = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
+        dims = tuple(0 if self.varies(node) else None for node in given)
+
+        def step(*values: Any) -> tuple[Any, ...]:
+            local = dict(zip(given, values, strict=True))
+            for node in nodes:
+                local[node] = _call(node, local)
+            return tuple(local[node] for node in wanted)
+
+        values = [self.env[node] for node in given]
+        found = step(*values) if all(dim is None for dim in dims) else _vmap(step, dims)(*values)
+        self.env.update(zip(wanted, found, strict=True))
+
+    def summed(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        """The sum over all steps of a value that is computed by nodes `inside`."""
+        if not self.varies(node):
+            return self.env[node] * self.steps
+        if node not in inside:
+            return self.env[node].sum(0)
+        args = node.args
+        if node.target in _LINEAR_VIEWS:
+            return cast(Any, node.target)(self.summed(cast(fx.Node, args[0]), inside), *args[1:])
+        if node.target is _aten.sum.dim_IntList:
+            return self._sum_of_sum(node, inside)
+        if node.target is _aten.mm.default:
+            return self._sum_of_product(*cast("tuple[fx.Node, fx.Node]", args), inside)
+        if node.target is _aten.add.Tensor and all(isinstance(each, fx.Node) for each in args) and not node.kwargs:
+            one, other = cast("tuple[fx.Node, fx.Node]", args)
+            if _shape(one) == _shape(other):
+                return self.summed(one, inside) + self.summed(other, inside)
+        return self._stacked(node, inside).sum(0)
+
+    def _sum_of_sum(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        source, axes, *rest = node.args
+        value = self._stacked(cast(fx.Node, source), inside)
+        steps = [0, *(axis % (value.dim() - 1) + 1 for axis in cast("list[int]", axes))]
+        keep = bool(rest[0]) if rest else False
+        total = value.sum(steps, keepdim=keep)
+        return total[0] if keep else total
+
+    def _sum_of_product(self, one: fx.Node, other: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        if not self.varies(other):
+            return self.summed(one, inside) @ self.env[other]
+        if not self.varies(one):
+            return self.env[one] @ self.summed(other, inside)
+        left, right = self._stacked(one, inside), self._stacked(other, inside)
+        return left.permute(1, 0, 2).reshape(left.shape[1], -1) @ right.reshape(-1, right.shape[2])
+
+    def _stacked(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        """The value for all steps, computed when it is first asked for."""
+        if node not in self.env:
+            self.evaluate([each for each in inside if each not in self.env], [node])
+        return self.env[node]
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args, kwargs = cast("tuple[Any, Any]", fx.map_arg((node.args, node.kwargs), lambda each: values[each]))
+    return cast(Any, node.target)(*args, **kwargs)
+
+
+def _vmap(function: Callable[..., Any], dims: tuple[int | None, ...]) -> Callable[..., Any]:
+    return torch.vmap(function, in_dims=dims, randomness="error")
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta.get("val"), "shape", None)
+
+
+def _needed(wanted: Sequence[fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes among `inside` that the wanted ones are computed from, and these."""
+    found: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in inside and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found

@@ -1,0 +1,58 @@
+"""The functional form: a step net over named values, with explicit links.
+
+    result = recurrent_net(step, {"x": x}, {"h": h0}, {"h": "hidden"})
+    result.outputs["hidden"]    T x N x ...       every output, also those that are no state
+    result.all["h"]             T x N x ...       every state after every step, also those that are no output
+    result.last["h"]            N x ...           ready to be the next call's initial state
+
+After Caffe2's `recurrent_net`. What the step reads besides its inputs and states it closes over, or is given as
+``references``; gradients of both are summed over time.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from weft.core.errors import UsageError, listed
+from weft.recurrent.links import Linked, Links, link_faults
+from weft.recurrent.rows import Lengths
+from weft.recurrent.unrolling import Result, Settings, run
+
+
+def recurrent_net(
+    step: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    states: Mapping[str, Any],
+    links: Links,
+    *,
+    references: Mapping[str, Any] | None = None,
+    lengths: Lengths | None = None,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    time_step: bool = False,
+    truncate: int | None = None,
+    start: int = 0,
+) -> Result:
+    """Run ``step(inputs, states) -> outputs`` over time; every value is a dict by name.
+
+    Args:
+        inputs: sequences, T x N x ... each.
+        states: for every state its value before the first step, N x ...; 1 x ... holds for all rows. A windowed one
+            is k x N x ..., oldest first.
+        links: for every state the name of the output that feeds it, or a :class:`Window`.
+        references: handed to ``step`` as the third dict, if given.
+        time_step: ``step`` gets the number of the step as its last argument.
+        lengths, mask, reset, truncate, start: as for :class:`Recurrent`; a reset brings ``states`` back.
+
+    Returns ``Result(outputs, last, states)`` with dicts by name; ``result.all`` is ``result.states``.
+    Raises as :class:`Recurrent` does.
+    """
+    faults = link_faults(links)
+    if truncate is not None and truncate < 1:
+        faults.append(f"truncate is {truncate}, wanted at least 1 step, or None")
+    if faults:
+        raise UsageError(listed("recurrent_net cannot run with these arguments:", faults))
+    cell = Linked(step, links, references=references, time_step=time_step)
+    settings = Settings(truncate=truncate)
+    return run(cell, settings, dict(inputs), states, lengths=lengths, mask=mask, reset=reset, start=start)

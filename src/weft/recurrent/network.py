@@ -1,0 +1,178 @@
+"""A recurrent network out of one time step.
+
+    class Counter(nn.Module):                        net = Recurrent(Counter())
+        def forward(self, x_t, state):               result = net(x)              x: T x N x ...
+            new = state + x_t                        result.outputs               T x N x ...
+            return new.tanh(), new                   result.last, result.states   N x ...,  T x N x ...
+
+The idea, a step net that an engine runs over time, is Caffe2's (`recurrent_net`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.core.errors import UsageError, listed
+from weft.core.tree import flatten, unflatten
+from weft.recurrent import backends, eager
+from weft.recurrent.cells import Cell, StoredState, adapt
+from weft.recurrent.faults import Faults
+from weft.recurrent.links import Linked, Links, link_faults
+from weft.recurrent.rows import Lengths
+from weft.recurrent.sequence import read_inputs
+from weft.recurrent.states import spread
+from weft.recurrent.unrolling import Initial, Result, Settings, initial_state, run
+
+
+class Recurrent(nn.Module):
+    """Runs ``cell(x_t, state) -> (y_t, new_state)`` over time.
+
+    Args:
+        cell: a module (it becomes the child ``cell``) or a function; ``nn.LSTMCell``, ``nn.GRUCell`` and
+            ``nn.RNNCell`` as they are, with the hidden state as output. Inputs, states and outputs are tensors or
+            nest them; an output may be ``None``. What else the cell reads, it closes over.
+        links: makes ``cell`` a step net over named values, ``cell(inputs, states) -> outputs``, all dicts:
+            for every state the output that feeds it, or a :class:`Window` over its last values.
+        initial: the state before the first step, as tensors (kept as ``initial.0``, ``initial.1``, ... and learned
+            where they are parameters), or a function or module of the first input. Without it the cell's method
+            ``initial_state(first input)`` is asked; torch's own cells begin with zeros.
+        time_step: the cell gets the number of the step, an int, as one more argument.
+        batch_first: inputs, outputs, states, mask and reset are N x T x ...; ``last`` is N x ... anyway.
+        truncate: truncated backpropagation: the states' gradients stop before every step whose number is a
+            multiple of it. Other gradients are whole.
+        backend: ``"eager"``, the exact loop, or ``"python"``, a plan derived from the cell (see `explain`): only what
+            carries the state runs step by step, and a parameter's gradient is one product after the loop. It
+            needs a module as cell; calls with lengths, mask, reset, truncation or the step number, and cells that
+            cannot be captured, run by the eager loop. A new plan is checked against the eager loop first.
+
+    Raises ``UsageError`` that lists all that is wrong with the arguments.
+    """
+
+    def __init__(
+        self,
+        cell: Callable[..., Any],
+        *,
+        links: Links | None = None,
+        initial: Any = None,
+        time_step: bool = False,
+        batch_first: bool = False,
+        truncate: int | None = None,
+        backend: backends.Name = "eager",
+    ) -> None:
+        super().__init__()
+        _check(cell, links, initial, time_step, truncate, backend)
+        self.cell = cell
+        self.links = links
+        self.time_step = time_step
+        self.batch_first = batch_first
+        self.truncate = truncate
+        self.backend = backend
+        self._plans = backends.Plans()
+        self.initial = initial if initial is None or callable(initial) else StoredState(initial)
+
+    def forward(
+        self,
+        inputs: Any,
+        state: Any = None,
+        *,
+        lengths: Lengths | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        start: int = 0,
+    ) -> Result:
+        """Run over a whole sequence, or over the next chunk of one with ``state=result.last``.
+
+        Args:
+            inputs: tensors T x N x ..., nested as the cell wants them; T alone where all rows share a value, T x D
+                without rows. Other leaves go to every step whole. Or a ``PackedSequence``.
+            state: the state before the first step, N x ...; with one row, or with fewer axes than the input and so
+                without rows, it holds for all rows and gets the sum of their gradients.
+            lengths: N integers from 0 to T. Past its length a row keeps its state and its output is zero.
+            mask: T x N bool. Where it is false a row keeps its state and its output is zero. It may have holes.
+            reset: T x N bool. Where it is true a row's state becomes the initial one before the step: the network's
+                own if it has one, so that chunks agree with the whole, else ``state``. A reset counts inside a
+                hole of the mask, but not past the row's length.
+            start: the number of the first step, for ``time_step`` and ``truncate``.
+
+        Padding is never read: it may hold NaN, and no gradient goes through it. With T = 0 the cell runs once,
+        on made-up numbers, to learn how its outputs look.
+
+        Raises ``SpecError`` or ``UsageError`` that lists all that is wrong with the arguments, and ``SpecError`` if
+        what the cell returns does not fit. Errors of the cell itself get a note that names the step.
+        """
+        cell = self._adapted()
+        return run(cell, self._settings(cell), inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
+
+    def step(self, x: Any, state: Any = None, *, t: int = 0) -> tuple[Any, Any]:
+        """One step, number ``t``, of a stream: ``(y, new_state)``, the same numbers as in the whole sequence.
+
+        ``x`` is nested as the cell wants it, N x ...; ``state`` is what the step before returned, or ``None``.
+        """
+        cell = self._adapted()
+        settings = self._settings(cell)
+        faults = Faults()
+        leaves, structure = flatten(x)
+        one = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        read = read_inputs(unflatten(structure, one), batch_first=False, certain=False, faults=faults)
+        if state is None and settings.initial is None:
+            faults.usage.append(f"there is no initial state for cell {cell.name}: give state= or initial=")
+        entered = None if state is None else cell.enter(state, faults)
+        if read is not None and state is not None and not faults.spec:
+            entered = spread(entered, read, faults)
+        faults.check(f"cell {cell.name} cannot take a step on these arguments:")
+        assert read is not None
+        if settings.initial is not None and state is None:
+            entered = initial_state(cell, settings.initial, x, read)
+        border = eager.Border(entered, None)
+        before = [leaf.detach() for leaf in border.leaves] if eager.stops(t, self.truncate) else border.leaves
+        y, new = eager.call(cell, x, unflatten(border.structure, before), t)
+        return y, cell.leave(unflatten(border.structure, border.accept(new, t)))
+
+    def explain(self) -> str:
+        """For a person: for every kind of sequence seen, what runs step by step and what was moved out of the loop,
+        or why the eager loop runs it. Empty until a sequence was run with ``backend="python"``."""
+        return "\n\n".join(self._plans.explanations())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": backends.Plans()}  # plans know the very parameters; a copy has others
+
+    def extra_repr(self) -> str:
+        """The arguments that are not as by default."""
+        told = {"links": self.links, "truncate": self.truncate}
+        words = [f"{name}={value!r}" for name, value in told.items() if value is not None]
+        words += [f"{name}=True" for name in ("time_step", "batch_first") if getattr(self, name)]
+        return ", ".join(words if isinstance(self.cell, nn.Module) else [f"cell={self._adapted().name}", *words])
+
+    def _adapted(self) -> Cell:
+        if self.links is not None:
+            return Linked(self.cell, self.links, time_step=self.time_step)
+        return adapt(self.cell, time_step=self.time_step)
+
+    def _settings(self, cell: Cell) -> Settings:
+        plans = self._plans if self.backend != "eager" else None
+        return Settings(self._initial(cell), self.batch_first, self.truncate, plans)
+
+    def _initial(self, cell: Cell) -> Initial | None:
+        make = cell.own_initial() if self.initial is None else self.initial
+        return None if make is None else Initial(make, for_one_row=isinstance(make, StoredState))
+
+
+def _check(cell: Any, links: Any, initial: Any, time_step: bool, truncate: int | None, backend: str) -> None:
+    """Raise UsageError that lists all that is wrong with the arguments of a network."""
+    faults = [] if links is None else link_faults(links)
+    torch_cell = isinstance(cell, nn.RNNCellBase)
+    if torch_cell and links is not None:
+        faults.append(f"links want a step net over dicts, but cell is torch's {type(cell).__name__}")
+    if torch_cell and time_step:
+        faults.append(f"time_step=True, but torch's {type(cell).__name__} takes no step number")
+    if backend not in backends.NAMES:
+        faults.append(f"backend is {backend!r}; there are {', '.join(backends.NAMES)}")
+    if truncate is not None and truncate < 1:
+        faults.append(f"truncate is {truncate}, wanted at least 1 step, or None")
+    if initial is not None and not callable(initial):
+        kinds = sorted({type(leaf).__name__ for leaf in flatten(initial)[0] if not isinstance(leaf, Tensor)})
+        if kinds:
+            faults.append(f"initial holds {', '.join(kinds)}, wanted nested tensors, or a function of the first input")
+    if faults:
+        raise UsageError(listed("Recurrent cannot be built from these arguments:", faults))

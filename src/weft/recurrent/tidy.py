@@ -1,0 +1,81 @@
+"""Passes over a captured graph that change what it says, but not what it means.
+
+detach, alias, clone        gone: nothing writes any more, and nobody asks autograd
+t(t(x))                     x
+the same thing said twice   once
+view                        reshape: stacked over time, a value may have other strides
+(gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+_aten = cast(Any, torch.ops.aten)
+
+
+def tidy(module: fx.GraphModule) -> None:
+    """Remove what computes nothing new: detach, alias and clone (nothing writes any more), a transpose of a transpose,
+    repeated operators, dead ends."""
+    graph = module.graph
+    seen: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target in (_aten.view.default, _aten._unsafe_view.default):
+            node.target = _aten.reshape.default  # stacked over time, a value may have other strides
+        same = _same_as(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            continue
+        if node.op == "get_attr":
+            key = f"{id(getattr(module, str(node.target)))}"
+        elif node.op == "call_function":
+            key = f"{node.target} {node.args} {node.kwargs}"
+        else:
+            continue
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
+    _separate(graph)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _separate(graph: fx.Graph) -> None:
+    """Part each operator that makes the gradients of an input and of weights at once into two, one for each.
+
+    They have a mask that says which gradients are wanted. Whole, all of it would stay in the backward loop.
+    """
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        if node.op != "call_function" or "output_mask" not in names:
+            continue
+        at = names.index("output_mask")
+        mask = list(node.args[at])
+        if not (mask[0] and any(mask[1:])):
+            continue
+        with graph.inserting_before(node):
+            halves = [
+                graph.call_function(node.target, (*node.args[:at], half, *node.args[at + 1 :]), node.kwargs)
+                for half in ([True, *[False] * (len(mask) - 1)], [False, *mask[1:]])
+            ]
+        for half in halves:
+            half.meta = dict(node.meta)
+        for user in list(node.users):
+            user.replace_input_with(node, halves[0] if user.args[1] == 0 else halves[1])
+        graph.erase_node(node)
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """The node whose value this one repeats, if it is one of the operators that only do that."""
+    if node.target in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
+        return node.all_input_nodes[0]
+    if node.target is _aten.t.default:
+        (before,) = node.all_input_nodes
+        if before.target is _aten.t.default:
+            return before.all_input_nodes[0]
+    return None

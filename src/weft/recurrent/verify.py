@@ -1,0 +1,118 @@
+"""The check before a plan is first used: a few steps by the plan and by the eager loop, forward and back.
+
+It is all that stands between a fault of the analysis, or of PyTorch's tracing, and a model that trains silently
+wrong. Values are compared in units of what the cell itself computes: the largest difference against the largest
+value, within what the dtype can hold.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.core.boundary import quiet_hooks
+from weft.core.errors import WeftError, listed
+from weft.core.segment import differentiable
+from weft.core.tree import flatten, unflatten
+from weft.recurrent.capture import Cell
+from weft.recurrent.derived import Leaves, run_derived
+from weft.recurrent.plan import Plan
+
+STEPS = 3
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class PlanError(WeftError, RuntimeError):
+    """A plan does not compute what its cell computes; it must not be used."""
+
+
+def verify(plan: Plan, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+    """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1).
+
+    Raises PlanError that names every value which differs, with the difference.
+    """
+    short = [each[:STEPS] for each in inputs]
+    wanted = _values(plan, _eager(plan, cell, *_leaves(short, states)))
+    seen = _values(plan, _derived(plan, *_leaves(short, states)))
+    faults = [
+        fault for (name, one), (_, other) in zip(wanted, seen, strict=True) if (fault := _difference(name, one, other))
+    ]
+    if faults:
+        raise PlanError(listed("a derived plan does not compute what its cell computes:", faults))
+
+
+Ends = tuple[Leaves[Tensor], list[Tensor], list[Tensor]]
+"""What a way of running gave, and the leaves of inputs and states that it was given."""
+
+
+def _leaves(inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    one, other = ([each.detach().requires_grad_(differentiable(each)) for each in part] for part in (inputs, states))
+    return one, other
+
+
+def _derived(plan: Plan, inputs: list[Tensor], states: list[Tensor]) -> Ends:
+    with torch.enable_grad():
+        return run_derived(plan, inputs, states), inputs, states
+
+
+def _eager(plan: Plan, cell: Cell, inputs: list[Tensor], states: list[Tensor]) -> Ends:
+    """The cell, step by step, in plain autograd."""
+    captured = plan.captured
+    state = unflatten(captured.state_structure, states)
+    outputs: list[list[Tensor]] = []
+    after: list[list[Tensor]] = []
+    with torch.enable_grad():
+        for step in zip(*(each.unbind(0) for each in inputs), strict=True):
+            y, state = cell(unflatten(captured.input_structure, list(step)), state)
+            outputs.append(flatten(y)[0])
+            after.append(flatten(state)[0])
+        stacked = [[torch.stack(column) for column in zip(*rows, strict=True)] for rows in (outputs, after)]
+    return Leaves(stacked[0], stacked[1], after[-1]), inputs, states
+
+
+def _values(plan: Plan, ends: Ends) -> list[tuple[str, Tensor]]:
+    """Outputs and states, and the gradients of everything, each with its name; zeros where there is none."""
+    leaves, inputs, states = ends
+    parameters = plan.captured.parameters
+    named = leaves.named()
+    sources = [(f"input {i}", each) for i, each in enumerate(inputs)]
+    sources += [(f"initial state {i}", each) for i, each in enumerate(states)]
+    sources += [(f"parameter {i}", each) for i, each in enumerate(parameters)]
+    asked = [(name, each) for name, each in sources if each.requires_grad]
+    roots = [end for _, end in named if end.requires_grad]
+    if not roots or not asked:
+        return [(name, end.detach()) for name, end in named]
+    seeds = [
+        torch.linspace(0.5, 1.5, root.numel(), dtype=root.dtype, device=root.device).view_as(root) for root in roots
+    ]
+    with quiet_hooks(parameters):
+        found = torch.autograd.grad(roots, [each for _, each in asked], seeds, allow_unused=True)
+    gradients = [
+        (f"gradient of {name}", _zeros_for_none(gradient, each))
+        for (name, each), gradient in zip(asked, found, strict=True)
+    ]
+    return [*((name, end.detach()) for name, end in named), *gradients]
+
+
+def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
+    """What differs, in words; None if it is rounding."""
+    if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
+        looks = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (seen, wanted)]
+        return f"{name} is {looks[0]}, the cell's is {looks[1]}"
+    if not differentiable(wanted):
+        return None if torch.equal(wanted, seen) else f"{name} differs"
+    if not torch.equal(wanted.isnan(), seen.isnan()):
+        return f"{name} is NaN at other places"
+    wanted, seen = wanted.nan_to_num(), seen.nan_to_num()
+    gap, size = _largest(seen - wanted), max(_largest(wanted), 1.0)
+    if gap <= TOLERANCE.get(wanted.dtype, 1e-4) * size:
+        return None
+    return f"{name} differs by {gap:.1e} at most (its largest value is {size:.1e})"
+
+
+def _zeros_for_none(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -1,0 +1,88 @@
+"""Cells that the tests of the analysis share: PyTorch's own, and some that people write."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Case(NamedTuple):
+    """A cell with an input and a state of one step."""
+
+    cell: Callable[[Any, Any], tuple[Any, Any]]
+    x: Any
+    state: Any
+    parameters: list[nn.Parameter]
+
+
+class Told(nn.Module):
+    """One of PyTorch's cells, as a cell of weft."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Any, Any]:
+        after = self.cell(x, state)
+        return (after[0] if isinstance(after, tuple) else after), after
+
+
+class NormedLSTM(nn.Module):
+    """Layer norm on the gates and on the cell."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.from_input = nn.Linear(inputs, 4 * width)
+        self.from_hidden = nn.Linear(width, 4 * width, bias=False)
+        self.norm, self.norm_cell = nn.LayerNorm(4 * width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        i, f, g, o = self.norm(self.from_input(x) + self.from_hidden(state["h"])).chunk(4, 1)
+        c = f.sigmoid() * state["c"] + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * self.norm_cell(c).tanh()
+        return h, {"h": h, "c": c}
+
+
+class SumFirst(nn.Module):
+    """Begins and ends with a sum, has an output that is no state and a state that is no output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = (x + state) * torch.softmax(self.linear(x + state), 1)
+        return mixed.exp() + x, mixed + 0.5 * state
+
+
+class Inplace(nn.Module):
+    """Writes into its own intermediates, as fast code does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width, width))
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ self.weight
+        y.add_(state).tanh_()
+        return y, y.mul(0.9)
+
+
+def _case(cell: nn.Module, state: Any, inputs: int = 5) -> Case:
+    cell = cell.double()
+    return Case(cell, torch.randn(3, inputs, dtype=torch.float64), state, list(cell.parameters()))
+
+
+def _state(width: int = 4) -> Tensor:
+    return torch.randn(3, width, dtype=torch.float64)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "LSTM": lambda: _case(Told(nn.LSTMCell(5, 4)), (_state(), _state())),
+    "GRU": lambda: _case(Told(nn.GRUCell(5, 4)), _state()),
+    "RNN": lambda: _case(Told(nn.RNNCell(5, 4)), _state()),
+    "normed LSTM": lambda: _case(NormedLSTM(5, 4), {"h": _state(), "c": _state()}),
+    "sum first": lambda: _case(SumFirst(5), _state(5)),
+    "in place": lambda: _case(Inplace(5), _state(5)),
+}

@@ -1,0 +1,99 @@
+"""Cells that the tests of the recurrent part share, and the loop that they are compared with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.tree import flatten, map_leaves
+
+WIDTH, HIDDEN = 3, 4
+
+
+class Awkward(nn.Module):
+    """Nested values, a state that is an integer, an output that is no state, singular where x is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH + HIDDEN, HIDDEN)
+        self.score = nn.Linear(HIDDEN, 2)
+        self.double()
+
+    def forward(self, x: dict[str, Tensor], state: tuple[Tensor, dict[str, Tensor]]) -> Any:
+        h, more = state
+        unit = x["x"] / x["x"].norm(dim=-1, keepdim=True)
+        h = torch.tanh(self.mix(torch.cat([unit * x["gate"][..., None], h], -1))) + 0.5 * h
+        n = more["n"] + 1
+        return {"score": self.score(h), "h": h, "n": n, "nothing": None}, (h, {"n": n})
+
+
+def random_case(steps: int, rows: int, seed: int) -> tuple[Awkward, dict[str, Tensor], Any]:
+    """A cell, inputs and an initial state, all that can be learned with gradients."""
+    torch.manual_seed(seed)
+    x = {"x": torch.randn(steps, rows, WIDTH).double() + 3, "gate": torch.rand(steps, rows).double()}
+    state = (torch.randn(rows, HIDDEN).double(), {"n": torch.randint(9, (rows,))})
+    return Awkward(), map_leaves(learned, x), map_leaves(learned, state)
+
+
+def learned(leaf: Tensor) -> Tensor:
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+
+
+def per_row(
+    cell: Any, x: Any, state: Any, valid: Tensor, reset: Tensor | None = None, fresh: Any = None
+) -> tuple[Any, Any, Any]:
+    """Outputs, last and all states of every row run alone, step by step, skipping what does not count."""
+    per = [_one_row(cell, n, x, state, valid, reset, state if fresh is None else fresh) for n in range(valid.shape[1])]
+    outputs = map_leaves(lambda *leaves: None if leaves[0] is None else torch.cat(leaves, 1), *[p[0] for p in per])
+    last = map_leaves(lambda *leaves: torch.cat(leaves, 0), *[p[1] for p in per])
+    return outputs, last, map_leaves(lambda *leaves: torch.cat(leaves, 1), *[p[2] for p in per])
+
+
+def _one_row(cell: Any, n: int, x: Any, state: Any, valid: Tensor, reset: Tensor | None, fresh: Any) -> Any:
+    now = map_leaves(lambda leaf: leaf[n : n + 1], state)
+    likes = map_leaves(lambda leaf: torch.ones_like(leaf[0, :1]), x)
+    like_y, _ = cell(likes, map_leaves(torch.detach, now))
+    ys, states = [], []
+    for t in range(len(valid)):
+        if reset is not None and reset[t, n]:
+            now = map_leaves(lambda leaf: leaf[n : n + 1], fresh)
+        y = map_leaves(lambda leaf: None if leaf is None else torch.zeros_like(leaf), like_y)
+        if valid[t, n]:
+            y, now = cell(map_leaves(lambda leaf, t=t: leaf[t, n : n + 1], x), now)
+        ys.append(y)
+        states.append(now)
+    return (
+        map_leaves(lambda *leaves: None if leaves[0] is None else torch.stack(leaves), *ys),
+        now,
+        map_leaves(lambda *leaves: torch.stack(leaves), *states),
+    )
+
+
+def floats(value: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def weighed(value: Any) -> Tensor:
+    """A number in which every entry of every tensor counts differently."""
+    return sum((leaf * torch.arange(1.0, leaf.numel() + 1).view(leaf.shape).sin()).sum() for leaf in floats(value))
+
+
+def gradients(value: Any, wrt: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(weighed(value), wrt, allow_unused=True, materialize_grads=True))
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(flatten(a)[0], flatten(b)[0], rtol=tolerance, atol=tolerance)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """The same nesting, dtypes and bits."""
+    one, other = flatten(a), flatten(b)
+    return one[1] == other[1] and all(
+        x is y or (x.dtype == y.dtype and torch.equal(x, y)) for x, y in zip(one[0], other[0], strict=True)
+    )
+
+
+def told(caught: Any) -> list[str]:
+    """The faults that a message lists."""
+    return [line.removeprefix("  - ") for line in str(caught.value).splitlines()[1:]]

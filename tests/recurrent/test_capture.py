@@ -1,0 +1,129 @@
+"""What is captured from a cell computes what the cell computes, and what cannot be captured is refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.recurrent.cells_for_tests import CASES, Case
+from weft.core.tree import flatten
+from weft.recurrent.capture import CaptureError, capture
+
+every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+
+
+def eager(case: Case, seeds: list[Tensor]) -> list[Tensor | None]:
+    """New states, outputs, and all gradients of one step in plain PyTorch."""
+    leaves = [each.clone().requires_grad_() for value in (case.x, case.state) for each in flatten(value)[0]]
+    structure = flatten(case.state)[1]
+    y, after = case.cell(leaves[0], torch.utils._pytree.tree_unflatten(leaves[1:], structure))
+    ends = [*flatten(after)[0], *flatten(y)[0]]
+    found = torch.autograd.grad(ends, [*leaves, *case.parameters], seeds, allow_unused=True)
+    return [*(end.detach() for end in ends), *found]
+
+
+@every_case
+def test_the_graph_computes_the_step_and_all_its_gradients(make: Callable[[], Case]) -> None:
+    case = make()
+    captured = capture(case.cell, case.x, case.state)
+    states = [torch.randn_like(each) for each in flatten(case.state)[0]]
+    fresh = Case(
+        case.cell,
+        torch.randn_like(case.x),
+        torch.utils._pytree.tree_unflatten(states, flatten(case.state)[1]),
+        case.parameters,
+    )
+    ends = captured.roles.new_states + captured.roles.outputs
+    seeds = [torch.randn(node.meta["val"].shape, dtype=torch.float64) for node in ends if node is not None]
+    count = len(captured.roles.new_states)
+    found = captured.module([fresh.x], states, seeds[:count], seeds[count:])
+    for wanted, seen in zip(eager(fresh, seeds), found, strict=True):
+        torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
+
+
+@every_case
+def test_the_graph_is_pure_and_says_nothing_twice(make: Callable[[], Case]) -> None:
+    case = make()
+    nodes = capture(case.cell, case.x, case.state).nodes
+    assert not any(node.target._schema.is_mutable for node in nodes if hasattr(node.target, "_schema"))
+    said = [f"{node.target} {node.args} {node.kwargs}" for node in nodes]
+    assert len(said) == len(set(said))
+    assert not any("detach" in each or "clone" in each for each in said)
+
+
+def test_a_capture_leaves_the_cell_its_gradients_hooks_and_arguments_alone() -> None:
+    case = CASES["LSTM"]()
+    fired: list[int] = []
+    case.parameters[0].register_hook(lambda gradient: fired.append(1))
+    before = case.x.clone()
+    capture(case.cell, case.x, case.state)
+    assert fired == []
+    assert all(parameter.grad is None for parameter in case.parameters)
+    assert torch.equal(case.x, before)
+
+
+def test_one_tensor_for_two_states_is_two_states() -> None:
+    case = CASES["LSTM"]()
+    zero = torch.zeros(3, 4, dtype=torch.float64)
+    captured = capture(case.cell, case.x, (zero, zero))
+    h, c = torch.randn_like(zero), torch.randn_like(zero)
+    wanted = case.cell(case.x, (h, c))[1]
+    found = captured.module([case.x], [h, c], [zero, zero], [zero])
+    for one, other in zip(wanted, found, strict=False):
+        torch.testing.assert_close(other, one)
+
+
+def test_references_follow_the_optimizer() -> None:
+    case = CASES["RNN"]()
+    captured = capture(case.cell, case.x, case.state)
+    seed = torch.zeros(3, 4, dtype=torch.float64)
+    with torch.no_grad():
+        case.parameters[0].mul_(2)
+    assert torch.equal(captured.module([case.x], [case.state], [seed], [seed])[0], case.cell(case.x, case.state)[0])
+
+
+def test_a_function_captures_what_it_closes_over() -> None:
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    scale = torch.randn(4, dtype=torch.float64)
+
+    def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = torch.tanh(x + state @ weight) * scale
+        return after, after
+
+    x = torch.randn(2, 4, dtype=torch.float64)
+    captured = capture(cell, x, torch.zeros_like(x), [weight])
+    tensors = [getattr(captured.module, str(node.target)) for node in captured.roles.references]
+    assert any(each is weight for each in tensors) and any(each is scale for each in tensors)
+    assert captured.roles.parameter_gradients[0] is not None
+
+
+COUNTER = torch.zeros(3)
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a branch on data": (lambda x, s: (x if x.sum() > 0 else -x, s), "torch.where"),
+    "an item": (lambda x, s: (x * x.sum().item(), s), "value of a tensor"),
+    "random numbers": (lambda x, s: (nn.functional.dropout(x, 0.5), s), "random numbers .*bernoulli"),
+    "a write into the state": (lambda x, s: (x, s.add_(1)), "carry them as a state"),
+    "a write into a view of the input": (lambda x, s: (x.t().mul_(2), s), "outlive the step"),
+    "a write into a reference": (lambda x, s: (x + COUNTER.add_(1), s), "outlive the step"),
+    "a state of another shape": (lambda x, s: (x, s[:1]), r"leaf 0 .*\(1, 3\).*\(2, 3\)"),
+    "a state of another nesting": (lambda x, s: (x, (s, s)), "nested as"),
+    "no pair": (lambda x, s: x, "returns \\(output, new state\\)"),
+    "an output that is no tensor": (lambda x, s: ([x, 3], s), "output leaf 1 is int"),
+}
+
+
+@pytest.mark.parametrize(("cell", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_captured_is_refused_with_the_reason(cell: Any, words: str) -> None:
+    with pytest.raises(CaptureError, match=words):
+        capture(cell, torch.randn(2, 3), torch.randn(2, 3))
+
+
+def test_an_error_of_the_cell_passes_through() -> None:
+    def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        raise ArithmeticError("mine")
+
+    with pytest.raises(ArithmeticError, match="mine"):
+        capture(cell, torch.randn(2, 3), torch.randn(2, 3))

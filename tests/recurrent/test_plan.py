@@ -1,0 +1,157 @@
+"""A plan over a whole sequence computes what the eager loop computes: outputs, states, and every gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.recurrent.cells_for_tests import CASES, Case
+from weft.core.tree import flatten, unflatten
+from weft.recurrent.capture import capture
+from weft.recurrent.plan import Plan
+
+every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+
+
+def eager(case: Case, xs: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and the states after every step, T x ..., step by step in plain PyTorch."""
+    state = unflatten(flatten(case.state)[1], states)
+    outputs: list[list[Tensor]] = []
+    after: list[list[Tensor]] = []
+    for x in xs:
+        y, state = case.cell(x, state)
+        outputs.append(flatten(y)[0])
+        after.append(flatten(state)[0])
+    return [torch.stack(c) for c in zip(*outputs, strict=True)], [torch.stack(c) for c in zip(*after, strict=True)]
+
+
+def check(case: Case, steps: int, *, with_states: bool) -> None:
+    """Compare one sequence of fresh values, forward and back."""
+    plan = Plan(capture(case.cell, case.x, case.state))
+    xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype, requires_grad=True)
+    states = [torch.randn_like(each).requires_grad_() for each in flatten(case.state)[0]]
+    outputs, after = eager(case, xs, states)
+    seeds, state_seeds = [torch.randn_like(y) for y in outputs], [torch.randn_like(s) for s in after]
+    last_seeds = [torch.randn_like(s[-1]) for s in after]
+    ends = [*outputs, *(s[-1] for s in after), *(after if with_states else [])]
+    wanted = torch.autograd.grad(
+        ends,
+        [xs, *states, *case.parameters],
+        [*seeds, *last_seeds, *(state_seeds if with_states else [])],
+        allow_unused=True,
+    )
+    with torch.no_grad():
+        seen, seen_states, trail = plan.forward([xs.detach()], [each.detach() for each in states])
+        for one, other in zip([*outputs, *after], [*seen, *(s[1:] for s in seen_states)], strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+        for first, rows in zip(states, seen_states, strict=True):
+            assert torch.equal(rows[0], first)
+        for _ in range(2):  # a trail can be walked again
+            of_inputs, of_states, of_parameters = plan.backward(
+                trail, seeds, state_seeds if with_states else None, last_seeds
+            )
+            for one, other in zip(wanted, [*of_inputs, *of_states, *of_parameters], strict=True):
+                if one is None:
+                    assert other is None or not other.any()
+                else:
+                    torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+@every_case
+def test_a_plan_computes_what_the_eager_loop_computes(make: Callable[[], Case], with_states: bool) -> None:
+    check(make(), 5, with_states=with_states)
+
+
+@every_case
+def test_one_plan_serves_any_number_of_steps(make: Callable[[], Case]) -> None:
+    case = make()
+    plan = Plan(capture(case.cell, case.x, case.state))
+    loop, back = plan.loop, plan.loop_back(False)
+    for steps in (1, 2, 7):
+        xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype)
+        states = flatten(case.state)[0]
+        with torch.no_grad():
+            seen, _, trail = plan.forward([xs], states)
+            plan.backward(trail, [torch.ones_like(y) for y in seen], None, [torch.ones_like(s) for s in states])
+            for one, other in zip(eager(case, xs, states)[0], seen, strict=True):
+                torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+    assert plan.loop is loop and plan.loop_back(False) is back
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
+    case = CASES[name]()
+    plan = Plan(capture(case.cell, case.x, case.state))
+    steps = 6
+    with torch.no_grad():
+        seen, _, trail = plan.forward([torch.randn(steps, *case.x.shape, dtype=case.x.dtype)], flatten(case.state)[0])
+        with torch.profiler.profile(record_shapes=True) as profile:
+            ones = [torch.ones_like(s) for s in flatten(case.state)[0]]
+            plan.backward(trail, [torch.ones_like(y) for y in seen], None, ones)
+    products = [event for event in profile.key_averages(group_by_input_shape=True) if event.key == "aten::mm"]
+    rows = steps * len(case.x)
+    over_all_steps = [event for event in products if event.input_shapes[0][1] == rows]
+    assert sum(event.count for event in over_all_steps) == 2, "one for each weight"
+    assert not [event for event in products if event.input_shapes[0][1] == len(case.x)], "and none step by step"
+
+
+class Mixed(nn.Module):
+    """A small random cell: a chain of operators over what there is, drawn by hypothesis."""
+
+    UNARY: tuple[Callable[[Tensor], Tensor], ...] = (
+        torch.tanh,
+        torch.sigmoid,
+        torch.sin,
+        torch.relu,
+        lambda x: x.t().t(),
+    )
+    BINARY: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+        torch.add,
+        torch.sub,
+        torch.mul,
+        lambda a, b: torch.where(a > 0, a, b),
+        lambda a, b: torch.cat([a, b], 1).chunk(2, 1)[1] + torch.stack([a, b]).sum(0),
+        lambda a, b: torch.softmax(a, 1) * b.mean(1, keepdim=True),
+    )
+
+    def __init__(self, steps: list[tuple[int, int, int, int]], ends: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(3, 3, dtype=torch.float64) / 2 for _ in range(2)])
+        self.steps, self.ends = steps, ends
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
+        values = [x, *state]
+        for kind, which, a, b in self.steps:
+            one, other = values[a % len(values)], values[b % len(values)]
+            if kind == 0:
+                values.append(self.UNARY[which % len(self.UNARY)](one))
+            elif kind == 1:
+                values.append(self.BINARY[which % len(self.BINARY)](one, other))
+            else:
+                values.append(one @ self.weights[which % 2] + other)
+        y, h, c = (values[end % len(values)] for end in self.ends)
+        return {"y": y, "sum": y + h}, (h, c * 0.5)
+
+
+numbers = st.integers(0, 50)
+
+
+@settings(max_examples=60)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 2), numbers, numbers, numbers), min_size=1, max_size=8),
+    ends=st.tuples(numbers, numbers, numbers),
+    with_states=st.booleans(),
+)
+def test_any_small_cell_is_planned_right(
+    steps: list[tuple[int, int, int, int]], ends: tuple[int, int, int], with_states: bool
+) -> None:
+    torch.manual_seed(0)
+    cell = Mixed(steps, ends)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    state = (torch.randn_like(x), torch.randn_like(x))
+    check(Case(cell, x, state, list(cell.parameters())), 4, with_states=with_states)

@@ -1,0 +1,126 @@
+"""Time and batch axes of the inputs, T = 0, and the faults that can be seen on them."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import equal, told
+from weft.core.errors import SpecError
+from weft.core.tree import map_leaves
+from weft.recurrent import Recurrent
+from weft.recurrent.faults import Faults
+from weft.recurrent.sequence import batch_first_again, read_inputs
+
+
+def total(x: Any, state: Tensor) -> tuple[Any, Tensor]:
+    return x, state + x["x"].sum(-1)
+
+
+@given(st.integers(0, 4), st.integers(1, 3), st.booleans())
+def test_every_step_gets_its_slice_of_tensors_and_the_rest_whole(steps: int, rows: int, batch_first: bool) -> None:
+    value = {"x": torch.randn(steps, rows, 2), "gate": torch.randn(steps, rows), "dt": torch.rand(steps), "name": "a"}
+    given_value = map_leaves(
+        lambda leaf: leaf.transpose(0, 1) if batch_first and isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf,
+        value,
+    )
+    faults = Faults()
+    read = read_inputs(given_value, batch_first=batch_first, certain=batch_first, faults=faults)
+    faults.check("no fault expected")
+    assert (read.steps, read.rows, read.axes) == (steps, rows, 2)
+    seen = list(read.each())
+    assert len(seen) == steps
+    for t, (x, gate, dt, name) in enumerate(seen):
+        assert torch.equal(x, value["x"][t]) and torch.equal(gate, value["gate"][t])
+        assert torch.equal(dt, value["dt"][t]) and name == "a"
+
+
+@given(st.integers(0, 3), st.integers(1, 3))
+def test_batch_first_is_taken_back(steps: int, rows: int) -> None:
+    x = torch.randn(steps, rows, 2)
+    assert torch.equal(batch_first_again(x, rows), x.transpose(0, 1))
+    assert batch_first_again(torch.zeros(steps), rows).shape == (steps,)
+    assert batch_first_again(None, rows) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64])
+def test_no_steps_at_all_give_empty_results_and_the_state_as_it_was(dtype: torch.dtype) -> None:
+    net = Recurrent(lambda x, s: (x.double() * s, s + 1))
+    state = torch.ones(3, dtype=torch.float64)
+    result = (
+        net(torch.zeros(0, 3, dtype=dtype), state)
+        if not dtype.is_complex
+        else Recurrent(lambda x, s: (x, s))(torch.zeros(0, 3, dtype=dtype), state)
+    )
+    assert result.outputs.shape == result.states.shape == (0, 3)
+    assert equal(result.last, state)
+
+
+def test_no_steps_at_all_have_gradients_of_zero_and_draw_no_random_numbers() -> None:
+    class Noisy(nn.LSTMCell):
+        def forward(self, x: Tensor, state: Any) -> Any:
+            return super().forward(x + torch.randn_like(x), state)
+
+    net = Recurrent(Noisy(3, 4))
+    x = torch.zeros(0, 2, 3, requires_grad=True)
+    torch.manual_seed(0)
+    result = net(x, lengths=[0, 0], mask=torch.zeros(0, 2, dtype=torch.bool))
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    assert equal(drawn, torch.rand(1))
+    (result.outputs.sum() + result.last[0].sum()).backward()
+    assert x.grad.shape == (0, 2, 3)
+    assert all(not p.grad.any() for p in net.parameters())
+
+
+def test_no_rows_at_all() -> None:
+    result = Recurrent(nn.GRUCell(3, 4))(torch.zeros(5, 0, 3), lengths=[])
+    assert result.outputs.shape == (5, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "faults"),
+    [
+        (
+            {"x": torch.ones(4, 2, 3), "y": [torch.ones(5, 2)]},
+            ["time (axis 0) must have one size everywhere: inputs['x'] has 4, inputs['y'][0] has 5"],
+        ),
+        (
+            {"x": torch.ones(4, 2, 3), "y": torch.ones(4, 3)},
+            ["the batch (axis 1) must have one size everywhere: inputs['x'] has 2, inputs['y'] has 3"],
+        ),
+        (
+            {"x": torch.ones(4, 2, 3), "y": torch.ones(5, 3)},
+            [
+                "time (axis 0) must have one size everywhere: inputs['x'] has 4, inputs['y'] has 5",
+                "the batch (axis 1) must have one size everywhere: inputs['x'] has 2, inputs['y'] has 3",
+            ],
+        ),
+        ((torch.tensor(1.0), torch.ones(2)), ["inputs[0] has no axes, wanted T x N x ..., time first"]),
+        ({"a": 3, "b": None}, ["inputs hold no tensor (saw NoneType, int), wanted T x N x ..., time first"]),
+        ((), ["inputs hold no tensor (saw nothing), wanted T x N x ..., time first"]),
+    ],
+)
+def test_faults_of_the_inputs_are_told_at_once_by_path(value: Any, faults: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        Recurrent(total)(value, torch.zeros(2))
+    assert told(caught) == faults
+
+
+def test_faults_of_inputs_state_and_tables_come_together() -> None:
+    with pytest.raises(SpecError) as caught:
+        Recurrent(total)({"x": torch.ones(4, 2, 3)}, (torch.zeros(3, 1), "b"), lengths=[9, 1], start=-1)
+    assert told(caught) == [
+        "start is -1, wanted the number of the first step, 0 or more",
+        "lengths go from 0 to T = 4, but row 0 has 9",
+        "state[0] has shape (3, 1), wanted 2 rows, or 1 for all of them",
+        "state[1] is of type str, wanted a tensor",
+    ]
+
+
+def test_batch_first_names_its_own_axes() -> None:
+    with pytest.raises(SpecError, match=r"time \(axis 1\) must have one size everywhere"):
+        Recurrent(total, batch_first=True)({"x": torch.ones(2, 4, 3), "y": torch.ones(2, 5)}, torch.zeros(2))
