@@ -41,11 +41,11 @@ def check_table() -> dict[str, list[str]]:
 CHECKS = check_table()
 
 
-def run(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command in the repository, on the sources of this checkout."""
+def run(argv: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in the repository, on the sources of this checkout, with more variables set."""
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+        argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **variables}, capture_output=True, text=True, check=False
     )
 
 
@@ -59,9 +59,11 @@ def test_check_holds(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def imports() -> list[tuple[float, list[str]]]:
+def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[str]]]:
     """What several fresh interpreters say of `import weft`: seconds, and modules that came with it."""
-    probes = [run([sys.executable, "-c", PROBE]) for _ in range(7)]
+    # With bytecode, as wherever weft is installed: the first run writes it.
+    cache = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
+    probes = [run([sys.executable, "-c", PROBE], **cache) for _ in range(7)]
     for probe in probes:
         assert probe.returncode == 0, probe.stderr
     return [(cost, modules) for cost, modules in (json.loads(probe.stdout) for probe in probes)]

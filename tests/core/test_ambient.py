@@ -155,3 +155,18 @@ def test_a_recomputation_has_the_deterministic_flag_of_its_forward(who: Any, che
     y.sum().backward()
     assert flags == [True] * (8 if checkpoint == "always" else 4)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("who", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_an_autocast_around_backward_alone_changes_nothing(who: Any, checkpoint: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    pipe = Pipe(model, chunks=2, devices=["cpu", "cpu"], executor=who, checkpoint=checkpoint)
+    x = torch.randn(4, 4)
+    loss = pipe(x).square().sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+    found = [each.grad for each in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(found, [each.grad for each in model.parameters()])

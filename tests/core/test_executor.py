@@ -201,6 +201,27 @@ def test_a_closed_executor_starts_new_threads_when_it_is_used_again() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_to_close_an_executor_waits_for_its_walk() -> None:
+    executor, inside, go_on = ThreadExecutor("closing"), threading.Event(), threading.Event()
+    work = Chain(gpipe(2, 1))
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        inside.set()
+        go_on.wait(10)
+        work(action, box, post)
+
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1), perform, {}, here()))
+    walking.start()
+    inside.wait(10)
+    closing = threading.Thread(target=executor.close)
+    closing.start()
+    assert executor.workers == 2
+    go_on.set()
+    for each in (walking, closing):
+        each.join(10)
+    assert len(work.done) == 4 and executor.workers == 0
+
+
 def test_a_forked_child_starts_workers_of_its_own() -> None:
     executor = ThreadExecutor("forked")
     executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
@@ -279,3 +300,61 @@ def test_grad_mode_is_off_in_every_worker(threads: ThreadExecutor, threaded: boo
     executor.walk(gpipe(2, 1), lambda action, box, post: modes.append(torch.is_grad_enabled()), {}, here())
     assert modes == [False] * 4
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_backward_runs_in_the_thread_that_asks_for_it(threads: ThreadExecutor, threaded: bool) -> None:
+    """PyTorch's thread of a CUDA device may be the one that waits for the walk."""
+    seen: list[bool] = []
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        x = torch.ones(1, requires_grad=True)
+        with torch.enable_grad():
+            y = x * 2
+        y.register_hook(lambda gradient: seen.append(torch._C._is_multithreading_enabled()))
+        torch.autograd.grad(y, x)
+
+    executor = threads if threaded else SerialExecutor()
+    executor.walk(gpipe(2, 1), perform, {}, here())
+    assert seen == [False] * 4
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_a_thread_that_cannot_start_fails_its_walk_and_not_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, tries = threading.Thread.start, iter([True, False])
+
+    def sometimes(thread: threading.Thread) -> None:
+        if not next(tries, True):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    executor = ThreadExecutor("poor")
+    with pytest.raises(RuntimeError, match="can't start"):
+        executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
+    work = Chain(gpipe(2, 1))
+    executor.walk(gpipe(2, 1), work, {}, here())
+    assert len(work.done) == 4
+    executor.close()
+
+
+def test_an_interrupt_is_part_of_no_cycle(threads: ThreadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupt(KeyboardInterrupt):
+        pass
+
+    def wait(walk: Any) -> None:
+        raise Interrupt
+
+    def interrupted() -> weakref.ref[Interrupt]:
+        try:
+            threads.walk(gpipe(2, 1), lambda action, box, post: None, {}, here())
+        except Interrupt as interrupt:
+            return weakref.ref(interrupt)
+        raise AssertionError("nothing was raised")
+
+    monkeypatch.setattr("weft.core.executor._Walk.wait", wait)
+    gc.disable()
+    try:
+        assert interrupted()() is None
+    finally:
+        gc.enable()

@@ -19,6 +19,12 @@ def test_what_is_there_already_arrives_as_it_is() -> None:
     assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
 
 
+def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_parcel() -> None:
+    x, event = torch.ones(2), object()  # a CPU tensor that travels with one of a GPU, whose event this stands for
+    assert Place(CPU).arrive(Parcel((x, 1), event))[0] is x
+    assert Place(META).arrive(Parcel((x, 1), event))[0].device == META
+
+
 def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted() -> None:
     arrived = Place(META).arrive(Parcel((torch.ones(2, requires_grad=True), torch.ones(2))))
     assert [x.device for x in arrived] == [META, META]

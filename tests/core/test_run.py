@@ -206,13 +206,35 @@ def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
     given = {0: {Address(0, 0, 0): Parcel(cut(x))}}
     executor.walk(schedule.forward_only(), run.perform, given, ambient)
     back = {0: {Address(1, OUTSIDE, 0): Parcel([torch.tensor(10.0)])}}
-    run.retain = True
-    for run.retain in (True, True, False):
+    for retain in (True, True, False):
+        run.turn_back(retain=retain)
         home = executor.walk(schedule.backward_only(), run.perform, back, ambient)
         assert home[Address(0, 0, 0)].value[0] == 30
         assert run.parameter_gradients() == {id(weight): torch.tensor(20.0)}
     with pytest.raises(BackwardTwiceError, match="retain_graph=True"):
         executor.walk(schedule.backward_only(), run.perform, back, ambient)
+
+
+def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None:
+    weight = torch.tensor(3.0, requires_grad=True)
+    routes = [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))]
+    run = chain_run([lambda visit, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))
+    schedule, ambient, executor = gpipe(1, 2), Ambient.capture(["cpu"]), SerialExecutor()
+    given = {0: {Address(0, 0, i): Parcel(torch.tensor(2.0)) for i in range(2)}}
+    executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    ones: dict[Address, Parcel] = {Address(1, OUTSIDE, i): Parcel([torch.tensor(1.0)]) for i in range(2)}
+    last = schedule.backward_only().workers[0][-1].micro_batch
+    run.turn_back(retain=True)
+    with pytest.raises(RuntimeError):  # after the first micro-batch, in the second
+        executor.walk(
+            schedule.backward_only(),
+            run.perform,
+            {0: {**ones, Address(1, OUTSIDE, last): Parcel([torch.ones(5)])}},
+            ambient,
+        )
+    run.turn_back(retain=False)
+    executor.walk(schedule.backward_only(), run.perform, {0: ones}, ambient)
+    assert run.parameter_gradients() == {id(weight): torch.tensor(4.0)}
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])

@@ -118,6 +118,17 @@ def test_a_write_into_an_input_that_recomputation_needs_is_refused() -> None:
     segment.forward(visit(), [torch.ones(2)], "nothing")
 
 
+def test_a_write_into_an_input_before_its_recomputation_is_refused() -> None:
+    weight, buffer = leaf(3), torch.ones(1, dtype=torch.float64)
+    segment = Segment(lambda visit, x: (weight * x,), [weight])
+    tapes = [segment.forward(visit(), [buffer], "inputs")[1] for _ in range(2)]
+    assert tapes[0] is not None and tapes[1] is not None
+    assert tapes[0].backward([[torch.ones_like(weight)]])[1][0] == 1
+    buffer.fill_(7)  # the next mini-batch, too early
+    with pytest.raises(InPlaceError, match="between its forward and its recomputation"):
+        tapes[1].backward([[torch.ones_like(weight)]])
+
+
 def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
     weight = leaf(3)
     with torch.inference_mode():

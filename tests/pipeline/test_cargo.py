@@ -122,3 +122,5 @@ def test_a_loss_is_one_number() -> None:
         checked_loss(torch.ones(2, 1))
     with pytest.raises(SpecError, match="float"):
         checked_loss(3.0)
+    with pytest.raises(SpecError, match=r"complex64.*one real number"):  # scaled gradients could not carry its phase
+        checked_loss(torch.ones((), dtype=torch.complex64))

@@ -187,3 +187,41 @@ def test_materialize_takes_the_users_own_initialisation_and_leaves_other_layers(
     pipe.materialize(ones)
     assert torch.equal(pipe[0].weight, torch.ones(3, 4)) and torch.equal(pipe[1].weight, kept)
     assert torch.equal(pipe(torch.ones(2, 4)), here(torch.full((2, 3), 5.0)))
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
+def test_a_layer_may_be_replaced_between_steps(executor: str) -> None:
+    pipe, plain = piped(chain(4, 5, 3), executor=executor)
+    backward(pipe, rows(7, 4))
+    pipe.zero_grad()
+    pipe.add_module("0", chain(4, 5))  # as convert_sync_batchnorm does, say
+    plain[0] = chain(4, 5)
+    backward(pipe, rows(7, 4))
+    backward(plain, rows(7, 4))
+    assert_gradients_equal(pipe, plain)
+
+
+def test_a_setting_may_be_changed_between_steps() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def rule(stage: int, micro_batch: int, micro_batches: int) -> bool:
+        asked.append((stage, micro_batch, micro_batches))
+        return True
+
+    pipe, _ = piped(chain(4, 5, 3), executor="serial", checkpoint="never", chunks=2)
+    backward(pipe, rows(7, 4))
+    pipe.checkpoint, pipe.executor = rule, "threads"
+    backward(pipe, rows(7, 4))
+    assert len(asked) == 4 and pipe.statistics()["threads"] == 2
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_an_evaluation_between_forward_and_backward_leaves_running_statistics_alone(executor: str) -> None:
+    pipe, _ = piped(awkward(), balance=[2, 2], executor=executor, checkpoint="always")
+    loss = pipe(rows(6, 4)).sum()
+    before = copy.deepcopy(pipe.state_dict())
+    pipe.eval()
+    pipe(rows(6, 4, seed=1))
+    pipe.train()
+    loss.backward()
+    assert all(torch.equal(seen, before[name]) for name, seen in pipe.state_dict().items())

@@ -1,6 +1,7 @@
 """The arguments of a Pipe: every fault is told, all faults of one check at once, and defaults are found."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,14 @@ def test_all_faults_of_the_plain_arguments_are_listed() -> None:
     check_arguments(1, "auto", None, None)
 
 
+@pytest.mark.parametrize("chunks", [2.0, "2"])
+def test_chunks_that_are_no_whole_number_are_a_fault_among_others(chunks: Any) -> None:
+    check: Any = getattr(check_arguments, "__wrapped__", check_arguments)  # as without run-time checks of types
+    with pytest.raises(UsageError) as caught:
+        check(chunks, "warp", None, None)
+    assert [fault.split(";")[0] for fault in told(caught)] == [f"chunks is {chunks!r}", "executor is 'warp'"]
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_reduction_is_as_said_else_that_of_the_loss_else_mean(reduction: str) -> None:
     assert reduction_of(nn.MSELoss(reduction=reduction), None) == reduction
@@ -151,6 +160,7 @@ def test_devices_may_repeat_and_may_be_one() -> None:
     assert resolve_layout(linears(1, 2, 3), [1, 1], ["cpu", "cpu"], None) == ([1, 1], [CPU, CPU])
     assert resolve_layout(linears(1, 2, 3), None, "cpu", None) == ([2], [CPU])
     assert resolve_layout(linears(1, 2, 3), [1, 1], [CPU, "cpu", "cpu"], None) == ([1, 1], [CPU, CPU])
+    assert resolve_layout(linears(1, 2, 3), [1, 1], ["cpu:0", "cpu:0"], None) == ([1, 1], [CPU, CPU])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs")

@@ -84,8 +84,18 @@ def test_recorders_that_saw_nothing_are_refused() -> None:
         costs_from([Recorder()])
 
 
+CHECKPOINTS = [
+    "never",
+    "always",
+    "except_last",
+    ["never", "always", "always", "never"],
+    ["except_last", "never", "always", "except_last"],
+    lambda stage, micro_batch, micro_batches: (stage + micro_batch) % 2 == 0,
+]
+
+
 @pytest.mark.parametrize(("rows", "error"), [(24, 0.0), (22, 0.05)])
-@pytest.mark.parametrize("checkpoint", ["never", "always", ["never", "always", "always", "never"]])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
     schedule: str, checkpoint: Any, rows: int, error: float

@@ -77,6 +77,7 @@ class Ambient:
     """
 
     inference: bool
+    device_types: tuple[str, ...]
     autocast: tuple[tuple[str, torch.dtype], ...]
     default_device: torch.device
     flags: ProcessFlags
@@ -85,14 +86,11 @@ class Ambient:
     @staticmethod
     def capture(device_types: Iterable[str]) -> "Ambient":
         """The surroundings of this thread, as far as they concern devices of the given types."""
-        autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in dict.fromkeys(("cpu", *device_types))
-            if torch.is_autocast_enabled(kind)
-        )
+        kinds = tuple(dict.fromkeys(("cpu", *device_types)))
         return Ambient(
             torch.is_inference_mode_enabled(),
-            autocast,
+            kinds,
+            tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)),
             torch.get_default_device(),
             ProcessFlags.capture(),
             contextvars.copy_context(),
@@ -100,12 +98,16 @@ class Ambient:
 
     @contextmanager
     def here(self) -> Generator[None]:
-        """Enter the surroundings in this thread, but with autocast off: see `casting`."""
+        """Enter the surroundings in this thread, but with autocast off: see `casting`.
+
+        Off also where it was off in the capture: backward may be called inside of an autocast that forward was not.
+        """
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))
+            for kind in self.device_types:
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
             yield

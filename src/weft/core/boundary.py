@@ -57,8 +57,8 @@ def forbid_double() -> None:
     """Inside a backward: raise DoubleBackwardError if it is to be differentiated itself."""
     if torch.is_grad_enabled():
         raise DoubleBackwardError(
-            "a gradient of a gradient (create_graph=True) was asked for, but the stages ran cut out of autograd; "
-            "use executor='graph', which leaves the whole graph visible"
+            "a gradient of a gradient (create_graph=True) was asked for, but the model ran cut out of autograd; use "
+            "executor='graph' for a Pipe, backend='eager' for a recurrent network, which leave the whole graph visible"
         )
 
 
@@ -125,9 +125,9 @@ def quiet_hooks(parameters: Iterable[Tensor]) -> Generator[None]:
     """
     hooks: list[Any] = [each._backward_hooks for each in parameters if each._backward_hooks]
     saved = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
     try:
+        for each in hooks:
+            each.clear()
         yield
     finally:
         for each, before in zip(hooks, saved, strict=True):

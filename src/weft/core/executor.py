@@ -13,7 +13,8 @@ between walks, not even the executor; when it is dropped, they end.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
@@ -52,6 +53,17 @@ def _post_for(boxes: Sequence[Box], schedule: Schedule, given: Given) -> Post:
     return post
 
 
+@contextmanager
+def _working() -> Generator[None]:
+    """How every walk runs: no graph but where a segment makes one, and backward in the thread that asks for it.
+
+    By default PyTorch walks the nodes of a CUDA device in one thread per device. That is the very thread which
+    waits for this walk when ``loss.backward()`` started it: the workers would wait for it, and it for them.
+    """
+    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 class SerialExecutor:
     """All actions in the caller's thread, the micro-batch that has come furthest first."""
 
@@ -61,7 +73,7 @@ class SerialExecutor:
         post = _post_for([shelf] * len(schedule.workers), schedule, given)
 
         def steps() -> None:
-            with torch.no_grad():
+            with _working():
                 for _, action in schedule.order():
                     perform(action, shelf, post)
 
@@ -101,12 +113,14 @@ class ThreadExecutor:
                 # The interrupt may have hit between two steps of counting: ask the workers themselves, who have
                 # ended the walk when they get to the next job.
                 self._tell_all(_nothing)
+                walk.forget()
                 raise
             return walk.result()
 
     def close(self) -> None:
-        """Dismiss the threads; a later walk starts new ones."""
-        _dismiss(self._jobs)
+        """Dismiss the threads, after the walk that they may be in; a later walk starts new ones."""
+        with self._walking:
+            _dismiss(self._jobs)
 
     def _hire(self, count: int) -> None:
         """Have at least `count` threads, each with its share of intra-op threads."""
@@ -116,7 +130,12 @@ class ThreadExecutor:
         for number in range(len(self._jobs), count):
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
             self._jobs.append(jobs)
-            threading.Thread(target=_work, args=(jobs,), name=f"weft-{self._name}-{number}", daemon=True).start()
+            try:
+                threading.Thread(target=_work, args=(jobs,), name=f"weft-{self._name}-{number}", daemon=True).start()
+            except BaseException:  # no thread, or an interrupt and nobody knows: later walks must not wait for it
+                self._jobs.remove(jobs)
+                jobs.put(None)
+                raise
             self._intra_op = 0
         here = torch.get_num_threads()
         share = max(1, here // max(1, count))
@@ -192,7 +211,7 @@ class _Walk:
         box = self._boxes[worker]
 
         def steps() -> None:
-            with torch.no_grad():
+            with _working():
                 for action in actions:
                     if self._error is not None:
                         return
@@ -221,6 +240,10 @@ class _Walk:
         while self._running:
             self._done.get()
             self._running -= 1
+
+    def forget(self) -> None:
+        """Let go of the error. Its traceback holds the frame that holds this walk: a cycle otherwise."""
+        self._error = None
 
     def result(self) -> dict[Address, Parcel]:
         error, self._error = self._error, None

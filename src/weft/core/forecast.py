@@ -20,7 +20,8 @@ Memory. It is a pure function of lifetimes, one per micro-batch:
 Where B is split into I and W, read W for the end of B. Graphs are charged to their stage, and a value once,
 to the stage that made it. A value from outside is the caller's and is not counted. In a forward-only schedule
 no graph is kept, and a value lives to the end of its last reader's F. A lifetime holds its first instant and
-not its last: what ends when another begins does not overlap it. Gradients on their way are not counted.
+not its last: what ends when another begins does not overlap it. Workers of a real run decide such a tie by a hair,
+and the peak may then be off by one value. Gradients on their way are not counted.
 """
 
 import math
@@ -44,7 +45,10 @@ class StageCost:
     recompute: float = 0.0
     """Of the second forward; 0 when the graph is kept."""
     saved_bytes: int = 0
-    """What the graph of one micro-batch keeps beyond the stage's input values."""
+    """What the graph of one micro-batch keeps beyond the values that the stage reads and makes."""
+    recomputed_bytes: int | None = None
+    """The same of a graph that is made again. By default `saved_bytes`, and the values that the first graph would
+    keep (`ValueCost.kept_by_source`): the second one has copies of its own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class ValueCost:
     """The stages that read it."""
     bytes: int
     kept_by_source: bool = False
-    """True when the source's own graph holds it too, up to the end of the source's backward."""
+    """True when the source's own graph holds it too, up to the end of the source's backward. (Where the source
+    recomputes, there is no graph yet that could.)"""
 
 
 class Span(NamedTuple):
@@ -122,7 +127,7 @@ def forecast(
     schedule.check(stages=len(stages))
     _check_costs(stages, values)
     spans = _spans(schedule, stages, checkpointed or _where_it_costs(stages))
-    lifetimes = [*_graphs(spans, stages), *_values(schedule, spans, values)]
+    lifetimes = [*_graphs(spans, stages, values), *_values(schedule, spans, values)]
     return Forecast(
         spans=tuple(sorted(spans.values(), key=lambda span: (span.start, span.worker))),
         stage_bytes=tuple(_curve(life for life in lifetimes if life.stage == s) for s in range(len(stages))),
@@ -170,25 +175,39 @@ def _duration(cost: StageCost, kind: str) -> float:
     return {"F": cost.forward, "B": cost.backward}.get(kind, cost.backward / 2)
 
 
-def _graphs(spans: dict[Action, Span], costs: Sequence[StageCost]) -> Iterator[_Lifetime]:
+def _graphs(spans: dict[Action, Span], costs: Sequence[StageCost], values: Sequence[ValueCost]) -> Iterator[_Lifetime]:
     """From F, or from the recomputation, to the end of the backward. Without backward there are none."""
     for action, span in spans.items():
         end = _last(spans, action.stage, action.micro_batch)
-        recomputed = action._replace(kind="R")
-        if action.kind == "F" and end.action.kind != "F":
-            start = spans.get(recomputed, span).start
-            yield _Lifetime(action.stage, start, end.end, costs[action.stage].saved_bytes)
+        if action.kind != "F" or end.action.kind == "F":
+            continue
+        again = _recomputation(spans, action.stage, action.micro_batch)
+        start, cost = (again or span).start, costs[action.stage]
+        size = _made_again(action.stage, cost, values) if again else cost.saved_bytes
+        yield _Lifetime(action.stage, start, end.end, size)
+
+
+def _made_again(stage: int, cost: StageCost, values: Sequence[ValueCost]) -> int:
+    """Bytes of a graph that is made a second time."""
+    if cost.recomputed_bytes is not None:
+        return cost.recomputed_bytes
+    return cost.saved_bytes + sum(value.bytes for value in values if value.source == stage and value.kept_by_source)
 
 
 def _values(schedule: Schedule, spans: dict[Action, Span], values: Sequence[ValueCost]) -> Iterator[_Lifetime]:
     for value in values:
         if value.source < 0:
             continue
-        holders = (*value.readers, value.source) if value.kept_by_source else value.readers
         for micro_batch in range(schedule.micro_batches):
+            kept = value.kept_by_source and _recomputation(spans, value.source, micro_batch) is None
+            holders = (*value.readers, value.source) if kept else value.readers
             start = spans[Action(value.source, "F", micro_batch)].end
             end = max((_last(spans, stage, micro_batch).end for stage in holders), default=start)
             yield _Lifetime(value.source, start, end, value.bytes)
+
+
+def _recomputation(spans: dict[Action, Span], stage: int, micro_batch: int) -> Span | None:
+    return spans.get(Action(stage, "R", micro_batch))
 
 
 def _last(spans: dict[Action, Span], stage: int, micro_batch: int) -> Span:
@@ -219,7 +238,7 @@ def _check_costs(stages: Sequence[StageCost], values: Sequence[ValueCost]) -> No
     faults = [
         f"stage {stage}: {cost} has a cost that is no number from 0 up"
         for stage, cost in enumerate(stages)
-        if not all(0 <= x < math.inf for x in (cost.forward, cost.backward, cost.recompute, cost.saved_bytes))
+        if not all(0 <= x < math.inf for x in _numbers(cost))
     ]
     for value in values:
         if not -1 <= value.source < len(stages) or value.bytes < 0:
@@ -228,3 +247,7 @@ def _check_costs(stages: Sequence[StageCost], values: Sequence[ValueCost]) -> No
             faults.append(f"{value} has a reader that is no stage behind its source")
     if faults:
         raise ScheduleError(listed("nothing can be forecast from these costs", faults))
+
+
+def _numbers(cost: StageCost) -> tuple[int | float, ...]:
+    return cost.forward, cost.backward, cost.recompute, cost.saved_bytes, cost.recomputed_bytes or 0

@@ -34,9 +34,9 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The leaf on another device, still a leaf that wants a gradient if it did."""
     if tensor.device == device:
         return tensor
-    # To the CPU the copy has to be over: asked not to block, it would go on behind whoever reads the result.
-    moved = tensor.detach().to(device, non_blocking=device.type != "cpu")
-    return moved.requires_grad_(tensor.requires_grad)
+    # Blocking, which concerns copies between CPU and CUDA only: the caller may write into its pinned tensor as
+    # soon as the pipe returns, and whoever reads a result on the CPU must find it there.
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
 class Place:
@@ -51,7 +51,7 @@ class Place:
         return unflatten(structure, [self._arrive(x, parcel) if isinstance(x, Tensor) else x for x in leaves])
 
     def _arrive(self, tensor: Tensor, parcel: Parcel) -> Tensor:
-        if parcel.ready is not None:
+        if parcel.ready is not None and tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).wait_event(parcel.ready)
             if self.device.type == "cpu":
                 parcel.ready.synchronize()

@@ -193,8 +193,7 @@ class Dice:
             return False
         for use, seen, drew in zip(self._uses, self._configurations, self._drew, strict=True):
             use.draws[seen] = use.draws.get(seen, False) or drew
-        # Inside a stage, the draw of the seed stays: it shows that the stage has to hold the generator.
-        if not self.quiet and not moved and not any(self._drew) and _current_hold() is None:
+        if not self.quiet and not moved and not any(self._drew):
             self._restore()
         return True
 

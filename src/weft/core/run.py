@@ -96,6 +96,14 @@ class Run:
         self._plain = watcher is None and not any(places)
         self.sums = [GradientSum(len(segment.parameters)) for segment in segments]
 
+    def turn_back(self, *, retain: bool) -> None:
+        """Before every walk backward. With `retain` there may be another one, which needs the tapes too.
+
+        What an earlier walk has added up and nobody has collected, because it failed, is forgotten.
+        """
+        self.retain = retain
+        self.sums = [GradientSum(len(segment.parameters)) for segment in self.segments]
+
     def perform(self, action: Action, box: Box, post: Post) -> None:
         """Do one action in the calling thread, waiting in `box` for what it needs.
 
@@ -131,6 +139,7 @@ class Run:
         reads = [self.wiring.read_address(route, stage, index) for route in self.wiring.inputs[stage]]
         parcels = [box.take(address) for address in reads]
         sent = self._do("F", action, self._segment_forward, action, parcels)
+        del parcels  # whoever gets what is sent may look already: what only this action needed is free
         for address, parcel in sent:
             post.send(address.reader, address, parcel)
 
@@ -165,6 +174,7 @@ class Run:
             for route in self.wiring.outputs[stage]
         ]
         inputs = self._do(action.kind, action, self._segment_backward, action, tape, parcels)
+        del tape, parcels  # as in forward
         for route, parcel in zip(self.wiring.inputs[stage], inputs, strict=True):
             address = self.wiring.read_address(route, stage, index)
             outside = self.wiring.comes_from_outside(address)

@@ -133,7 +133,7 @@ class Segment:
                 "unchanged; use the out-of-place form of the first operation (inplace=False), "
                 "or checkpoint='never' for this stage"
             )
-        return outputs, Tape(self, visit, values, keep)
+        return outputs, Tape(self, visit, values, keep, versions)
 
     def call(self, visit: Visit, values: Sequence[Any]) -> tuple[Any, ...]:
         """The function, under the autocast of the user's call."""
@@ -154,14 +154,17 @@ class Segment:
 class Tape:
     """What one forward of a segment left behind for its backward."""
 
-    __slots__ = ("_inputs", "_keep", "_outputs", "_values", "_visit", "segment")
+    __slots__ = ("_inputs", "_keep", "_outputs", "_values", "_versions", "_visit", "segment")
 
-    def __init__(self, segment: Segment, visit: Visit, values: Sequence[Any], keep: Keep) -> None:
+    def __init__(
+        self, segment: Segment, visit: Visit, values: Sequence[Any], keep: Keep, versions: Sequence[int] = ()
+    ) -> None:
         self.segment = segment
         self._visit = visit
         self._keep = keep
         self._values = values
         self._inputs = [flatten(value)[0] for value in values]
+        self._versions = versions
         self._outputs: list[list[GradientEdge | None]] | None = None
 
     def hold(self, outputs: Sequence[Any]) -> None:
@@ -179,8 +182,17 @@ class Tape:
         return self._keep == "inputs"
 
     def prepare(self) -> None:
-        """Make the graph if only the inputs were kept. Needs no gradient, so it may run early."""
+        """Make the graph if only the inputs were kept. Needs no gradient, so it may run early.
+
+        Raises InPlaceError when an input was written to since the forward, such as a buffer for the next mini-batch.
+        """
         if self._outputs is None:
+            if self._versions != _versions([x for leaves in self._inputs for x in leaves if isinstance(x, Tensor)]):
+                raise InPlaceError(
+                    "an input of a stage was written to in place between its forward and its recomputation in "
+                    "backward, which would compute something else now; write after backward or into another "
+                    "tensor, or use checkpoint='never' for this stage"
+                )
             with torch.enable_grad(), phase("recomputing"):
                 self.hold(self.segment.call(self._visit, self._values))
 

@@ -179,11 +179,12 @@ class WeightedLoss:
 
 
 def checked_loss(value: Any) -> Tensor:
-    """The loss of one micro-batch. Raises SpecError when it is not one number."""
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    """The loss of one micro-batch. Raises SpecError when it is not one real number."""
+    if not isinstance(value, Tensor) or value.dim() != 0 or value.is_complex():
+        is_tensor = isinstance(value, Tensor)
+        seen = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
         raise SpecError(
-            f"the loss function returned {seen}; it must return one number, a tensor of shape (): "
+            f"the loss function returned {seen}; it must return one real number, a tensor of shape (): "
             "the mean over the rows that it was given (or their sum, with loss_reduction='sum')"
         )
     return value

@@ -58,6 +58,7 @@ class Pipe(nn.Module):
         schedule: ``"gpipe"``, ``"1f1b"``, a table as text (see `weft.Schedule.parse`), or a `weft.Schedule`.
         loss: a function ``(output, target) -> number``. With it, ``pipe(x, target=y)`` returns the loss, and
             schedules that begin backward early (1F1B) can run; without a target, the pipe returns the output.
+            What it has to learn itself is found when it is a module. It must not read the layers' parameters.
         loss_reduction: how the loss function sums over rows, ``"mean"`` or ``"sum"``: the mini-batch's loss is
             the mean of the micro-batches' weighted by rows, or their sum. Default: the loss module's own
             ``reduction``, else ``"mean"``. A loss that is neither (a mean over unmasked tokens, say) is exact
@@ -104,6 +105,7 @@ class Pipe(nn.Module):
         self._loss = (loss, "mean" if loss is None else reduction_of(loss, loss_reduction))
         self._watcher: Watcher | None = None
         self._runtime: Runtime | None = None
+        self._recipe: Any = None  # what the runtime was made of
         where = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
         for (name, layer), device in zip(layers, where, strict=True):
             converted = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
@@ -150,11 +152,11 @@ class Pipe(nn.Module):
     @contextmanager
     def watched_by(self, watcher: Watcher) -> Generator[None]:
         """Let a watcher, such as `weft.Recorder`, see what runs inside; stages run apart meanwhile."""
-        self._watcher = watcher
+        before, self._watcher = self._watcher, watcher
         try:
             yield
         finally:
-            self._watcher = None
+            self._watcher = before
 
     def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> "Pipe":
         """Give storage to layers on the meta device, stage by stage, each on its own device.
@@ -190,7 +192,7 @@ class Pipe(nn.Module):
         return self._layers()[index][1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runtime": None, "_watcher": None}
+        return {**self.__dict__, "_runtime": None, "_recipe": None, "_watcher": None}
 
     def extra_repr(self) -> str:
         """What stands behind the class name when the pipe is printed."""
@@ -201,9 +203,12 @@ class Pipe(nn.Module):
         return [(name, layer) for name, layer in self._modules.items() if layer is not None]
 
     def _made_runtime(self) -> Runtime:
-        if self._runtime is None:
+        recipe = (self._layers(), self.checkpoint, self.executor, self.schedule)
+        if self._runtime is None or self._recipe != recipe:  # such as another module in the place of a layer
+            checkpoint_rules(self.checkpoint, len(self.balance))
+            self._recipe = recipe
             self._runtime = Runtime(
-                self._layers(),
+                recipe[0],
                 self.balance,
                 self.devices,
                 self.checkpoint,

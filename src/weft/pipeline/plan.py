@@ -20,6 +20,7 @@ from weft.pipeline.cargo import checked_loss
 from weft.pipeline.gate import Gate, Inlet
 from weft.pipeline.skip import inspect_skip_layout
 from weft.pipeline.stage import MergedStages, Skip, Stage
+from weft.pipeline.strangers import Searched
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -80,22 +81,24 @@ def staged_plan(
     loss: LossFunction | None,
     *,
     streams: bool,
+    cut: bool,
 ) -> Plan:
-    """One segment per stage. With `streams`, CUDA stages get streams of their own."""
+    """One segment per stage. With `streams`, CUDA stages get streams of their own; `cut` as in `merged_plan`."""
     last = len(stages) - 1
     routes = [Route("input", OUTSIDE, (0,))]
     routes += [Route(f"main of stage {j}", j, (j + 1,)) for j in range(last)]
     routes.append(Route("loss" if loss else "output", last, (OUTSIDE,)))
     routes += [Route(f"skip {name!r}", source, readers) for (_, name), source, readers in crossing]
     functions: list[Function] = list(stages)
-    return _plan(functions, [(j,) for j in range(len(stages))], routes, last + 1, stages, executor, loss, streams)
+    owned = [(j,) for j in range(len(stages))]
+    return _plan(functions, owned, routes, last + 1, stages, executor, loss, streams, cut)
 
 
-def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossFunction | None) -> Plan:
-    """All stages as one segment."""
+def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossFunction | None, *, cut: bool) -> Plan:
+    """All stages as one segment. `cut` says that segments will be cut out of autograd."""
     routes = [Route("input", OUTSIDE, (0,)), Route("loss" if loss else "output", 0, (OUTSIDE,))]
     owned = tuple(range(len(stages)))
-    return _plan([MergedStages(stages)], [owned], routes, 1, stages[:1], executor, loss, False)
+    return _plan([MergedStages(stages)], [owned], routes, 1, stages, executor, loss, False, cut)
 
 
 def _plan(
@@ -107,6 +110,7 @@ def _plan(
     executor: Executor,
     loss: LossFunction | None,
     streams: bool,
+    cut: bool,
 ) -> Plan:
     last = len(functions) - 1
     inlets = [Inlet(0, 0)]
@@ -115,7 +119,12 @@ def _plan(
         routes = [*routes, Route("target", OUTSIDE, (last,))]
         # The target's route comes last, so it is the last value that the function of the last stage gets.
         functions = [*functions[:-1], _with_loss(functions[-1], loss)]
-    places = [_place(stage.device, stages, streams) for stage in stages]
+    if cut:
+        layers = [[layer for stage in owned for layer in stages[stage].layers] for owned in stages_of]
+        functions = [
+            Searched(each, layers, number, loss if number == last else None) for number, each in enumerate(functions)
+        ]
+    places = [_place(stages[owned[0]].device, stages, streams) for owned in stages_of]
     wiring = Wiring(tuple(routes), len(functions))
     gate = Gate(tuple(inlets), result, last)
     return Plan(tuple(functions), tuple(stages_of), wiring, tuple(places), executor, gate)

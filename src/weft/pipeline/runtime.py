@@ -62,11 +62,13 @@ class Runtime:
         if key not in self._plans:
             function = self._loss if loss else None
             if layout in ("merged", "visible"):
-                self._plans[key] = merged_plan(self.stages, self._serial, function)
+                self._plans[key] = merged_plan(self.stages, self._serial, function, cut=layout == "merged")
             else:
                 executor: Executor = self._threads if layout == "threads" else self._serial
                 streams = layout == "threads"
-                self._plans[key] = staged_plan(self.stages, self._crossing, executor, function, streams=streams)
+                self._plans[key] = staged_plan(
+                    self.stages, self._crossing, executor, function, streams=streams, cut=layout != "graph"
+                )
         return self._plans[key]
 
     @property

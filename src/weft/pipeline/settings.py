@@ -1,7 +1,7 @@
 """The arguments of a Pipe, checked all at once and brought into one form."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -59,7 +59,9 @@ def never_recomputes(checkpoint: Any) -> bool:
 def check_arguments(chunks: int, executor: str, loss: Any, reduction: Any) -> None:
     """Raise one UsageError with all that is wrong among these."""
     faults: list[str] = []
-    if chunks < 1:
+    if not isinstance(cast(Any, chunks), int):
+        faults.append(f"chunks is {chunks!r}; a number of micro-batches is an int")
+    elif chunks < 1:
         faults.append(f"chunks is {chunks}; a mini-batch is cut into at least one micro-batch")
     if executor not in EXECUTORS:
         faults.append(f"executor is {executor!r}; there are {', '.join(EXECUTORS)}")
@@ -132,7 +134,7 @@ def resolve_layout(
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """The device as tensors report it: CUDA devices with their number."""
+    """The device as tensors report it: the CPU without a number, CUDA devices with theirs."""
     if device.type == "cuda" and device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device

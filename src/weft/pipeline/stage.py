@@ -6,7 +6,7 @@
 Skips that begin and end in the stage never leave it. Layers of no skips never see a tracker.
 """
 
-from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -69,9 +69,6 @@ class StageTracker(SkipTracker):
             return super().load(ns, name)  # which raises, and says what is missing
         return self.values[ns, name]
 
-    def done(self, layer: nn.Module, *, stashed: Collection[Skip], popped: Collection[Skip]) -> None:
-        """Nothing to free: all goes with the tracker, or to the readers in other stages."""
-
 
 class Stage:
     """Layers with their names in the whole model, and the skips that cross the stage's borders."""
@@ -122,7 +119,7 @@ class Stage:
             if isinstance(module, _NormBase):
                 if isinstance(module, DeferredBatchNorm):
                     deferred.append(module)
-                elif module.training and module.track_running_stats:
+                elif module.track_running_stats:
                     norms.append(module)
             for each in module._parameters.values():
                 if each is not None and each.requires_grad:
@@ -161,13 +158,14 @@ class Stage:
         The modules get copies for the while. Restoring the values afterwards would not do: autograd would find
         that a tensor which it saved has been written to.
         """
-        originals = [dict(module._buffers) for module in self._norms]
-        for module in self._norms:
+        norms = [module for module in self._norms if module.training]
+        originals = [dict(module._buffers) for module in norms]
+        for module in norms:
             module._buffers.update({k: None if b is None else b.clone() for k, b in module._buffers.items()})
         try:
             yield
         finally:
-            for module, buffers in zip(self._norms, originals, strict=True):
+            for module, buffers in zip(norms, originals, strict=True):
                 module._buffers.update(buffers)
 
 

@@ -80,7 +80,7 @@ class Step:
         if run is None:
             found = _scaled(made or [], gradients[0])
         else:
-            run.retain = retain
+            run.turn_back(retain=retain)
             found = self._walk_backward(run, self._order.outcome.spread(gradients))
         without_gradient(x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None)
         return found

@@ -1,7 +1,7 @@
 """From recordings of a few steps to the costs that a forecast is made of.
 
     Recorder (times)  --- median per stage and kind ---> StageCost.forward, .backward, .recompute
-    Sizes    (bytes)  --- one lifetime each ----------> StageCost.saved_bytes, ValueCost
+    Sizes    (bytes)  --- one lifetime each ----------> StageCost.saved_bytes, .recomputed_bytes, ValueCost
 
 Times and sizes want steps of their own: looking at every tensor that autograd saves would slow down the clock.
 """
@@ -48,6 +48,7 @@ class Sizes:
         self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
         self._lock = threading.Lock()
         self._graphs: dict[tuple[int, int], Storages] = {}
+        self._again: dict[tuple[int, int], Storages] = {}  # the graphs that were made by recomputation
         self._received: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._sent: dict[tuple[int, int], dict[int, _Sent]] = defaultdict(dict)
 
@@ -59,8 +60,9 @@ class Sizes:
             return
         at = action.stage, action.micro_batch
         saved: Storages = {}
+        graphs = self._again if kind == "R" else self._graphs
         with self._lock:
-            self._graphs[at] = saved
+            graphs[at] = saved
 
         def pack(tensor: Tensor) -> Tensor:
             saved.update(self._storages(tensor))
@@ -69,7 +71,7 @@ class Sizes:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         with self._lock:
-            self._graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
+            graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
         """See `weft.core.run.Watcher`. The graph that the value came out of is made, and still there."""
@@ -87,28 +89,50 @@ class Sizes:
         """See `weft.core.run.Watcher`. Sizes are no matter of time."""
 
     def saved_bytes(self, stage: int) -> int:
-        """What the graph of a micro-batch keeps beyond the values that the stage reads and sends, on average."""
-        found = [sum(graph.values()) for (at, _), graph in self._graphs.items() if at == stage]
-        return round(mean(found)) if found else 0
+        """What a graph that is kept from F on holds beyond the values that the stage reads and sends, on average."""
+        return _mean([graph for at, graph in self._graphs.items() if at[0] == stage and at not in self._again])
+
+    def recomputed_bytes(self, stage: int) -> int | None:
+        """What a graph that is made again holds beyond the values that the stage reads, on average, if any is."""
+        found = [graph for at, graph in self._again.items() if at[0] == stage]
+        return _mean(found) if found else None
 
     def values(self) -> list[ValueCost]:
         """What crosses the cuts, by source and readers, with the bytes of a micro-batch on average.
 
-        A tensor that goes out twice, as main path and as skip, is one value.
+        A tensor that goes out twice, as main path and as skip, is one value. What the graph of its source keeps
+        is learned from the micro-batches that are not recomputed; where all are, nothing is kept.
         """
-        total: dict[tuple[int, tuple[int, ...], bool], int] = defaultdict(int)
-        for (source, _), sent in self._sent.items():
+        total: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+        held: dict[tuple[int, tuple[int, ...], bool], int] = defaultdict(int)
+        for at, sent in self._sent.items():
             for each in sent.values():
-                total[source, tuple(sorted(each.readers)), each.kept] += each.bytes
+                place = at[0], tuple(sorted(each.readers))
+                total[place] += each.bytes
+                if at not in self._again:
+                    held[*place, each.kept] += each.bytes
         counts = Counter(source for source, _ in self._sent)
         return [
-            ValueCost(source, readers, round(size / counts[source]), kept)
-            for (source, readers, kept), size in sorted(total.items())
+            ValueCost(*place, size, kept)
+            for place, whole in sorted(total.items())
+            for kept in (False, True)
+            if (size := round(whole / counts[place[0]] * _share(held[*place, kept], held[*place, not kept], kept)))
         ]
 
     def _storages(self, value: Any) -> Storages:
         storages = [leaf.untyped_storage() for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
         return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes() and s.data_ptr() not in self._ignored}
+
+
+def _mean(graphs: Iterable[Storages]) -> int:
+    """Bytes of a graph on average; 0 for none."""
+    found = [sum(graph.values()) for graph in graphs]
+    return round(mean(found)) if found else 0
+
+
+def _share(one: int, other: int, kept: bool) -> float:
+    """The share of `one` kind in both. Where nothing is known nothing is kept."""
+    return one / (one + other) if one + other else float(not kept)
 
 
 @dataclass(frozen=True)
@@ -133,8 +157,7 @@ def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Cos
     """The costs behind some recorded steps of one pipe: the median time of each kind per stage.
 
     Give a recorder per step, after some to warm up. I and W together count as B. Without `sizes` bytes are 0.
-    Bytes are those of an average micro-batch, so they are near the truth only where a stage treats all alike: not
-    with ``checkpoint="except_last"``, whose last micro-batch keeps what the others make a second time.
+    Bytes are those of an average micro-batch; graphs that are kept and graphs that are made again are averaged apart.
     Raises UsageError when nothing was recorded.
     """
     events = [event for recorder in recorders for event in recorder.events]
@@ -150,6 +173,7 @@ def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Cos
             backward=sum(typical.get((stage, kind), 0.0) for kind in "BIW"),
             recompute=typical.get((stage, "R"), 0.0),
             saved_bytes=sizes.saved_bytes(stage) if sizes is not None else 0,
+            recomputed_bytes=sizes.recomputed_bytes(stage) if sizes is not None else None,
         )
         for stage in range(1 + max(stage for stage, _ in times))
     ]

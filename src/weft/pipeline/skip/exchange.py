@@ -117,7 +117,3 @@ class Exchange:
                 + "\nstash and pop on every path through forward (None may be stashed), "
                 "or take the names out of @skippable"
             )
-
-    def keys_of(self, names: Collection[str]) -> list[Key]:
-        """The keys behind some names of this layer."""
-        return [self.keys[name] for name in names]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weft.core.errors import SkipWiringError
-from weft.pipeline.skip import readers, state_keys
+from weft.pipeline.skip import state_keys
 from weft.pipeline.skip.exchange import Exchange, Talk
 from weft.pipeline.skip.namespace import Key, Namespace
 from weft.pipeline.skip.tracker import current_skip_tracker
@@ -53,7 +53,6 @@ class Skippable(nn.Module, Generic[P, M]):
         self.register_state_dict_post_hook(state_keys.shorten)
         self.register_load_state_dict_pre_hook(state_keys.lengthen)
         self._keys: dict[str, Key] = {name: (None, name) for name in self._declared()}
-        readers.enroll(self, self.poppable())
 
     @classmethod
     def _declared(cls) -> list[str]:
@@ -72,7 +71,6 @@ class Skippable(nn.Module, Generic[P, M]):
                 "correct only=, or the names in @skippable"
             )
         self._keys = {**self._keys, **{name: (ns, name) for name in names}}
-        readers.enroll(self, self.poppable())
         return self
 
     def stashable(self) -> Iterator[Key]:
@@ -89,9 +87,11 @@ class Skippable(nn.Module, Generic[P, M]):
         exchange = Exchange(self.module_cls.__name__, self._keys, self.stashable_names, self.poppable_names, tracker)
         output: Any = self.module(*args, **kwargs)
         if isinstance(output, Generator):
-            output = exchange.drive(cast(Talk, output))
+            try:
+                output = exchange.drive(cast(Talk, output))
+            finally:
+                tracker.stashed_by(self, [self._keys[name] for name in exchange.stashed])
         exchange.finish()
-        tracker.done(self, stashed=exchange.keys_of(exchange.stashed), popped=exchange.keys_of(exchange.popped))
         return output
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -106,10 +106,6 @@ class Skippable(nn.Module, Generic[P, M]):
                 f"holds none of its own: set it on .module, or name it 'module.{name}'"
             )
         super().__setattr__(name, value)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        readers.enroll(self, self.poppable())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the layer though its class and the user's class have one name between them."""

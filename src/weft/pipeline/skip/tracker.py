@@ -14,7 +14,7 @@ How long the plain tracker keeps a tensor: see `SkipTracker`.
 
 import threading
 import weakref
-from collections.abc import Collection, Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,98 +22,77 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import SkipError, SkipWiringError
-from weft.pipeline.skip import readers
 from weft.pipeline.skip.namespace import Key, Namespace, describe
 
 
 class _Kept:
-    """One stashed value and who has read it."""
+    """One stashed value. It has an identity, so that the end of its layer takes no later value along."""
 
-    __slots__ = ("freed", "owner", "reads", "value")
+    __slots__ = ("__weakref__", "stasher", "value")
 
     def __init__(self, value: Tensor | None) -> None:
         self.value = value
-        self.freed = False
-        self.reads: readers.Reads = {}
-        self.owner: weakref.ref[nn.Module] | None = None
-
-    def free(self) -> None:
-        self.value, self.freed = None, True
+        self.stasher: weakref.ref[nn.Module] | None = None
 
 
 class SkipTracker:
     """Keeps skip tensors of the layers that run in one thread, outside of a pipeline.
 
-    A tensor is freed when every living layer that declares a pop of its key has read it. While some reader
-    has not shown yet how often it reads (which is so until the second stash of the key), or if one reads
-    several times, the tensor stays until the next stash of the key, or until the layer that stashed it is
-    gone.
+    A tensor stays until the next stash of its key, or until the layer that stashed it or the tracker is gone.
+    It is not freed at a pop, since nobody here can know which pop is the last: a layer may stand at two places
+    of the model, or run again in backward under `torch.utils.checkpoint` (it then reads the latest stash of the
+    key, so go backward before the next forward). Put a tracker of your own in place with `use_skip_tracker` to
+    free all at the end of its block. (A Pipe knows all readers and frees a tensor with the last of them.)
 
-    Subclasses may route tensors elsewhere: override `save`, `load` and `copy`, and `done` if they free by
-    count.
+    Subclasses may route tensors elsewhere: override `save`, `load` and `copy`.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Key, _Kept] = {}
+        self._lock = threading.RLock()  # a layer may end in any thread, also while this one holds the lock
 
     def save(self, ns: Namespace | None, name: str, value: Tensor | None) -> None:
         """Keep a value (a tensor or None) under this key; a former one is dropped."""
-        key = (ns, name)
-        former = self._kept.get(key)
-        if former is not None:
-            readers.learn(key, former.reads)
-        self._kept[key] = _Kept(value)
+        with self._lock:
+            self._kept[ns, name] = _Kept(value)
 
     def load(self, ns: Namespace | None, name: str) -> Tensor | None:
-        """The value under this key. Raises SkipError if there is none."""
-        key = (ns, name)
-        kept = self._kept.get(key)
+        """The value under this key, as often as it is asked for. Raises SkipError if there is none."""
+        kept = self._kept.get((ns, name))
         if kept is None:
             raise SkipError(
-                f"{describe(key)} was popped but never stashed: a layer that stashes it must run before, "
-                "in the same thread and namespace"
-            )
-        if kept.freed:
-            readers.distrust(key)
-            raise SkipError(
-                f"{describe(key)} was popped, but its tensor was freed when every layer known to read it "
-                "had done so: run the layer that stashes it first; from now on the tensor is kept until then"
+                f"{describe((ns, name))} was popped but never stashed: a layer that stashes it must run before, "
+                "in the same thread and namespace. (A layer that pops cannot stand inside torch.utils.checkpoint in "
+                "a Pipe: use the Pipe's checkpoint=, or call it inside the layer's forward)"
             )
         return kept.value
 
     def copy(self, ns: Namespace | None, name: str, device: torch.device | str) -> None:
-        """Send a value to another device. Only a pipeline's tracker can; this one raises SkipWiringError."""
+        """Send a value to another device. For subclasses that can; this one raises SkipWiringError."""
         raise SkipWiringError(
-            f"cannot copy {describe((ns, name))} to {device}: only a pipeline's tracker copies skip tensors "
-            "between devices; wrap the model in a Pipe, or keep all its layers on one device"
+            f"cannot copy {describe((ns, name))} to {device}: this tracker keeps skip tensors where they were "
+            "stashed; wrap the model in a Pipe, which brings them to their readers, or keep all layers on one device"
         )
 
-    def done(self, layer: nn.Module, *, stashed: Collection[Key], popped: Collection[Key]) -> None:
-        """A layer's forward has ended, having stashed and popped these keys. Frees what nobody will read."""
-        for key in stashed:
+    def stashed_by(self, layer: nn.Module, keys: Iterable[Key]) -> None:
+        """The values that are kept under these keys now go when this layer goes."""
+        for key in keys:
             kept = self._kept.get(key)
             if kept is not None:
-                kept.owner = weakref.ref(layer, partial(_forget, weakref.ref(self), key))
-        for key in popped:
-            kept = self._kept.get(key)
-            if kept is None or kept.freed or key in stashed:
-                continue
-            ref = weakref.ref(layer)
-            kept.reads[ref] = kept.reads.get(ref, 0) + 1
-            if readers.all_done(key, kept.reads):
-                kept.free()
+                forget = partial(_forget, weakref.ref(self), key, weakref.ref(kept))
+                kept.stasher = weakref.ref(layer, forget)
 
-    def _drop(self, key: Key, owner: weakref.ref[nn.Module]) -> None:
-        kept = self._kept.get(key)
-        if kept is not None and kept.owner is owner:
-            del self._kept[key]
+    def _drop(self, key: Key, kept: _Kept | None) -> None:
+        with self._lock:
+            if kept is not None and self._kept.get(key) is kept:
+                del self._kept[key]
 
 
-def _forget(tracker: weakref.ref[SkipTracker], key: Key, owner: weakref.ref[nn.Module]) -> None:
+def _forget(tracker: weakref.ref[SkipTracker], key: Key, kept: weakref.ref[_Kept], _: object) -> None:
     """The layer that stashed is gone, and its model with it: nobody will read the tensor."""
     alive = tracker()
     if alive is not None:
-        alive._drop(key, owner)  # pyright: ignore[reportPrivateUsage]
+        alive._drop(key, kept())  # pyright: ignore[reportPrivateUsage]
 
 
 class _TrackerOfThread(threading.local):

@@ -1,0 +1,52 @@
+"""A type checker knows what `skippable` makes: the constructor of the class, and the module inside."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[3] / "src"
+PYRIGHT = Path(sys.executable).parent / "pyright"
+
+PROGRAM = """
+from typing import assert_type
+
+from torch import Tensor, nn
+from weft import Namespace, pop, skippable, stash
+from weft.pipeline.skip import Skippable
+
+class Plain(nn.Module):
+    def __init__(self, width: int, *, bias: bool = True) -> None:
+        super().__init__()
+
+Wrapped = skippable(stash=["a"])(Plain)
+
+@skippable(pop=["a"])
+class Decorated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+assert_type(Wrapped(3, bias=False).module, Plain)
+assert_type(Wrapped(3).isolate(Namespace()).module, Plain)
+assert_type(Decorated(3).poppable_names, frozenset[str])
+Wrapped("3")  # wrong
+Wrapped(3, width_of="b")  # wrong
+Decorated()  # wrong
+skippable(stash=["a"])(3)  # wrong
+"""
+
+
+def test_a_checker_knows_constructor_and_module_and_finds_wrong_arguments(tmp_path: Path) -> None:
+    if not PYRIGHT.exists():
+        pytest.skip(f"there is no pyright in {PYRIGHT.parent}; the extra `test` brings it")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    settings = {"extraPaths": [str(SOURCE)], "include": ["program.py"]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    argv = [str(PYRIGHT), "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    seen = subprocess.run(argv, capture_output=True, text=True, check=False)
+    faults = json.loads(seen.stdout)["generalDiagnostics"]
+    found = [fault["range"]["start"]["line"] for fault in faults if fault["severity"] == "error"]
+    wrong = [number for number, line in enumerate(PROGRAM.splitlines()) if line.endswith("# wrong")]
+    assert sorted(set(found)) == wrong, faults
