@@ -22,7 +22,7 @@ from weft.core.events import Event
 from weft.core.forecast import Forecast, StageCost, ValueCost, forecast
 
 WANTED = 0.05
-MODES = (("gpipe", "never"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))
+MODES = (("gpipe", "never"), ("gpipe", "except_last"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))
 
 
 def run(quick: bool) -> Table:
@@ -97,7 +97,8 @@ def _forecast(pipe: weft.Pipe, events: Sequence[Event], x: Tensor, target: Tenso
     ]
     skip = ValueCost(SOURCE, READERS, sizes[SOURCE].output)  # as wide as the main path
     main = [ValueCost(s, (s + 1,), sizes[s].output, sizes[s].saves_output) for s in range(STAGES - 1)]
-    return forecast(_walked(pipe), stages, [*main, skip])
+    again = {(event.action.stage, event.action.micro_batch) for event in events if event.kind == "R"}
+    return forecast(_walked(pipe), stages, [*main, skip], checkpointed=lambda *at: at in again)
 
 
 def _walked(pipe: weft.Pipe) -> weft.Schedule:

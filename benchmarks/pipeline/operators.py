@@ -16,7 +16,7 @@ STAGES, CHUNKS, LAYERS = 2, 8, 8
 OPERATORS_PER_LAYER = 8
 WANTED = 0.95
 PLAIN = "one thread"
-SIZES = [(8, 16), (16, 96), (32, 160), (64, 192), (64, 320), (128, 448), (256, 640)]
+SIZES = [(8, 16), (16, 96), (24, 128), (32, 160), (64, 192), (64, 320), (128, 448), (256, 640)]
 """Rows of a micro-batch, and width."""
 
 

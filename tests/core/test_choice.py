@@ -26,13 +26,13 @@ def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
     picks = measured(choice, seconds)
     assert picks == list(range(len(seconds))) * TURNS
     best = choice.pick("step")
-    assert seconds[best] <= min(seconds) / 0.97 + 1e-9
+    assert seconds[best] <= min(seconds) / 0.9 + 1e-9
     choice.report("step", 0, 0.0)
     assert choice.pick("step") == best, "what is decided stays"
 
 
 def test_the_simplest_is_kept_unless_another_is_clearly_faster() -> None:
-    for other, winner in ((1.0, 0), (0.98, 0), (0.9, 1), (2.0, 0)):
+    for other, winner in ((1.0, 0), (0.95, 0), (0.8, 1), (2.0, 0)):
         choice = Choice(2)
         measured(choice, [1.0, other])
         assert choice.pick("step") == winner

@@ -21,7 +21,9 @@ from weft.core.boundary import Journey
 
 _WARM_UP = 1
 _SAMPLES = 5
-_WORTH = 0.97  # a candidate must be that much faster to replace the first, which is the simplest
+_WORTH = 0.9
+"""A candidate must be that much faster to replace the first. That one is run in a cheaper way yet once it has won
+(see `weft.pipeline.layout`), and a wrong choice for threads costs more than one against them."""
 
 
 @dataclass

@@ -6,8 +6,9 @@
 Skips that begin and end in the stage never leave it. Layers of no skips never see a tracker.
 """
 
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -40,18 +41,8 @@ class Survey(NamedTuple):
     misplaced: list[str]
 
 
-_SETTINGS = (bool, float)
+_SETTINGS = frozenset((bool, float))
 _NO_SKIPS: dict[Skip, Any] = {}
-Path = tuple[str, ...]
-
-
-def _walk(layers: Iterable[tuple[str, nn.Module]], path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
-    """All modules with the way to them. Some times faster than `named_modules`, and this runs at every step."""
-    for name, module in layers:
-        here = (*path, name)
-        yield here, module
-        if module._modules:
-            yield from _walk([(key, child) for key, child in module._modules.items() if child is not None], here)
 
 
 class StageTracker(SkipTracker):
@@ -108,29 +99,49 @@ class Stage:
             return self._tracked(main, skips)
 
     def survey(self) -> Survey:
-        """Walk over all modules of the stage once, and note what a step needs to know of them."""
+        """Walk over all modules of the stage once, and note what a step needs to know of them.
+
+        It runs at every step, so it reads the modules' tables itself: `named_modules` takes three times as long.
+        """
         parameters: dict[int, nn.Parameter] = {}
         settings: list[bool | float] = []
         deferred: list[DeferredBatchNorm] = []
-        misplaced: list[str] = []
         norms: list[nn.Module] = []
-        for path, module in _walk(self.layers):
-            settings += [value for value in vars(module).values() if value.__class__ in _SETTINGS]
+        at_home, home = True, self.device
+        stack: list[nn.Module | None] = [layer for _, layer in reversed(self.layers)]
+        while stack:
+            module = stack.pop()
+            if module is None:
+                continue
+            settings += [value for value in vars(module).values() if type(value) in _SETTINGS]
+            stack += reversed(module._modules.values())
             if isinstance(module, _NormBase):
                 if isinstance(module, DeferredBatchNorm):
                     deferred.append(module)
                 elif module.track_running_stats:
                     norms.append(module)
             for each in module._parameters.values():
-                if each is not None and each.requires_grad:
-                    parameters[id(each)] = each
-            for table in (module._parameters, module._buffers):
-                for key, each in table.items():
-                    if each is not None and each.device != self.device:
-                        place = f"{'.'.join(path)}.{key}"
-                        misplaced.append(f"{place} is on {each.device}, stage {self.index} on {self.device}")
+                if each is not None:
+                    at_home = at_home and each.device == home
+                    if each.requires_grad:
+                        parameters[id(each)] = each
+            for each in module._buffers.values():
+                at_home = at_home and (each is None or each.device == home)
         self._norms = norms
-        return Survey(list(parameters.values()), tuple(settings), deferred, misplaced)
+        return Survey(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
+
+    def _misplaced(self) -> list[str]:
+        """Every parameter and buffer that is not where the stage runs."""
+        named = [
+            (f"{name}.{key}", each)
+            for name, layer in self.layers
+            for key, each in chain(layer.named_parameters(), layer.named_buffers())
+        ]
+        return [
+            f"{name} is on {each.device}, stage {self.index} on {self.device}"
+            for name, each in named
+            if each.device != self.device
+        ]
 
     def _tracked(self, main: Any, skips: Mapping[Skip, Tensor | None]) -> tuple[Any, dict[Skip, Any]]:
         """Run the layers with a tracker for their skips, if they have any."""
