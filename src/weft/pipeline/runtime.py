@@ -52,6 +52,7 @@ class Runtime:
         self._plans: dict[tuple[str, bool], Plan] = {}
         self._loss = loss
         self._reduction = reduction
+        self._surroundings: Ambient | None = None
         one_device = len(set(devices)) == 1
         mergeable = may_merge and one_device and never_recomputes(checkpoint)
         self.layouts = Layouts(executor, len(balance), one_device=one_device, mergeable=mergeable, splits=splits)
@@ -90,13 +91,13 @@ class Runtime:
         kind = (mode, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length())
         layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None)
         order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
+        if layout == "visible":
+            result, outputs = guarded(self._visible(order))
+            self.layouts.seen(kind, outputs)
+            return result
         ambient = Ambient.capture(self.device_types)
         if layout == "graph":
             return run_visible(order, ambient)
-        if layout == "visible":
-            result, outputs = guarded(run_visible(order, ambient))
-            self.layouts.seen(kind, outputs)
-            return result
         step = Step(order, ambient)
         journey: Journey = step
         if candidate is not None:
@@ -104,6 +105,14 @@ class Runtime:
         if order.tracked:
             return order.outcome.filled(cross(journey, step.tensors))
         return order.outcome.filled(journey.forward()[0])
+
+    def _visible(self, order: Order) -> Any:
+        """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
+        for autocast, whose cache would make sums of gradients in a lower precision."""
+        casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
+        if casts or self._surroundings is None:
+            self._surroundings = Ambient.capture(self.device_types)
+        return run_visible(order, self._surroundings, enter=casts)
 
     def _order(self, request: "Request", plan: Plan, cargo: Cargo, surveys: Sequence[Survey]) -> Order:
         tracked = torch.is_grad_enabled() and bool(

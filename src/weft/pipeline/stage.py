@@ -8,7 +8,7 @@ Skips that begin and end in the stage never leave it. Layers of no skips never s
 
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,8 @@ class Survey(NamedTuple):
 
 
 _SETTINGS = frozenset((bool, float))
+_TABLES = len(vars(nn.Module()))
+"""How many attributes every module begins with. They are passed over unseen: after a step they are in no cache."""
 _NO_SKIPS: dict[Skip, Any] = {}
 
 
@@ -113,7 +115,8 @@ class Stage:
             module = stack.pop()
             if module is None:
                 continue
-            settings += [value for value in vars(module).values() if type(value) in _SETTINGS]
+            settings.append(module.training)
+            settings += [each for each in islice(vars(module).values(), _TABLES, None) if type(each) in _SETTINGS]
             stack += reversed(module._modules.values())
             if isinstance(module, _NormBase):
                 if isinstance(module, DeferredBatchNorm):

@@ -5,7 +5,8 @@ needed (see `weft.pipeline.layout`). It is serial, and a schedule means nothing 
 of backward. Random numbers and results are those of the other executors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -22,14 +23,17 @@ from weft.pipeline.step import Order
 _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
 
 
-def run_visible(order: Order, ambient: Ambient) -> Any:
-    """The output, or where the loss is inside the loss, of a mini-batch, with its graph."""
+def run_visible(order: Order, ambient: Ambient, *, enter: bool = True) -> Any:
+    """The output, or where the loss is inside the loss, of a mini-batch, with its graph.
+
+    Without `enter` it runs in the surroundings that it is called in.
+    """
     while True:
         dice = order.dice()
         for norm in order.deferred:
             norm.begin()
         try:
-            with ambient.here(), ambient.casting():
+            with _inside(ambient) if enter else nullcontext():
                 pieces = enumerate(order.cargo.pieces())
                 results = [_micro_batch(order, Visit(i, ambient, dice), parts) for i, parts in pieces]
         except BaseException:
@@ -41,6 +45,12 @@ def run_visible(order: Order, ambient: Ambient) -> Any:
     for norm in order.deferred:
         norm.commit()
     return order.outcome.visible(results)
+
+
+@contextmanager
+def _inside(ambient: Ambient) -> Generator[None]:
+    with ambient.here(), ambient.casting():
+        yield
 
 
 def _micro_batch(order: Order, visit: Visit, parts: Sequence[Any]) -> Any:
