@@ -183,3 +183,34 @@ def test_recomputation_or_several_devices_are_never_merged() -> None:
     assert recomputing.pick("kind", watched=False) == ("serial", None)
     spread = Layouts("auto", 3, one_device=False, mergeable=False, splits=True)
     assert spread.pick("kind", watched=False) == ("threads", 0)
+
+
+def test_a_silent_step_needs_no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, x = settled(model(), "gpipe", False), torch.randn(8, 4).double()
+    wanted = [pipe(x) for _ in range(2)][-1]  # the first observes, the second knows
+    monkeypatch.setattr("weft.pipeline.stage.Stage.survey", None)
+    assert torch.equal(pipe(x), wanted)
+
+
+def test_a_silent_step_that_draws_after_all_runs_again_as_under_every_executor() -> None:
+    layers, x, y = model(), torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    found: list[list[Tensor]] = []
+    for candidate in (0, 1):
+        layers[3].p = 0.0
+        pipe = settled(layers, "gpipe", False, candidate)
+        for _ in range(3):
+            loss_of(pipe, False, x, y).backward()
+        layers[3].p = 0.5
+        torch.manual_seed(3)
+        steps = [torch.autograd.grad(loss_of(pipe, False, x, y), list(layers.parameters())) for _ in range(2)]
+        found.append([*steps[0], *steps[1], torch.rand(1)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+def test_deferred_batch_norms_are_served_in_every_step() -> None:
+    layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    pipe, x = settled(layers, "gpipe", False, deferred_batch_norm=True), torch.randn(8, 4).double()
+    for step in range(1, 4):
+        pipe(x).sum().backward()
+        assert pipe[1].num_batches_tracked == step

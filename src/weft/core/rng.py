@@ -200,3 +200,24 @@ class Dice:
     def _restore(self) -> None:
         for source, state in zip(self._sources, self._before, strict=True):
             source.set_state(state)
+
+
+class Silence:
+    """In place of `Dice`, for a step in the caller's thread whose kind drew nothing before: it only listens.
+
+    Then nothing has to be known of the stages beforehand; what they draw would show in the generators' states.
+    """
+
+    quiet = True
+
+    def __init__(self, uses: Sequence[RandomUse]) -> None:
+        self._sources = list(dict.fromkeys(source for use in uses for source in use.sources))
+        self._before = _states(self._sources)
+
+    def broken(self) -> bool:
+        """Whether something drew after all. Then the generators are put back: the step has to run again."""
+        if _same(self._before, _states(self._sources)):
+            return False
+        for source, state in zip(self._sources, self._before, strict=True):
+            source.set_state(state)
+        return True

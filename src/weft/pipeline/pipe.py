@@ -22,7 +22,7 @@ from weft.core.run import Watcher
 from weft.core.schedule import Schedule
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.plan import LossFunction
-from weft.pipeline.runtime import Request, Runtime, check_places, on_meta
+from weft.pipeline.runtime import Request, Runtime, on_meta
 from weft.pipeline.schedules import SCHEDULES, build
 from weft.pipeline.settings import (
     Checkpoint,
@@ -134,10 +134,8 @@ class Pipe(nn.Module):
         if self._loss[0] is not None and "target" in kwargs:
             targets = (kwargs.pop("target"),)
         main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
-        surveys = [stage.survey() for stage in runtime.stages]
-        check_places(surveys)
         request = Request(main, targets, self.chunks, self.schedule, self._watcher)
-        return runtime.serve(request, surveys, (torch.is_grad_enabled(), self.training))
+        return runtime.serve(request, (torch.is_grad_enabled(), self.training))
 
     @property
     def partitions(self) -> list[nn.Sequential]:

@@ -13,18 +13,18 @@ from weft.core.boundary import Journey, cross
 from weft.core.choice import TimedJourney
 from weft.core.errors import DeviceError, listed
 from weft.core.executor import Executor, SerialExecutor, ThreadExecutor
-from weft.core.rng import Dice, RandomUse, generators
+from weft.core.rng import Dice, RandomUse, Silence, generators
 from weft.core.run import Watcher
 from weft.core.schedule import Schedule
 from weft.core.segment import Keep
-from weft.pipeline.cargo import Cargo, JoinedOutput, WeightedLoss
+from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
 from weft.pipeline.layout import Layouts
 from weft.pipeline.plan import LossFunction, Plan, build_stages, merged_plan, staged_plan
 from weft.pipeline.schedules import build
 from weft.pipeline.settings import CheckpointRule, checkpoint_rules, never_recomputes
 from weft.pipeline.stage import Survey
 from weft.pipeline.step import Order, Step
-from weft.pipeline.visible import guarded, run_visible
+from weft.pipeline.visible import guarded, run_silent, run_visible
 
 
 class Runtime:
@@ -53,6 +53,7 @@ class Runtime:
         self._loss = loss
         self._reduction = reduction
         self._surroundings: Ambient | None = None
+        self._silent: set[Hashable] = set()
         one_device = len(set(devices)) == 1
         mergeable = may_merge and one_device and never_recomputes(checkpoint)
         self.layouts = Layouts(executor, len(balance), one_device=one_device, mergeable=mergeable, splits=splits)
@@ -84,16 +85,28 @@ class Runtime:
         """How many worker threads there are now."""
         return self._threads.workers
 
-    def serve(self, request: "Request", surveys: Sequence[Survey], mode: Hashable) -> Any:
-        """One step. `mode` is whatever makes steps of the same size take different times."""
+    def serve(self, request: "Request", mode: Hashable) -> Any:
+        """One step. `mode` is whatever makes steps of the same size take different times.
+
+        Raises DeviceError when a layer is not where its stage runs.
+        """
         cargo = Cargo([request.main, *request.targets], request.chunks)
         # Sizes by powers of two: else every new batch size would be measured anew.
         kind = (mode, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length())
         layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None)
+        if layout == "visible" and kind in self._silent:
+            found = self._silently(request, cargo, kind)
+            if found is not None:
+                return guarded(found[0])[0]
+        surveys = [stage.survey() for stage in self.stages]
+        check_places(surveys)
         order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
         if layout == "visible":
             result, outputs = guarded(self._visible(order))
             self.layouts.seen(kind, outputs)
+            drew = [use.draws.get(survey.configuration) for use, survey in zip(self.uses, surveys, strict=True)]
+            if not order.deferred and all(each is False for each in drew):
+                self._silent.add(kind)
             return result
         ambient = Ambient.capture(self.device_types)
         if layout == "graph":
@@ -106,10 +119,31 @@ class Runtime:
             return order.outcome.filled(cross(journey, step.tensors))
         return order.outcome.filled(journey.forward()[0])
 
+    def _silently(self, request: "Request", cargo: Cargo, kind: Hashable) -> tuple[Any] | None:
+        """A visible step that needs no survey, since the last one of its kind drew nothing; None if this one did.
+
+        Its few lines are for models of small operators: what a step touches is in no cache when it begins.
+        """
+        if self._surroundings is None or self._casts():
+            return None
+        plan, outcome = self.plan("visible", bool(request.targets)), self._outcome(request, cargo)
+        found = run_silent(plan, cargo, outcome, self._surroundings, Silence(self.uses))
+        if found is None:
+            self._silent.discard(kind)
+            for use in self.uses:
+                use.draws.clear()  # to be observed anew
+        return found
+
+    def _casts(self) -> bool:
+        return any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
+
+    def _outcome(self, request: "Request", cargo: Cargo) -> Outcome:
+        return WeightedLoss(_weights(cargo.rows, self._reduction)) if request.targets else JoinedOutput()
+
     def _visible(self, order: Order) -> Any:
         """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
         for autocast, whose cache would make sums of gradients in a lower precision."""
-        casts = any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
+        casts = self._casts()
         if casts or self._surroundings is None:
             self._surroundings = Ambient.capture(self.device_types)
         return run_visible(order, self._surroundings, enter=casts)
@@ -130,7 +164,7 @@ class Runtime:
             plan=plan,
             schedule=schedule,
             cargo=cargo,
-            outcome=WeightedLoss(_weights(cargo.rows, self._reduction)) if request.targets else JoinedOutput(),
+            outcome=self._outcome(request, cargo),
             parameters=parameters,
             tracked=tracked,
             keeps=partial(self._keep, count) if tracked else _keep_nothing,

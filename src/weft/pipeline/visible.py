@@ -16,11 +16,16 @@ from torch.utils import checkpoint as checkpointing
 from weft.core.ambient import Ambient, phase
 from weft.core.boundary import current_task, forbid_double, keeps_graph
 from weft.core.errors import TWICE, BackwardTwiceError
-from weft.core.segment import Function, Visit
+from weft.core.rng import Silence
+from weft.core.segment import Function, Keep, Visit
 from weft.core.tree import flatten
+from weft.pipeline.cargo import Cargo, Outcome
+from weft.pipeline.plan import Plan
 from weft.pipeline.step import Order
 
 _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
+
+Keeps = Callable[[int, int], Keep]
 
 
 def run_visible(order: Order, ambient: Ambient, *, enter: bool = True) -> Any:
@@ -35,7 +40,7 @@ def run_visible(order: Order, ambient: Ambient, *, enter: bool = True) -> Any:
         try:
             with _inside(ambient) if enter else nullcontext():
                 pieces = enumerate(order.cargo.pieces())
-                results = [_micro_batch(order, Visit(i, ambient, dice), parts) for i, parts in pieces]
+                results = [_micro_batch(order.plan, order.keeps, Visit(i, ambient, dice), p) for i, p in pieces]
         except BaseException:
             for norm in order.deferred:
                 norm.abandon()
@@ -47,20 +52,31 @@ def run_visible(order: Order, ambient: Ambient, *, enter: bool = True) -> Any:
     return order.outcome.visible(results)
 
 
+def run_silent(plan: Plan, cargo: Cargo, outcome: Outcome, ambient: Ambient, silence: Silence) -> tuple[Any] | None:
+    """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
+    pieces = enumerate(cargo.pieces())
+    results = [_micro_batch(plan, keep_graph, Visit(i, ambient, silence), parts) for i, parts in pieces]
+    return None if silence.broken() else (outcome.visible(results),)
+
+
+def keep_graph(segment: int, micro_batch: int) -> Keep:
+    """Nothing is recomputed."""
+    return "graph"
+
+
 @contextmanager
 def _inside(ambient: Ambient) -> Generator[None]:
     with ambient.here(), ambient.casting():
         yield
 
 
-def _micro_batch(order: Order, visit: Visit, parts: Sequence[Any]) -> Any:
+def _micro_batch(plan: Plan, keeps: Keeps, visit: Visit, parts: Sequence[Any]) -> Any:
     """One micro-batch through all stages; what crosses from one to another keeps its graph."""
-    plan = order.plan
     values: dict[int, Any] = {inlet.route: part for inlet, part in zip(plan.gate.inlets, parts, strict=True)}
     for stage, function in enumerate(plan.functions):
         inputs = [values[route] for route in plan.wiring.inputs[stage]]
         try:
-            outputs = _call(order, function, visit, stage, inputs)
+            outputs = _call(keeps, function, visit, stage, inputs)
         except BaseException as error:
             error.add_note(f"weft: in forward of micro-batch {visit.micro_batch}")
             raise
@@ -68,9 +84,9 @@ def _micro_batch(order: Order, visit: Visit, parts: Sequence[Any]) -> Any:
     return values[plan.gate.result]
 
 
-def _call(order: Order, function: Function, visit: Visit, segment: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
+def _call(keeps: Keeps, function: Function, visit: Visit, segment: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """One segment, with its graph or only its inputs kept."""
-    if order.keeps(segment, visit.micro_batch) != "inputs":
+    if keeps(segment, visit.micro_batch) != "inputs":
         return function(visit, *inputs)
     call = partial(_checkpoint, _twice(function, visit), use_reentrant=False, preserve_rng_state=False)
     return call(*inputs)
