@@ -10,8 +10,8 @@ The last three need no recomputation and one device. "auto" runs the first steps
 caller's thread and in threads, and keeps what was faster. The very first is "serial", where an error is
 told with its stage and micro-batch; then "merged", which can be timed from forward to the end of backward.
 If the caller's thread wins, "visible" costs least: a few microseconds per micro-batch over a plain loop. What it
-cannot do is to say where an error in backward came from; so it is left to graphs of PyTorch's own operators,
-and not used under anomaly detection.
+cannot do is to say where an error in backward came from; so it is left to graphs of PyTorch's own operators (the
+first visible step of a kind is looked at), and not used under anomaly detection.
 """
 
 from collections.abc import Hashable, Sequence

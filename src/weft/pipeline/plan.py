@@ -1,8 +1,8 @@
 """A plan: stages, their wiring and an executor, made once and used for every step.
 
-A pipe may have two plans over the same layers: one with a thread per stage, and one in the caller's thread.
-Where that thread need not stop between stages (no recomputation, one device), the second plan merges them
-into a single segment, so that small layers do not pay for cuts that nobody needs.
+A pipe may have several plans over the same layers: with a thread per stage, in the caller's thread, and, where that
+thread need not stop between stages (no recomputation, one device), with all of them merged into a single segment, so
+that small layers do not pay for cuts that nobody needs. `weft.pipeline.layout` says when which one runs.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,6 +8,7 @@ A step is the `Journey` that the boundary takes. It holds what backward needs, a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from weft.core.tree import flatten
 from weft.pipeline.batchnorm import DeferredBatchNorm
 from weft.pipeline.cargo import Cargo, Outcome, WeightedLoss
 from weft.pipeline.plan import Plan
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,27 @@ class Order:
         """Whether gradients are made while going forward: the loss is inside, and the table does not split."""
         return self.tracked and isinstance(self.outcome, WeightedLoss) and not self.schedule.splits
 
+    def trusted(self, forward: Callable[[Dice], Result]) -> Result:
+        """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`Dice.settle`).
+
+        Deferred batch norms gather meanwhile, and are committed when it counts.
+        """
+        while True:
+            dice = self.dice()
+            try:
+                for norm in self.deferred:
+                    norm.begin()
+                result = forward(dice)
+            except BaseException:
+                for norm in self.deferred:
+                    norm.abandon()
+                raise
+            if dice.settle():
+                break
+        for norm in self.deferred:
+            norm.commit()
+        return result
+
 
 class Step:
     """One mini-batch's journey through a plan. `tensors` are all that it has gradients for, in order."""
@@ -61,13 +85,12 @@ class Step:
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `Journey.forward`."""
         order = self._order
-        left = self._walk_forward()
-        for norm in order.deferred:
-            norm.commit()
+        left, run = order.trusted(self._walk_forward)
         results = order.plan.gate.results(left, order.cargo.micro_batches)
         if order.fused:
-            self._made = self._collected(left)
-            self._run = None
+            self._made = self._collected(left, run)
+        else:
+            self._run = run
         return order.outcome.gather(results)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
@@ -85,26 +108,11 @@ class Step:
         without_gradient(x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None)
         return found
 
-    def _walk_forward(self) -> dict[Address, Parcel]:
-        """Walk until the random numbers can be trusted: once, or twice after a surprise (see `Dice.settle`)."""
-        while True:
-            dice = self._order.dice()
-            try:
-                for norm in self._order.deferred:
-                    norm.begin()
-                left = self._walk_forward_once(dice)
-            except BaseException:
-                for norm in self._order.deferred:
-                    norm.abandon()
-                raise
-            if dice.settle():
-                return left
-
-    def _walk_forward_once(self, dice: Dice) -> dict[Address, Parcel]:
+    def _walk_forward(self, dice: Dice) -> tuple[dict[Address, Parcel], Run]:
         order, plan = self._order, self._order.plan
         segments = [Segment(f, p) for f, p in zip(plan.functions, order.parameters, strict=True)]
         visits = [Visit(i, self._ambient, dice) for i in range(order.schedule.micro_batches)]
-        run = self._run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher)
+        run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher)
         given = plan.gate.enter(order.cargo.leaves())
         if order.fused and isinstance(order.outcome, WeightedLoss):
             device = next((place.device for place in reversed(plan.places) if place is not None), None)
@@ -115,7 +123,7 @@ class Step:
         with quiet_hooks(self._parameters if order.fused else ()):
             left = plan.executor.walk(schedule, run.perform, given, self._ambient)
         self._leave(left, run)
-        return left
+        return left, run
 
     def _walk_backward(self, run: Run, gradients: Sequence[Gradients]) -> list[Tensor | None]:
         plan = self._order.plan
@@ -135,9 +143,9 @@ class Step:
         sums = [total for each in run.sums for total in each.totals]
         leave_walk(self._order.plan.places, [leaf for leaf in (*leaves, *sums) if isinstance(leaf, Tensor)])
 
-    def _collected(self, left: dict[Address, Parcel], run: Run | None = None) -> list[Tensor | None]:
+    def _collected(self, left: dict[Address, Parcel], run: Run) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
-        by_id = {} if (run := run or self._run) is None else run.parameter_gradients()
+        by_id = run.parameter_gradients()
         cargo = self._order.cargo
         inputs = cargo.gradients(self._order.plan.gate.gradients(left, cargo.micro_batches)) if cargo.tensors else []
         return [*inputs, *(by_id.get(id(each)) for each in self._parameters)]

@@ -16,7 +16,7 @@ from torch.utils import checkpoint as checkpointing
 from weft.core.ambient import Ambient, phase
 from weft.core.boundary import current_task, forbid_double, keeps_graph
 from weft.core.errors import TWICE, BackwardTwiceError
-from weft.core.rng import Silence
+from weft.core.rng import Dice, Silence
 from weft.core.segment import Function, Keep, Visit
 from weft.core.tree import flatten
 from weft.pipeline.cargo import Cargo, Outcome
@@ -33,23 +33,13 @@ def run_visible(order: Order, ambient: Ambient, *, enter: bool = True) -> Any:
 
     Without `enter` it runs in the surroundings that it is called in.
     """
-    while True:
-        dice = order.dice()
-        for norm in order.deferred:
-            norm.begin()
-        try:
-            with _inside(ambient) if enter else nullcontext():
-                pieces = enumerate(order.cargo.pieces())
-                results = [_micro_batch(order.plan, order.keeps, Visit(i, ambient, dice), p) for i, p in pieces]
-        except BaseException:
-            for norm in order.deferred:
-                norm.abandon()
-            raise
-        if dice.settle():
-            break
-    for norm in order.deferred:
-        norm.commit()
-    return order.outcome.visible(results)
+
+    def forward(dice: Dice) -> list[Any]:
+        with _inside(ambient) if enter else nullcontext():
+            pieces = enumerate(order.cargo.pieces())
+            return [_micro_batch(order.plan, order.keeps, Visit(i, ambient, dice), p) for i, p in pieces]
+
+    return order.outcome.visible(order.trusted(forward))
 
 
 def run_silent(plan: Plan, cargo: Cargo, outcome: Outcome, ambient: Ambient, silence: Silence) -> tuple[Any] | None:
