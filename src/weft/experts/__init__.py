@@ -1,0 +1,49 @@
+"""Across machines: experts, modules with their optimizers, that many trainers share.
+
+backend.py      ExpertBackend, what users see   registry.py, layers.py  kinds of experts by name
+pool.py         tasks of many clients           runtime.py   one thread per device
+task.py, lanes.py, limits.py, schema.py         what waits, how much, and what it must look like
+engine.py       one expert's work on a batch    batch.py     joining tasks, dealing results
+runner.py, effects.py                           the module as a segment, and undoing what it changes
+isolation.py, guards.py                         one client's fault stays that client's
+records.py, sums.py, kept.py                    keys, mini-batches, graphs that wait for a backward
+journal.py, replay.py                           the log, and running it again
+optimizers.py, counts.py, errors.py             fused steps, statistics, what can go wrong
+"""
+
+from weft.core.spec import TensorSpec
+from weft.experts.backend import ExpertBackend
+from weft.experts.guards import Guards
+from weft.experts.journal import Entry, Journal, Member, read_journal
+from weft.experts.kept import GraphBudget
+from weft.experts.layers import FeedForward, TransformerLayer
+from weft.experts.limits import PoolOptions
+from weft.experts.pool import TaskPool
+from weft.experts.records import RecordsOptions
+from weft.experts.registry import Blueprint, expert_kinds, make_expert, register_expert
+from weft.experts.replay import replay
+from weft.experts.runtime import Runtime
+from weft.experts.sums import SumsOptions
+
+__all__ = [
+    "Blueprint",
+    "Entry",
+    "ExpertBackend",
+    "FeedForward",
+    "GraphBudget",
+    "Guards",
+    "Journal",
+    "Member",
+    "PoolOptions",
+    "RecordsOptions",
+    "Runtime",
+    "SumsOptions",
+    "TaskPool",
+    "TensorSpec",
+    "TransformerLayer",
+    "expert_kinds",
+    "make_expert",
+    "read_journal",
+    "register_expert",
+    "replay",
+]

@@ -1,0 +1,58 @@
+"""Reads what `ExpertBackend` was given: two spellings of one thing, options by name, and all faults at once."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.core.errors import UsageError, listed
+from weft.experts.limits import PoolOptions
+from weft.experts.optimizers import OptimizerLike
+from weft.experts.schema import Column, Nest
+
+
+def one_of(name: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[nn.Module, OptimizerLike | None]:
+    """The module and the optimizer, by whichever of their names they came.
+
+    Raises ``UsageError`` that lists what is missing, twice there, of a wrong kind, or no option of a pool.
+    """
+    faults: list[str] = [] if name else ["name is empty, wanted what clients call the expert by"]
+    for first, second in (("module", "expert"), ("optimizer", "opt")):
+        if given[first] is not None and given[second] is not None:
+            faults.append(f"{first}= and {second}= are two names of one thing, and both were given; give one")
+    module = given["expert"] if given["module"] is None else given["module"]
+    optimizer = given["opt"] if given["optimizer"] is None else given["optimizer"]
+    if not isinstance(module, nn.Module):
+        faults.append(f"module is of type {type(module).__name__}, wanted a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        faults.append(f"optimizer is of type {type(optimizer).__name__}, wanted an optimizer or what makes one")
+    clip = given["clip_grad_norm"]
+    if clip is not None and not clip > 0:
+        faults.append(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
+    known = [each.name for each in fields(PoolOptions)]
+    faults += [
+        f"{option} is no option; those of a pool are {', '.join(known)}" for option in options if option not in known
+    ]
+    if faults:
+        raise UsageError(listed(f"expert {name!r} cannot be made:", faults))
+    return cast("nn.Module", module), cast("OptimizerLike | None", optimizer)
+
+
+def gradient_columns(outputs: Nest) -> list[Column]:
+    """One gradient per output. That of a float may have any floating dtype, that of an integer is never read."""
+    return outputs.columns(casts=True, prefix="gradient of ")
+
+
+def state_faults(state: Mapping[str, Any], names: set[str], parts: Mapping[str, object | None]) -> list[str]:
+    """What is wrong with a state: names of it, and whether it has a state for just the parts that are there."""
+    faults = [f"{name!r} is missing" for name in sorted(names - state.keys())]
+    faults += [f"{name!r} is not known" for name in sorted(state.keys() - names)]
+    faults += [
+        f"there is {'no' if state[name] is None else 'a'} state of the {name}, but this expert has "
+        f"{'none' if part is None else 'one'}"
+        for name, part in parts.items()
+        if name in state and (state[name] is None) != (part is None)
+    ]
+    return faults

@@ -1,0 +1,250 @@
+"""An expert: a module and its optimizer, made ready to be served.
+
+    with ExpertBackend("ffn.0", module, partial(torch.optim.Adam, lr=1e-3), args_schema=(X,)) as part of a Runtime:
+
+    clients ──> forward_pool  ──┐                 ┌── Engine: module, guards, records ──> results
+    clients ──> backward_pool ──┼──> Runtime ───> │
+    clients ──> commit_pool   ──┘   (one thread)  └── apply_gradients: clip, optimizer, schedule
+
+The two kinds of task and the schemas are hivemind's. Beyond it: a client's fault is that client's alone, a backward
+with a key steps once however often it is sent, and the log of the batches replays to the same bytes.
+"""
+
+import copy
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.core.errors import UsageError, listed
+from weft.experts.arguments import gradient_columns, one_of, state_faults
+from weft.experts.counts import BackendStatistics
+from weft.experts.engine import Engine, Parts
+from weft.experts.guards import Guards
+from weft.experts.journal import Journal
+from weft.experts.kept import GraphBudget, KeptGraphs
+from weft.experts.limits import PoolOptions
+from weft.experts.optimizers import OptimizerLike, ScheduleLike, make_optimizer, make_schedule
+from weft.experts.pool import TaskPool
+from weft.experts.records import Records, RecordsOptions
+from weft.experts.runner import Runner
+from weft.experts.schema import Columns, call_nest
+from weft.experts.stepping import Stepper
+from weft.experts.sums import Sums, SumsOptions
+from weft.experts.task import Results
+
+_STATE = {"module", "optimizer", "schedule", "steps", "seed", "forward_batches", "backward_batches"}
+
+
+class ExpertBackend:
+    """Any ``nn.Module`` with its optimizer, behind task pools.
+
+    Args:
+        name: what clients, errors and statistics call it.
+        module: in the mode (train or eval) and on the device in which it is to be served. ``expert=`` works too.
+        optimizer: an optimizer, or a function that makes one of a list of parameters (then it is fused where that
+            works), or None: then backward gives the gradients of the inputs and changes nothing. ``opt=`` works too.
+        args_schema, kwargs_schema: a `TensorSpec` (or a sample) for every tensor that the module takes: a tuple by
+            position, a dict by name, each nested as the module wants it. Axis 0 is the batch and free (None);
+            other free axes may differ between tasks, which then run in different batches. Other leaves are
+            constants that every call gets. If any spec says ``requires_grad``, only those that do get a gradient.
+        outputs_schema: the same for what the module returns. Found by a dummy run on zeros, or compared with it.
+        schedule: a learning-rate schedule, or a function that makes one of the optimizer; stepped after every step.
+        clip_grad_norm: the L2 norm to which the gradients of all parameters are scaled down before a step.
+        guards: which gradients are refused; see `Guards`.
+        records: how long idempotency keys are known; see `RecordsOptions`.
+        mini_batches: how many sums of gradients may be open for `commit`; see `SumsOptions`.
+        keep_graphs: keep graphs of forwards that have a key for their backward; see `weft.experts.kept`.
+        journal: logs every batch that counts, for `weft.experts.replay`.
+        pool_options: the fields of `PoolOptions`.
+
+    Raises ``UsageError`` that lists all that is wrong with the arguments, ``SpecError`` if the outputs do not fit, and
+    what the module raises in the dummy run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module | None = None,
+        optimizer: OptimizerLike | None = None,
+        *,
+        expert: nn.Module | None = None,
+        opt: OptimizerLike | None = None,
+        args_schema: Any = None,
+        kwargs_schema: Any = None,
+        outputs_schema: Any = None,
+        schedule: ScheduleLike | None = None,
+        clip_grad_norm: float | None = None,
+        guards: Guards | None = None,
+        records: RecordsOptions | None = None,
+        mini_batches: SumsOptions | None = None,
+        keep_graphs: GraphBudget | None = None,
+        journal: Journal | None = None,
+        **pool_options: Any,
+    ) -> None:
+        words = {
+            "module": module,
+            "expert": expert,
+            "optimizer": optimizer,
+            "opt": opt,
+            "clip_grad_norm": clip_grad_norm,
+        }
+        self.name = name
+        self.module, given = one_of(name, words, pool_options)
+        call = call_nest(name, args_schema, kwargs_schema)
+        options = PoolOptions(**pool_options)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.optimizer = None if given is None else make_optimizer(given, trained)
+        self.schedule = make_schedule(schedule, self.optimizer)
+        self.clip_grad_norm = clip_grad_norm
+        self.device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        self.records = Records(records)
+        runner = Runner(name, self.module, call, outputs_schema, self.device)
+        step = None if self.optimizer is None else self._apply_gradients
+        kept = KeptGraphs(keep_graphs)
+        self._stepper = Stepper(name, self.module, step, journal)
+        parts = Parts(guards or Guards(), self.records, Sums(mini_batches), kept, self._stepper)
+        forward = Columns(call.columns())
+        backward = Columns([*call.columns(), *gradient_columns(runner.outputs)])
+        self._call, self._outputs = call, runner.outputs
+        self.engine = Engine(name, runner, forward, backward, parts)
+        self._make_pools(forward, backward, options)
+
+    def _make_pools(self, forward: Columns, backward: Columns, options: PoolOptions) -> None:
+        engine, once = self.engine, self.records.of("backward")
+        self.forward_pool = TaskPool(f"{self.name}.forward", engine.forward, forward, options)
+        self.backward_pool = TaskPool(
+            f"{self.name}.backward", engine.backward, backward, options, ledger=once, splits=self.optimizer is not None
+        )
+        commits = replace(options, min_batch_size=1)
+        self.commit_pool = TaskPool(
+            f"{self.name}.commit", engine.commit, Columns([]), commits, ledger=self.records.of("commit"), splits=True
+        )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken so far, also before a restart."""
+        return self._stepper.steps
+
+    @property
+    def pools(self) -> tuple[TaskPool, TaskPool, TaskPool]:
+        """Forward, backward and commit: what a runtime works on."""
+        return (self.forward_pool, self.backward_pool, self.commit_pool)
+
+    def get_pools(self) -> tuple[TaskPool, TaskPool]:
+        """The forward and the backward pool.
+
+        A forward task has the flat inputs (args, then kwargs) and gets the flat outputs; no graph is kept, unless
+        ``keep_graphs`` says so. A backward task has the flat inputs and one gradient per flat output; it runs the
+        forward again, steps, and gets one gradient per flat input, zeros where an input got none.
+        """
+        return (self.forward_pool, self.backward_pool)
+
+    def commit(self, mini_batch: str, *, client: str | None = None, deadline: float | None = None) -> "Future[Results]":
+        """One optimizer step with the sum of all backward tasks of this client and mini-batch.
+
+        To be called when their answers are there. The future gets ``[steps]``, int64 of shape (1,). A repetition gets
+        the same answer and does not step again. A sum that the guards refuse is dropped.
+
+        Raises ``UsageError`` for an expert without optimizer; else as `TaskPool.submit_task`.
+        """
+        if self.optimizer is None:
+            raise UsageError(f"expert {self.name!r} has no optimizer, so there is nothing to commit; give it one")
+        self.backward_pool.flush(client, mini_batch)
+        return self.commit_pool.submit_task(deadline=deadline, client=client, key=mini_batch, mini_batch=mini_batch)
+
+    def apply_gradients(self) -> None:
+        """One step, with the gradients in ``.grad``: clip, optimizer, schedule. May be overridden.
+
+        Called in the runtime's thread; the gradients are cleared afterwards, whatever happens. What it raises
+        comes to the clients as a `StepError`, and nothing is tried again.
+        """
+        if self.clip_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _apply_gradients(self) -> None:
+        self.apply_gradients()  # looked up when it is called: users may also replace it on the instance
+
+    def make_empty(self, batch: int) -> tuple[Any, Any]:
+        """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""
+        return self._call.pack([replace(spec, requires_grad=False).empty(batch) for spec in self._call.specs])
+
+    def get_info(self) -> dict[str, Any]:
+        """What a client must know: the schemas, nested, with TensorSpec as leaves; and the names of the keywords."""
+        args, kwargs = self._call.tree
+        return {
+            "name": self.name,
+            "forward_schema": (args, kwargs),
+            "outputs_schema": self._outputs.tree,
+            "keyword_names": tuple(kwargs),
+            "trained": self.optimizer is not None,
+            "steps": self.steps,
+            "max_batch_size": self.forward_pool.options.max_batch_size,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all that training has made, between two batches: module, optimizer, schedule, steps, random seed.
+
+        What is not in it: open mini-batches, and `records`, which have a ``state_dict`` of their own.
+        """
+        with self.engine.lock:
+            state = {
+                "module": self.module.state_dict(),
+                "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+                "schedule": None if self.schedule is None else self.schedule.state_dict(),
+                "steps": self.steps,
+                "seed": self.engine.runner.effects.seed,
+                "forward_batches": self.engine.forward_batches,
+                "backward_batches": self.engine.backward_batches,
+            }
+            return copy.deepcopy(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`. Open mini-batches and kept graphs are dropped.
+
+        Raises ``UsageError`` if it is the state of another kind of expert, and what module and optimizer raise.
+        """
+        parts = {"optimizer": self.optimizer, "schedule": self.schedule}
+        faults = state_faults(state, _STATE, parts)
+        if faults:
+            raise UsageError(listed(f"this is no state of expert {self.name!r}:", faults))
+        engine = self.engine
+        with engine.lock:
+            self.module.load_state_dict(state["module"])
+            for name, part in parts.items():
+                if part is not None:
+                    part.load_state_dict(copy.deepcopy(state[name]))
+            self._stepper.steps, engine.runner.effects.seed = state["steps"], state["seed"]
+            engine.forward_batches, engine.backward_batches = state["forward_batches"], state["backward_batches"]
+            engine.forget_pending()
+
+    def statistics(self) -> BackendStatistics:
+        """What was done so far, and what is held now."""
+        engine = self.engine
+        parts = engine.parts
+        with engine.lock:
+            engine.forget_old_sums()
+            parts.kept.forget_old()
+            return BackendStatistics(
+                name=self.name,
+                steps=self.steps,
+                forward_batches=engine.forward_batches,
+                backward_batches=engine.backward_batches,
+                retried_batches=engine.retried,
+                refused_gradients=dict(engine.refused),
+                open_mini_batches=len(parts.sums),
+                open_mini_batch_bytes=parts.sums.nbytes,
+                kept_graphs=len(parts.kept),
+                kept_graph_bytes=parts.kept.nbytes,
+                used_graphs=parts.kept.used,
+                journal_failures=self._stepper.journal_failures,
+                buffer_bytes=engine.buffer_bytes,
+                records=self.records.statistics(),
+                pools={pool.name: pool.statistics() for pool in self.pools},
+            )

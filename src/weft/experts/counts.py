@@ -1,0 +1,97 @@
+"""What pools, experts and runtimes say of themselves: plain numbers, taken at one moment.
+
+Every long-lived object here has ``statistics()`` (trio's custom), which returns one of these. They are values:
+nothing changes in them later, and they hold no tensor.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """``merged`` counts batches by how many tasks they joined, up to the next power of two; ages are seconds."""
+
+    name: str
+    submitted: int
+    answered: int
+    failed: Mapping[str, int]
+    refused: Mapping[str, int]
+    cancelled: int
+    expired: int
+    joined: int
+    batches: int
+    rows: int
+    merged: Mapping[int, int]
+    waiting_tasks: int
+    waiting_rows: int
+    running_tasks: int
+    oldest_age: float
+
+
+@dataclass(frozen=True)
+class RecordsStatistics:
+    """The memory of idempotency keys: ``results`` are still held, ``keys`` are known to be applied."""
+
+    running: int
+    keys: int
+    results: int
+    result_bytes: int
+    repeated: int
+
+
+@dataclass(frozen=True)
+class BackendStatistics:
+    """One expert: optimizer ``steps``, batches run, refusals of gradients by reason, graphs kept and used."""
+
+    name: str
+    steps: int
+    forward_batches: int
+    backward_batches: int
+    retried_batches: int
+    refused_gradients: Mapping[str, int]
+    open_mini_batches: int
+    open_mini_batch_bytes: int
+    kept_graphs: int
+    kept_graph_bytes: int
+    used_graphs: int
+    journal_failures: int
+    buffer_bytes: int
+    records: RecordsStatistics
+    pools: Mapping[str, PoolStatistics]
+
+
+@dataclass(frozen=True)
+class RuntimeStatistics:
+    """One device: ``busy`` of its ``seconds`` since the start it worked on batches."""
+
+    name: str
+    alive: bool
+    pools: int
+    batches: int
+    busy: float
+    seconds: float
+    working_on: str | None
+
+
+@dataclass
+class Tally:
+    """The counters behind a `PoolStatistics`; its pool holds the lock."""
+
+    submitted: int = 0
+    answered: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    joined: int = 0
+    batches: int = 0
+    rows: int = 0
+    failed: "Counter[str]" = field(default_factory=Counter["str"])
+    refused: "Counter[str]" = field(default_factory=Counter["str"])
+    merged: "Counter[int]" = field(default_factory=Counter["int"])
+
+    def took(self, tasks: int, rows: int) -> None:
+        """A batch of so many tasks was handed out."""
+        self.batches += 1
+        self.rows += rows
+        self.merged[1 << (tasks - 1).bit_length()] += 1

@@ -1,0 +1,38 @@
+"""Who serves which expert, with leases, so that whoever dies is forgotten.
+
+protocol.py   what every directory can do      local.py      one in this process
+snapshot.py   the directory of one moment      mirror.py     a snapshot that follows the directory
+fence.py      refuses replaced owners          errors.py     the tree of errors
+"""
+
+from weft.experts.directory.errors import (
+    AwayError,
+    DirectoryError,
+    FencedError,
+    LeaseLostError,
+    OwnedError,
+    WatchLostError,
+)
+from weft.experts.directory.fence import Fence
+from weft.experts.directory.local import LocalDirectory
+from weft.experts.directory.mirror import Mirror
+from weft.experts.directory.protocol import Directory, Event, Lease, Watch
+from weft.experts.directory.snapshot import Ownership, Snapshot
+
+__all__ = [
+    "AwayError",
+    "Directory",
+    "DirectoryError",
+    "Event",
+    "Fence",
+    "FencedError",
+    "Lease",
+    "LeaseLostError",
+    "LocalDirectory",
+    "Mirror",
+    "OwnedError",
+    "Ownership",
+    "Snapshot",
+    "Watch",
+    "WatchLostError",
+]

@@ -1,0 +1,160 @@
+"""What running a module changes besides its outputs: its own tensors, its inputs, the random generator.
+
+    backward:  snapshot ── forward ── backward ── guards ── step        all of it stays
+                   |           any of these fails |
+                   +────────── restore <──────────+                     nothing of it stays
+    forward:   snapshot ── forward ── restore                           a forward leaves no trace
+
+So a batch that fails can be run again in parts as if nothing had happened, and an expert's tensors depend on the
+backward batches alone, which is what makes a log of those enough to replay them. Only what was seen to change is
+copied (the running statistics of a norm layer, a weight that ``max_norm`` rescales); a tensor that the dummy run
+left alone and that a later batch writes to is known from then on, but not put back that once.
+
+PyTorch has one default generator per device. A module that draws from it (dropout) gets numbers of its own for every
+batch, by a seed, and the generator is as before afterwards; see `weft.core.rng`. A module that draws nothing
+leaves the generator alone.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.rng import Dice, RandomUse, generators, mix
+
+
+class _Slot(NamedTuple):
+    """A place in a module that holds a parameter or a buffer."""
+
+    table: dict[str, Any]
+    name: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.table.get(self.name)
+
+
+class Snapshot:
+    """Copies of the tensors that a forward is known to change."""
+
+    def __init__(self, slots: Sequence[_Slot]) -> None:
+        tensors = [(slot, slot.tensor) for slot in slots]
+        self._held = [(slot, tensor, tensor.detach().clone()) for slot, tensor in tensors if tensor is not None]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Every tensor back in its place with its bytes."""
+        for slot, tensor, copy in self._held:
+            slot.table[slot.name] = tensor
+            tensor.copy_(copy)
+
+    def changed(self) -> list[int]:
+        """Which of them are not as they were. Versions would not tell: batch norm writes without counting."""
+        pairs = enumerate(self._held)
+        return [i for i, (slot, tensor, copy) in pairs if slot.tensor is not tensor or not torch.equal(tensor, copy)]
+
+
+class Effects:
+    """What is known of one module. Its list of layers must not change any more."""
+
+    def __init__(self, module: nn.Module, device: torch.device, seed: int) -> None:
+        self.seed = seed
+        self.writes: set[int] = set()
+        self._modules = list(module.modules())
+        self._slots = [
+            _Slot(table, name)
+            for each in self._modules
+            for table in (each._parameters, each._buffers)
+            for name in table
+        ]
+        self._changing: set[int] = set()
+        tables = [id(slot.table) for slot in self._slots]
+        self._norms = [  # they may be put into training mode later, and do not count what they write
+            (each, [i for i, table in enumerate(tables) if table == id(each._buffers)])
+            for each in self._modules
+            if isinstance(each, nn.modules.batchnorm._NormBase)
+        ]
+        self._use = RandomUse(generators([device]))
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a forward was seen to change the module's own tensors."""
+        return bool(self._places())
+
+    def rehearse(self, inputs: Sequence[Tensor], forward: Callable[[], Any]) -> Any:
+        """Run a forward for the first time, see what it changes, and undo that.
+
+        Before the module is known, its random numbers come from the caller's generator: one number, the seed
+        of this expert, and only if the module draws.
+        """
+        filled = [place for place, slot in enumerate(self._slots) if slot.tensor is not None]
+        every = Snapshot([self._slots[place] for place in filled])
+        versions = [tensor._version for tensor in inputs]
+        dice = Dice([self._use], [self._configuration()])
+        self.seed = dice.seed or self.seed
+        try:
+            with dice.scope(0, 0):
+                found = forward()
+        finally:
+            changed = every.changed()
+            if changed:
+                every.restore()
+            self._changing.update(filled[place] for place in changed)
+        dice.settle()
+        self.writes |= {i for i, tensor in enumerate(inputs) if tensor._version != versions[i]}
+        return found
+
+    def storages(self) -> set[int]:
+        """The addresses of the module's own tensors."""
+        tensors = [slot.table.get(slot.name) for slot in self._slots]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+
+    def snapshot(self) -> Snapshot:
+        """What `Snapshot.restore` needs to undo a forward."""
+        return Snapshot([self._slots[place] for place in sorted(self._places())])
+
+    def seed_for(self, *keys: int) -> int:
+        """The seed of one batch."""
+        return mix(self.seed, *keys)
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Surrounds a forward: notes which of the module's tensors it changes."""
+        before = self._state()
+        try:
+            yield
+        finally:
+            after = self._state()
+            if after != before:
+                self._changing.update(i for i in range(len(after)) if after[i] != before[i])
+
+    @contextmanager
+    def drawing(self, seed: int) -> Generator[None]:
+        """Surrounds a forward: random numbers come from this seed, and the generators are as before afterwards."""
+        configuration = self._configuration()
+        if self._use.draws.get(configuration) is False:
+            yield
+            return
+        before = [source.get_state() for source in self._use.sources]
+        dice = Dice([self._use], [configuration])
+        for source, state in zip(self._use.sources, before, strict=True):
+            source.set_state(state)  # the seed is ours: no number of the caller's is used up
+        dice.seed = seed
+        with dice.scope(0, 0):
+            yield
+        dice.settle()
+
+    def _places(self) -> set[int]:
+        """The slots that a forward may write to, as far as is known now."""
+        return self._changing.union(*(places for norm, places in self._norms if norm.training))
+
+    def _configuration(self) -> tuple[bool, ...]:
+        """What decides whether layers draw, as far as it is seen from outside."""
+        return tuple([module.training for module in self._modules])
+
+    def _state(self) -> list[tuple[int, int]]:
+        """Which tensor is in every slot, and how often it was written to."""
+        tensors = [slot.table.get(slot.name) for slot in self._slots]
+        return [(0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors]

@@ -1,0 +1,274 @@
+"""What one expert does with a batch: attempts that leave no trace, and drafts that make them count.
+
+    tasks ── gather ── guards ── run ── guards ──> draft ── apply ──> step or sum, records, journal, results
+             '--------- attempt: may fail ------'           '------- nothing here fails but the step -------'
+
+`weft.experts.isolation` decides which tasks go into an attempt. All of it happens under the expert's lock: a state
+that is read from outside is always that between two batches.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.experts.batch import BatchBuffers, deal, released
+from weft.experts.effects import Snapshot
+from weft.experts.errors import CommitError, ExpertError, GradientError
+from weft.experts.guards import Guards
+from weft.experts.isolation import Offence, settle
+from weft.experts.kept import KeptGraphs, Saved
+from weft.experts.records import Records
+from weft.experts.runner import Graph, Runner
+from weft.experts.schema import Columns
+from weft.experts.stepping import Kind, Stepper
+from weft.experts.sums import Sums
+from weft.experts.task import Answer, Results, Task
+
+
+@dataclass
+class Parts:
+    """What an engine works with, besides the module."""
+
+    guards: Guards
+    records: Records
+    sums: Sums
+    kept: KeptGraphs
+    stepper: Stepper
+
+
+class Engine:
+    """Forward, backward and commit of one expert. See `weft.experts.backend.ExpertBackend`."""
+
+    def __init__(self, name: str, runner: Runner, forward: Columns, backward: Columns, parts: Parts) -> None:
+        self.name = name
+        self.runner = runner
+        self.parts = parts
+        self.lock = threading.RLock()
+        self.forward_batches = self.backward_batches = self.retried = 0
+        self.refused: Counter[str] = Counter()
+        self._forward_buffers = BatchBuffers(forward, runner.device)
+        self._backward_buffers = BatchBuffers(backward, runner.device)
+        self._inputs = len(forward.columns)
+        self._seed: int | None = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The memory of the batch buffers."""
+        return self._forward_buffers.nbytes + self._backward_buffers.nbytes
+
+    def forward(self, tasks: Sequence[Task]) -> list[Answer]:
+        """One answer per task: the flat outputs."""
+        return self._settled(tasks, self._try_forward)
+
+    def backward(self, tasks: Sequence[Task]) -> list[Answer]:
+        """One answer per task: the gradients of its flat inputs. One optimizer step, or one more term of a sum."""
+        with self.lock:
+            self.forget_old_sums()
+            answers = self._settled(tasks, self._try_backward)
+            self.refused.update("gradient" for found in answers if isinstance(found, GradientError))
+            return answers
+
+    def commit(self, tasks: Sequence[Task]) -> list[Answer]:
+        """One optimizer step with the sum of a mini-batch; the answer is the number of steps, int64 of shape (1,)."""
+        with self.lock:
+            self.forget_old_sums()
+            answers = self._settled(tasks, self._try_commit)
+            for task, found in zip(tasks, answers, strict=True):
+                if isinstance(found, GradientError):
+                    self.refused["gradient"] += 1
+                    self._lose([(task.client, task.mini_batch or "")])
+            return answers
+
+    def redo(self, kind: Kind, tasks: Sequence[Task], seed: int) -> None:
+        """Run a batch again as it was logged. Raises what it raises."""
+        with self.lock:
+            self._seed = seed
+            try:
+                (self._try_backward if kind == "backward" else self._try_commit)(tasks).apply()
+            finally:
+                self._seed = None
+
+    def forget_old_sums(self) -> None:
+        """Drop mini-batches that nobody commits."""
+        self._lose(self.parts.sums.forget_old())
+
+    def forget_pending(self) -> None:
+        """The weights were replaced: nothing that was computed for the old ones is of use."""
+        self._lose(self.parts.sums.clear())
+        self.parts.kept.void()
+
+    def _settled(self, tasks: Sequence[Task], attempt: "Callable[[Sequence[Task]], _Draft]") -> list[Answer]:
+        with self.lock:
+            answers, failures = settle(tasks, attempt, self.name)
+            self.retried += failures
+            return answers
+
+    def _lose(self, owners: Sequence[tuple[str | None, str]]) -> None:
+        for owner in owners:
+            self.parts.sums.drop(owner)
+            self.parts.records.lost(*owner)
+
+    # Attempts: whatever happens in them, the expert is as before.
+
+    def _try_forward(self, tasks: Sequence[Task]) -> "_Draft":
+        effects, kept = self.runner.effects, self.parts.kept
+        keeps = kept.keeps(tasks) and not effects.stateful
+        inputs = self._forward_buffers.gather(tasks, fresh=keeps)
+        seed = effects.seed_for(0, self.forward_batches)
+        before, graph, saved = effects.snapshot(), None, Saved(self.runner.effects.storages() if keeps else set())
+        try:
+            if keeps:
+                with saved.counting():
+                    graph, outputs = self.runner.graph(inputs, seed, self._trained())
+            else:
+                outputs = self.runner.forward(inputs, seed)
+        finally:
+            before.restore()
+        results = self._dealt(outputs, tasks, self._forward_buffers, graph)
+
+        def apply() -> None:
+            self.forward_batches += 1
+            if graph is not None and not effects.stateful:
+                for leaf in graph.leaves:
+                    saved.add(leaf)
+                kept.keep(tasks, graph, seed, saved.nbytes)
+
+        return _Draft(apply, results)
+
+    def _try_backward(self, tasks: Sequence[Task]) -> "_Draft":
+        effects, parameters = self.runner.effects, self._trained()
+        self._check_mini_batch(tasks, parameters)
+        joined = self._backward_buffers.gather(tasks)
+        inputs, gradients = joined[: self._inputs], joined[self._inputs :]
+        self._check_outputs(tasks, gradients)
+        before = effects.snapshot()
+        try:
+            kept = self.parts.kept.take(tasks, inputs)
+            seed = effects.seed_for(1, self.backward_batches) if kept is None else kept[1]
+            seed = seed if self._seed is None else self._seed
+            graph = self.runner.graph(inputs, seed, parameters)[0] if kept is None else kept[0]
+            passed = self.runner.backward(graph, gradients)
+            self.parts.guards.check_parameters([g for g in passed.parameters if g is not None])
+            results = self._dealt(passed.inputs, tasks, self._backward_buffers)
+            copies = _copies(tasks, results)
+            after = effects.snapshot()
+        finally:
+            before.restore()
+        trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]
+
+        def apply() -> None:
+            self._count_backward(tasks, trained, passed.parameters, after, seed)
+            for task, copy in zip(tasks, copies, strict=True):
+                if copy is not None:
+                    self.parts.records.of("backward").settle(task, copy, self.parts.stepper.steps)
+
+        return _Draft(apply, results)
+
+    def _try_commit(self, tasks: Sequence[Task]) -> "_Draft":
+        owner = (tasks[0].client, tasks[0].mini_batch or "")
+        total = self.parts.sums.get(owner)
+        self.parts.guards.check_parameters([g for g in total.total.totals if g is not None])
+        results = [[torch.tensor([self.parts.stepper.steps + 1])] for _ in tasks]
+        copies = _copies(tasks, results)
+
+        def apply() -> None:
+            self.parts.sums.drop(owner)
+            try:
+                self._step(total.parameters, total.total.totals)
+            except BaseException:
+                self.parts.records.lost(*owner)
+                self.parts.stepper.log("commit", tasks, 0, failed=True)
+                raise
+            self.parts.records.committed(*owner, self.parts.stepper.steps)
+            for task, copy in zip(tasks, copies, strict=True):
+                if copy is not None:
+                    self.parts.records.of("commit").settle(task, copy, self.parts.stepper.steps)
+            self.parts.stepper.log("commit", tasks, 0)
+
+        return _Draft(apply, results)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return self.runner.parameters() if self.parts.stepper.trains else []
+
+    def _check_mini_batch(self, tasks: Sequence[Task], parameters: Sequence[nn.Parameter]) -> None:
+        """All tasks of a batch have the same mini-batch, or none."""
+        owner = (tasks[0].client, tasks[0].mini_batch or "")
+        if tasks[0].mini_batch is None:
+            return
+        try:
+            if self.parts.records.step_of("commit", *owner) is not None:
+                raise CommitError(f"mini-batch {owner[1]!r} of client {owner[0]!r} was committed; start a new one")
+            self.parts.sums.check(owner, parameters)
+        except ExpertError as error:
+            raise Offence(dict.fromkeys(tasks, error)) from None
+
+    def _check_outputs(self, tasks: Sequence[Task], gradients: Sequence[Tensor]) -> None:
+        if self.parts.guards.sound_outputs(gradients):
+            return
+        faults = {task: self.parts.guards.output_fault(task.tensors[self._inputs :]) for task in tasks}
+        errors = {
+            task: GradientError(f"a task for expert {self.name!r} was refused: {fault}; nothing was changed")
+            for task, fault in faults.items()
+            if fault is not None
+        }
+        if errors:
+            raise Offence(errors)
+
+    def _dealt(
+        self, batch: Sequence[Tensor], tasks: Sequence[Task], buffers: BatchBuffers, graph: Graph | None = None
+    ) -> list[Results]:
+        """Every task's rows, in memory that neither the next batch nor a step writes to."""
+        if graph is not None:  # whoever gets the results may write into them, but not into what backward will read
+            batch = [tensor.clone() for tensor in batch]
+        return deal(released(batch, buffers.owners() | self.runner.effects.storages()), [task.rows for task in tasks])
+
+    # What counts.
+
+    def _count_backward(
+        self,
+        tasks: Sequence[Task],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+        after: Snapshot,
+        seed: int,
+    ) -> None:
+        after.restore()
+        self.backward_batches += 1
+        if tasks[0].mini_batch is not None:
+            copies = [None if gradient is None else gradient.clone() for gradient in gradients]
+            self.parts.sums.add((tasks[0].client, tasks[0].mini_batch), parameters, copies)
+        elif self.parts.stepper.trains:
+            try:
+                self._step(parameters, gradients)
+            except BaseException:
+                self.parts.stepper.log("backward", tasks, seed, failed=True)
+                raise
+        self.parts.stepper.log("backward", tasks, seed)
+
+    def _step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        try:
+            self.parts.stepper.step(parameters, gradients)
+        finally:
+            self.parts.kept.void()
+
+
+class _Draft:
+    """A batch that went well, and what is to happen if it counts."""
+
+    def __init__(self, consequence: Callable[[], None], results: list[Results]) -> None:
+        self._consequence = consequence
+        self._results = results
+
+    def apply(self) -> list[Results]:
+        self._consequence()
+        return self._results
+
+
+def _copies(tasks: Sequence[Task], results: Sequence[Results]) -> list[Results | None]:
+    """What is recorded of the tasks with a key."""
+    pairs = zip(tasks, results, strict=True)
+    return [[tensor.clone() for tensor in found] if task.key is not None else None for task, found in pairs]

@@ -1,0 +1,112 @@
+"""Every error that an expert answers with, so that who asked can tell what to do next.
+
+    WeftError
+    └── ExpertError (RuntimeError)
+        ├── RefusedError                     nothing ran, nothing changed
+        │   ├── TooManyRowsError (ValueError)    one task alone is larger than the largest batch: send less
+        │   ├── OverloadError                    the queue is full: come back later, or ask a replica
+        │   ├── QuotaError                       this client has too much waiting: wait for own answers first
+        │   ├── ExpiredError (TimeoutError)      the deadline passed before its turn came
+        │   ├── ClosedError                      the pool takes no more tasks: ask elsewhere
+        │   ├── RepeatedError                    this key was applied already, but its result is not held any more
+        │   └── CommitError                      the mini-batch is not there, or was committed before
+        ├── GradientError                    a gradient is not finite or too large; the weights are as before
+        ├── StepError                        the optimizer itself raised; the weights may have changed
+        ├── ModuleExitError                  the module tried to end the process
+        └── ReplayError                      a log does not fit the expert that it is replayed on
+
+A tensor that does not look as the schema says is a ``SpecError``, as everywhere. Errors of the user's own module
+are never wrapped: they keep their type and get a note that names the expert and the client.
+`reason_of` gives the short word under which statistics count an error.
+"""
+
+from typing import ClassVar
+
+from weft.core.errors import SpecError, UsageError, WeftError
+
+
+class ExpertError(WeftError, RuntimeError):
+    """An expert could not do what was asked."""
+
+    reason: ClassVar[str] = "expert"
+
+
+class RefusedError(ExpertError):
+    """Refused before anything ran."""
+
+    reason: ClassVar[str] = "refused"
+
+
+class TooManyRowsError(RefusedError, ValueError):
+    """One task alone has more rows than a batch may have."""
+
+    reason: ClassVar[str] = "rows"
+
+
+class OverloadError(RefusedError):
+    """The queue is full."""
+
+    reason: ClassVar[str] = "overload"
+
+
+class QuotaError(RefusedError):
+    """This client has too many tasks or rows waiting at this expert."""
+
+    reason: ClassVar[str] = "quota"
+
+
+class ExpiredError(RefusedError, TimeoutError):
+    """The deadline passed while the task waited."""
+
+    reason: ClassVar[str] = "expired"
+
+
+class ClosedError(RefusedError):
+    """The pool takes no more tasks."""
+
+    reason: ClassVar[str] = "closed"
+
+
+class RepeatedError(RefusedError):
+    """The step of this key was applied, and what it answered is no longer held."""
+
+    reason: ClassVar[str] = "repeated"
+
+
+class CommitError(RefusedError):
+    """There is no such mini-batch to commit, or to add to."""
+
+    reason: ClassVar[str] = "commit"
+
+
+class GradientError(ExpertError):
+    """A gradient is not finite or too large; weights, buffers and optimizer are as before."""
+
+    reason: ClassVar[str] = "gradient"
+
+
+class StepError(ExpertError):
+    """The optimizer, its schedule or an overridden ``apply_gradients`` raised."""
+
+    reason: ClassVar[str] = "step"
+
+
+class ModuleExitError(ExpertError):
+    """The module raised ``SystemExit`` or ``KeyboardInterrupt``, which must not end the process that serves it."""
+
+    reason: ClassVar[str] = "exit"
+
+
+class ReplayError(ExpertError):
+    """A log of batches does not fit the expert that it is replayed on."""
+
+    reason: ClassVar[str] = "replay"
+
+
+def reason_of(error: BaseException) -> str:
+    """One short word for an error, for counting: those above, ``spec``, ``usage``, or ``module`` for all others."""
+    if isinstance(error, ExpertError):
+        return error.reason
+    if isinstance(error, SpecError):
+        return "spec"
+    return "usage" if isinstance(error, UsageError) else "module"

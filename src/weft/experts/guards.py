@@ -1,0 +1,83 @@
+"""What a gradient must be like to be let at the weights.
+
+One NaN in one client's gradient turns all weights of an expert into NaN, for everybody and for good. So nothing is
+applied that was not looked at:
+
+    gradients of the outputs     each task's own: finite, and no longer than ``max_output_norm``
+    gradients of the parameters  the batch's: finite, and no longer than ``max_norm``
+
+A gradient of the outputs tells by itself whose it is. For those of the parameters the batch is taken apart; see
+`weft.experts.isolation`. A norm that overflows its dtype counts as not finite: the optimizer would square it too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import UsageError, listed
+from weft.experts.errors import GradientError
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Args:
+    finite: refuse gradients that hold NaN or infinity.
+    max_output_norm: the largest L2 norm of one task's gradients of all outputs.
+    max_norm: the largest L2 norm of the gradients of all parameters. A batch beyond it is taken apart, and tasks
+        that alone are beyond it are refused. This is no clipping, which `ExpertBackend` has as well.
+    """
+
+    finite: bool = True
+    max_output_norm: float | None = None
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        limits = {"max_output_norm": self.max_output_norm, "max_norm": self.max_norm}
+        faults = [
+            f"{name} is {limit!r}, wanted a number above 0, or None"
+            for name, limit in limits.items()
+            if limit is not None and not limit > 0
+        ]
+        if faults:
+            raise UsageError(listed("gradients cannot be guarded by these limits:", faults))
+
+    def sound_outputs(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether the gradients of the outputs of a whole batch pass for sure. False: look at every task."""
+        if self.max_output_norm is not None:
+            return norm(gradients) <= self.max_output_norm  # then so is every part of it
+        return not self.finite or math.isfinite(norm(gradients))
+
+    def output_fault(self, gradients: Sequence[Tensor]) -> str | None:
+        """What is wrong with the gradients of the outputs of one task, in words."""
+        if self.finite and not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return "the gradients of its outputs hold NaN or infinity, wanted finite numbers"
+        length = norm(gradients) if self.max_output_norm is not None else 0.0
+        if self.max_output_norm is not None and not length <= self.max_output_norm:
+            return f"the gradients of its outputs have norm {length:.6g}, wanted at most {self.max_output_norm:.6g}"
+        return None
+
+    def check_parameters(self, gradients: Sequence[Tensor]) -> None:
+        """Raise `GradientError` if the gradients of the parameters must not be applied."""
+        if not self.finite and self.max_norm is None:
+            return
+        length = norm(gradients)
+        if self.finite and not math.isfinite(length):
+            raise GradientError(
+                f"the gradients of the parameters have norm {length}, wanted a finite one; nothing was changed. "
+                "Look for NaN, infinity or huge numbers in the inputs and in the gradients of the outputs"
+            )
+        if self.max_norm is not None and not length <= self.max_norm:
+            raise GradientError(
+                f"the gradients of the parameters have norm {length:.6g}, wanted at most {self.max_norm:.6g}; "
+                "nothing was changed. Scale the loss down, or raise the expert's max_norm"
+            )
+
+
+def norm(gradients: Sequence[Tensor]) -> float:
+    """The L2 norm of all of them together, of which only the values that a sparse one stores count."""
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    dense = [gradient for gradient in dense if gradient.is_floating_point() or gradient.is_complex()]
+    return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0

@@ -1,0 +1,58 @@
+"""Two kinds of experts that come with weft: the feed-forward and the transformer layer of the demo.
+
+They are ordinary users of `register_expert`; look here for how to add one of your own.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.errors import UsageError
+from weft.core.spec import TensorSpec
+from weft.experts.registry import Blueprint, register_expert
+
+
+class FeedForward(nn.Module):
+    """The position-wise layer of a transformer: N x hidden to N x hidden, ``x + W2 gelu(W1 norm(x))``."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.expand = nn.Linear(hidden, inner)
+        self.contract = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.contract(nn.functional.gelu(self.expand(self.norm(x))))
+
+
+@register_expert("ffn")
+def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
+    """Rows x ``hidden``, float32; ``inner`` is 4 times that unless given."""
+    return Blueprint(FeedForward(hidden, inner or 4 * hidden), (TensorSpec((None, hidden), torch.float32),))
+
+
+class TransformerLayer(nn.Module):
+    """Self-attention and a feed-forward layer: N x length x hidden to the same, with an optional padding mask."""
+
+    def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(
+            hidden, heads, inner, dropout, activation="gelu", batch_first=True, norm_first=True
+        )
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.layer(x, src_key_padding_mask=padding)
+
+
+@register_expert("transformer")
+def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: float = 0.0) -> Blueprint:
+    """Rows x length x ``hidden``, float32, of any length; keyword ``padding``: rows x length bool, True where padded.
+
+    Raises ``UsageError`` if ``hidden`` is no multiple of ``heads``.
+    """
+    if hidden % heads:
+        raise UsageError(f"a transformer layer of width {hidden} cannot have {heads} heads: wanted a divisor of it")
+    return Blueprint(
+        TransformerLayer(hidden, heads, inner or 4 * hidden, dropout),
+        (TensorSpec((None, None, hidden), torch.float32),),
+        {"padding": TensorSpec((None, None), torch.bool)},
+    )

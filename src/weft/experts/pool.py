@@ -1,0 +1,280 @@
+"""A task pool: tasks of one kind from many clients, taken as batches by whoever works on them.
+
+    many threads                          one runtime thread
+    submit_task ── check ── admit ──> lanes ──take──> process(tasks) ──> one answer per task
+        |            |        |         |                                      |
+      Future    SpecError  Overload   leave at once when cancelled          Futures
+
+Everything that can be wrong with a task by itself is found in `submit_task`, in its author's thread. Batching is
+continuous: a batch is what waits when the device is free, there is no timer (unless ``min_batch_size`` asks for
+one). The pool whose oldest task waits longest goes first: an idea of hivemind's task pools.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import UsageError
+from weft.experts.counts import PoolStatistics, Tally
+from weft.experts.errors import ClosedError, ExpiredError, reason_of
+from weft.experts.lanes import Lanes
+from weft.experts.limits import Load, PoolOptions
+from weft.experts.schema import Columns
+from weft.experts.task import Answer, Ledger, Results, Task, answer
+
+Process = Callable[[Sequence[Task]], Sequence[Answer]]
+"""Works on a batch: one answer per task, in order. What it raises, all of them get."""
+
+_SWEEP = 0.01  # seconds between two searches for expired tasks in a full queue
+
+
+class TaskPool:
+    """Collects tasks and hands them out as batches.
+
+    Args:
+        name: what errors and statistics call it.
+        process: works on a batch, in the runtime's thread; see `Process`.
+        columns: the flat tensors of one task.
+        options: see `PoolOptions`.
+        ledger: knows the idempotency keys; without one ``key`` is only carried along.
+        splits: whether tasks may name a mini-batch. Tasks of different mini-batches never share a batch.
+        host: where tensors are gathered; a tensor from elsewhere is copied there, in its author's thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        process: Process,
+        columns: Columns,
+        options: PoolOptions | None = None,
+        *,
+        ledger: Ledger | None = None,
+        splits: bool = False,
+        host: torch.device | str = "cpu",
+    ) -> None:
+        self.name = name
+        self.options = options or PoolOptions()
+        self.columns = columns
+        self._process = process
+        self._ledger = ledger
+        self._splits = splits
+        self._host = torch.device(host)
+        self._lanes = Lanes(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
+        self._load = Load(self.options)
+        self._tally = Tally()
+        self._running = 0
+        self._swept = 0.0
+        self._closed: str | None = None
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._wake: Callable[[TaskPool], None] | None = None
+
+    def submit_task(
+        self,
+        *tensors: Tensor,
+        deadline: float | None = None,
+        client: str | None = None,
+        key: str | None = None,
+        mini_batch: str | None = None,
+    ) -> "Future[Results]":
+        """Queue one task; the future gets its flat results, whose rows are views of the batch's, or its error.
+
+        Args:
+            tensors: flat, rows x ..., as the pool's columns say; never written to.
+            deadline: time of `time.monotonic` after which nobody wants the answer; it fails with `ExpiredError`.
+            client: who asks: the owner of the quota, of ``key`` and of ``mini_batch``.
+            key: idempotency key; a repetition gets the answer of the first, and nothing runs twice.
+            mini_batch: adds the gradient to this sum instead of stepping; see `ExpertBackend.commit`.
+
+        Raises ``SpecError`` for tensors that do not fit, and what `weft.experts.errors` draws under RefusedError.
+        A future that is cancelled before its turn leaves the queue at once.
+        """
+        try:
+            rows = self.columns.check(tensors, f"pool {self.name!r}")
+            self._check_words(client, key, mini_batch)
+            lane = (mini_batch is not None, client if mini_batch is not None else None, mini_batch)
+            here = tuple([tensor.detach().to(self._host) for tensor in tensors])
+            task = Task(here, rows, (*lane, self.columns.lane(here)), deadline, client, key, mini_batch)
+            future = self._enter(task)
+        except Exception as error:
+            with self._lock:
+                self._tally.refused[reason_of(error)] += 1
+            raise
+        if self._wake is not None:
+            self._wake(self)
+        return future
+
+    def _check_words(self, client: Any, key: Any, mini_batch: Any) -> None:
+        words = {"client": client, "key": key, "mini_batch": mini_batch}
+        wrong = [
+            f"{name} is {word!r}" for name, word in words.items() if not isinstance(word, str | None) or word == ""
+        ]
+        if wrong:
+            raise UsageError(f"pool {self.name!r}: {', '.join(wrong)}, wanted None or a non-empty str")
+        if mini_batch is not None and not self._splits:
+            raise UsageError(
+                f"pool {self.name!r} adds up no gradients, so mini_batch={mini_batch!r} means nothing here"
+            )
+
+    def _enter(self, task: Task) -> "Future[Results]":
+        self._sweep(task)
+        with self._lock:
+            if self._closed is not None:
+                raise ClosedError(f"pool {self.name!r} takes no more tasks: {self._closed}; ask elsewhere")
+            if task.expired(task.arrival):
+                raise ExpiredError(f"the deadline of a task for pool {self.name!r} had passed when it was submitted")
+            known = None if self._ledger is None or task.key is None else self._ledger.find(task)
+            if known is not None:
+                self._tally.joined += 1
+                return known.join(task.deadline, self._gave_up) if isinstance(known, Task) else _answered(known)
+            self._load.admit(self.name, task.client, task.rows, len(self._lanes), self._lanes.rows)
+            if self._ledger is not None and task.key is not None:
+                self._ledger.begin(task)
+            future = task.join(task.deadline, self._gave_up)
+            self._lanes.add(task)
+            self._tally.submitted += 1
+            return future
+
+    def _sweep(self, task: Task) -> None:
+        """Make room in a full queue by dropping what has expired, but do not search it all the time."""
+        now, limit = task.arrival, self.options
+        with self._lock:
+            room = len(self._lanes) < limit.max_tasks and self._lanes.rows + task.rows <= limit.max_rows
+            if room or now < self._swept + _SWEEP:
+                return
+            self._swept = now
+            expired = self._lanes.sweep(now)
+        self._expire(expired)
+
+    def urgency(self, now: float) -> tuple[int | None, float | None]:
+        """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
+        with self._lock:
+            return self._lanes.urgency(now)
+
+    def flush(self, client: str | None, mini_batch: str) -> None:
+        """Let what waits for this mini-batch run without waiting for more rows."""
+        with self._lock:
+            self._lanes.flush_where(lambda lane: lane[:3] == (True, client, mini_batch))
+
+    def take(self, now: float | None = None) -> list[Task]:
+        """The next batch, now out of the queue and to be given to `work`; empty if nothing is ready."""
+        with self._lock:
+            batch, expired = self._lanes.take(time.monotonic() if now is None else now)
+            wanted = [task for task in batch if task.take()]
+            for task in batch:
+                if not task.taken:  # it was cancelled just now
+                    self._drop(task)
+            self._running += len(wanted)
+            if wanted:
+                self._tally.took(len(wanted), sum(task.rows for task in wanted))
+        self._expire(expired)
+        return wanted
+
+    def work(self, tasks: Sequence[Task]) -> None:
+        """Process a batch from `take` and answer everyone in it. Raises nothing."""
+        try:
+            answers = self._process(tasks)
+        except BaseException as error:  # a fault of the process, not of a task; but nobody must wait for ever
+            answers = [error] * len(tasks)
+        for task, found in zip(tasks, answers, strict=True):
+            self._finish(task, found)
+        with self._lock:
+            self._running -= len(tasks)
+            self._idle.notify_all()
+
+    def open(self, wake: "Callable[[TaskPool], None] | None" = None) -> None:
+        """Take tasks, and call ``wake`` with this pool whenever one has come."""
+        with self._lock:
+            self._closed, self._wake = None, wake
+        if wake is not None:
+            wake(self)
+
+    def close(self, why: str) -> None:
+        """Refuse new tasks with a `ClosedError` that says why. What waits may still be taken, without delay."""
+        with self._lock:
+            self._closed = why
+            self._lanes.flush_where(lambda lane: True)
+        if self._wake is not None:
+            self._wake(self)
+
+    def abandon(self) -> None:
+        """Fail all that waits with a `ClosedError`. What runs is not touched."""
+        with self._lock:
+            left = list(self._lanes)
+            for task in left:
+                self._lanes.remove(task)
+            self._idle.notify_all()
+        why = self._closed or "its tasks were abandoned"
+        for task in left:
+            self._finish(task, ClosedError(f"pool {self.name!r} did not get to this task: {why}; ask elsewhere"))
+
+    def drained(self, timeout: float | None) -> bool:
+        """Wait until nothing waits or runs, for at most so many seconds; whether it came to that."""
+        with self._lock:
+            return self._idle.wait_for(lambda: not self._running and not len(self._lanes), timeout)
+
+    def statistics(self) -> PoolStatistics:
+        """What was done so far, and what waits now."""
+        with self._lock:
+            tally, oldest = self._tally, self._lanes.oldest()
+            return PoolStatistics(
+                name=self.name,
+                submitted=tally.submitted,
+                answered=tally.answered,
+                failed=dict(tally.failed),
+                refused=dict(tally.refused),
+                cancelled=tally.cancelled,
+                expired=tally.expired,
+                joined=tally.joined,
+                batches=tally.batches,
+                rows=tally.rows,
+                merged=dict(tally.merged),
+                waiting_tasks=len(self._lanes),
+                waiting_rows=self._lanes.rows,
+                running_tasks=self._running,
+                oldest_age=0.0 if oldest is None else max(0.0, time.monotonic() - oldest),
+            )
+
+    def _gave_up(self, task: Task) -> None:
+        """One of those who wait for this task was cancelled."""
+        with self._lock:
+            if not task.wanted() and self._lanes.remove(task):
+                self._drop(task)
+
+    def _drop(self, task: Task) -> None:
+        """Nobody waits for this task any more, and it is out of the queue. Under the lock."""
+        self._tally.cancelled += 1
+        self._leave(task)
+
+    def _leave(self, task: Task) -> Sequence["Future[Results]"]:
+        self._load.leave(task.client, task.rows)
+        if self._ledger is not None and task.key is not None:
+            self._ledger.give_up(task)
+        self._idle.notify_all()
+        return task.release()
+
+    def _expire(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            self._finish(task, ExpiredError(f"the deadline of a task for pool {self.name!r} passed before its turn"))
+
+    def _finish(self, task: Task, found: Answer) -> None:
+        with self._lock:
+            waiters = self._leave(task)
+            if isinstance(found, ExpiredError):
+                self._tally.expired += 1
+            elif isinstance(found, BaseException):
+                self._tally.failed[reason_of(found)] += 1
+            else:
+                self._tally.answered += 1
+        answer(waiters, found)
+
+
+def _answered(results: Results) -> "Future[Results]":
+    future: Future[Results] = Future()
+    future.set_result(results)
+    return future

@@ -1,0 +1,78 @@
+"""From a state and a log to the same bytes.
+
+    state_dict of step 40 ──> backend ── replay(entries 41, 42, ...) ──> state_dict of step 57, bit for bit
+
+For finding out who spoiled an expert, or for following a replica. Each batch runs as it ran then, with its
+members in their order, its random numbers, and the number of intra-op threads, on which rounding depends. The same
+kind of machine and the same PyTorch are up to the caller.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import listed
+from weft.experts.backend import ExpertBackend
+from weft.experts.errors import ReplayError
+from weft.experts.journal import Entry, Member
+from weft.experts.task import Task
+
+Fetch = Callable[[Member], Sequence[Tensor]]
+"""Where the tensors of a task are: its flat inputs and gradients, as they were submitted."""
+
+
+def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> int:
+    """Run logged batches on a backend that is in the state before the first of them; how many ran.
+
+    Nobody else may use the backend meanwhile. Raises `ReplayError` if the log does not fit its state, and
+    what the batches raise; the batches before that have run.
+    """
+    count = 0
+    for entry in entries:
+        _check(backend, entry)
+        with _threads(entry.threads):
+            backend.engine.redo(
+                entry.kind, [_task(backend, entry, member, fetch) for member in entry.members], entry.seed
+            )
+        if backend.steps != entry.step:
+            raise ReplayError(f"expert {backend.name!r} is at step {backend.steps} after a batch of step {entry.step}")
+        count += 1
+    return count
+
+
+def _task(backend: ExpertBackend, entry: Entry, member: Member, fetch: Fetch) -> Task:
+    key, mini_batch = member.key, entry.mini_batch
+    if entry.kind == "commit":
+        return Task((), 1, client=member.client, key=key, mini_batch=mini_batch)
+    tensors = tuple(fetch(member))
+    rows = backend.backward_pool.columns.check(tensors, f"the replay of {member}")
+    if rows != member.rows:
+        raise ReplayError(f"the tensors of {member} have {rows} rows, but had {member.rows} when it was logged")
+    return Task(tensors, rows, client=member.client, key=key, mini_batch=mini_batch)
+
+
+def _check(backend: ExpertBackend, entry: Entry) -> None:
+    steps = 1 if entry.kind == "commit" or (entry.mini_batch is None and backend.optimizer is not None) else 0
+    faults: list[str] = []
+    if entry.failed:
+        faults.append(f"the optimizer raised after step {entry.step}, and what it left then is not known")
+    elif backend.steps + steps != entry.step:
+        faults.append(
+            f"the expert is at step {backend.steps}, but the batch led from {entry.step - steps} to {entry.step}"
+        )
+    if not entry.members:
+        faults.append("the batch has no members")
+    if faults:
+        raise ReplayError(listed(f"a batch cannot be replayed on expert {backend.name!r}:", faults))
+
+
+@contextmanager
+def _threads(count: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

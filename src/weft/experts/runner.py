@@ -1,0 +1,170 @@
+"""Runs an expert's module over one batch, as a segment: forward without a graph, or forward and backward.
+
+    flat inputs ──pack──> module(*args, **kwargs) ──check──> flat outputs
+         ^                                                        |
+    input gradients (zeros where there is none) <── tape <── gradients of the outputs
+                                                  |
+                                                  +──> gradients of the parameters, never in ``.grad``
+
+Nothing that runs here outlives it: gradients are values, and what the module changes of itself is put back by
+`weft.experts.effects`. The module runs under the autocast in which its backend was made.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.ambient import Ambient
+from weft.core.errors import SpecError, listed
+from weft.core.segment import Segment, Tape, Visit
+from weft.core.spec import TensorSpec
+from weft.core.tree import difference
+from weft.experts.effects import Effects
+from weft.experts.schema import Nest, described, outputs_nest
+
+_ROWS = 3  # of the rehearsal: more than one, since batch norm in training refuses a single row
+
+
+@dataclass
+class Passed:
+    """What a backward gives: one gradient per input, and one per parameter or None."""
+
+    inputs: list[Tensor]
+    parameters: list[Tensor | None]
+
+
+@dataclass
+class Graph:
+    """A forward whose graph is there, to be walked back once."""
+
+    tape: Tape
+    leaves: list[Tensor]
+    shapes: list[torch.Size]
+
+
+class Runner:
+    """One module and what a call of it looks like."""
+
+    def __init__(self, name: str, module: nn.Module, call: Nest, outputs: Any, device: torch.device) -> None:
+        self.module = module
+        self.call = call
+        self.effects = Effects(module, device, zlib.crc32(name.encode()))
+        self.device = device
+        self._ambient = Ambient.capture([device.type])
+        self.outputs = self._rehearsed(name, outputs)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are trained now: layers may be frozen at any time."""
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def forward(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+        """The flat outputs, without a graph."""
+        segment = Segment(self._function)
+        outputs, _ = segment.forward(self._visit(seed, inputs), [self.call.pack(inputs)], "nothing")
+        return outputs[0]
+
+    def graph(self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]) -> tuple[Graph, list[Tensor]]:
+        """The graph that leads back to inputs and parameters, and the flat outputs without it."""
+        pairs = zip(inputs, self.call.specs, strict=True)
+        leaves = [tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs]
+        segment = Segment(self._function, parameters)
+        outputs, tape = segment.forward(self._visit(seed, leaves), [self.call.pack(leaves)], "graph")
+        assert tape is not None  # keep="graph" makes one
+        flat = [output.detach() for output in outputs[0]]
+        return Graph(tape, leaves, [output.shape for output in flat]), flat
+
+    def backward(self, graph: Graph, gradients: Sequence[Tensor]) -> Passed:
+        """Walk a graph back, once."""
+        _same_shapes(self.outputs, graph.shapes, gradients)
+        found, parameters = graph.tape.backward([list(gradients)])
+        flat = [found[0][place] for place in self.call.places]
+        pairs = zip(flat, graph.leaves, strict=True)
+        inputs = [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]
+        return Passed(inputs, parameters)
+
+    def _visit(self, seed: int, inputs: Sequence[Tensor]) -> Visit:
+        return Visit(0, self._ambient, (seed, inputs[0].shape[0]))
+
+    def _function(self, visit: Visit, call: Any) -> tuple[Any, ...]:
+        seed, rows = visit.context
+        with self.effects.drawing(seed), self.effects.watched():
+            value = self._applied(call)
+        return (self.outputs.tensors(value, rows),)
+
+    def _applied(self, call: Any) -> Any:
+        if torch.is_grad_enabled() and self.effects.writes:
+            # A module that writes into its input may not do so to a leaf that wants a gradient.
+            tensors = enumerate(self.call.flat(call))
+            call = self.call.pack([x.clone() if i in self.effects.writes else x for i, x in tensors])
+        args, kwargs = call
+        return self.module(*args, **kwargs)
+
+    def _rehearsed(self, name: str, outputs: Any) -> Nest:
+        """The schema of the outputs: run on zeros, compared with what the user said if that was given.
+
+        An axis is free if it follows the batch, or the free axes of the inputs.
+        """
+        rows = [_ROWS, _ROWS + 2] if any(None in spec.shape[1:] for spec in self.call.specs) else [_ROWS]
+        first, *more = [self._rehearse(name, count) for count in rows]
+        pairs = zip(first.names, first.specs, strict=True)
+        faults = [
+            f"{path} has shape {spec.shape} for {_ROWS} rows" for path, spec in pairs if spec.shape[:1] != (_ROWS,)
+        ]
+        faults += [fault for other in more if (fault := difference(first.structure, other.structure, "output"))]
+        if faults:
+            raise SpecError(listed(f"axis 0 of all outputs of expert {name!r} must be the batch:", faults))
+        specs = [_freed(spec, [other.specs[i] for other in more]) for i, spec in enumerate(first.specs)]
+        found = outputs_nest(name, first.pack(specs))
+        if outputs is None:
+            return found
+        given = outputs_nest(name, outputs)
+        _agree(name, given, found)
+        return given
+
+    def _rehearse(self, name: str, rows: int) -> Nest:
+        inputs = [spec.empty(rows, self.device).detach() for spec in self.call.specs]
+        visit = self._visit(0, inputs)
+
+        def applied(visit: Visit, call: Any) -> tuple[Any, ...]:
+            return (self._applied(call),)
+
+        def forward() -> Any:
+            return Segment(applied).forward(visit, [self.call.pack(inputs)], "nothing")[0][0]
+
+        try:
+            value = self.effects.rehearse(inputs, forward)
+        except Exception as error:
+            error.add_note(f"in the dummy run of expert {name!r} on zeros with {rows} rows, as its schemas say")
+            raise
+        return described(value, "output")
+
+
+def _freed(spec: TensorSpec, others: Sequence[TensorSpec]) -> TensorSpec:
+    """The shape with axis 0 free, and every axis in which two runs of different sizes differ."""
+    shapes = [other.shape for other in others]
+    free = [axis == 0 or any(shape[axis] != spec.shape[axis] for shape in shapes) for axis in range(len(spec.shape))]
+    return TensorSpec(tuple(None if f else size for f, size in zip(free, spec.shape, strict=True)), spec.dtype)
+
+
+def _agree(name: str, given: Nest, found: Nest) -> None:
+    """Raise if the outputs are not what the user said they are."""
+    samples = [spec.empty(_ROWS) for spec in found.specs]
+    try:
+        given.tensors(found.pack(samples), _ROWS)
+    except SpecError as error:
+        raise SpecError(f"the outputs_schema of expert {name!r} is not what its module returns. {error}") from None
+
+
+def _same_shapes(outputs: Nest, shapes: Sequence[torch.Size], gradients: Sequence[Tensor]) -> None:
+    """Only free axes can still differ: the fixed ones were checked when the task came."""
+    faults = [
+        f"the gradient of {name} has shape {tuple(gradient.shape)}, wanted {tuple(shape)}"
+        for name, shape, gradient in zip(outputs.names, shapes, gradients, strict=True)
+        if shape != gradient.shape
+    ]
+    if faults:
+        raise SpecError(listed("the gradients do not fit the outputs:", faults))

@@ -1,0 +1,194 @@
+"""One thread per device, which works on the most urgent batch of all pools, one after another.
+
+    pool of expert 1, forward   ── oldest task 17 ──┐
+    pool of expert 1, backward  ── oldest task 12 ──┼──> 12 is the oldest: that pool's batch goes next
+    pool of expert 2, forward   ── empty            ┘
+
+A device does one batch at a time anyway; meanwhile other threads check and queue what comes. Only pools in which
+something waits are looked at. The thread belongs to a ``with`` block, or to `start` and `shutdown`: it does not
+outlive them, unless a module hangs, and then `shutdown` says so.
+"""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from weft.core.errors import UsageError
+from weft.experts.counts import RuntimeStatistics
+from weft.experts.errors import ExpertError
+from weft.experts.pool import TaskPool
+
+_GRACE = 30.0  # seconds that the end of a ``with`` block leaves for what was accepted
+
+
+@runtime_checkable
+class HasPools(Protocol):
+    """Such as an `ExpertBackend`."""
+
+    @property
+    def pools(self) -> Sequence[TaskPool]:
+        """What a runtime works on."""
+        ...
+
+
+class Runtime:
+    """Works on the batches of pools, or of all pools of experts.
+
+    Args:
+        served: pools and experts; more may be added and removed at any time.
+        name: of the thread and in statistics, usually the device.
+    """
+
+    def __init__(self, served: Iterable[HasPools | TaskPool] = (), *, name: str = "cpu") -> None:
+        self.name = name
+        self._state = threading.Condition()
+        self._pools: dict[TaskPool, None] = {}
+        self._active: dict[TaskPool, None] = {}
+        self._thread: threading.Thread | None = None
+        self._ending = False
+        self._working_on: TaskPool | None = None
+        self._batches, self._busy, self._began = 0, 0.0, 0.0
+        for each in served:
+            self.add(each)
+
+    def add(self, *served: HasPools | TaskPool) -> None:
+        """Work on these too; their pools take tasks from now on. Raises ``UsageError`` for a pool that is here."""
+        for pool in _pools(served):
+            with self._state:
+                if pool in self._pools:
+                    raise UsageError(f"pool {pool.name!r} is in runtime {self.name!r} already")
+                self._pools[pool] = None
+            pool.open(self._wake)
+
+    def remove(self, *served: HasPools | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
+        """Close these pools, wait until what they accepted is done (with ``drain``), and forget them.
+
+        What is not done after ``timeout`` seconds fails with `ClosedError`; a batch that runs is left to end. Returns
+        whether nothing of them runs any more. Raises ``UsageError`` for a pool that is not here.
+        """
+        pools = _pools(served)
+        with self._state:
+            strangers = [pool.name for pool in pools if pool not in self._pools]
+            runs = self._thread is not None
+        if strangers:
+            raise UsageError(f"runtime {self.name!r} has no pools {strangers}")
+        for pool in pools:
+            pool.close("it was removed from its runtime")
+        end = time.monotonic() + timeout
+        for pool in pools:
+            if drain and runs:
+                pool.drained(max(0.0, end - time.monotonic()))
+            with self._state:
+                del self._pools[pool]
+                self._active.pop(pool, None)
+            pool.abandon()
+        return all([pool.drained(max(0.0, end - time.monotonic())) for pool in pools])
+
+    def start(self) -> None:
+        """Start the thread. Raises ``UsageError`` if it runs already."""
+        with self._state:
+            if self._thread is not None:
+                raise UsageError(f"runtime {self.name!r} was started already; shut it down first")
+            self._ending, self._began = False, time.monotonic()
+            self._thread = threading.Thread(target=self._run, name=f"weft-runtime-{self.name}", daemon=True)
+            self._thread.start()
+            pools = list(self._pools)
+        for pool in pools:
+            pool.open(self._wake)
+
+    def shutdown(self, drain: bool = True, timeout: float = _GRACE) -> bool:
+        """Take no more tasks, do what was accepted (with ``drain``), and end the thread. May be called twice.
+
+        What is not done after ``timeout`` seconds fails with `ClosedError`. Returns False if a batch still runs then:
+        a module cannot be stopped from outside; its thread ends with it.
+        """
+        if threading.current_thread() is self._thread:
+            raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
+        end = time.monotonic() + timeout
+        with self._state:
+            pools, thread = list(self._pools), self._thread
+        for pool in pools:
+            pool.close(f"runtime {self.name!r} shuts down")
+        if drain and thread is not None:
+            for pool in pools:
+                pool.drained(max(0.0, end - time.monotonic()))
+        with self._state:
+            self._ending = True
+            self._state.notify_all()
+        for pool in pools:
+            pool.abandon()
+        if thread is not None:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                return False
+            with self._state:
+                self._thread = None
+        return True
+
+    def statistics(self) -> RuntimeStatistics:
+        """What was done since the start."""
+        with self._state:
+            alive = self._thread is not None and self._thread.is_alive()
+            seconds = time.monotonic() - self._began if alive else 0.0
+            work = None if self._working_on is None else self._working_on.name
+            return RuntimeStatistics(self.name, alive, len(self._pools), self._batches, self._busy, seconds, work)
+
+    def __enter__(self) -> "Runtime":
+        self.start()
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if not self.shutdown(drain=kind is None) and kind is None:
+            raise ExpertError(
+                f"runtime {self.name!r} did not end within {_GRACE:g} s: a batch of pool "
+                f"{self.statistics().working_on!r} still runs"
+            )
+
+    def _wake(self, pool: TaskPool) -> None:
+        with self._state:
+            if pool in self._pools:
+                self._active[pool] = None
+                self._state.notify()
+
+    def _run(self) -> None:
+        while (pool := self._next()) is not None:
+            start = time.monotonic()
+            worked = _work(pool)
+            with self._state:
+                self._working_on = None
+                self._batches += worked
+                self._busy += time.monotonic() - start
+
+    def _next(self) -> TaskPool | None:
+        """Wait for a pool with a batch that is ready, and choose the one with the oldest task; None at the end."""
+        with self._state:
+            while not self._ending:
+                now = time.monotonic()
+                best: tuple[int, TaskPool] | None = None
+                wake: float | None = None
+                for pool in list(self._active):
+                    number, later = pool.urgency(now)
+                    if number is not None and (best is None or number < best[0]):
+                        best = (number, pool)
+                    elif number is None and later is None:
+                        del self._active[pool]
+                    elif later is not None:
+                        wake = later if wake is None else min(wake, later)
+                if best is not None:
+                    self._working_on = best[1]
+                    return best[1]
+                self._state.wait(None if wake is None else max(0.0, wake - now))
+            return None
+
+
+def _work(pool: TaskPool) -> bool:
+    """Do the next batch of a pool, if there is one. Holds no task afterwards."""
+    tasks = pool.take()
+    if tasks:
+        pool.work(tasks)
+    return bool(tasks)
+
+
+def _pools(served: Iterable[HasPools | TaskPool]) -> list[TaskPool]:
+    return [pool for each in served for pool in ([each] if isinstance(each, TaskPool) else each.pools)]

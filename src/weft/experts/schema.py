@@ -1,0 +1,210 @@
+"""What a call of an expert looks like, nested for the module and flat for everyone else.
+
+    module(x, mask=m) -> {"y": y}             args_schema=(X,)  kwargs_schema={"mask": M}
+                                              outputs_schema={"y": Y}
+    flat inputs of a forward task             [x, m]
+    flat inputs of a backward task            [x, m, gradient of y]
+
+Everything behind the edge works on flat tensors whose axis 0 is the batch. `Columns.check` is that edge: what
+passes can be concatenated with whatever else passed, if the free axes agree (`Columns.lane`). So a malformed
+task is its author's error and nobody else's. Schemas are hivemind's idea.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import SpecError, UsageError, listed
+from weft.core.spec import TensorSpec
+from weft.core.tree import difference, flatten, map_leaves, paths, structure_paths, unflatten
+
+
+@dataclass(frozen=True)
+class Column:
+    """One flat tensor of a task. A gradient (``casts``) may have any floating or complex dtype; it is cast."""
+
+    name: str
+    spec: TensorSpec
+    casts: bool = False
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor passes; quick, for the many that do."""
+        shape, seen = self.spec.shape, tensor.shape
+        if tensor.layout is not torch.strided or tensor.is_nested or len(seen) != len(shape):
+            return False
+        if any(size is not None and size != have for size, have in zip(shape, seen, strict=True)):
+            return False
+        return tensor.dtype is self.spec.dtype or self._castable(tensor)
+
+    def faults(self, tensor: Any) -> list[str]:
+        """Every way in which what was sent is not what this column takes, in words."""
+        if not isinstance(tensor, Tensor):
+            return [f"{self.name} is of type {type(tensor).__name__}, wanted a tensor ({self.spec})"]
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            return [f"{self.name} is a {kind} tensor, wanted a dense (strided) one"]
+        dtype = tensor.dtype if self._castable(tensor) else self.spec.dtype
+        spec = replace(self.spec, dtype=dtype, requires_grad=tensor.requires_grad)
+        return [f"{self.name} {fault}" for fault in spec.faults(tensor)]
+
+    def _castable(self, tensor: Tensor) -> bool:
+        wanted = self.spec.dtype
+        return self.casts and (tensor.dtype.is_floating_point or (tensor.is_complex() and wanted.is_complex))
+
+
+class Columns:
+    """The flat tensors of one kind of task."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self.columns = tuple(columns)
+        free = [[a for a, size in enumerate(c.spec.shape) if a and size is None] for c in self.columns]
+        self._free = [(i, axis) for i, axes in enumerate(free) for axis in axes]
+
+    def check(self, tensors: Sequence[Any], where: str) -> int:
+        """The number of rows that all these tensors have; 1 where a task has no tensors.
+
+        Raises one ``SpecError`` that lists every mismatch.
+        """
+        pairs = zip(self.columns, tensors, strict=False)
+        if len(tensors) == len(self.columns) and all(isinstance(t, Tensor) and c.fits(t) for c, t in pairs):
+            rows = {tensor.shape[0] for tensor in tensors} or {1}
+            if len(rows) == 1 and 0 not in rows:
+                return rows.pop()
+        raise SpecError(listed(f"{where} does not take these tensors:", self._faults(tensors)))
+
+    def lane(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """What must be equal for two tasks to share a batch: the sizes of all free axes but the batch."""
+        return tuple([tensors[i].shape[axis] for i, axis in self._free])
+
+    def _faults(self, tensors: Sequence[Any]) -> list[str]:
+        if len(tensors) != len(self.columns):
+            names = ", ".join(column.name for column in self.columns)
+            return [f"{len(tensors)} tensors were given, wanted {len(self.columns)}: {names}"]
+        pairs = list(zip(self.columns, tensors, strict=True))
+        faults = [fault for column, tensor in pairs for fault in column.faults(tensor)]
+        rows = {c.name: t.shape[0] for c, t in pairs if isinstance(t, Tensor) and t.dim()}
+        if len(set(rows.values())) > 1:
+            sizes = ", ".join(f"{name} has {count}" for name, count in rows.items())
+            faults.append(f"axis 0 is the batch and must have one size everywhere: {sizes}")
+        elif 0 in rows.values():
+            faults.append("axis 0 is the batch and has 0 rows, wanted at least 1")
+        return faults
+
+
+class Nest:
+    """A nested value whose tensors are described by specs; other leaves are constants that never travel."""
+
+    def __init__(self, tree: Any, root: str, names: Sequence[str] = ()) -> None:
+        self.tree = tree
+        leaves, self.structure = flatten(tree)
+        self.specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
+        names = names or structure_paths(self.structure, root)
+        self.names = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, TensorSpec)]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TensorSpec)]
+        self.root = root
+        self._leaves = leaves
+        by_position = [f"call[0][{i}]" for i in range(len(self.specs))]
+        self._plain = root == "call" and structure_paths(self.structure, root) == by_position
+
+    def pack(self, tensors: Sequence[Any]) -> Any:
+        """The flat tensors, nested, with the constants among them."""
+        if self._plain:  # tensors by position alone, as in most calls; saves some microseconds of each
+            return (tuple(tensors), {})
+        leaves = list(self._leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        return unflatten(self.structure, leaves)
+
+    def flat(self, value: Any) -> list[Tensor]:
+        """The inverse of `pack`, for a value that is known to be nested like this."""
+        leaves = flatten(value)[0]
+        return [leaves[place] for place in self.places]
+
+    def columns(self, *, casts: bool = False, prefix: str = "") -> list[Column]:
+        """One column per tensor."""
+        pairs = zip(self.names, self.specs, strict=True)
+        return [Column(f"{prefix}{name}", spec, casts and _differentiable(spec)) for name, spec in pairs]
+
+    def tensors(self, value: Any, rows: int) -> list[Tensor]:
+        """The flat tensors of a value that the module returned. Raises ``SpecError`` that lists what does not fit."""
+        leaves, structure = flatten(value)
+        fault = difference(self.structure, structure, self.root)
+        found = [] if fault else [leaves[place] for place in self.places]
+        faults = [fault] if fault else []
+        for name, spec, leaf in zip(self.names, self.specs, found, strict=bool(found)):
+            if not (isinstance(leaf, Tensor) and Column(name, spec).fits(leaf) and leaf.shape[0] == rows):
+                faults += Column(name, spec).faults(leaf) or [f"{name} has {leaf.shape[0]} rows for a batch of {rows}"]
+        if faults:
+            raise SpecError(listed("the module did not return what its outputs_schema says:", faults))
+        return found
+
+
+def call_nest(name: str, args: Any, kwargs: Any) -> Nest:
+    """The schemas of a call as one nest ``(args, kwargs)``. Raises ``UsageError`` that lists all that is wrong.
+
+    A sample tensor stands for its spec. If no spec says ``requires_grad``, every tensor whose dtype can carry a
+    gradient gets one; otherwise only those that say it.
+    """
+    if args is None and kwargs is None:
+        raise UsageError(
+            f"expert {name!r} has neither args_schema nor kwargs_schema: give a tuple (or dict) of TensorSpec, one for "
+            "each argument that its module takes"
+        )
+    faults: list[str] = []
+    if args is not None and not isinstance(args, list | tuple):
+        faults.append(f"args_schema is of type {type(args).__name__}, wanted a tuple with one entry per argument")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        faults.append(f"kwargs_schema is of type {type(kwargs).__name__}, wanted a dict by the names of the arguments")
+    if faults:
+        raise UsageError(listed(f"the schemas of expert {name!r} cannot be used:", faults))
+    given = cast("tuple[Sequence[Any], Mapping[str, Any]]", (args or (), kwargs or {}))
+    tree = _as_specs((tuple(given[0]), dict(given[1])))
+    names = [*paths(tree[0], "args"), *paths(tree[1], "kwargs")]
+    nest = Nest(tree, "call", names)
+    faults = _batch_faults(nest)
+    if faults:
+        raise UsageError(listed(f"the schemas of expert {name!r} cannot be used:", faults))
+    explicit = any(spec.requires_grad for spec in nest.specs)
+    specs = [replace(s, requires_grad=_differentiable(s) and (s.requires_grad or not explicit)) for s in nest.specs]
+    return Nest(nest.pack(specs), "call", names)
+
+
+def described(value: Any, root: str) -> Nest:
+    """A nest that says how the tensors of a value are; their axis 0 is as it is, not free."""
+    return Nest(map_leaves(partial(_as_spec, None), value), root)
+
+
+def outputs_nest(name: str, outputs: Any) -> Nest:
+    """A schema of outputs that the user gave, as a nest. Raises ``UsageError`` that lists all that is wrong."""
+    nest = Nest(_as_specs(outputs), "output")
+    faults = _batch_faults(nest)
+    if faults:
+        raise UsageError(listed(f"the outputs_schema of expert {name!r} cannot be used:", faults))
+    return nest
+
+
+def _batch_faults(nest: Nest) -> list[str]:
+    """Which specs have no free axis 0."""
+    if not nest.specs:
+        return ["there is no tensor in them, wanted at least one TensorSpec"]
+    return [
+        f"{name} has shape {spec.shape}, wanted None as size of axis 0, the batch"
+        for name, spec in zip(nest.names, nest.specs, strict=True)
+        if not spec.shape or spec.shape[0] is not None
+    ]
+
+
+def _differentiable(spec: TensorSpec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _as_specs(tree: Any) -> Any:
+    return map_leaves(partial(_as_spec, 0), tree)
+
+
+def _as_spec(batch_axis: int | None, leaf: Any) -> Any:
+    return TensorSpec.of(leaf, batch_axis) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,59 @@
+"""What training leaves: optimizer steps, and the log of the batches that led to them.
+
+gradients ──> .grad ── apply_gradients ──> weights, steps + 1        .grad is empty before and after,
+                          '──raises──> StepError                     whatever happens
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+
+from weft.experts.errors import StepError
+from weft.experts.journal import Entry, Journal
+from weft.experts.task import Task
+
+Kind = Literal["backward", "commit"]
+
+
+class Stepper:
+    """Applies gradients to one module. Belongs to whoever holds the expert's lock."""
+
+    def __init__(self, name: str, module: nn.Module, apply: Callable[[], None] | None, journal: Journal | None) -> None:
+        self.steps = 0
+        self.journal_failures = 0
+        self._name = name
+        self._module = module
+        self._apply = apply
+        self._journal = journal
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything that applies gradients."""
+        return self._apply is not None
+
+    def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """One optimizer step. Raises `StepError` if the optimizer does; then it does not count."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            if self._apply is not None:
+                self._apply()
+        except Exception as error:
+            raise StepError(
+                f"applying the gradients of expert {self._name!r} raised {type(error).__name__}: {error}. The weights "
+                "may have changed in part; load a checkpoint"
+            ) from error
+        finally:
+            for parameter in self._module.parameters():
+                parameter.grad = None
+        self.steps += 1
+
+    def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False) -> None:
+        """Put a batch into the journal. A full disk must not make a step that was taken look like one that was not."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.write(Entry.of(kind, tasks, self.steps, seed, failed), tasks)
+        except Exception:
+            self.journal_failures += 1

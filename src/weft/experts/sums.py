@@ -1,0 +1,103 @@
+"""Gradients of mini-batches that are not committed yet.
+
+    backward(mini_batch="m")  ──+
+    backward(mini_batch="m")  ──+──> one sum per (client, mini-batch) ── commit("m") ──> one optimizer step
+    backward(mini_batch="m")  ──+
+
+A caller who cuts its mini-batch into micro-batches wants one step for all of them. A sum takes as much memory as
+the parameters, so there are few of them, and one that nobody adds to or commits is dropped after a while.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from weft.core.errors import UsageError
+from weft.core.segment import GradientSum
+from weft.experts.errors import CommitError, OverloadError
+
+Owner = tuple[str | None, str]
+"""Client and name of the mini-batch."""
+
+
+@dataclass(frozen=True)
+class SumsOptions:
+    """At most ``mini_batches`` open at a time, each dropped ``seconds`` after its last gradient."""
+
+    mini_batches: int = 16
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.mini_batches < 1 or not self.seconds > 0:
+            raise UsageError(f"open mini-batches want mini_batches >= 1 and seconds > 0, but got {self}")
+
+
+@dataclass
+class OpenSum:
+    """The gradients of these parameters so far."""
+
+    parameters: list[nn.Parameter]
+    total: GradientSum
+    touched: float = field(default=0.0)
+
+
+class Sums:
+    """The open mini-batches of one expert. Belongs to whoever holds the expert's lock."""
+
+    def __init__(self, options: SumsOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options or SumsOptions()
+        self._clock = clock
+        self._open: dict[Owner, OpenSum] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all sums."""
+        return sum(t.nbytes for one in self._open.values() for t in one.total.totals if t is not None)
+
+    def check(self, owner: Owner, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise `OverloadError` if there would be one sum too many, `CommitError` if layers were frozen meanwhile."""
+        one = self._open.get(owner)
+        if one is None and len(self._open) >= self._options.mini_batches:
+            raise OverloadError(
+                f"{len(self._open)} mini-batches are open, and no more are allowed; commit one, or come back later"
+            )
+        if one is not None and [id(p) for p in one.parameters] != [id(p) for p in parameters]:
+            raise CommitError(f"layers were frozen or freed while mini-batch {owner[1]!r} was open; start a new one")
+
+    def add(self, owner: Owner, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients, which must be nobody else's memory, to a sum that was checked."""
+        one = self._open.setdefault(owner, OpenSum(list(parameters), GradientSum(len(parameters))))
+        one.total.add(gradients)
+        one.touched = self._clock()
+
+    def get(self, owner: Owner) -> OpenSum:
+        """The sum to commit. Raises `CommitError` if there is none."""
+        if owner not in self._open:
+            raise CommitError(
+                f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, it was "
+                "committed, or it was dropped because nothing came for too long; run its micro-batches again"
+            )
+        return self._open[owner]
+
+    def drop(self, owner: Owner) -> None:
+        """Forget a sum."""
+        self._open.pop(owner, None)
+
+    def forget_old(self) -> list[Owner]:
+        """Drop the sums that nobody touched for too long; returns whose they were."""
+        limit = self._clock() - self._options.seconds
+        old = [owner for owner, one in self._open.items() if one.touched <= limit]
+        for owner in old:
+            self.drop(owner)
+        return old
+
+    def clear(self) -> list[Owner]:
+        """Drop all; returns whose they were."""
+        owners = list(self._open)
+        self._open.clear()
+        return owners

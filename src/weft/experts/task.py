@@ -1,0 +1,120 @@
+"""One task of one client: flat tensors, and those who wait for the answer.
+
+    submit ──> waiting ──> taken ──> answered       every waiter gets the results, or the error
+                  |
+                  +──> cancelled by all its waiters, or expired: it leaves the queue and holds nothing
+
+Usually one future waits. A task with an idempotency key may be asked for again while it is under way; then the
+second asker joins as one more waiter, and may give up without hurting the first.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+Results = list[Tensor]
+Answer = Results | BaseException
+"""What became of a task: its flat results, or the error that its author gets."""
+
+Lane = tuple[Hashable, ...]
+"""What must be equal for two tasks to share a batch."""
+
+_numbers = count()
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """``tensors`` have ``rows`` rows each; ``deadline`` is a time of `time.monotonic`; ``number`` is unique here.
+
+    ``key`` makes a repetition known, ``mini_batch`` names the sum that its gradient is added to, both within
+    one ``client``. Tasks of one ``lane`` may share a batch.
+    """
+
+    tensors: tuple[Tensor, ...]
+    rows: int
+    lane: Lane = ()
+    deadline: float | None = None
+    client: str | None = None
+    key: str | None = None
+    mini_batch: str | None = None
+    arrival: float = field(default_factory=time.monotonic)
+    number: int = field(default_factory=lambda: next(_numbers))
+    waiters: list["Future[Results]"] = field(default_factory=list["Future[Results]"])
+    taken: bool = False
+
+    def join(self, deadline: float | None, gave_up: Callable[["Task"], None]) -> "Future[Results]":
+        """One more waiter. The task expires when the last of them does.
+
+        ``gave_up`` is called, in the thread that cancels, whenever a waiter does so before the task is taken.
+        """
+        future: Future[Results] = Future()
+        if self.waiters and (self.deadline is None or deadline is None):
+            self.deadline = None
+        elif self.waiters and self.deadline is not None and deadline is not None:
+            self.deadline = max(self.deadline, deadline)
+        self.waiters.append(future)
+        if self.taken:
+            future.set_running_or_notify_cancel()
+
+        def ended(done: "Future[Results]") -> None:
+            if done.cancelled():
+                gave_up(self)
+
+        future.add_done_callback(ended)
+        return future
+
+    def wanted(self) -> bool:
+        """Whether anybody still waits. Forgets those who gave up."""
+        self.waiters = [waiter for waiter in self.waiters if not waiter.cancelled()]
+        return bool(self.waiters)
+
+    def take(self) -> bool:
+        """Whether somebody still waits; if so nobody can cancel from here on."""
+        running = [
+            waiter for waiter in self.waiters if not waiter.cancelled() and waiter.set_running_or_notify_cancel()
+        ]
+        self.waiters = running
+        self.taken = bool(running)
+        return self.taken
+
+    def expired(self, now: float) -> bool:
+        """Whether nobody wants the answer any more at this time."""
+        return self.deadline is not None and self.deadline <= now
+
+    def release(self) -> Sequence["Future[Results]"]:
+        """The waiters, for the last time: a future keeps its callbacks, and they keep the task."""
+        waiters, self.waiters = self.waiters, []
+        return waiters
+
+
+def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
+    """Give the result to everyone who still waits."""
+    for waiter in waiters:
+        if waiter.cancelled() or (not waiter.running() and not waiter.set_running_or_notify_cancel()):
+            continue
+        if isinstance(result, BaseException):
+            waiter.set_exception(result)
+        else:
+            waiter.set_result(result)
+
+
+@runtime_checkable
+class Ledger(Protocol):
+    """What a pool asks about idempotency keys; see `weft.experts.records`."""
+
+    def find(self, task: Task) -> Task | Results | None:
+        """The task under way, or the results, of the same key; None where the key is new. May refuse."""
+        ...
+
+    def begin(self, task: Task) -> None:
+        """This task is under way."""
+        ...
+
+    def give_up(self, task: Task) -> None:
+        """This task is not under way any more; what was settled stays."""
+        ...

@@ -1,0 +1,44 @@
+"""How much one frame may ask for. All of it is checked from the header alone, before a byte is allocated.
+
+    bytes on the wire      the frame, its header, the opaque data of a call
+    counts                 calls in a frame, tensors in a call, axes of a tensor, elements of a tensor
+    bytes once decoded     all tensors of the frame together: compression may not be used to blow up
+
+The limits of a server are its own; a client that keeps to the server's limits is never refused by them.
+"""
+
+from dataclasses import dataclass, fields
+
+from weft.core.errors import UsageError, listed
+
+MOST_AXES = 64
+"""What torch itself can count."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The caps of one frame. All are inclusive; bytes where the name says so. Raises ``UsageError`` for values < 1."""
+
+    frame_bytes: int = 64 << 20
+    header_bytes: int = 1 << 20
+    data_bytes: int = 1 << 20
+    decoded_bytes: int = 256 << 20
+    calls: int = 256
+    tensors: int = 256
+    axes: int = 16
+    elements: int = 1 << 28
+    name_bytes: int = 1024
+
+    def __post_init__(self) -> None:
+        seen = {field.name: getattr(self, field.name) for field in fields(self)}
+        faults = [f"{name} is {value}, wanted at least 1" for name, value in seen.items() if value < 1]
+        caps = {"axes": MOST_AXES, "calls": 0xFFFF, "tensors": 0xFFFF, "name_bytes": 0xFFFF, "header_bytes": 0xFFFFFFFF}
+        faults += [
+            f"{name} is {seen[name]}, the format ends at {cap}" for name, cap in caps.items() if seen[name] > cap
+        ]
+        if faults:
+            raise UsageError(listed("these limits do not make sense:", faults))
+
+
+LIMITS = Limits()
+"""What holds where nothing else was said."""

@@ -1,0 +1,144 @@
+"""Modules with awkward habits, and what several tests of experts need."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.experts import ExpertBackend, TensorSpec
+from weft.experts.task import Answer, Task
+
+WIDTH = 4
+X = TensorSpec((None, WIDTH), torch.float64)
+TROUBLE = 1e6
+"""A first element that makes a `Fussy` module raise."""
+
+
+class Troubled(Exception):
+    """What a `Fussy` module raises."""
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """The identity, whose backward raises where the gradient holds `TROUBLE`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if (gradients[0] == TROUBLE).any():
+            raise Troubled("in backward")
+        return gradients[0]
+
+
+class Fussy(nn.Module):
+    """Two layers, optionally with dropout and batch norm; raises in forward or backward at `TROUBLE`."""
+
+    def __init__(self, *, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float64) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+        self.side = nn.Linear(8, WIDTH, dtype=torch.float64)
+        self.last = nn.Linear(8, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(self.norm(self.first(x)).tanh())
+        if (x == TROUBLE).any():
+            raise Troubled("in forward")
+        side = RaisesInBackward.apply(self.side(hidden))
+        return self.last(hidden) + side  # backward walks `last` before it comes to the side
+
+
+class Nested(nn.Module):
+    """Takes and returns nested values; one input is never used, one output is of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.table = nn.Embedding(5, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor, pair: Sequence[Tensor], *, options: dict[str, Any]) -> dict[str, Any]:
+        y = self.layer(x) * options["scale"] + self.table(pair[0])
+        return {"y": (y, y.sum(1)), "best": y.argmax(1), "none": None}
+
+
+NESTED_SCHEMAS = {
+    "args_schema": (X, [TensorSpec((None,), torch.int64), TensorSpec((None, 2), torch.float64)]),
+    "kwargs_schema": {"options": {"scale": TensorSpec((None, 1), torch.float64), "mode": "plain"}},
+}
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A module whose numbers depend on the seed alone. The caller's generator stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer with a state that shows every step."""
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def fussy_backend(**options: Any) -> ExpertBackend:
+    """A `Fussy` expert; ``dropout`` and ``norm`` go to the module."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = Fussy(dropout=options.pop("dropout", 0.0), norm=options.pop("norm", False))
+        return ExpertBackend("fussy", module, options.pop("optimizer", adam), args_schema=(X,), **options)
+
+
+def task(*tensors: Tensor, **more: Any) -> Task:
+    """A task that nobody waits for, for an engine that is called directly."""
+    return Task(tensors, tensors[0].shape[0], **more)
+
+
+def rows(count: int, seed: int, width: int = WIDTH) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def fingerprint(value: Any) -> list[Any]:
+    """Something comparable out of a nested state: tensors by their bytes."""
+    if isinstance(value, Tensor):
+        return [tuple(value.shape), str(value.dtype), value.detach().contiguous().view(-1).view(torch.uint8).tolist()]
+    if isinstance(value, dict):
+        return [[key, fingerprint(one)] for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [fingerprint(one) for one in value]
+    return [value]
+
+
+def weights(backend: ExpertBackend) -> list[Any]:
+    """The bytes of all that training has made."""
+    state = backend.state_dict()
+    return fingerprint([state["module"], state["optimizer"], state["schedule"], state["steps"]])
+
+
+def good(answers: Sequence[Answer]) -> list[list[Tensor]]:
+    """The results of answers of which none is an error."""
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if isinstance(answer, list)]
+
+
+def spoiled_gradient() -> tuple[Tensor, Tensor]:
+    """A backward task whose gradient holds a NaN."""
+    gradient = rows(2, 1)
+    gradient[1, 2] = float("nan")
+    return rows(2, 0), gradient
+
+
+def work(backend: ExpertBackend) -> None:
+    """Do all that waits at an expert, in this thread, oldest task first."""
+    while True:
+        heads = [(pool.urgency(float("inf"))[0], pool) for pool in backend.pools]
+        ready = [(number, pool) for number, pool in heads if number is not None]
+        if not ready:
+            return
+        pool = min(ready, key=lambda each: each[0])[1]
+        pool.work(pool.take())

@@ -1,0 +1,306 @@
+"""An expert computes what its module computes, with the gradients and the steps of plain PyTorch."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.experts.expert_cases import (
+    NESTED_SCHEMAS,
+    WIDTH,
+    Fussy,
+    Nested,
+    X,
+    adam,
+    fussy_backend,
+    good,
+    rows,
+    seeded,
+    task,
+    weights,
+)
+from weft.core.errors import SpecError, UsageError
+from weft.core.spec import TensorSpec
+from weft.core.tree import nested_flatten
+from weft.experts import ExpertBackend, Guards, Runtime
+from weft.experts.errors import StepError
+
+
+def nested_call(count: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args = (rows(count, seed), [torch.arange(count) % 5, rows(count, seed + 1, 2)])
+    return args, {"options": {"scale": rows(count, seed + 2, 1), "mode": "plain"}}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in nested_flatten(value) if isinstance(leaf, Tensor)]
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 99))
+def test_forward_and_backward_are_those_of_plain_pytorch(sizes: list[int], seed: int) -> None:
+    module = seeded(Nested)
+    plain = copy.deepcopy(module)
+    backend = ExpertBackend("nested", module, partial(torch.optim.SGD, lr=0.1, momentum=0.9), **NESTED_SCHEMAS)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        calls = [nested_call(count, seed + 10 * i) for i, count in enumerate(sizes)]
+        seeds = [[rows(n, seed + i), rows(n, seed + i, 1)[:, 0], torch.zeros(n).long()] for i, n in enumerate(sizes)]
+        forwards = good(backend.engine.forward([task(*tensors(call)) for call in calls]))
+        tasks = [task(*tensors(call), *grads) for call, grads in zip(calls, seeds, strict=True)]
+        backwards = good(backend.engine.backward(tasks))
+        for (args, kwargs), grads, results, found in zip(calls, seeds, forwards, backwards, strict=True):
+            leaves = tensors((args, kwargs))
+            for leaf in leaves:
+                leaf.requires_grad_(leaf.is_floating_point())
+            outputs = tensors(plain(*args, **kwargs))
+            assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(results, outputs, strict=True))
+            torch.autograd.backward(outputs[:2], grads[:2])
+            for leaf, gradient in zip(leaves, found, strict=True):
+                wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                assert torch.allclose(gradient, wanted, rtol=0, atol=1e-10)
+        optimizer.step()
+        optimizer.zero_grad()
+        for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-10) and one.grad is None
+        assert backend.steps == step + 1
+
+
+def test_only_the_inputs_that_say_so_get_a_gradient_if_any_says_so() -> None:
+    schema = (TensorSpec((None, WIDTH), torch.float64), TensorSpec((None, WIDTH), torch.float64, requires_grad=True))
+    backend = ExpertBackend("pair", nn.Bilinear(WIDTH, WIDTH, 2, dtype=torch.float64), args_schema=schema)
+    [[first, second]] = good(backend.engine.backward([task(rows(2, 0), rows(2, 1), rows(2, 2, 2))]))
+    assert not first.any() and second.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_gradients_are_moved_to_the_dtype_of_their_outputs(dtype: torch.dtype) -> None:
+    one, other = fussy_backend(), fussy_backend()
+    x, g = rows(3, 0), rows(3, 1).to(dtype)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            good(one.engine.backward([task(x, g)]))[0],
+            good(other.engine.backward([task(x, g.double())]))[0],
+            strict=True,
+        )
+    )
+    with pytest.raises(SpecError, match=r"gradient of output has dtype torch\.int64"):
+        one.backward_pool.submit_task(x, g.long())
+
+
+class Habits:
+    """Modules whose results look into what is not theirs."""
+
+    class Same(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, WIDTH, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight[: x.shape[0]]
+
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(2).tanh()
+
+
+@pytest.mark.parametrize("habit", [Habits.Same, Habits.Weight, Habits.InPlace])
+def test_results_and_inputs_stay_as_they_are_whatever_the_module_does(habit: Callable[[], nn.Module]) -> None:
+    module = habit()
+    optimizer = partial(torch.optim.SGD, lr=1.0) if list(module.parameters()) else None
+    backend = ExpertBackend("habit", module, optimizer, args_schema=(X,))
+    x, g = rows(2, 0), rows(2, 1)
+    x_before, g_before = x.clone(), g.clone()
+    [first] = good(backend.engine.forward([task(x)]))
+    [gradients] = good(backend.engine.backward([task(x, g)]))
+    kept = [tensor.clone() for tensor in (*first, *gradients)]
+    good(backend.engine.forward([task(rows(2, 5))]))
+    good(backend.engine.backward([task(rows(2, 5), rows(2, 6))]))
+    assert torch.equal(x, x_before) and torch.equal(g, g_before)
+    assert all(torch.equal(a, b) for a, b in zip(kept, (*first, *gradients), strict=True))
+    if habit is Habits.InPlace:
+        leaf = x.clone().requires_grad_()
+        (leaf * 2).tanh().backward(g)
+        assert leaf.grad is not None and torch.allclose(gradients[0], leaf.grad, rtol=0, atol=1e-12)
+
+
+def test_an_expert_that_draws_leaves_the_generator_of_others_alone() -> None:
+    backend = fussy_backend(dropout=0.5)
+    before = torch.get_rng_state()
+    first = good(backend.engine.forward([task(rows(4, 0))]))[0][0]
+    second = good(backend.engine.forward([task(rows(4, 0))]))[0][0]
+    good(backend.engine.backward([task(rows(4, 0), rows(4, 1))]))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first, second)
+
+
+def test_without_an_optimizer_backward_gives_gradients_and_changes_nothing() -> None:
+    backend = ExpertBackend("still", seeded(Fussy), args_schema=(X,))
+    before = weights(backend)
+    assert good(backend.engine.backward([task(rows(2, 0), rows(2, 1))]))[0][0].any()
+    assert weights(backend) == before and backend.steps == 0
+    with pytest.raises(UsageError, match="has no optimizer"):
+        backend.commit("m")
+    with pytest.raises(UsageError, match="adds up no gradients"):
+        backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), mini_batch="m")
+
+
+def test_gradients_are_clipped_and_the_schedule_is_stepped() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    backend = fussy_backend(optimizer=sgd, schedule=schedule, clip_grad_norm=0.25)
+    for step in range(2):
+        before = [parameter.detach().clone() for parameter in backend.module.parameters()]
+        good(backend.engine.backward([task(rows(2, 0), rows(2, 1))]))
+        moved = [b - a for a, b in zip(before, backend.module.parameters(), strict=True)]
+        assert torch.nn.utils.get_total_norm(moved).item() == pytest.approx(0.25 * 0.5**step, rel=1e-5)
+
+
+def test_how_gradients_are_applied_may_be_overridden_and_may_raise() -> None:
+    class Own(ExpertBackend):
+        seen = 0
+
+        def apply_gradients(self) -> None:
+            Own.seen += all(parameter.grad is not None for parameter in self.module.parameters())
+            if Own.seen == 2:
+                raise ZeroDivisionError("mine")
+
+    backend = Own("own", seeded(Fussy), adam, args_schema=(X,))
+    before = copy.deepcopy(backend.module.state_dict())
+    good(backend.engine.backward([task(rows(2, 0), rows(2, 1))]))
+    answers = backend.engine.backward([task(rows(2, 0), rows(2, 1)), task(rows(1, 0), rows(1, 1))])
+    assert all(isinstance(answer, StepError) and "ZeroDivisionError: mine" in str(answer) for answer in answers)
+    assert Own.seen == 2 and backend.steps == 1
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), backend.module.state_dict().values(), strict=True))
+    assert all(parameter.grad is None for parameter in backend.module.parameters())
+
+
+def test_a_state_goes_into_another_expert_and_both_go_on_alike() -> None:
+    def made(seed: int) -> ExpertBackend:
+        torch.manual_seed(seed)
+        backend = fussy_backend(
+            dropout=0.3, norm=True, schedule=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9)
+        )
+        for parameter in backend.module.parameters():
+            nn.init.normal_(parameter)
+        return backend
+
+    with torch.random.fork_rng(devices=[]):
+        one, other = made(1), made(2)
+    for step in range(3):
+        good(one.engine.backward([task(rows(2, step), rows(2, step + 9))]))
+    state = one.state_dict()
+    good(one.engine.backward([task(rows(2, 5), rows(2, 6))]))  # a state does not change with its expert
+    other.load_state_dict(state)
+    assert other.steps == 3
+    good(other.engine.backward([task(rows(2, 5), rows(2, 6))]))
+    assert weights(one) == weights(other)
+    assert torch.equal(
+        good(one.engine.forward([task(rows(3, 7))]))[0][0], good(other.engine.forward([task(rows(3, 7))]))[0][0]
+    )
+
+
+def test_a_state_of_another_kind_of_expert_is_refused_with_all_reasons() -> None:
+    state = ExpertBackend("still", seeded(Fussy), args_schema=(X,)).state_dict()
+    del state["seed"]
+    with pytest.raises(UsageError) as caught:
+        fussy_backend().load_state_dict({**state, "more": 1})
+    assert str(caught.value).splitlines() == [
+        "this is no state of expert 'fussy':",
+        "  - 'seed' is missing",
+        "  - 'more' is not known",
+        "  - there is no state of the optimizer, but this expert has one",
+    ]
+
+
+def test_info_and_samples_say_what_a_call_looks_like() -> None:
+    backend = ExpertBackend("nested", seeded(Nested), **NESTED_SCHEMAS)
+    info = backend.get_info()
+    assert info["keyword_names"] == ("options",) and info["name"] == "nested" and info["trained"] is False
+    args, kwargs = backend.make_empty(2)
+    value = backend.module(*args, **kwargs)
+    assert info["outputs_schema"] == {
+        "y": (TensorSpec((None, WIDTH), torch.float64), TensorSpec((None,), torch.float64)),
+        "best": TensorSpec((None,), torch.int64),
+        "none": None,
+    }
+    assert value["y"][0].shape == (2, WIDTH)
+    assert backend.get_pools() == (backend.forward_pool, backend.backward_pool)
+
+
+def test_both_spellings_work_but_not_together() -> None:
+    module = seeded(Fussy)
+    backend = ExpertBackend("old", expert=module, opt=torch.optim.SGD(module.parameters(), 0.1), args_schema=(X,))
+    assert backend.module is module and isinstance(backend.optimizer, torch.optim.SGD)
+    with pytest.raises(UsageError) as caught:
+        ExpertBackend("", module, adam, expert=module, opt=adam, clip_grad_norm=-1.0, args_schema=(X,), max_batch=3)
+    faults = str(caught.value).splitlines()
+    assert len(faults) == 6 and "max_batch is no option; those of a pool are min_batch_size" in faults[-1]
+    with pytest.raises(UsageError, match=r"wanted a torch\.nn\.Module"):
+        ExpertBackend("none", args_schema=(X,))
+
+
+@pytest.mark.parametrize(
+    ("schemas", "message"),
+    [
+        ({}, "neither args_schema nor kwargs_schema"),
+        ({"args_schema": X}, "args_schema is of type TensorSpec, wanted a tuple"),
+        ({"args_schema": (TensorSpec((3, WIDTH), torch.float64),)}, r"args\[0\] has shape \(3, 4\), wanted None"),
+        ({"kwargs_schema": {"x": 3}}, "no tensor"),
+        ({"args_schema": (X,), "outputs_schema": (X,)}, "outputs_schema of expert 'e' is not what its module returns"),
+    ],
+)
+def test_schemas_that_cannot_be_are_told(schemas: dict[str, Any], message: str) -> None:
+    with pytest.raises((UsageError, SpecError), match=message):
+        ExpertBackend("e", seeded(Fussy), **schemas)
+
+
+class Sums(nn.Module):
+    """Loses the batch axis."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(0)
+
+
+def test_a_module_that_loses_the_batch_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"axis 0 of all outputs of expert 'sums' must be the batch"):
+        ExpertBackend("sums", Sums(), args_schema=(X,))
+
+
+def test_a_dummy_run_that_fails_says_that_it_was_one() -> None:
+    wide = TensorSpec((None, WIDTH + 1), torch.float64)
+    with pytest.raises(RuntimeError) as caught:
+        ExpertBackend("wide", seeded(Fussy), args_schema=(wide,))
+    assert "in the dummy run of expert 'wide'" in caught.value.__notes__[0]
+
+
+def test_free_axes_are_found_in_the_outputs_and_keep_tasks_of_other_lengths_apart() -> None:
+    spec = TensorSpec((None, None, WIDTH), torch.float64)
+    backend = ExpertBackend("long", nn.Linear(WIDTH, 2, dtype=torch.float64), args_schema=(spec,))
+    assert backend.get_info()["outputs_schema"] == TensorSpec((None, None, 2), torch.float64)
+    x = rows(6, 0)
+    with Runtime([backend]):
+        futures = [backend.forward_pool.submit_task(x.view(*shape, WIDTH)) for shape in ((2, 3), (3, 2), (1, 6))]
+        assert [future.result(30)[0].shape for future in futures] == [(2, 3, 2), (3, 2, 2), (1, 6, 2)]
+        wrong = backend.backward_pool.submit_task(x.view(2, 3, WIDTH), torch.ones(2, 4, 2))
+        with pytest.raises(SpecError, match=r"the gradient of output has shape \(2, 4, 2\), wanted \(2, 3, 2\)"):
+            wrong.result(30)
+
+
+def test_the_dummy_run_leaves_module_and_generator_as_they_were() -> None:
+    module = seeded(partial(Fussy, norm=True))
+    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    ExpertBackend("new", module, adam, args_schema=(X,), guards=Guards(finite=False))
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), module.state_dict().values(), strict=True))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,147 @@
+"""A state dict as one file: every value and type comes back, and training goes on as if nothing had been."""
+
+import contextlib
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+from torch import nn
+
+from tests.experts.wire_cases import formed, random_tensor, same_bytes
+from weft.core.errors import UsageError
+from weft.experts.checkpoint import DamagedError
+from weft.experts.checkpoint.content import from_file, to_file
+from weft.experts.wire.dtypes import CODES
+
+KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    some = st.lists(inner, max_size=3)
+    named = st.dictionaries(KEYS, inner, max_size=3)
+    return some | some.map(tuple) | named | named.map(OrderedDict)
+
+
+VALUES = st.recursive(LEAVES, containers, max_leaves=12)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal in type and value all the way down, in the order of keys, and NaN equal to itself."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return same_bytes(a, b)
+    if isinstance(a, dict):
+        pairs = zip(a.items(), b.items(), strict=True)
+        return len(a) == len(b) and all(same(*keys) and same(*values) for keys, values in map(zip_pairs, pairs))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    return a == b
+
+
+def zip_pairs(pairs: Any) -> Any:
+    (key, value), (other_key, other_value) = pairs
+    return (key, other_key), (value, other_value)
+
+
+@given(VALUES)
+def test_every_value_comes_back_with_its_type(value: Any) -> None:
+    assert same(from_file(to_file(value)), value)
+
+
+@pytest.mark.parametrize("dtype", sorted(CODES, key=str), ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (4, 6)], ids=str)
+@pytest.mark.parametrize("form", ["plain", "transposed", "strided", "expanded"])
+def test_every_tensor_comes_back_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...], form: str) -> None:
+    tensor = formed(random_tensor(dtype, shape, 9), form)
+    assert same_bytes(from_file(to_file([tensor]))[0], tensor)
+
+
+def test_a_loaded_tensor_may_be_written_to() -> None:
+    from_file(to_file(torch.zeros(3))).add_(1)
+
+
+def test_tied_tensors_are_stored_once_and_tied_again() -> None:
+    w = torch.randn(100)
+    data = to_file({"a": w, "b": w, "half": w[:50]})
+    found = from_file(data)
+    assert found["a"] is found["b"] and torch.equal(found["half"], w[:50])
+    assert len(load(data)) == 2
+
+
+def test_keys_that_look_alike_keep_their_tensors_apart() -> None:
+    found = from_file(to_file({0: torch.zeros(1), "0": torch.ones(1), ("0",): {"x": 1}}))
+    assert (found[0].item(), found["0"].item()) == (0, 1)
+
+
+def test_other_tools_read_the_tensors_by_name() -> None:
+    model = nn.Linear(2, 3)
+    assert set(load(to_file({"state": model.state_dict()}))) == {"state/weight", "state/bias"}
+
+
+def test_the_versions_that_modules_keep_are_kept() -> None:
+    saved = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
+    assert from_file(to_file(saved))._metadata == saved._metadata
+
+
+def trained(steps: int, resume_at: int | None, kind: str) -> list[torch.Tensor]:
+    """The weights after so many steps, with or without a stop in between."""
+    torch.manual_seed(0)
+    data = torch.randn(20, 4, 6)
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+        if kind == "adam":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, fused=True)
+            return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if kind == "plateau":
+            return model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5])  # holds a Counter
+
+    model, optimizer, schedule = made()
+    for step in range(steps):
+        if step == resume_at:
+            states = {"m": model.state_dict(), "o": optimizer.state_dict(), "s": schedule.state_dict()}
+            states = from_file(to_file(states))
+            model, optimizer, schedule = made()
+            model.load_state_dict(states["m"])
+            optimizer.load_state_dict(states["o"])
+            schedule.load_state_dict(states["s"])
+        optimizer.zero_grad()
+        loss = model(data[step]).square().sum()
+        loss.backward()
+        optimizer.step()
+        schedule.step(*([loss.item()] if kind == "plateau" else []))
+    return [*model.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", ["adam", "steps", "plateau"])
+def test_training_goes_on_to_the_same_bits(kind: str) -> None:
+    assert all(map(same_bytes, trained(12, None, kind), trained(12, 5, kind)))
+
+
+def test_everything_that_cannot_be_stored_is_told_at_once() -> None:
+    value = {"a": [1, {2}], "fn": print, "s": torch.ones(2, 2).to_sparse(), "c": Counter(x=1)}
+    with pytest.raises(UsageError, match=r"a/1, which is of type builtins.set(.|\n)*fn, (.|\n)*s, .*sparse") as caught:
+        to_file(value)
+    assert str(caught.value).count("\n") == 3
+
+
+@given(st.binary(max_size=60) | st.integers(0, 10_000))
+def test_other_bytes_are_damaged_and_nothing_else(data: bytes | int) -> None:
+    if isinstance(data, int):
+        whole = bytearray(to_file({"w": torch.ones(3), "n": [1, (2.5, None)]}))
+        at = data % len(whole)
+        whole[at] ^= 1 + data % 255
+        data = bytes(whole[: len(whole) - data % 3])
+    with contextlib.suppress(DamagedError):
+        from_file(data)

@@ -1,0 +1,325 @@
+"""Checkpoints: whoever crashes when, the old one or the new one can be read, and what was promised is there."""
+
+import errno
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.experts.crashing_disk import Crash, CrashingDisk
+from weft.core.errors import UsageError
+from weft.experts.checkpoint import CheckpointError, CheckpointStore, DamagedError, Disk, Taken, TornError
+from weft.experts.checkpoint.content import to_file
+
+ROOT = Path("/data/experts")
+UID = "ffn.0"
+
+
+def state(step: int) -> dict[str, Any]:
+    """A state whose every part tells its step."""
+    return {"w": torch.full((5,), float(step)), "b": torch.full((2, 2), step), "lr": step / 7}
+
+
+def step_of(found: Any) -> int | None:
+    """The one step that all parts of what was loaded tell."""
+    if found is None:
+        return None
+    tensors = torch.cat([found.state["w"].double(), found.state["b"].double().ravel()])
+    steps = {*tensors.tolist(), float(found.step), float(found.extra["keys"][-1]), round(found.state["lr"] * 7, 6)}
+    assert len(steps) == 1, steps
+    return found.step
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    store.save(UID, state(step), step, {"keys": [step - 1, step]})
+
+
+def run(disk: CrashingDisk, steps: range, keep: int) -> int | None:
+    """Open, load and save each of `steps`; the last step that was promised to be safe when it crashed, or ended."""
+    promised = None
+    try:
+        store = CheckpointStore(ROOT, keep=keep, disk=disk)
+        promised = step_of(store.load_newest(UID))
+        for step in steps:
+            save(store, step)
+            promised = step
+    except Crash:
+        pass
+    return promised
+
+
+def moments(keep: int) -> int:
+    disk = CrashingDisk()
+    run(disk, range(1, 5), keep)
+    return disk.moments
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(keep: int, seed: int) -> None:
+    count = moments(keep)
+    assert count > 40
+    for crash_at in range(count):
+        disk = CrashingDisk(crash_at)
+        promised = run(disk, range(1, 5), keep)
+        after = disk.after_crash(random.Random(1000 * seed + crash_at))
+        found = step_of(CheckpointStore(ROOT, keep=keep, disk=after).load_newest(UID))
+        assert found in ({promised, promised + 1} if promised else {None, 1}), (crash_at, promised, found)
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=5), st.integers(1, 3), st.integers(0, 1 << 30))
+def test_crash_after_crash_nothing_that_was_promised_is_lost(crashes: list[int], keep: int, seed: int) -> None:
+    disk, draw, promised = CrashingDisk(), random.Random(seed), 0
+    for crash_at in crashes:
+        disk.crash_at, disk.moments = crash_at, 0
+        promised = run(disk, range(promised + 1, promised + 4), keep) or promised
+        disk = disk.after_crash(draw)
+        found = step_of(CheckpointStore(ROOT, keep=keep, disk=disk).load_newest(UID)) or 0
+        assert promised <= found <= promised + 1
+        promised = found
+
+
+@pytest.mark.parametrize("crash_at", range(0, 40, 3))
+def test_when_only_the_process_dies_the_files_that_it_left_are_as_good(tmp_path: Path, crash_at: int) -> None:
+    class Dying(Disk):
+        left = crash_at
+
+        def _count(self) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise Crash
+
+        def write(self, path: Path, data: bytes) -> None:
+            self._count()
+            path.write_bytes(data[: len(data) // 2])
+            self._count()
+            path.unlink()
+            super().write(path, data)
+
+        def rename(self, old: Path, new: Path) -> None:
+            self._count()
+            super().rename(old, new)
+            self._count()
+
+        def sync(self, folder: Path) -> None:
+            self._count()
+            super().sync(folder)
+
+        def remove(self, path: Path) -> None:
+            self._count()
+            super().remove(path)
+
+    promised, root = 0, tmp_path / "a" / "b"
+    try:
+        store = CheckpointStore(root, keep=2, disk=Dying())
+        for step in range(1, 6):
+            save(store, step)
+            promised = step
+    except Crash:
+        pass
+    store = CheckpointStore(root, keep=2)
+    assert (step_of(store.load_newest(UID)) or 0) in (promised, promised + 1)
+    save(store, 10)
+    assert step_of(store.load_newest(UID)) == 10
+    assert not [name for name in os.listdir(root / UID) if name.startswith(".")]
+    assert len(os.listdir(root / UID)) <= 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_is_killed_while_saving_loses_nothing_that_it_reported(tmp_path: Path) -> None:
+    draw = random.Random(5)
+    for _ in range(8):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                store = CheckpointStore(tmp_path, keep=2)
+                found = store.load_newest(UID)
+                for step in range((found.step if found else 0) + 1, 1 << 30):
+                    save(store, step)
+                    os.write(writer, step.to_bytes(8, "little"))
+            finally:
+                os._exit(1)
+        os.close(writer)
+        reported = os.read(reader, 8)  # it is under way
+        threading.Event().wait(draw.random() * 0.05)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        while more := os.read(reader, 1 << 16):
+            reported = more[-8:]
+        os.close(reader)
+        promised = int.from_bytes(reported, "little")
+        assert step_of(CheckpointStore(tmp_path).load_newest(UID)) in (promised, promised + 1)
+
+
+def test_a_damaged_file_is_passed_over_and_told(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step)
+    files = sorted((tmp_path / UID).iterdir())
+    files[2].write_bytes(files[2].read_bytes()[:-1])
+    data = bytearray(files[1].read_bytes())
+    data[-1] ^= 1
+    files[1].write_bytes(data)
+    found = store.load_newest(UID)
+    assert found is not None and step_of(found) == 1
+    assert len(found.skipped) == 2 and "are not those that were written" in found.skipped[0]
+    files[0].unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of expert 'ffn.0'.*can be read(.|\n)*not those"
+    ) as caught:
+        store.load_newest(UID)
+    assert str(caught.value).count("\n") == 2
+    assert store.statistics()["skipped"] == 2
+
+
+def test_a_file_of_another_expert_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save("a", state(1), 1)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(CheckpointError, match="it is of expert 'a', step 1"):
+        store.load_newest("b")
+
+
+def test_a_whole_file_that_holds_no_expert_is_passed_over(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    store.write(Taken(UID, 2, to_file([1, 2])))
+    store.write(Taken(UID, 3, b"no safetensors at all"))
+    found = store.load_newest(UID)
+    assert step_of(found) == 1 and found is not None and "something else" in found.skipped[1]
+
+
+def test_so_many_newest_stay_as_asked(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in range(10, 20):
+        save(store, step)
+    assert store.steps(UID) == [19, 18, 17]
+    assert store.steps("other") == [] and store.load_newest("other") is None
+
+
+def test_after_a_return_to_an_earlier_step_the_later_save_is_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (50, 40):
+        save(store, step)
+    assert step_of(store.load_newest(UID)) == 40
+
+
+@given(st.lists(st.text(min_size=1, max_size=300), min_size=2, max_size=6, unique=True))
+@settings(max_examples=30)
+def test_experts_of_any_name_keep_apart_and_below_the_root(uids: list[str]) -> None:
+    disk = CrashingDisk()
+    store = CheckpointStore(ROOT, disk=disk)
+    for number, uid in enumerate(uids):
+        assert store.save(uid, {"n": number}, number).parent.parent == ROOT
+    for number, uid in enumerate(uids):
+        found = store.load_newest(uid)
+        assert found is not None and (found.state["n"], found.uid) == (number, uid)
+
+
+@pytest.mark.parametrize(
+    "uid", ["..", ".", "../../etc/passwd", "a/b", "A", "a", "ä", "\udc80", "x" * 900, "CON", "a\0b"]
+)
+def test_no_name_leads_out_of_the_root(tmp_path: Path, uid: str) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(uid, {}, 0)
+    assert path.parent.parent == tmp_path and path.exists()
+    assert not path.parent.name.startswith(".") and len(os.fsencode(path.parent.name)) <= 200
+    assert path.parent.name == path.parent.name.lower() or "%" in path.parent.name
+
+
+def test_a_full_disk_is_told_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    class Full(Disk):
+        def write(self, path: Path, data: bytes) -> None:
+            path.write_bytes(data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    save(CheckpointStore(tmp_path), 1)
+    store = CheckpointStore(tmp_path, disk=Full())
+    with pytest.raises(CheckpointError, match=r"step 2 of expert 'ffn.0' cannot be saved in .*No space left"):
+        save(store, 2)
+    assert step_of(store.load_newest(UID)) == 1
+    assert len(os.listdir(tmp_path / UID)) == 1
+    assert store.statistics()["failed"] == 1
+
+
+def test_a_state_that_changes_while_it_is_copied_is_refused(tmp_path: Path) -> None:
+    first, store = torch.zeros(3), CheckpointStore(tmp_path)
+
+    class Meddling(dict[str, Any]):
+        pass
+
+    class Stepping(torch.Tensor):
+        def detach(self) -> torch.Tensor:
+            first.add_(1)  # a step, between the copies of two tensors
+            return torch.zeros(3)
+
+    with pytest.raises(TornError, match="state/first"):
+        store.save(UID, {"first": first, "second": torch.zeros(3).as_subclass(Stepping)}, 1)
+    assert store.load_newest(UID) is None
+
+
+def test_what_was_taken_may_be_written_later_while_steps_go_on(tmp_path: Path) -> None:
+    store, w = CheckpointStore(tmp_path), torch.zeros(3)
+    taken = store.take(UID, {"w": w}, 1)
+    w.add_(1)
+    store.write(taken)
+    found = store.load_newest(UID)
+    assert found is not None and not found.state["w"].any()
+
+
+def test_many_threads_save_many_experts(tmp_path: Path) -> None:
+    store, faults = CheckpointStore(tmp_path, keep=2), list[BaseException]()
+
+    def work(uid: str) -> None:
+        try:
+            for step in range(6):
+                store.save(uid, state(step), step)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(uid,)) for uid in ("a", "a", "b", "c")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert store.steps("a")[0] == 5 and len(store.steps("a")) == 2
+    assert store.statistics()["saved"] == 24
+
+
+def test_whoever_loads_while_another_saves_gets_one_or_the_next(tmp_path: Path) -> None:
+    writer = CheckpointStore(tmp_path, keep=1)
+    save(writer, 1)
+
+    class Slow(Disk):
+        step = 1
+
+        def read(self, path: Path) -> bytes:
+            if self.step < 4:  # while the file is about to be read, the owner saves, and it is gone
+                self.step += 1
+                save(writer, self.step)
+            return super().read(path)
+
+    assert step_of(CheckpointStore(tmp_path, disk=Slow()).load_newest(UID)) == 4
+
+
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="keep is 0"):
+        CheckpointStore(tmp_path, keep=0)
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(UsageError, match="uid is empty"):
+        store.save("", {}, 0)
+    with pytest.raises(UsageError, match="step is -1"):
+        store.save("a", {}, -1)
+    assert issubclass(DamagedError, CheckpointError)

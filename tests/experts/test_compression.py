@@ -1,0 +1,152 @@
+"""Compression: what each way costs at most, and what is never touched."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.experts.wire_cases import random_tensor, same_bytes, tensors
+from weft.core.errors import UsageError
+from weft.experts.compression import Compression, Policy, compress, expand, packed_bytes
+
+LOSSY = [Compression.FP16, Compression.BF16, Compression.INT8]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+
+
+def there_and_back(tensor: Tensor, how: Compression) -> tuple[Compression, Tensor]:
+    done, parts = compress(tensor, how)
+    packed = torch.cat([part.clone(memory_format=torch.contiguous_format).ravel().view(torch.uint8) for part in parts])
+    assert packed.numel() == packed_bytes(done, tensor.dtype, tensor.shape)
+    return done, expand(packed, done, tensor.dtype, tensor.shape)
+
+
+@st.composite
+def finite(draw: st.DrawFn) -> Tensor:
+    """Floating point or complex tensors of 2 or 3 axes, of one magnitude or of wildly different ones."""
+    dtype = draw(st.sampled_from(FLOATS))
+    shape = draw(st.sampled_from([(3, 8), (1, 40), (2, 3, 16), (5, 9)]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
+    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+    last = (*shape, 2) if dtype.is_complex else shape
+    low, high = math.log10(torch.finfo(real).tiny) - 3, math.log10(torch.finfo(real).max)
+    middle, width = draw(st.floats(low, high)), draw(st.sampled_from([0.0, 2.0, 20.0]))
+    drawn = torch.rand(last, generator=generator, dtype=torch.float64)
+    power = (middle + width * (drawn - 0.5)).clamp(low, high - 1e-3)
+    sign = torch.randint(0, 2, last, generator=generator) * 2 - 1
+    values = (sign * 10.0**power * (torch.rand(last, generator=generator) > 0.1)).to(real)  # -0.0 too
+    return torch.view_as_complex(values) if dtype.is_complex else values
+
+
+def allowed(values: Tensor, how: Compression, dtype: torch.dtype) -> Tensor:
+    """The largest error of each number, as the docstring of `compress` promises it."""
+    size = values.abs()
+    if how is Compression.FP16:
+        return size * 2**-11 + 2**-25
+    if how is Compression.BF16:
+        return size * 2**-8 + 2**-133
+    absmax = size.amax(dim=-1, keepdim=True)
+    limits = torch.finfo(dtype)
+    return absmax / 254 + absmax * limits.eps + 127 * limits.tiny
+
+
+def reals(tensor: Tensor) -> Tensor:
+    """A complex row is a row of twice as many real numbers."""
+    real = torch.view_as_real(tensor.unsqueeze(0)).flatten(-2) if tensor.dtype.is_complex else tensor
+    return real.double()
+
+
+@given(finite(), st.sampled_from(LOSSY))
+def test_the_error_of_every_number_is_within_its_bound(tensor: Tensor, how: Compression) -> None:
+    done, seen = there_and_back(tensor, how)
+    assert seen.dtype == tensor.dtype and seen.shape == tensor.shape
+    if done is Compression.NONE:
+        assert same_bytes(seen, tensor)
+        return
+    error = (reals(seen) - reals(tensor)).abs()
+    assert bool((error <= allowed(reals(tensor), how, tensor.dtype)).all())
+
+
+@given(tensors(), st.sampled_from(Compression))
+def test_whatever_the_bits_are_a_tensor_is_compressed_within_bounds_or_left_as_it_is(
+    tensor: Tensor, how: Compression
+) -> None:
+    done, seen = there_and_back(tensor, how)
+    if done is Compression.NONE:
+        assert same_bytes(seen, tensor)
+    else:
+        assert done is how
+        assert bool(reals(tensor).isfinite().all()) and bool(reals(seen).isfinite().all())
+
+
+@pytest.mark.parametrize("how", Compression)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint16, torch.uint8, torch.bool], ids=str)
+def test_integers_and_bools_are_never_lossy(dtype: torch.dtype, how: Compression) -> None:
+    tensor = random_tensor(dtype, (6, 20), 1)
+    done, seen = there_and_back(tensor, how)
+    assert done is Compression.NONE and same_bytes(seen, tensor)
+
+
+@pytest.mark.parametrize("how", LOSSY)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_tensor_with_nan_or_inf_arrives_as_it_was(how: Compression, bad: float) -> None:
+    tensor = torch.randn(4, 32)
+    tensor[2, 5] = bad
+    done, seen = there_and_back(tensor, how)
+    assert done is Compression.NONE and same_bytes(seen, tensor)
+
+
+def test_a_number_too_large_for_half_precision_is_not_capped() -> None:
+    assert there_and_back(torch.tensor([[65504.0, -65504.0]]), Compression.FP16)[0] is Compression.FP16
+    done, seen = there_and_back(torch.tensor([[65505.0, 1.0]]), Compression.FP16)
+    assert done is Compression.NONE and seen[0, 0] == 65505.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_the_largest_and_the_smallest_numbers_survive_eight_bits(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    tensor = torch.full((3, 64), limits.max, dtype=dtype)
+    tensor[1] = limits.smallest_normal / 4
+    tensor[2] = 0
+    done, seen = there_and_back(tensor, Compression.INT8)
+    assert done is Compression.INT8 and bool(seen.isfinite().all())
+    torch.testing.assert_close(seen[0], tensor[0], rtol=1e-2, atol=0)
+    assert not seen[2].any()
+
+
+@pytest.mark.parametrize("how", LOSSY)
+def test_zero_stays_zero(how: Compression) -> None:
+    done, seen = there_and_back(torch.zeros(4, 64), how)
+    assert done is how and not seen.any()
+
+
+def test_a_row_is_compressed_the_same_whatever_the_other_rows_are() -> None:
+    rows = torch.randn(5, 32) * torch.logspace(-3, 3, 5).unsqueeze(1)
+    together = there_and_back(rows, Compression.INT8)[1]
+    alone = [there_and_back(row.unsqueeze(0), Compression.INT8)[1] for row in rows]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("how", LOSSY)
+@pytest.mark.parametrize("tensor", [torch.ones(()), torch.ones(0, 3), torch.ones(3, 1).half()], ids=["0d", "0", "thin"])
+def test_what_would_not_get_smaller_goes_as_it_is(tensor: Tensor, how: Compression) -> None:
+    done, seen = there_and_back(tensor, how)
+    assert same_bytes(seen, tensor) or (how is Compression.FP16 and done is how)
+    assert packed_bytes(done, tensor.dtype, tensor.shape) <= tensor.nbytes
+
+
+def test_a_policy_chooses_by_role_and_place() -> None:
+    policy = Policy(inputs="fp16", outputs=["none", Compression.INT8])
+    assert policy.choose("inputs", 3) == [Compression.FP16] * 3
+    assert policy.choose("outputs", 2) == [Compression.NONE, Compression.INT8]
+    assert policy.choose("input_gradients", 1) == [Compression.NONE]
+    with pytest.raises(UsageError, match="2 choices for outputs, but there are 3 tensors"):
+        policy.choose("outputs", 3)
+    assert policy == Policy(inputs="fp16", outputs=["none", Compression.INT8])
+
+
+def test_a_policy_tells_every_choice_that_it_does_not_know() -> None:
+    with pytest.raises(UsageError, match=r"none, fp16, bf16, int8(.|\n)*inputs: 'fp8'(.|\n)*outputs: 'zip'"):
+        Policy(inputs="fp8", outputs=["int8", "zip"])

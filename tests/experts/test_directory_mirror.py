@@ -1,0 +1,103 @@
+"""A mirror follows the directory, and serves on while it is away."""
+
+import pytest
+
+from weft.experts.directory import AwayError, Event, LocalDirectory, Mirror, Snapshot, Watch
+
+
+class Flaky(LocalDirectory):
+    """A directory that can be away."""
+
+    away = False
+    tries = 0
+
+    def get(self, prefix: str = "") -> Snapshot:
+        self.tries += 1
+        if self.away:
+            raise AwayError("away")
+        return super().get(prefix)
+
+    def _look(self) -> None:
+        if self.away:
+            raise AwayError("away")
+        super()._look()
+
+
+def test_a_mirror_is_always_what_the_directory_holds() -> None:
+    directory = LocalDirectory()
+    with Mirror(directory, "a") as mirror:
+        assert len(mirror.snapshot()) == 0
+        lease = directory.declare(["a1", "b1"], "x:1", 60.0)
+        assert mirror.snapshot().addresses("a1") == ("x:1",)
+        ownership = directory.claim("a1", lease)
+        assert mirror.snapshot().owner("a1") == ownership
+        directory.withdraw(lease)
+        seen, held = mirror.snapshot(), directory.get("a")
+        assert (seen.experts, seen.owners) == (held.experts, held.owners) == ({}, {})
+        assert mirror.away_seconds == 0
+    directory.close()
+
+
+def test_a_mirror_serves_while_the_directory_is_away_and_catches_up_after() -> None:
+    now = [0.0]
+    directory = Flaky(clock=lambda: now[0])
+    directory.declare("a", "x:1", 1000.0)
+    mirror = Mirror(directory, retry=0.5, clock=lambda: now[0])
+    directory.away = True
+    tries = directory.tries
+    for _ in range(60):
+        now[0] += 1 / 8
+        assert mirror.snapshot().addresses("a") == ("x:1",)
+    assert 10 <= directory.tries - tries <= 16  # every half second, however often it is asked
+    assert mirror.away_seconds > 7
+    directory.away = False
+    directory.declare("b", "y:1", 1000.0)
+    now[0] += 1
+    assert mirror.snapshot().uids == ("a", "b") and mirror.away_seconds == 0
+    mirror.close()
+    directory.close()
+
+
+def test_events_that_were_read_before_the_directory_went_are_not_lost() -> None:
+    directory = Flaky()
+    mirror = Mirror(directory)
+    directory.declare(["a", "b"], "x:1", 60.0)
+    watch: Watch = mirror._watch
+    first, calls = watch.next, [0]
+
+    def failing(timeout: float | None = None) -> Event | None:
+        calls[0] += 1
+        directory.away = calls[0] > 1
+        return first(timeout)
+
+    watch.next = failing
+    assert mirror.snapshot().uids == ("a",)
+    directory.away = False
+    mirror._next_try = 0.0
+    assert mirror.snapshot().uids == ("a", "b")
+    mirror.close()
+    directory.close()
+
+
+def test_a_mirror_that_missed_events_takes_a_new_snapshot() -> None:
+    directory = LocalDirectory(history=4)
+    mirror = Mirror(directory)
+    for number in range(50):
+        directory.declare(f"e{number}", "x:1", 60.0)
+    assert len(mirror.snapshot()) == 50
+    directory.declare("last", "x:1", 60.0)
+    assert "last" in mirror.snapshot()
+    mirror.close()
+    directory.close()
+
+
+def test_a_closed_mirror_or_directory_leaves_the_last_snapshot() -> None:
+    directory = LocalDirectory()
+    directory.declare("a", "x:1", 60.0)
+    mirror, other = Mirror(directory), Mirror(directory)
+    mirror.close()
+    directory.close()
+    assert mirror.snapshot().uids == other.snapshot().uids == ("a",)
+    with pytest.raises(AwayError):
+        Mirror(directory)
+    other.close()

@@ -1,0 +1,211 @@
+"""One client's fault stays that client's: the others get what they would have got without it, bit for bit."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.experts.expert_cases import TROUBLE, Troubled, X, fussy_backend, rows, task, weights, work
+from weft.experts import ExpertBackend, Guards
+from weft.experts.errors import GradientError, ModuleExitError
+from weft.experts.isolation import Offence, settle
+from weft.experts.task import Results, Task
+
+FAULTS = ("none", "forward", "backward", "nan input", "nan gradient", "inf gradient", "huge gradient")
+ERRORS = {"forward": Troubled, "backward": Troubled}
+
+
+def spoiled(fault: str, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs and gradients of a backward task with this fault."""
+    x, g = rows(size, seed), rows(size, seed + 1000)
+    if fault == "forward":
+        x[-1, 0] = TROUBLE
+    if fault == "backward":
+        g[0, 2] = TROUBLE
+    if fault == "nan input":
+        x[0, 1] = float("nan")
+    if fault in ("nan gradient", "inf gradient"):
+        g[-1, -1] = float(fault[:3])
+    if fault == "huge gradient":
+        g[0, 0] = 1e200
+    return x, g
+
+
+batches = st.lists(st.tuples(st.sampled_from(FAULTS), st.integers(1, 3)), min_size=1, max_size=5)
+
+
+@given(st.lists(batches, min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_others_and_the_expert_are_as_if_the_offender_had_never_come(
+    history: list[list[tuple[str, int]]], dropout: bool, norm: bool
+) -> None:
+    history = [[(fault, size + 1) for fault, size in batch] for batch in history]  # batch norm wants two rows
+    one, other = (fussy_backend(dropout=0.5 * dropout, norm=norm) for _ in range(2))
+    for number, batch in enumerate(history):
+        tasks = [task(*spoiled(f, n, 10 * number + i)) for i, (f, n) in enumerate(batch)]
+        clean = [each for each, (fault, _) in zip(tasks, batch, strict=True) if fault == "none"]
+        answers = one.engine.backward(tasks)
+        expected = iter(other.engine.backward(clean) if clean else [])
+        for answer, (fault, _) in zip(answers, batch, strict=True):
+            if fault == "none":
+                wanted = next(expected)
+                assert isinstance(answer, list) and isinstance(wanted, list)
+                assert all(torch.equal(a, b) for a, b in zip(answer, wanted, strict=True))
+            else:
+                assert isinstance(answer, ERRORS.get(fault, GradientError)), (fault, answer)
+        assert weights(one) == weights(other)
+    assert all(parameter.grad is None for parameter in one.module.parameters())
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(2, 4)), min_size=1, max_size=5), st.booleans(), st.booleans())
+def test_a_forward_leaves_no_trace_and_others_get_their_own_rows(
+    batch: list[tuple[bool, int]], dropout: bool, norm: bool
+) -> None:
+    one, other = (fussy_backend(dropout=0.5 * dropout, norm=norm) for _ in range(2))
+    before = weights(one)
+    tasks = [task(spoiled("forward" if bad else "none", n, i)[0]) for i, (bad, n) in enumerate(batch)]
+    answers = one.engine.forward(tasks)
+    clean = [each for each, (bad, _) in zip(tasks, batch, strict=True) if not bad]
+    expected = iter(other.engine.forward(clean) if clean else [])
+    for answer, (bad, size) in zip(answers, batch, strict=True):
+        if bad:
+            assert isinstance(answer, Troubled)
+        else:
+            wanted = next(expected)
+            assert isinstance(answer, list) and isinstance(wanted, list)
+            assert torch.equal(answer[0], wanted[0]) and answer[0].shape == (size, 4)
+    assert weights(one) == before
+
+
+def test_an_exception_in_the_middle_of_backward_changes_nothing() -> None:
+    backend = fussy_backend(norm=True)
+    backend.engine.backward([task(*spoiled("none", 2, 0))])
+    before = weights(backend)
+    [answer] = backend.engine.backward([task(*spoiled("backward", 2, 1))])
+    assert isinstance(answer, Troubled) and "in backward" in str(answer)
+    assert weights(backend) == before
+    assert all(parameter.grad is None for parameter in backend.module.parameters())
+
+
+def test_the_error_says_whose_task_it_was_and_where_but_holds_nothing_of_the_batch() -> None:
+    backend = fussy_backend()
+    x, _ = spoiled("forward", 2, 0)
+    answers = backend.engine.forward([task(rows(1, 0)), task(x, client="ann")])
+    error = answers[1]
+    assert isinstance(error, Troubled)
+    whose, where = error.__notes__
+    assert whose == "in expert 'fussy', a task of 2 rows from client 'ann'"
+    assert "expert_cases.py" in where and 'raise Troubled("in forward")' in where
+    assert error.__traceback__ is None and error.__context__ is None
+
+
+def test_failures_leave_no_cycles_behind() -> None:
+    backend = fussy_backend()
+    good_x, g = rows(1, 0), rows(1, 1)
+    bad_x, _ = spoiled("forward", 1, 0)
+
+    def fail() -> None:
+        futures = [backend.forward_pool.submit_task(x) for x in (good_x, bad_x)]
+        futures += [backend.backward_pool.submit_task(x, h) for x, h in ((bad_x, g), (good_x, g * torch.nan))]
+        work(backend)
+        assert [future.exception(0) is None for future in futures] == [True, False, False, False]
+
+    fail()
+    gc.collect()
+    gc.disable()
+    try:
+        tensors = sum(type(each) is Tensor for each in gc.get_objects())
+        for _ in range(5):
+            fail()
+        assert sum(type(each) is Tensor for each in gc.get_objects()) <= tensors
+        assert not any(type(each) in (Task, Troubled) for each in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+class Exits(nn.Module):
+    """Tries to end the process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 2:
+            raise SystemExit(3)
+        return x * 1
+
+
+def test_a_module_cannot_end_the_process() -> None:
+    backend = ExpertBackend("exits", Exits(), args_schema=(X,))
+    [answer] = backend.engine.forward([task(rows(2, 0))])
+    assert isinstance(answer, ModuleExitError) and "SystemExit(3)" in str(answer)
+
+
+class Drafted:
+    """What a pretended attempt gives."""
+
+    def __init__(self, results: list[Results], consequence: Any) -> None:
+        self.results, self.consequence = results, consequence
+
+    def apply(self) -> list[Results]:
+        self.consequence()
+        return self.results
+
+
+def test_where_nobody_fails_alone_every_task_is_a_batch_of_its_own() -> None:
+    ran: list[int] = []
+
+    def attempt(tasks: Any) -> Drafted:
+        if len(tasks) > 1:
+            raise MemoryError("too many")
+        return Drafted([[torch.tensor([tasks[0].number])]], lambda: ran.append(tasks[0].number))
+
+    tasks = [Task((), 1) for _ in range(3)]
+    answers, failures = settle(tasks, attempt, "small")
+    assert [answer[0].item() for answer in answers if isinstance(answer, list)] == [each.number for each in tasks]
+    assert ran == [each.number for each in tasks]
+    assert failures == 1
+
+
+def test_what_applying_raises_is_final() -> None:
+    attempts: list[int] = []
+
+    def attempt(tasks: Any) -> Drafted:
+        attempts.append(len(tasks))
+
+        def fail() -> None:
+            raise ValueError("half applied")
+
+        return Drafted([[] for _ in tasks], fail)
+
+    answers, _ = settle([Task((), 1), Task((), 1)], attempt, "half")
+    assert attempts == [2]
+    assert all(isinstance(answer, ValueError) for answer in answers)
+
+
+def test_an_attempt_that_knows_the_offender_is_not_taken_apart() -> None:
+    attempts: list[int] = []
+    tasks = [Task((), 1) for _ in range(4)]
+
+    def attempt(given: Any) -> Drafted:
+        attempts.append(len(given))
+        if tasks[1] in given:
+            raise Offence({tasks[1]: ValueError("mine")})
+        return Drafted([[] for _ in given], lambda: None)
+
+    answers, _ = settle(tasks, attempt, "known")
+    assert attempts == [4, 3]
+    assert [isinstance(answer, ValueError) for answer in answers] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("limit", ["max_norm", "max_output_norm"])
+def test_a_gradient_beyond_the_limit_is_refused_and_the_others_step(limit: str) -> None:
+    one, other = (fussy_backend(guards=Guards(**{limit: 100.0})) for _ in range(2))
+    small = task(rows(2, 0), rows(2, 1))
+    large = task(rows(2, 2), rows(2, 3) * 1e4)
+    answers = one.engine.backward([small, large])
+    other.engine.backward([small])
+    assert isinstance(answers[0], list) and isinstance(answers[1], GradientError)
+    assert "norm" in str(answers[1]) and "wanted at most 100" in str(answers[1])
+    assert weights(one) == weights(other) and one.steps == 1
+    assert one.statistics().refused_gradients == {"gradient": 1}

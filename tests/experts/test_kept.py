@@ -1,0 +1,137 @@
+"""A kept graph saves a forward, changes no number, and is not used for other weights."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.experts.expert_cases import WIDTH, X, adam, fussy_backend, rows, seeded, weights, work
+from weft.core.errors import UsageError
+from weft.experts import ExpertBackend, GraphBudget
+
+BUDGET = GraphBudget(1 << 20)
+
+
+class Counts(nn.Module):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x).tanh()
+
+
+def counting(budget: GraphBudget | None = BUDGET) -> tuple[ExpertBackend, Counts]:
+    module = seeded(Counts)
+    assert isinstance(module, Counts)
+    backend = ExpertBackend("counts", module, adam, args_schema=(X,), keep_graphs=budget)
+    module.calls = 0
+    return backend, module
+
+
+def there_and_back(backend: ExpertBackend, keys: str, *, other: str | None = None, mini_batch: str | None = None):
+    """A forward batch of these keys, and a backward batch of them or of `other` ones."""
+    for i, key in enumerate(keys):
+        backend.forward_pool.submit_task(rows(2, i), client="ann", key=key)
+    work(backend)
+    futures = [
+        backend.backward_pool.submit_task(rows(2, i), rows(2, i + 9), client="ann", key=key, mini_batch=mini_batch)
+        for i, key in enumerate(other or keys)
+    ]
+    work(backend)
+    return [future.result(0)[0] for future in futures]
+
+
+def test_a_kept_graph_gives_the_same_bytes_and_saves_a_forward() -> None:
+    (kept, counts), (plain, _) = counting(), counting(None)
+    for one, other in zip(there_and_back(kept, "abc"), there_and_back(plain, "abc"), strict=True):
+        assert torch.equal(one, other)
+    assert weights(kept) == weights(plain)
+    assert counts.calls == 1 and kept.statistics().used_graphs == 1
+    assert kept.statistics().kept_graph_bytes == 0
+
+
+@pytest.mark.parametrize("other", ["ab", "cba", "abd"])
+def test_another_batch_runs_the_forward_again(other: str) -> None:
+    backend, counts = counting()
+    there_and_back(backend, "abc", other=other)
+    assert counts.calls == 2 and backend.statistics().used_graphs == 0
+
+
+def test_a_step_voids_all_graphs_but_a_sum_does_not() -> None:
+    backend, counts = counting()
+    for i, key in enumerate("ab"):
+        backend.forward_pool.submit_task(rows(2, i), key=key)
+        work(backend)
+    assert backend.statistics().kept_graphs == 2
+    backend.backward_pool.submit_task(rows(2, 0), rows(2, 9), key="a")
+    work(backend)
+    assert backend.statistics().kept_graphs == 0
+    backend.backward_pool.submit_task(rows(2, 1), rows(2, 9), key="b")
+    work(backend)
+    assert counts.calls == 3
+    there_and_back(backend, "c", mini_batch="m")
+    there_and_back(backend, "d", mini_batch="m")
+    assert counts.calls == 5 and backend.statistics().used_graphs == 3
+
+
+def test_other_inputs_under_the_same_key_run_the_forward_again() -> None:
+    backend, counts = counting()
+    backend.forward_pool.submit_task(rows(2, 0), key="a")
+    work(backend)
+    backend.backward_pool.submit_task(rows(2, 5), rows(2, 9), key="a")
+    work(backend)
+    assert counts.calls == 2
+
+
+def test_bytes_and_seconds_are_bounded() -> None:
+    backend, _ = counting(GraphBudget(1000, 0.05))
+    for number in range(20):
+        backend.forward_pool.submit_task(rows(2, number), key=str(number))
+        work(backend)
+        assert 0 < backend.statistics().kept_graph_bytes <= 1000
+    large = backend.forward_pool.submit_task(rows(500, 0), key="large")
+    work(backend)
+    assert large.result(0) and backend.statistics().kept_graph_bytes <= 1000
+    for kept in backend.engine.parts.kept._kept.values():
+        kept.born -= 1.0
+    assert backend.statistics().kept_graphs == 0
+    with pytest.raises(UsageError, match="nbytes >= 1"):
+        GraphBudget(0)
+
+
+def test_what_a_client_does_with_its_results_does_not_reach_the_graph() -> None:
+    (kept, _), (plain, _) = counting(), counting(None)
+    gradients: list[Tensor] = []
+    for backend in (kept, plain):
+        future = backend.forward_pool.submit_task(rows(2, 0), key="a")
+        work(backend)
+        future.result(0)[0].fill_(7.0)
+        future = backend.backward_pool.submit_task(rows(2, 0), rows(2, 9), key="a")
+        work(backend)
+        gradients.append(future.result(0)[0])
+    assert torch.equal(*gradients)
+
+
+def test_a_module_that_changes_itself_keeps_no_graph() -> None:
+    backend = fussy_backend(norm=True, keep_graphs=BUDGET)
+    backend.forward_pool.submit_task(rows(2, 0), key="a")
+    work(backend)
+    assert backend.statistics().kept_graphs == 0
+
+
+def test_dropout_uses_the_numbers_of_its_forward() -> None:
+    backend = fussy_backend(dropout=0.5, keep_graphs=BUDGET)
+    seen = backend.forward_pool.submit_task(rows(3, 0), key="a")
+    work(backend)
+    found = backend.backward_pool.submit_task(rows(3, 0), seen.result(0)[0].sign(), key="a")
+    step = 1e-6
+    bump = fussy_backend(dropout=0.5, keep_graphs=BUDGET)
+    moved = bump.forward_pool.submit_task(rows(3, 0) + step, key="a")
+    work(bump)
+    work(backend)
+    slope = (moved.result(0)[0] - seen.result(0)[0]).mul(seen.result(0)[0].sign()).sum() / step
+    assert found.result(0)[0].sum().item() == pytest.approx(slope.item(), rel=1e-4)

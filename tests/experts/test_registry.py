@@ -1,0 +1,48 @@
+"""Kinds of experts are asked for by name, and those of weft are ordinary ones."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from weft.core.errors import UsageError
+from weft.core.spec import TensorSpec
+from weft.experts import Blueprint, FeedForward, Runtime, TransformerLayer, expert_kinds, make_expert, register_expert
+from weft.experts import registry as registered
+
+
+def test_a_kind_is_made_by_keywords_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered, "_kinds", dict(registered._kinds))
+
+    @register_expert("double")
+    def double(width: int) -> Blueprint:
+        return Blueprint(nn.Identity(), (TensorSpec((None, width), torch.float32),), options={"max_batch_size": 7})
+
+    assert "double" in expert_kinds()
+    backend = make_expert("double", width=3).backend("d", timeout=0.5)
+    assert (backend.forward_pool.options.max_batch_size, backend.forward_pool.options.timeout) == (7, 0.5)
+    with pytest.raises(UsageError, match="a kind of expert called 'double' already"):
+        register_expert("double")(double)
+    with pytest.raises(UsageError, match=r"made by double\(width: int\).*, but"):
+        make_expert("double", hidden=3)
+
+
+def test_an_unknown_kind_is_told_with_those_that_are_known() -> None:
+    with pytest.raises(UsageError, match="no kind of expert called 'fnn'; known are ffn, transformer"):
+        make_expert("fnn")
+
+
+def test_the_layers_of_the_demo_are_trained_like_any_other() -> None:
+    ffn = make_expert("ffn", hidden=8).backend("ffn.0", partial(torch.optim.Adam, lr=1e-2))
+    layer = make_expert("transformer", hidden=8, heads=2).backend("t.0", partial(torch.optim.SGD, lr=1e-2))
+    assert isinstance(ffn.module, FeedForward) and isinstance(layer.module, TransformerLayer)
+    x, padding = torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)
+    with Runtime([ffn, layer]):
+        (y,) = layer.forward_pool.submit_task(x, padding).result(30)
+        (gradient, none) = layer.backward_pool.submit_task(x, padding, torch.ones(2, 5, 8)).result(30)
+        assert y.shape == gradient.shape == x.shape and not none.any()
+        assert ffn.backward_pool.submit_task(torch.randn(3, 8), torch.ones(3, 8)).result(30)
+    assert ffn.steps == layer.steps == 1
+    with pytest.raises(UsageError, match="width 8 cannot have 3 heads"):
+        make_expert("transformer", hidden=8, heads=3)

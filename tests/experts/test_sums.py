@@ -1,0 +1,148 @@
+"""Gradients of a mini-batch add up until its owner commits them, as one step."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.experts.expert_cases import fussy_backend, rows, spoiled_gradient, weights, work
+from weft.core.errors import UsageError
+from weft.experts import ExpertBackend, Guards, Runtime, SumsOptions
+from weft.experts.errors import CommitError, GradientError, OverloadError, StepError
+
+
+def add(backend: ExpertBackend, mini_batch: str, seed: int, size: int = 2, client: str = "ann", key: str | None = None):
+    return backend.backward_pool.submit_task(
+        rows(size, seed), rows(size, seed + 50), client=client, key=key, mini_batch=mini_batch
+    )
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 3), st.booleans()), min_size=1, max_size=8))
+def test_one_step_per_mini_batch_with_the_gradients_of_all_its_tasks(tasks: list[tuple[str, int, bool]]) -> None:
+    backend = fussy_backend(optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    plain = copy.deepcopy(backend.module)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for seed, (name, size, pause) in enumerate(tasks):
+        add(backend, name, seed, size)
+        if pause:
+            work(backend)
+    work(backend)
+    assert backend.steps == 0
+    for steps, name in enumerate(dict.fromkeys(name for name, _, _ in tasks)):
+        # The sums are of gradients at the first weights, whatever was committed meanwhile.
+        first = copy.deepcopy(plain) if steps == 0 else first  # noqa: F821
+        future = backend.commit(name, client="ann")
+        work(backend)
+        assert future.result(0)[0].tolist() == [steps + 1]
+        first.zero_grad()
+        for seed, (other, size, _) in enumerate(tasks):
+            if other == name:
+                first(rows(size, seed)).backward(rows(size, seed + 50))
+        for one, gradient in zip(plain.parameters(), first.parameters(), strict=True):
+            one.grad = gradient.grad
+        optimizer.step()
+        for one, other in zip(backend.module.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(one, other, rtol=0, atol=1e-10)
+    assert backend.statistics().open_mini_batches == 0
+
+
+def test_a_commit_is_applied_once_and_closes_its_mini_batch() -> None:
+    backend = fussy_backend()
+    add(backend, "m", 0, key="k")
+    work(backend)
+    assert backend.records.step_of("backward", "ann", "k") == 0
+    first, joined = backend.commit("m", client="ann"), backend.commit("m", client="ann")
+    work(backend)
+    again = backend.commit("m", client="ann")
+    assert [each.result(0)[0].item() for each in (first, joined, again)] == [1, 1, 1]
+    assert backend.steps == 1 and backend.records.step_of("backward", "ann", "k") == 1
+    late = add(backend, "m", 1)
+    work(backend)
+    assert isinstance(late.exception(0), CommitError) and "was committed" in str(late.exception(0))
+    assert torch.equal(add(backend, "m", 0, key="k").result(0)[0], add(backend, "m", 0, key="k").result(0)[0])
+
+
+def test_a_mini_batch_belongs_to_its_client() -> None:
+    backend = fussy_backend()
+    add(backend, "m", 0, client="ann")
+    add(backend, "m", 1, client="bob")
+    wrong = backend.commit("m", client="eve")
+    work(backend)
+    assert isinstance(wrong.exception(0), CommitError)
+    assert backend.statistics().open_mini_batches == 2
+    assert backend.statistics().backward_batches == 2  # gradients of two sums do not share a batch
+
+
+def test_a_commit_does_not_overtake_what_was_sent_before_it() -> None:
+    backend = fussy_backend(min_batch_size=100, timeout=60.0)
+    with Runtime([backend]):
+        added = add(backend, "m", 0)
+        committed = backend.commit("m", client="ann")
+        assert committed.result(30)[0].item() == 1 and added.done()
+
+
+def test_a_sum_that_the_guards_refuse_is_dropped_and_may_be_built_again() -> None:
+    backend = fussy_backend(guards=Guards(max_norm=1e6))
+    before = weights(backend)
+    bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="b", mini_batch="m")
+    fine = add(backend, "m", 0, key="g")
+    work(backend)
+    assert isinstance(bad.exception(0), GradientError) and fine.result(0)
+    backend.engine.parts.sums.get(("ann", "m")).total.totals[0] = torch.full((8, 4), 1e9, dtype=torch.float64)
+    committed = backend.commit("m", client="ann")
+    work(backend)
+    assert isinstance(committed.exception(0), GradientError)
+    assert weights(backend) == before and backend.statistics().open_mini_batches == 0
+    assert backend.records.step_of("backward", "ann", "g") is None
+    add(backend, "m", 0, key="g")
+    committed = backend.commit("m", client="ann")
+    work(backend)
+    assert committed.result(0) and backend.steps == 1
+
+
+def test_open_mini_batches_are_few_and_do_not_stay_for_ever() -> None:
+    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=1, seconds=0.05))
+    add(backend, "a", 0, key="k")
+    work(backend)
+    second = add(backend, "b", 0)
+    work(backend)
+    assert isinstance(second.exception(0), OverloadError)
+    backend.engine.parts.sums._open[("ann", "a")].touched -= 1.0
+    assert backend.statistics().open_mini_batch_bytes == 0
+    assert backend.records.step_of("backward", "ann", "k") is None
+    third = add(backend, "b", 0)
+    work(backend)
+    assert third.result(0)
+
+
+def test_layers_that_are_frozen_in_between_are_told() -> None:
+    backend = fussy_backend()
+    add(backend, "m", 0)
+    work(backend)
+    next(backend.module.parameters()).requires_grad_(False)
+    late = add(backend, "m", 1)
+    work(backend)
+    assert isinstance(late.exception(0), CommitError) and "frozen" in str(late.exception(0))
+
+
+def test_an_optimizer_that_raises_on_a_commit_is_told_and_the_sum_is_gone() -> None:
+    backend = fussy_backend()
+    add(backend, "m", 0, key="k")
+    work(backend)
+
+    def fails() -> None:
+        raise ZeroDivisionError("mine")
+
+    backend.apply_gradients = fails  # type: ignore[method-assign]
+    committed = backend.commit("m", client="ann")
+    work(backend)
+    assert isinstance(committed.exception(0), StepError)
+    assert backend.steps == 0 and backend.statistics().open_mini_batches == 0
+    assert backend.records.step_of("backward", "ann", "k") is None
+
+
+def test_bounds_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="mini_batches >= 1"):
+        SumsOptions(mini_batches=0)

@@ -1,0 +1,116 @@
+"""Errors as bytes: the same class, words and reason on both sides, and nothing else from any bytes."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.errors import SpecError, UsageError, WeftError
+from weft.experts.errors import ExpertError, OverloadError, TooManyRowsError
+from weft.experts.wire import (
+    RETRYABLE,
+    ExpertFailedError,
+    LimitError,
+    NotOwnerError,
+    RemoteError,
+    WireError,
+    read_fault,
+    register_fault,
+    write_fault,
+)
+from weft.experts.wire.fault import FAULTS, MOST_TEXT
+
+
+@pytest.mark.parametrize("kind", FAULTS.values(), ids=lambda kind: kind.__name__)
+@given(words=st.text(max_size=50))
+def test_an_error_arrives_as_the_class_that_it_was(kind: type[WeftError], words: str) -> None:
+    seen = read_fault(write_fault(kind(words)))
+    assert type(seen) is kind
+    assert str(seen) == words.encode("utf-8", "replace").decode()
+
+
+@given(st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=4))
+def test_details_arrive(details: dict[str, str]) -> None:
+    clean = {k.encode(errors="replace").decode(): v.encode(errors="replace").decode() for k, v in details.items()}
+    assert read_fault(write_fault(NotOwnerError("ask there", details))).details == clean
+
+
+def test_a_wire_error_keeps_its_reason() -> None:
+    seen = read_fault(write_fault(LimitError("too large", reason="elements", call_id=3)))
+    assert isinstance(seen, LimitError) and seen.reason == "elements"
+
+
+def test_a_stranger_arrives_as_a_failure_of_the_expert_with_its_name() -> None:
+    class Strange(KeyError):
+        def __str__(self) -> str:
+            raise ValueError
+
+    for error, told in ((ZeroDivisionError("by 0"), "ZeroDivisionError: by 0"), (Strange(), "cannot be shown")):
+        seen = read_fault(write_fault(error))
+        assert isinstance(seen, ExpertFailedError) and told in str(seen)
+        assert seen.details["type"].endswith(type(error).__name__)
+
+
+def test_a_subclass_without_a_number_arrives_as_its_nearest_base() -> None:
+    class Own(TooManyRowsError):
+        pass
+
+    assert type(read_fault(write_fault(Own("many")))) is TooManyRowsError
+    assert type(read_fault(write_fault(WeftError("any")))) is RemoteError
+
+
+def test_notes_tell_the_details_of_errors_that_hold_none() -> None:
+    class Own(SpecError):
+        pass
+
+    seen = read_fault(write_fault(Own("axis 1")))
+    assert type(seen) is SpecError and any("Own" in note for note in seen.__notes__)
+
+
+def test_a_code_of_a_newer_peer_is_a_remote_error_that_says_so() -> None:
+    data = bytearray(write_fault(OverloadError("full")))
+    data[:2] = (60000).to_bytes(2, "little")
+    seen = read_fault(bytes(data))
+    assert type(seen) is RemoteError and seen.details["code"] == "60000" and str(seen) == "full"
+
+
+def test_a_number_stands_for_one_class_for_ever() -> None:
+    class Own(ExpertError):
+        pass
+
+    register_fault(65000, Own)
+    try:
+        register_fault(65000, Own)  # the same again is no harm
+        assert type(read_fault(write_fault(Own("x")))) is Own
+        with pytest.raises(UsageError, match="stands for Own"):
+            register_fault(65000, OverloadError)
+    finally:
+        del FAULTS[65000]
+    for code in (0, 1 << 16):
+        with pytest.raises(UsageError, match="from 1 to 65535"):
+            register_fault(code, Own)
+
+
+def test_long_texts_are_cut_and_not_refused() -> None:
+    seen = read_fault(write_fault(RemoteError("ä" * 10000, {str(i): "y" * 9000 for i in range(99)})))
+    assert len(str(seen).encode()) <= MOST_TEXT + 3
+    assert len(seen.details) <= 32
+
+
+def _mutated(cut: int, flip: int) -> bytes:
+    data = bytearray(write_fault(NotOwnerError("there", {"address": "a:1"})))
+    data[flip % len(data)] ^= 1 << (flip % 8)
+    return bytes(data[: len(data) - cut % len(data)])
+
+
+def test_only_what_was_surely_not_done_may_be_asked_again() -> None:
+    assert issubclass(NotOwnerError, RETRYABLE) and issubclass(OverloadError, RETRYABLE)
+    names = {kind.__name__ for kind in FAULTS.values() if issubclass(kind, RETRYABLE)}
+    assert not names & {"DeadlineError", "LostError", "StepError", "ExpertFailedError", "RemoteError", "ExpertError"}
+
+
+@given(st.binary(max_size=80) | st.builds(_mutated, st.integers(0, 60), st.integers()))
+def test_any_bytes_are_an_error_or_a_wire_error(data: bytes) -> None:
+    with contextlib.suppress(WireError):
+        assert isinstance(read_fault(data), WeftError)

@@ -1,0 +1,85 @@
+"""What the tests of the wire draw: tensors of every dtype, calls, frames, and broken frames."""
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.experts.compression import Compression
+from weft.experts.wire.dtypes import CODES
+from weft.experts.wire.frame import Call, encode
+from weft.experts.wire.header import NO_DEADLINE, WITH_TENSORS, Flags, Header, Kind
+
+SHAPES = ((), (0,), (1,), (3,), (0, 4), (4, 0), (2, 3), (5, 1, 7), (1, 2, 1, 3))
+FORMS = ("plain", "transposed", "strided", "expanded")
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Any values of this dtype, NaN and Inf among the floating point ones: the bytes are drawn, not the numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    count = math.prod(shape) * dtype.itemsize
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    drawn = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+    return drawn.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def formed(tensor: Tensor, form: str) -> Tensor:
+    """A tensor of other strides, out of this one."""
+    if form == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(0, -1)
+    if form == "strided" and tensor.dim():
+        return tensor[::2]
+    if form == "expanded":
+        return tensor.unsqueeze(0).expand(3, *tensor.shape)
+    return tensor
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype, shape and every bit: NaN is equal to itself here, and -0.0 is not equal to 0.0."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(*(one.clone(memory_format=torch.contiguous_format).ravel().view(torch.uint8) for one in (a, b)))
+
+
+def tensors() -> st.SearchStrategy[Tensor]:
+    """Tensors of every dtype that travels, of any bytes, strides and shape."""
+    dtypes = st.sampled_from(sorted(CODES, key=str))
+    drawn = st.builds(random_tensor, dtypes, st.sampled_from(SHAPES), st.integers(0, 1 << 20))
+    return st.builds(formed, drawn, st.sampled_from(FORMS))
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> Header:
+    """Any header; the deadline is one that the format can hold."""
+    words = st.text(max_size=12)
+    wide = st.integers(0, (1 << 64) - 1)
+    return Header(
+        kind=draw(st.sampled_from(Kind)),
+        call_id=draw(wide),
+        uid=draw(words),
+        key=draw(words),
+        client=draw(words),
+        mini_batch=draw(words),
+        deadline_ms=draw(st.none() | st.integers(0, NO_DEADLINE - 1)),
+        flags=draw(st.sampled_from(Flags)),
+        reply=draw(st.sampled_from(Compression)),
+        step=draw(wide),
+        data=draw(st.binary(max_size=20)),
+    )
+
+
+@st.composite
+def calls(draw: st.DrawFn, compressed: bool = False) -> Call:
+    """A call with tensors where its kind has some; with `compressed`, each in any way."""
+    header = draw(headers())
+    given: list[Any] = draw(st.lists(tensors(), max_size=3)) if header.kind in WITH_TENSORS else []
+    ways = st.lists(st.sampled_from(Compression), min_size=len(given), max_size=len(given))
+    return Call(header, given, draw(ways) if compressed else [])
+
+
+def frames() -> st.SearchStrategy[bytes]:
+    """Valid frames, compressed or not."""
+    return st.lists(calls(compressed=True), min_size=1, max_size=3).map(lambda some: b"".join(encode(some)))
