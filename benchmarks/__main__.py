@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import pipeline
+from benchmarks import pipeline, recurrent
 from benchmarks.harness import progress
 from benchmarks.table import Table, environment
 
 BENCHMARKS: dict[str, Callable[[bool], Table]] = {
-    f"pipeline.{name}": benchmark for name, benchmark in pipeline.BENCHMARKS.items()
+    f"{capability}.{name}": benchmark
+    for capability, benchmarks in (("pipeline", pipeline.BENCHMARKS), ("recurrent", recurrent.BENCHMARKS))
+    for name, benchmark in benchmarks.items()
 }
 
 
@@ -39,7 +41,9 @@ def _named(name: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run what the arguments name."""
     parser = argparse.ArgumentParser(prog="benchmarks", description="Ratios against peers, as tables.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"pipeline, or one of {', '.join(BENCHMARKS)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"pipeline, recurrent, or one of {', '.join(BENCHMARKS)}"
+    )
     parser.add_argument("--quick", action="store_true", help="small and few; shows that they run")
     options = parser.parse_args(argv)
     names = chosen(options.names)

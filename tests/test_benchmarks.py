@@ -5,12 +5,21 @@ Peers that are not installed are left out by the benchmarks themselves.
 
 import os
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks import __main__ as command
 from benchmarks import load
 from benchmarks.harness import race
+from benchmarks.recurrent import cells
+from benchmarks.recurrent.apart import _seconds_of_children, in_a_fresh_process
+from benchmarks.recurrent.memory_job import peak_of
+from benchmarks.recurrent.racing import SAMPLE, race_for
+from benchmarks.recurrent.work import agree, training
 from benchmarks.table import Table, at_least, at_most
 
 SLOW = {"pipeline.transformer"}  # starts two processes, each of which imports torch
@@ -34,7 +43,8 @@ def test_the_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixt
 
 
 def test_a_name_stands_for_a_capability_or_for_one_benchmark() -> None:
-    assert command.chosen([]) == command.chosen(["pipeline"]) == list(command.BENCHMARKS)
+    assert command.chosen([]) == command.chosen(["pipeline", "recurrent"]) == list(command.BENCHMARKS)
+    assert {each.partition(".")[0] for each in command.chosen(["recurrent"])} == {"recurrent"}
     assert command.chosen(["pipeline.sleep", "pipeline.sleep"]) == ["pipeline.sleep"]
 
 
@@ -78,6 +88,88 @@ def test_a_disturbed_round_is_run_again_and_one_that_counts_all_the_same_is_name
     monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(readings, 0.7))
     assert race({"a": lambda: None}, rounds=2, sample=0.0).note() == "2 rounds, 1 rejected"
     assert "DISTURBED: other processes used up to 0.70" in race({"a": lambda: None}, rounds=1, sample=0.0).note()
+
+
+def test_a_race_against_the_clock_gives_every_candidate_a_sample_of_some_length_in_every_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: 0.0)
+    ran: list[str] = []
+    start = time.perf_counter()
+    found = race_for({name: lambda name=name: (time.sleep(0.01), ran.append(name)) for name in "ab"}, 0.0)
+    assert time.perf_counter() - start >= 4 * SAMPLE
+    # Each once, to learn how long it takes; then two rounds, each begun by another: b stands twice in a row.
+    turns = [name for name, before in zip(ran, ["", *ran], strict=False) if name != before]
+    assert turns == list("ababa")
+    assert {len(seconds) for seconds in found.seconds.values()} == {2}
+
+
+@pytest.mark.parametrize(("foreseen", "rounds"), [(60.0, 1), (0.2, 2)])
+def test_a_candidate_that_takes_long_is_run_once_and_not_warmed_up(
+    foreseen: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: 0.0)
+    ran: list[None] = []
+    race_for({"a": lambda: (time.sleep(SAMPLE), ran.append(None))}, 0.0, expected={"a": foreseen})
+    assert len(ran) == rounds
+
+
+def test_a_disturbed_round_against_the_clock_is_run_again_while_there_is_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = iter([0.5, 0.0, 0.02])
+    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(readings, 0.7))
+    work = {"a": lambda: time.sleep(SAMPLE)}
+    assert race_for(work, 0.0, expected={"a": SAMPLE}, patience=9).note() == "2 rounds, 1 rejected"
+    assert "up to 0.70" in race_for(work, 0.0, expected={"a": SAMPLE}).note()
+
+
+def test_candidates_that_find_other_gradients_are_not_raced() -> None:
+    x = torch.randn(3, 2, 4, requires_grad=True)
+    seeds = [torch.ones(3, 2, 4)]
+    same = training(lambda: [x * 2], [x], seeds)
+    agree({"a": same, "b": same})
+    with pytest.raises(RuntimeError, match=r"do not do the same work.*'b': 0\.5"):
+        agree({"a": same, "b": training(lambda: [x * 3], [x], seeds)})
+
+
+@pytest.mark.parametrize(("make", "peer"), [(cells.LSTMCell, nn.LSTM), (cells.GRUCell, nn.GRU)])
+def test_the_hand_written_cells_are_those_of_torch(make: type[nn.Module], peer: type[nn.RNNBase]) -> None:
+    net = peer(3, 3)
+    cell = cells.with_weights_of(net, make(3, 3))
+    x = torch.randn(5, 2, 3)
+    state = (torch.randn(2, 3), torch.randn(2, 3)) if peer is nn.LSTM else torch.randn(2, 3)
+    ours, theirs = cells.eager(cell, x, state)(), cells.by_torch(net, x, state)()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other.view_as(one))
+
+
+def test_a_job_apart_runs_in_a_process_of_its_own_whose_load_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_busy_seconds", lambda: time.process_time() + _seconds_of_children())
+    before = _seconds_of_children()
+    value, foreign = in_a_fresh_process(os.getpid)
+    assert value != os.getpid()
+    assert _seconds_of_children() > before
+    assert foreign < 0.01
+
+
+@pytest.mark.parametrize(
+    ("job", "argument", "says"), [(int, "x", r"(?s)failed.*invalid literal"), (os._exit, 3, "ended without")]
+)
+def test_a_job_apart_that_fails_is_told_with_its_arguments(job: Callable[[Any], Any], argument: Any, says: str) -> None:
+    with pytest.raises(RuntimeError, match=says):
+        in_a_fresh_process(job, argument)
+
+
+@pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc")
+def test_a_peak_counts_the_outputs_and_the_gradients_that_are_returned() -> None:
+    steps, batch, width = 2000, 16, 32
+    peak = in_a_fresh_process(peak_of, "states", steps, batch, width).value
+    sequence = steps * batch * width * 4
+    assert peak.trains
+    assert peak.kept == "states"
+    assert peak.forecast >= 3 * sequence  # outputs, states that are no outputs, gradients of inputs
+    assert peak.measured >= 0.95 * peak.forecast  # what else the machine does makes no memory resident
 
 
 @pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc/stat")

@@ -1,10 +1,12 @@
-"""The command line: ``python -m weft demo`` shows it all, ``python -m weft plan`` looks at a schedule."""
+"""The command line: ``weft demo`` shows it all, ``weft plan`` looks at a schedule, ``weft serve`` serves experts."""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from weft import demo
 from weft.core.errors import ScheduleError, UsageError, WeftError
@@ -36,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a U-Net in stages and write a report"))
     _add_plan(commands.add_parser("plan", help="print a schedule, what it keeps alive, and its forecast"))
+    _add_serve(commands.add_parser("serve", help="serve experts until SIGTERM"))
+    _add_status(commands.add_parser("status", help="ask a server what it does"))
     return parser
 
 
@@ -58,6 +62,56 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     for name, cost in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0)):
         parser.add_argument(f"--{name}", type=_cost, default=cost, metavar="COST", help="per micro-batch (%(default)s)")
     parser.set_defaults(command=_plan)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a TOML file; options go before it")
+    parser.add_argument(
+        "--expert", action="append", default=[], metavar="NAME=KIND[:argument=number,...]", help="may be repeated"
+    )
+    parser.add_argument("--optimizer", metavar="NAME", help="of torch.optim, for each --expert (none: not trained)")
+    parser.add_argument("--lr", type=_cost, help="its learning rate")
+    parser.add_argument("--address", metavar="HOST:PORT", help="to listen at (127.0.0.1:7070)")
+    parser.add_argument("--checkpoints", metavar="DIR", help="where experts are saved, and restored from")
+    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE", help="with kinds")
+    parser.set_defaults(command=_serve)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--json", action="store_true", help="all that it says, as JSON")
+    parser.add_argument("--token", help="who asks")
+    for name, text in (("authority", "who signed the server"), ("key", "of this client"), ("certificate", "its own")):
+        parser.add_argument(f"--{name}", type=Path, metavar="PEM", help=text)
+    parser.set_defaults(command=_status)
+
+
+def _serve(chosen: argparse.Namespace) -> None:
+    server = _experts("weft.experts.server.command")
+    config: Any = _experts("weft.experts.server.config")
+    table: dict[str, Any] = {} if chosen.config is None else config.read_config(chosen.config)
+    for name in ("address", "checkpoints"):
+        table |= {} if getattr(chosen, name) is None else {name: getattr(chosen, name)}
+    how = {} if chosen.optimizer is None else {"optimizer": chosen.optimizer}
+    how |= {} if chosen.lr is None else {"optimizer_arguments": {"lr": chosen.lr}}
+    table["experts"] = [*table.get("experts", []), *({**config.parse_expert(word), **how} for word in chosen.expert)]
+    table["imports"] = [*table.get("imports", []), *chosen.imports]
+    server.serve(table)
+
+
+def _status(chosen: argparse.Namespace) -> None:
+    client = _experts("weft.experts.client.command")
+    pems = (chosen.authority, chosen.key, chosen.certificate)
+    tls = None if pems == (None, None, None) else _experts("weft.experts.client").ClientTls(*pems)
+    print(client.status(chosen.address, tls=tls, token=chosen.token, as_json=chosen.json))
+
+
+def _experts(module: str) -> Any:
+    """A module that needs more than torch is only imported by the commands that use it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(f"this command needs more packages ({error}): pip install 'weft[experts]'") from None
 
 
 def _demo(chosen: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weft import demo
-from weft.demo import devices, recording
+from weft.demo import characters, devices, recording
 from weft.demo.stage import ProofError
 from weft.report import Section, paragraph
 
@@ -24,7 +24,7 @@ def kept() -> Iterator[None]:
     assert torch.equal(state, torch.get_rng_state()) and threads == torch.get_num_threads()
 
 
-@pytest.mark.usefixtures("kept")
+@pytest.mark.usefixtures("kept", "small_characters")
 def test_the_demo_trains_proves_and_writes_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,7 +35,14 @@ def test_the_demo_trains_proves_and_writes_its_files(
     assert "held-out PSNR" in said and "largest difference of any gradient" in said and "speed" in said
     assert str(report.resolve()) in said and str(report.with_name("trace.json").resolve()) in said
     html = report.read_text("utf-8")
-    for words in ("PSNR", "Timeline of a step, 1f1b", "Live activation bytes", "gpipe, recomputed", "Loss over steps"):
+    for words in (
+        "PSNR",
+        "Timeline of a step, 1f1b",
+        "Live activation bytes",
+        "gpipe, recomputed",
+        "Loss over steps",
+        "Bits per",
+    ):
         assert words in html
     assert "http:" not in html and "https:" not in html
     trace = json.loads(report.with_name("trace.json").read_text("utf-8"))
@@ -63,5 +70,5 @@ def test_every_act_runs_as_the_options_say_and_adds_its_sections_in_order(tmp_pa
     assert html.index("<h2>first</h2><p>7, 2</p>") < html.index("<h2>second</h2>")
 
 
-def test_devices_is_an_act() -> None:
-    assert devices.act in demo.ACTS
+def test_devices_come_before_time() -> None:
+    assert (devices.act, characters.act) == demo.ACTS

@@ -3,8 +3,15 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from weft.recurrent.capture import capture
+from weft.recurrent.engine import Engine
+from weft.recurrent.native.engine import NativeEngine
+from weft.recurrent.native.operators import composed
+from weft.recurrent.python_engine import PythonEngine
 
 
 class Case(NamedTuple):
@@ -86,3 +93,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "sum first": lambda: _case(SumFirst(5), _state(5)),
     "in place": lambda: _case(Inplace(5), _state(5)),
 }
+
+
+every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+
+
+def engine_of(backend: str, case: Case) -> Engine:
+    """The plan of a case, made runnable."""
+    captured = capture(case.cell, case.x, case.state, case.parameters, composed=composed() if backend == "c" else None)
+    return NativeEngine(captured) if backend == "c" else PythonEngine(captured)

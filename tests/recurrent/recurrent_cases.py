@@ -2,12 +2,34 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from weft.core.tree import flatten, map_leaves
+from weft.recurrent import Recurrent
+from weft.recurrent.native.compiler import compiler
+
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+by_plan = pytest.mark.parametrize("backend", ["python", pytest.param("c", marks=needs_compiler)])
+by_any = pytest.mark.parametrize("backend", ["eager", "python", pytest.param("c", marks=needs_compiler)])
 
 WIDTH, HIDDEN = 3, 4
+
+
+def eagerly(cell: Any, **options: Any) -> Recurrent:
+    """The network that runs every step by plain autograd: for laws of the loop itself, whatever the cell does."""
+    return Recurrent(cell, backend="eager", **options)
+
+
+def planned(cell: Any, backend: str, **options: Any) -> Recurrent:
+    """A network by a plan, which therefore refuses to be run by the eager loop instead: see `run_by`."""
+    return Recurrent(cell, backend=backend, **options)
+
+
+def run_by(net: Recurrent) -> set[str]:
+    """What ran the sequences that this network has seen."""
+    return {backend for _, backend, _ in net.why()}
 
 
 class Awkward(nn.Module):

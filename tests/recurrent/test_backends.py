@@ -1,141 +1,193 @@
-"""``backend="python"`` gives the numbers of the eager loop, or is the eager loop and says why."""
+"""Who runs a sequence, and why; and that plans run calls of every form."""
 
 import copy
 import pickle
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.recurrent.recurrent_cases import by_plan, close, eagerly, needs_compiler, planned, run_by
 from weft.core.errors import UsageError
-from weft.core.tree import flatten
 from weft.recurrent import Recurrent
-from weft.recurrent.backends import NoPlanWarning
+from weft.recurrent.backends import KINDS
 from weft.recurrent.network import _check
 
-CELLS: dict[str, Any] = {"LSTM": nn.LSTMCell, "GRU": nn.GRUCell, "RNN": nn.RNNCell}
-
-
-def both(cell: nn.Module, **options: Any) -> tuple[Recurrent, Recurrent]:
-    """The same cell by the eager loop and by its plan."""
-    return Recurrent(cell, **options), Recurrent(cell, backend="python", **options)
+ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
 
 
 def results(net: Recurrent, x: Tensor, state: Any = None, **call: Any) -> list[Tensor]:
     """Outputs, states, and the gradients of input and parameters."""
-    x = x.clone().requires_grad_()
-    seen = net(x, state, **call)
-    leaves = [leaf for part in seen for leaf in flatten(part)[0]]
-    parameters = list(net.parameters())
-    gradients = torch.autograd.grad(sum(leaf.sin().sum() for leaf in leaves), [x, *parameters])
-    return [*(leaf.detach() for leaf in leaves), *gradients]
+    x = x.detach().clone().requires_grad_()
+    result = net(x, state, **call)
+    ends = [result.outputs, result.states[0] if isinstance(result.states, tuple) else result.states]
+    found = torch.autograd.grad(sum(each.sin().sum() for each in ends), [x, *net.parameters()], allow_unused=True)
+    return [*(each.detach() for each in ends), *found]
 
 
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("make", CELLS.values(), ids=CELLS)
-def test_a_plan_gives_the_numbers_of_the_eager_loop(make: Any, batch_first: bool) -> None:
-    eager, planned = both(make(5, 4).double(), batch_first=batch_first)
-    for steps in (1, 6, 3):
-        x = torch.randn(2, steps, 5).double() if batch_first else torch.randn(steps, 2, 5).double()
-        for one, other in zip(results(eager, x), results(planned, x), strict=True):
-            torch.testing.assert_close(other, one, rtol=0, atol=1e-11)
-    assert "loop_back" in planned.explain()
-    assert eager.explain() == ""
+# -- plans --------------------------------------------------------------------------------------------------------
 
 
-def test_one_plan_serves_all_lengths_and_a_new_one_a_new_batch_size() -> None:
-    _, net = both(nn.GRUCell(5, 4))
-    for shape in [(3, 2, 5), (9, 2, 5), (3, 7, 5)]:
+@by_plan
+def test_a_plan_is_explained_and_says_who_runs_it(backend: str) -> None:
+    net = planned(nn.GRUCell(3, 4), backend)
+    assert net.explain() == "" and net.why() == []
+    net(ONE)
+    ((kind, name, why),) = net.why()
+    assert name == backend and why and "(2, 3)" in kind
+    assert net.explain().startswith(kind)
+
+
+def test_auto_takes_the_compiled_loops_where_it_can() -> None:
+    net = Recurrent(nn.GRUCell(3, 4))
+    net(ONE)
+    assert run_by(net) <= {"c", "python", "eager"}
+
+
+@needs_compiler
+def test_auto_takes_another_way_where_loops_in_c_cannot_and_says_why() -> None:
+    net = Recurrent(lambda x, h: (torch.fft.fft(x).real + h, h), verify="never")
+    net(ONE, ZERO)
+    ((_, name, why),) = net.why()
+    assert name in ("python", "eager") and "_fft_" in why
+
+
+@by_plan
+def test_one_plan_serves_all_lengths_and_another_kind_is_another_plan(backend: str) -> None:
+    cell = nn.GRUCell(3, 4)
+    net = planned(cell, backend, verify="never")
+    for shape in [(3, 2, 3), (9, 2, 3), (1, 2, 3)]:
         net(torch.randn(shape))
-    assert len(net._plans.explanations()) == 2
+    assert len(net.why()) == 1
+    net(torch.randn(3, 5, 3))
+    net(torch.randn(3, 5, 3).requires_grad_())
+    net(torch.randn(3, 5, 3), lengths=[3, 2, 1, 3, 3])
+    assert len(net.why()) == 4
+    assert run_by(net) == {backend}
 
 
-def test_chunks_and_steps_agree_with_the_whole() -> None:
-    _, net = both(nn.LSTMCell(5, 4).double())
-    x = torch.randn(6, 2, 5).double()
-    whole = net(x)
-    first = net(x[:2])
-    second = net(x[2:], first.last)
-    torch.testing.assert_close(torch.cat([first.outputs, second.outputs]), whole.outputs, rtol=0, atol=1e-13)
-    y, _ = net.step(x[2], first.last)
-    torch.testing.assert_close(y, whole.outputs[2], rtol=0, atol=1e-13)
+def test_only_so_many_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.recurrent.backends.KINDS", 2)
+    assert KINDS > 2
+    net = planned(nn.RNNCell(3, 4), "python", verify="never")
+    for rows in (1, 2, 1, 3):
+        net(torch.randn(2, rows, 3))
+    assert [kind.split("(")[1][0] for kind, _, _ in net.why()] == ["1", "3"], "the one that was not used goes"
 
 
-def test_the_optimizer_is_seen_and_a_copy_has_plans_of_its_own() -> None:
-    eager, net = both(nn.GRUCell(5, 4).double())
-    x = torch.randn(4, 2, 5).double()
+@by_plan
+def test_the_optimizer_is_seen_and_a_copy_has_plans_of_its_own(backend: str) -> None:
+    net = planned(nn.GRUCell(3, 4).double(), backend, verify="never")
+    x = ONE.double()
     net(x)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), net):
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.mul_(2)
-        torch.testing.assert_close(other(x).outputs, Recurrent(other.cell)(x).outputs)
-        torch.testing.assert_close(net(x).outputs, eager(x).outputs)
+        close(other(x).outputs, eagerly(other.cell)(x).outputs)
+        close(net(x).outputs, eagerly(net.cell)(x).outputs)
+
+
+# -- calls of every form ------------------------------------------------------------------------------------------
+
+FORMS: dict[str, Callable[[Tensor], tuple[Tensor, Any]]] = {
+    "strided inputs": lambda x: (x.transpose(0, 1).contiguous().transpose(0, 1), None),
+    "every second step": lambda x: (x[::2], None),
+    "one step": lambda x: (x[:1], None),
+    "one input for all rows": lambda x: (x[:, :1].expand(-1, 2, -1), None),
+    "an expanded state": lambda x: (x, torch.randn(1, 4).double().expand(2, 4)),
+    "one state for all rows": lambda x: (x, torch.randn(1, 4).double()),
+    "a state that is a view": lambda x: (x, torch.randn(4, 2).double().t()),
+}
+
+
+@by_plan
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_inputs_and_states_may_lie_in_memory_as_they_like(form: Any, backend: str) -> None:
+    cell = nn.GRUCell(3, 4).double()
+    x, state = form(ONE.double())
+    leaf = None if state is None else state.detach().clone().requires_grad_()
+    net, found = planned(cell, backend, verify="never"), []
+    for each in (net, eagerly(cell)):
+        result = each(x, leaf)
+        wrt = [*cell.parameters(), *([] if leaf is None else [leaf])]
+        found.append((tuple(result), torch.autograd.grad(result.outputs.sin().sum(), wrt)))
+    close(found[0], found[1], 1e-11)
+    assert run_by(net) == {backend}
+
+
+@by_plan
+@pytest.mark.parametrize("rows", [1, 2])
+def test_batch_first_chunks_and_steps_agree_with_the_whole(rows: int, backend: str) -> None:
+    cell = nn.LSTMCell(3, 4).double()
+    net = planned(cell, backend, batch_first=True, verify="never")
+    x = torch.randn(rows, 6, 3).double()
+    whole = net(x)
+    close(tuple(whole), tuple(eagerly(cell, batch_first=True)(x)), 1e-11)
+    first = net(x[:, :2])
+    second = net(x[:, 2:], first.last)
+    close(torch.cat([first.outputs, second.outputs], 1), whole.outputs)
+    y, _ = net.step(x[:, 2], first.last)
+    close(y, whole.outputs[:, 2])
+    assert run_by(net) == {backend}
+
+
+@by_plan
+def test_what_wants_no_gradient_gets_none(backend: str) -> None:
+    cell = nn.GRUCell(3, 4).double()
+    cell.bias_hh.requires_grad_(False)
+    net = planned(cell, backend, verify="never")
+    net(ONE.double()).outputs.sum().backward()
+    assert cell.bias_hh.grad is None
     with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(2)
-    torch.testing.assert_close(net(x).outputs, eager(x).outputs)
+        assert not net(ONE.double()).outputs.requires_grad
+    cell.requires_grad_(False)
+    assert not net(ONE.double()).outputs.requires_grad
+    x = ONE.double().requires_grad_()
+    wanted = torch.autograd.grad(eagerly(cell)(x).outputs.sum(), x)
+    close(torch.autograd.grad(net(x).outputs.sum(), x), wanted, 1e-11)
+    assert run_by(net) == {backend}
 
 
-@pytest.mark.parametrize(
-    "call", [{"lengths": [4, 2]}, {"mask": torch.ones(4, 2, dtype=torch.bool)}, {"reset": torch.zeros(4, 2).bool()}]
-)
-def test_what_no_plan_can_run_is_run_by_the_eager_loop_without_a_word(call: dict[str, Any]) -> None:
-    eager, net = both(nn.GRUCell(5, 4).double())
-    x = torch.randn(4, 2, 5).double()
-    for one, other in zip(results(eager, x, **call), results(net, x, **call), strict=True):
-        assert torch.equal(one, other)
-    assert net(torch.randn(0, 2, 5).double()).outputs.shape == (0, 2, 4)
+@by_plan
+def test_a_network_that_ran_in_inference_mode_learns_afterwards(backend: str) -> None:
+    cell = nn.GRUCell(3, 4).double()
+    net, x = planned(cell, backend), ONE.double()
+    with torch.inference_mode():
+        close(net(x).outputs, eagerly(cell)(x).outputs)
+        close(net(x * 1).outputs, eagerly(cell)(x).outputs)
+    close(results(net, x), results(eagerly(cell), x), 1e-11)
+    assert run_by(net) == {backend}
 
 
-class Branching(nn.Module):
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        after = state + x if x.sum() > 0 else state - x
-        return after, after
+class Counting(nn.Module):
+    """Its states are of three dtypes, and one is handed on as it is."""
+
+    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> Any:
+        h, count, seen, fixed = state
+        h = torch.tanh(h + x * fixed) * (1 + count[:, None])
+        seen = seen | (h.sum(1) > 0)
+        return {"h": h, "seen": seen, "count": count}, (h, count + seen, seen, fixed)
 
 
-class Dropping(nn.Module):
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        after = state + nn.functional.dropout(x, 0.5)
-        return after, after
+@by_plan
+def test_states_may_be_integers_and_truth_values_or_stay_as_they_are(backend: str) -> None:
+    x = ONE.double().requires_grad_()
+    fixed = torch.randn(2, 3).double().requires_grad_()
+    state = (ZERO.double(), torch.tensor([1, -2]), torch.tensor([False, True]), fixed)
+    net, found = planned(Counting(), backend), []
+    for each in (net, eagerly(Counting())):
+        result = each(x, state)
+        gradients = torch.autograd.grad(result.outputs["h"].sin().sum(), [x, fixed])
+        found.append((tuple(result), gradients))
+    close(found[0], found[1], 1e-12)
+    assert run_by(net) == {backend}
 
 
-class Borrowing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = [torch.randn(3)]
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        after = state + x * self.table[0]
-        return after, after
-
-
-def function(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    return x + state, x + state
-
-
-@pytest.mark.parametrize(
-    ("cell", "words"),
-    [
-        (Branching(), "torch.where"),
-        (Dropping(), "random numbers"),
-        (Borrowing(), "neither parameters nor buffers"),
-        (function, "make it a module"),
-    ],
-)
-def test_a_cell_without_a_plan_runs_by_the_eager_loop_and_is_warned_of_once(cell: Any, words: str) -> None:
-    net = Recurrent(cell, backend="python")
-    x, state = torch.randn(4, 2, 3), torch.zeros(2, 3)
-    with pytest.warns(NoPlanWarning, match=words):
-        net(x, state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net(x, state)
-    assert words in net.explain()
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(UsageError, match="there are eager, python"):
-        _check(nn.GRUCell(2, 2), None, None, False, None, "c")
+def test_unknown_backends_checks_and_memory_are_refused_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        _check(nn.GRUCell(2, 2), None, None, False, None, "none", "cuda", "later")
+    text = str(caught.value)
+    assert "backend is 'cuda'" in text and "verify is 'later'" in text and "memory is 'none'" in text

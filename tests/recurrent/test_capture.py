@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.recurrent.cells_for_tests import CASES, Case
+from tests.recurrent.cells_for_tests import CASES, Case, every_case
 from weft.core.tree import flatten
 from weft.recurrent.capture import CaptureError, capture
-
-every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 
 
 def eager(case: Case, seeds: list[Tensor]) -> list[Tensor | None]:
@@ -104,7 +102,7 @@ COUNTER = torch.zeros(3)
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "a branch on data": (lambda x, s: (x if x.sum() > 0 else -x, s), "torch.where"),
     "an item": (lambda x, s: (x * x.sum().item(), s), "value of a tensor"),
-    "random numbers": (lambda x, s: (nn.functional.dropout(x, 0.5), s), "random numbers .*bernoulli"),
+    "a draw that depends on values": (lambda x, s: (torch.bernoulli(x.sigmoid()), s), "random numbers .*bernoulli"),
     "a write into the state": (lambda x, s: (x, s.add_(1)), "carry them as a state"),
     "a write into a view of the input": (lambda x, s: (x.t().mul_(2), s), "outlive the step"),
     "a write into a reference": (lambda x, s: (x + COUNTER.add_(1), s), "outlive the step"),

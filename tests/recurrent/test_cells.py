@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, equal, gradients, told
+from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
 from weft.core.errors import UsageError
-from weft.recurrent import Recurrent
 
 KINDS = {"LSTM": (nn.LSTM, nn.LSTMCell), "GRU": (nn.GRU, nn.GRUCell), "RNN": (nn.RNN, nn.RNNCell)}
 
@@ -27,7 +26,7 @@ def test_torchs_cells_give_what_its_networks_give(kind: str, steps: int, rows: i
     torch.manual_seed(steps)
     network, cell = KINDS[kind]
     whole = network(3, 4, batch_first=batch_first).double()
-    net = Recurrent(copied(cell(3, 4), whole), batch_first=batch_first)
+    net = eagerly(copied(cell(3, 4), whole), batch_first=batch_first)
     x = torch.randn(*((rows, steps) if batch_first else (steps, rows)), 3).double().requires_grad_()
     wanted, last = whole(x)
     last = (last[0][0], last[1][0]) if kind == "LSTM" else last[0]
@@ -39,21 +38,21 @@ def test_torchs_cells_give_what_its_networks_give(kind: str, steps: int, rows: i
 
 def test_a_sequence_without_rows_runs_too() -> None:
     whole = nn.GRU(3, 4).double()
-    net = Recurrent(copied(nn.GRUCell(3, 4), whole))
+    net = eagerly(copied(nn.GRUCell(3, 4), whole))
     x = torch.randn(5, 3).double()
     close(net(x).outputs, whole(x)[0])
 
 
 def test_the_first_state_has_the_dtype_of_the_weights() -> None:
-    net = Recurrent(nn.GRUCell(3, 4).double())
+    net = eagerly(nn.GRUCell(3, 4).double())
     assert net(torch.zeros(1, 2, 3).double()).last.dtype == torch.float64
     with torch.autocast("cpu", torch.bfloat16):
-        assert Recurrent(nn.GRUCell(3, 4))(torch.randn(2, 2, 3)).outputs.shape == (2, 2, 4)
+        assert eagerly(nn.GRUCell(3, 4))(torch.randn(2, 2, 3)).outputs.shape == (2, 2, 4)
 
 
 def test_the_keys_of_a_cell_do_not_depend_on_how_it_is_run() -> None:
-    assert list(Recurrent(nn.LSTMCell(3, 4)).state_dict()) == [f"cell.{key}" for key in nn.LSTMCell(3, 4).state_dict()]
-    assert "cell=plus" in repr(Recurrent(plus, truncate=3)) and "truncate=3" in repr(Recurrent(plus, truncate=3))
+    assert list(eagerly(nn.LSTMCell(3, 4)).state_dict()) == [f"cell.{key}" for key in nn.LSTMCell(3, 4).state_dict()]
+    assert "cell=plus" in repr(eagerly(plus, truncate=3)) and "truncate=3" in repr(eagerly(plus, truncate=3))
 
 
 def plus(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +61,7 @@ def plus(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_an_initial_state_of_tensors_is_saved_moved_and_learned() -> None:
     learned = nn.Parameter(torch.ones(2))
-    net = Recurrent(lambda x, s: (x + s[0], s), initial=(learned, torch.zeros(1, 2)))
+    net = eagerly(lambda x, s: (x + s[0], s), initial=(learned, torch.zeros(1, 2)))
     assert list(net.state_dict()) == ["initial.0", "initial.1"]
     assert list(net.parameters()) == [learned]
     assert net.double()(torch.zeros(3, 5, 2).double()).last[1].dtype == torch.float64
@@ -71,7 +70,7 @@ def test_an_initial_state_of_tensors_is_saved_moved_and_learned() -> None:
 
 
 def test_a_network_can_be_copied_and_pickled() -> None:
-    net = Recurrent(nn.LSTMCell(3, 4), initial=(torch.ones(4), nn.Parameter(torch.ones(1, 4))))
+    net = eagerly(nn.LSTMCell(3, 4), initial=(torch.ones(4), nn.Parameter(torch.ones(1, 4))))
     x = torch.randn(2, 3, 3)
     wanted = net(x).outputs
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
@@ -89,33 +88,33 @@ class Begins(nn.Module):
 
 def test_who_says_where_a_network_begins() -> None:
     x = torch.ones(2, 3)
-    assert Recurrent(Begins())(x).last.tolist() == [12] * 3
-    assert Recurrent(Begins(), initial=lambda first: first * 100)(x).last.tolist() == [102] * 3
-    assert Recurrent(Begins(), initial=torch.tensor([1.0]))(x).last.tolist() == [3] * 3
-    assert Recurrent(Begins(), initial=torch.tensor([1.0]))(x, torch.zeros(3)).last.tolist() == [2] * 3
-    assert Recurrent(plus, initial=nn.Linear(2, 2, bias=False))(torch.ones(1, 3, 2)).last.shape == (3, 2)
+    assert eagerly(Begins())(x).last.tolist() == [12] * 3
+    assert eagerly(Begins(), initial=lambda first: first * 100)(x).last.tolist() == [102] * 3
+    assert eagerly(Begins(), initial=torch.tensor([1.0]))(x).last.tolist() == [3] * 3
+    assert eagerly(Begins(), initial=torch.tensor([1.0]))(x, torch.zeros(3)).last.tolist() == [2] * 3
+    assert eagerly(plus, initial=nn.Linear(2, 2, bias=False))(torch.ones(1, 3, 2)).last.shape == (3, 2)
 
 
 def test_the_first_input_is_no_padding() -> None:
     x = torch.tensor([[torch.nan, 1.0], [2.0, 3.0]])
     mask = ~x.isnan()
-    assert Recurrent(Begins())(x, mask=mask).last.tolist() == [22, 14]
+    assert eagerly(Begins())(x, mask=mask).last.tolist() == [22, 14]
 
 
 def test_a_network_that_does_not_know_where_to_begin_says_so() -> None:
     with pytest.raises(UsageError) as caught:
-        Recurrent(plus)(torch.ones(2, 3))
+        eagerly(plus)(torch.ones(2, 3))
     assert told(caught) == [
         "there is no initial state: give state=, or initial= to the network, or give plus a method "
         "initial_state(first input)"
     ]
     with pytest.raises(UsageError, match="no initial state for cell plus"):
-        Recurrent(plus).step(torch.ones(3))
+        eagerly(plus).step(torch.ones(3))
 
 
 def test_all_faults_of_a_networks_arguments_are_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        Recurrent(nn.GRUCell(3, 4), links={"h": "y"}, time_step=True, truncate=0, initial=(torch.ones(1), "zeros"))
+        eagerly(nn.GRUCell(3, 4), links={"h": "y"}, time_step=True, truncate=0, initial=(torch.ones(1), "zeros"))
     assert told(caught) == [
         "links want a step net over dicts, but cell is torch's GRUCell",
         "time_step=True, but torch's GRUCell takes no step number",

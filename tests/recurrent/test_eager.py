@@ -8,16 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, equal, floats, gradients, per_row, random_case, told
+from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, per_row, random_case, told
 from weft.core.errors import SpecError
 from weft.core.tree import map_leaves
-from weft.recurrent import Recurrent
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 99))
 def test_values_and_gradients_are_those_of_a_plain_loop(steps: int, rows: int, seed: int) -> None:
     cell, x, state = random_case(steps, rows, seed)
-    seen = Recurrent(cell)(x, state)
+    seen = eagerly(cell)(x, state)
     wanted = per_row(cell, x, state, torch.ones(steps, rows, dtype=torch.bool))
     close(tuple(seen), wanted)
     learn = [*cell.parameters(), *floats(x), *floats(state)]
@@ -26,12 +25,12 @@ def test_values_and_gradients_are_those_of_a_plain_loop(steps: int, rows: int, s
 
 def test_an_output_that_is_a_state_is_stacked_once() -> None:
     cell, x, state = random_case(3, 2, 0)
-    result = Recurrent(cell)(x, state)
+    result = eagerly(cell)(x, state)
     assert result.outputs["h"] is result.states[0]
     assert result.outputs["n"] is result.states[1]["n"]
     assert result.all is result.states
     # Where rows are masked they differ: an output is zero, a state stays.
-    result = Recurrent(cell)(x, state, lengths=[3, 1])
+    result = eagerly(cell)(x, state, lengths=[3, 1])
     assert result.outputs["h"] is not result.states[0]
 
 
@@ -43,7 +42,7 @@ def small() -> tuple[nn.Module, Tensor, Tensor]:
         h = torch.sigmoid(cell(torch.cat([x, h], -1)))
         return h * x, h
 
-    return Recurrent(step), torch.randn(3, 2, 2).double(), torch.randn(2, 2).double()
+    return eagerly(step), torch.randn(3, 2, 2).double(), torch.randn(2, 2).double()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, on first use
@@ -81,14 +80,14 @@ def test_autocast_and_no_grad_do_as_in_a_plain_loop() -> None:
         return hs
 
     with torch.autocast("cpu", torch.bfloat16):
-        seen = Recurrent(cell)(x)
+        seen = eagerly(cell)(x)
         assert equal(seen.outputs, torch.stack(plain()))
-        masked = Recurrent(cell)(x, lengths=[4, 2])
+        masked = eagerly(cell)(x, lengths=[4, 2])
         assert masked.last.dtype == seen.last.dtype
         assert equal(masked.last[1], plain()[1][1])
     with torch.no_grad():
-        assert not Recurrent(cell)(x).outputs.requires_grad
-        assert equal(Recurrent(cell)(x).outputs, torch.stack(plain()))
+        assert not eagerly(cell)(x).outputs.requires_grad
+        assert equal(eagerly(cell)(x).outputs, torch.stack(plain()))
 
 
 @given(st.integers(1, 7), st.integers(1, 8), st.integers(0, 5))
@@ -102,7 +101,7 @@ def test_truncation_stops_gradients_where_a_loop_would_detach(steps: int, every:
         h = h.detach() if t > 0 and t % every == 0 else h
         h = cell(x[t - start], h)
         hs.append(h)
-    seen = Recurrent(cell, truncate=every)(x, first, start=start)
+    seen = eagerly(cell, truncate=every)(x, first, start=start)
     learn = [x, first, *cell.parameters()]
     close(gradients(seen.outputs, learn), gradients(torch.stack(hs), learn))
 
@@ -114,7 +113,7 @@ def test_an_error_of_the_cell_keeps_its_type_and_gets_a_note_that_names_the_step
         return x, s
 
     with pytest.raises(ZeroDivisionError, match="mine") as caught:
-        Recurrent(breaks, time_step=True)(torch.ones(5, 2, 3), (torch.ones(2), torch.ones(2).int()), start=4)
+        eagerly(breaks, time_step=True)(torch.ones(5, 2, 3), (torch.ones(2), torch.ones(2).int()), start=4)
     note = "weft: in step 7 of cell breaks, x float32 (2, 3), state [float32 (2,), int32 (2,)]"
     assert caught.value.__notes__ == [note]
 
@@ -124,7 +123,7 @@ def test_an_error_of_the_cell_keeps_its_type_and_gets_a_note_that_names_the_step
 )
 def test_a_cell_that_returns_no_pair_is_told_so(returned: Any, word: str) -> None:
     with pytest.raises(SpecError, match=rf"cell <lambda> returned {word} at step 0, wanted a pair \(y, new_state\)"):
-        Recurrent(lambda x, s: returned)(torch.ones(5, 2, 3), torch.ones(2))
+        eagerly(lambda x, s: returned)(torch.ones(5, 2, 3), torch.ones(2))
 
 
 def test_outputs_that_change_from_step_to_step_are_told_by_path() -> None:
@@ -132,19 +131,19 @@ def test_outputs_that_change_from_step_to_step_are_told_by_path() -> None:
         return {"a": x[: 2 - t], "b": x if t else None, "c": x.double() if t else x}, s
 
     with pytest.raises(SpecError, match="the output of step 1 cannot be stacked") as caught:
-        Recurrent(changes, time_step=True)(torch.ones(3, 2), torch.ones(2))
+        eagerly(changes, time_step=True)(torch.ones(3, 2), torch.ones(2))
     assert told(caught) == [
         "output['a'] is float32 (1,), but it began as float32 (2,)",
         "output['b'] is float32 (2,), but it began as None",
         "output['c'] is float64 (2,), but it began as float32 (2,)",
     ]
     with pytest.raises(SpecError, match="output is of type int, wanted a tensor, or None at every step"):
-        Recurrent(lambda x, s: (3, s))(torch.ones(3, 2), torch.ones(2))
+        eagerly(lambda x, s: (3, s))(torch.ones(3, 2), torch.ones(2))
     with pytest.raises(SpecError, match="output should be a leaf, but is a tuple of 1"):
-        Recurrent(lambda x, s, t: ((x,) if t else x, s), time_step=True)(torch.ones(3, 2), torch.ones(2))
+        eagerly(lambda x, s, t: ((x,) if t else x, s), time_step=True)(torch.ones(3, 2), torch.ones(2))
 
 
 def test_a_cell_may_have_no_state() -> None:
-    result = Recurrent(lambda x, s: (x * 2, s))(torch.ones(3, 2), ())
+    result = eagerly(lambda x, s: (x * 2, s))(torch.ones(3, 2), ())
     assert equal(tuple(result), (torch.full((3, 2), 2.0), (), ()))
     assert map_leaves(lambda leaf: leaf, result.states) == ()

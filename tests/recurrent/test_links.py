@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, equal, gradients, told
+from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
 from weft.core.errors import SpecError, UsageError
-from weft.recurrent import Recurrent, Window, recurrent_net
+from weft.recurrent import Window, recurrent_net
 
 Named = dict[str, Any]
 
@@ -66,7 +66,7 @@ def test_a_window_holds_the_last_values_oldest_first(steps: int, rows: int, k: i
 
 
 def test_windows_go_on_from_chunk_to_chunk_and_step_to_step() -> None:
-    net = Recurrent(remember, links={"past": Window("y", 3)}, initial={"past": torch.zeros(3, 1, 1)})
+    net = eagerly(remember, links={"past": Window("y", 3)}, initial={"past": torch.zeros(3, 1, 1)})
     x = torch.randn(6, 2, 1)
     whole = net({"x": x})
     first = net({"x": x[:2]})
@@ -94,9 +94,9 @@ def test_a_hole_in_the_mask_leaves_a_window_as_it_is() -> None:
 
 
 def test_batch_first_windows_lie_behind_the_time_axis() -> None:
-    net = Recurrent(remember, links={"past": Window("y", 3)}, batch_first=True)
+    net = eagerly(remember, links={"past": Window("y", 3)}, batch_first=True)
     x, past = torch.randn(2, 5, 1), torch.randn(3, 2, 1)
-    turned = Recurrent(remember, links={"past": Window("y", 3)})({"x": x.transpose(0, 1)}, {"past": past})
+    turned = eagerly(remember, links={"past": Window("y", 3)})({"x": x.transpose(0, 1)}, {"past": past})
     seen = net({"x": x}, {"past": past})
     assert seen.states["past"].shape == (2, 5, 3, 1)
     assert equal(seen.last, turned.last)
@@ -121,7 +121,7 @@ def test_references_are_handed_over_and_their_gradients_summed_over_time() -> No
 
 
 def test_several_networks_do_not_collide() -> None:
-    net = nn.Sequential(Recurrent(nn.GRUCell(3, 4)), Recurrent(nn.GRUCell(4, 4)))
+    net = nn.Sequential(eagerly(nn.GRUCell(3, 4)), eagerly(nn.GRUCell(4, 4)))
     assert len(net.state_dict()) == 8
 
 
@@ -135,7 +135,7 @@ def test_faults_of_links_are_told_at_once() -> None:
         recurrent_net(remember, x, {}, links, truncate=0)
     assert told(caught) == [*wanted, "truncate is 0, wanted at least 1 step, or None"]
     with pytest.raises(UsageError) as caught:
-        Recurrent(remember, links=links)
+        eagerly(remember, links=links)
     assert told(caught) == wanted
 
 
@@ -150,7 +150,7 @@ def test_states_that_do_not_fit_the_links_are_told_at_once() -> None:
         "state['past']['b'] is of type int, wanted a tensor of 3 values",
     ]
     with pytest.raises(SpecError, match=r"state is of type Tensor, wanted a dict with keys \['h'\]"):
-        Recurrent(remember, links={"h": "y"})(x, torch.ones(2))
+        eagerly(remember, links={"h": "y"})(x, torch.ones(2))
 
 
 def test_a_step_net_that_does_not_return_what_links_want_is_told_so() -> None:

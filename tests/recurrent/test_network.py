@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import Awkward, equal, random_case, told
+from tests.recurrent.recurrent_cases import Awkward, eagerly, equal, random_case, told
 from weft.core.errors import SpecError
 from weft.core.tree import map_leaves
-from weft.recurrent import Recurrent, Result
+from weft.recurrent import Result
 
 
 class Timed(Awkward):
@@ -23,7 +23,7 @@ class Timed(Awkward):
 @given(st.integers(1, 6), st.integers(1, 3), st.data())
 def test_steps_and_chunks_give_the_bits_of_the_whole(steps: int, rows: int, data: st.DataObject) -> None:
     _, x, state = random_case(steps, rows, steps)
-    net = Recurrent(Timed(), time_step=True, truncate=data.draw(st.sampled_from([None, 2])))
+    net = eagerly(Timed(), time_step=True, truncate=data.draw(st.sampled_from([None, 2])))
     whole = net(x, state)
     cut = data.draw(st.integers(0, steps))
     first = net(map_leaves(lambda leaf: leaf[:cut], x), state)
@@ -42,7 +42,7 @@ def test_steps_and_chunks_give_the_bits_of_the_whole(steps: int, rows: int, data
 
 
 def test_a_step_begins_where_a_sequence_begins() -> None:
-    net = Recurrent(nn.LSTMCell(3, 4), initial=(nn.Parameter(torch.ones(4)), torch.zeros(1, 4)))
+    net = eagerly(nn.LSTMCell(3, 4), initial=(nn.Parameter(torch.ones(4)), torch.zeros(1, 4)))
     x = torch.randn(1, 2, 3)
     y, state = net.step(x[0])
     assert equal(y, net(x).outputs[0])
@@ -51,7 +51,7 @@ def test_a_step_begins_where_a_sequence_begins() -> None:
 
 
 def test_truncation_holds_for_single_steps_too() -> None:
-    net = Recurrent(lambda x, s: (s + x, s + x), truncate=2)
+    net = eagerly(lambda x, s: (s + x, s + x), truncate=2)
     state = torch.zeros(2, requires_grad=True)
     x = torch.ones(2)
     assert net.step(x, state, t=0)[0].requires_grad
@@ -61,7 +61,7 @@ def test_truncation_holds_for_single_steps_too() -> None:
 
 def test_faults_of_a_single_step_are_told_at_once() -> None:
     with pytest.raises(SpecError) as caught:
-        Recurrent(nn.LSTMCell(3, 4)).step(torch.ones(2, 3), (torch.ones(3, 4), "c"))
+        eagerly(nn.LSTMCell(3, 4)).step(torch.ones(2, 3), (torch.ones(3, 4), "c"))
     assert told(caught) == [
         "state[0] has shape (3, 4), wanted 2 rows, or 1 for all of them",
         "state[1] is of type str, wanted a tensor",
@@ -71,8 +71,8 @@ def test_faults_of_a_single_step_are_told_at_once() -> None:
 @given(st.integers(0, 4), st.integers(1, 3))
 def test_batch_first_turns_inputs_outputs_and_states_but_not_the_last_one(steps: int, rows: int) -> None:
     cell, x, state = random_case(steps, rows, 3)
-    wanted = Recurrent(cell)(x, state)
-    seen = Recurrent(cell, batch_first=True)(map_leaves(lambda leaf: leaf.transpose(0, 1), x), state)
+    wanted = eagerly(cell)(x, state)
+    seen = eagerly(cell, batch_first=True)(map_leaves(lambda leaf: leaf.transpose(0, 1), x), state)
 
     def turned(leaf: Any) -> Any:
         return leaf if leaf is None else leaf.transpose(0, 1)
@@ -88,7 +88,7 @@ def test_a_cell_closes_over_what_else_it_reads() -> None:
     def step(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         return s * scale, x * scale
 
-    result = Recurrent(step)(torch.ones(3, 2), torch.ones(2))
+    result = eagerly(step)(torch.ones(3, 2), torch.ones(2))
     assert isinstance(result, Result)
     result.outputs.sum().backward()
     assert scale.grad.item() == 2 * (1 + 4 + 4)
@@ -96,6 +96,6 @@ def test_a_cell_closes_over_what_else_it_reads() -> None:
 
 def test_a_network_is_a_module_whose_cell_is_its_child() -> None:
     cell = Awkward()
-    net = Recurrent(cell)
+    net = eagerly(cell)
     assert dict(net.named_children()) == {"cell": cell}
-    assert Recurrent(lambda x, s: (x, s)).state_dict() == {}
+    assert eagerly(lambda x, s: (x, s)).state_dict() == {}

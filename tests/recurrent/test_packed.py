@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from tests.recurrent.recurrent_cases import close
+from tests.recurrent.recurrent_cases import close, eagerly
 from tests.recurrent.test_cells import copied
 from weft.core.errors import UsageError
-from weft.recurrent import Recurrent
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.booleans(), st.booleans())
@@ -19,7 +18,7 @@ def test_a_packed_sequence_gives_what_torch_gives(lengths: list[int], presorted:
         lengths = sorted(lengths, reverse=True)
     torch.manual_seed(len(lengths))
     whole = nn.LSTM(3, 4).double()
-    net = Recurrent(copied(nn.LSTMCell(3, 4), whole))
+    net = eagerly(copied(nn.LSTMCell(3, 4), whole))
     x = torch.randn(max(lengths), len(lengths), 3).double()
     packed = pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=presorted)
     state = (torch.randn(len(lengths), 4).double(), torch.randn(len(lengths), 4).double()) if given_state else None
@@ -38,7 +37,7 @@ def test_a_packed_sequence_gives_what_torch_gives(lengths: list[int], presorted:
 
 def test_outputs_that_are_none_stay_none_and_others_are_packed_one_by_one() -> None:
     packed = pack_padded_sequence(torch.randn(3, 2, 1), torch.tensor([3, 1]))
-    seen = Recurrent(lambda x, s: ((x, None), s + x))(packed, torch.zeros(2, 1))
+    seen = eagerly(lambda x, s: ((x, None), s + x))(packed, torch.zeros(2, 1))
     assert seen.outputs[1] is None
     assert torch.equal(seen.outputs[0].data, packed.data)
 
@@ -46,14 +45,14 @@ def test_outputs_that_are_none_stay_none_and_others_are_packed_one_by_one() -> N
 def test_a_packed_sequence_has_lengths_of_its_own() -> None:
     packed = pack_padded_sequence(torch.randn(3, 2, 3), torch.tensor([3, 1]))
     with pytest.raises(UsageError, match="which has its own"):
-        Recurrent(nn.GRUCell(3, 4))(packed, lengths=[3, 1])
+        eagerly(nn.GRUCell(3, 4))(packed, lengths=[3, 1])
 
 
 def test_batch_first_turns_the_states_of_a_packed_sequence_only() -> None:
     packed = pack_padded_sequence(torch.randn(3, 2, 3), torch.tensor([3, 1]))
     cell, mask = nn.GRUCell(3, 4), torch.tensor([[True, True], [False, True], [True, True]])
-    wanted = Recurrent(cell)(packed, mask=mask)
-    seen = Recurrent(cell, batch_first=True)(packed, mask=mask.t())
+    wanted = eagerly(cell)(packed, mask=mask)
+    seen = eagerly(cell, batch_first=True)(packed, mask=mask.t())
     assert torch.equal(seen.outputs.data, wanted.outputs.data)
     assert torch.equal(seen.last, wanted.last)
     assert torch.equal(seen.states, wanted.states.transpose(0, 1))

@@ -6,11 +6,11 @@ from dataclasses import fields
 import pytest
 from torch import fx
 
-from tests.recurrent.cells_for_tests import CASES, Case
-from weft.recurrent.capture import Captured, capture
+from tests.recurrent.cells_for_tests import CASES, Case, every_case
+from weft.recurrent.capture import capture
+from weft.recurrent.captured import Captured
 from weft.recurrent.parts import CARRIED, GIVEN, INPUT, STATE, cut, dependences, explain
 
-every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 

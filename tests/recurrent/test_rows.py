@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, equal, floats, gradients, per_row, random_case, told
+from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, per_row, random_case, told
 from weft.core.errors import SpecError
 from weft.core.tree import map_leaves
-from weft.recurrent import Recurrent
 
 
 @st.composite
@@ -52,7 +51,7 @@ def test_every_row_runs_as_if_alone_and_padding_of_nan_leaks_nowhere(
     within = torch.arange(steps)[:, None] < torch.as_tensor(arguments.get("lengths", [steps] * rows))
     valid = within & arguments.get("mask", torch.tensor(True))
     reset = within & arguments["reset"] if "reset" in arguments else None
-    net = Recurrent(cell, initial=(lambda first: fresh) if own else None)
+    net = eagerly(cell, initial=(lambda first: fresh) if own else None)
 
     wanted = per_row(cell, x, state, valid, reset, fresh)
     padded = poisoned(x, valid)
@@ -71,13 +70,13 @@ def test_rows_that_never_count_leave_all_gradients_finite() -> None:
     cell, x, state = random_case(3, 2, 0)  # the cell divides by the norm of its input
     for lengths in ([0, 0], [0, 3], [3, 0]):
         padded = poisoned(x, torch.arange(3)[:, None] < torch.tensor(lengths))
-        result = Recurrent(cell)(padded, state, lengths=lengths)
+        result = eagerly(cell)(padded, state, lengths=lengths)
         grads = gradients(tuple(result), [*cell.parameters(), *floats(padded), *floats(state)])
         assert all(torch.isfinite(grad).all() for grad in grads)
 
 
 def test_a_reset_counts_in_a_hole_but_not_past_the_end() -> None:
-    net = Recurrent(lambda x, s: (s + x, s + x), initial=torch.zeros(()))
+    net = eagerly(lambda x, s: (s + x, s + x), initial=torch.zeros(()))
     x = torch.ones(4, 2)
     hole = torch.tensor([True, True, False, False])[:, None].expand(4, 2)
     reset = torch.tensor([False, False, True, False])[:, None].expand(4, 2)
@@ -86,7 +85,7 @@ def test_a_reset_counts_in_a_hole_but_not_past_the_end() -> None:
 
 
 def test_a_reset_brings_back_the_networks_own_state_so_that_chunks_agree_with_the_whole() -> None:
-    net = Recurrent(nn.LSTMCell(3, 4))
+    net = eagerly(nn.LSTMCell(3, 4))
     x, reset = torch.randn(6, 5, 3), torch.rand(6, 5) < 0.4
     whole = net(x, reset=reset)
     first = net(x[:2], reset=reset[:2])
@@ -97,17 +96,17 @@ def test_a_reset_brings_back_the_networks_own_state_so_that_chunks_agree_with_th
 
 def test_a_mask_that_is_true_everywhere_changes_no_bit() -> None:
     cell, x, state = random_case(4, 3, 1)
-    plain = Recurrent(cell)(x, state)
-    masked = Recurrent(cell)(x, state, mask=torch.ones(4, 3, dtype=torch.bool), lengths=[4, 4, 4])
+    plain = eagerly(cell)(x, state)
+    masked = eagerly(cell)(x, state, mask=torch.ones(4, 3, dtype=torch.bool), lengths=[4, 4, 4])
     assert all(equal(a, b) for a, b in zip(plain, masked, strict=True))
 
 
 def test_batch_first_tables_are_rows_by_steps() -> None:
     cell, x, state = random_case(4, 3, 2)
     mask, reset = torch.rand(4, 3) < 0.5, torch.rand(4, 3) < 0.5
-    wanted = Recurrent(cell)(x, state, mask=mask, reset=reset)
+    wanted = eagerly(cell)(x, state, mask=mask, reset=reset)
     turned = map_leaves(lambda leaf: leaf.transpose(0, 1), x)
-    seen = Recurrent(cell, batch_first=True)(turned, state, mask=mask.t(), reset=reset.t())
+    seen = eagerly(cell, batch_first=True)(turned, state, mask=mask.t(), reset=reset.t())
     assert torch.equal(seen.outputs["h"].transpose(0, 1), wanted.outputs["h"])
     assert equal(seen.last, wanted.last)
 
@@ -115,7 +114,7 @@ def test_batch_first_tables_are_rows_by_steps() -> None:
 def test_all_faults_of_lengths_mask_and_reset_are_told_at_once() -> None:
     cell, x, state = random_case(3, 2, 0)
     with pytest.raises(SpecError) as caught:
-        Recurrent(cell)(x, state, lengths=[4, -1], mask=torch.ones(2, 3), reset=torch.ones(3, dtype=torch.bool))
+        eagerly(cell)(x, state, lengths=[4, -1], mask=torch.ones(2, 3), reset=torch.ones(3, dtype=torch.bool))
     assert told(caught) == [
         "lengths go from 0 to T = 3, but row 0 has 4, row 1 has -1",
         "mask has dtype torch.float32, wanted torch.bool",
@@ -127,16 +126,16 @@ def test_all_faults_of_lengths_mask_and_reset_are_told_at_once() -> None:
         ([1, 2, 3], "lengths has shape (3,), wanted (2,): one for each row"),
     ]:
         with pytest.raises(SpecError) as caught:
-            Recurrent(cell)(x, state, lengths=lengths)
+            eagerly(cell)(x, state, lengths=lengths)
         assert told(caught) == [word]
     with pytest.raises(SpecError) as caught:
-        Recurrent(lambda x, s: (x, s))(torch.ones(4), torch.ones(1), lengths=[4])
+        eagerly(lambda x, s: (x, s))(torch.ones(4), torch.ones(1), lengths=[4])
     assert told(caught) == ["lengths, mask and reset speak of rows, but no input has two axes, T x N"]
 
 
 def test_what_is_chosen_by_row_must_have_rows() -> None:
     x = torch.ones(3, 2, 3)
     with pytest.raises(SpecError, match="output has shape \\(\\), wanted 2 rows first"):
-        Recurrent(lambda x, s: (x.sum(), s))(x, torch.ones(2, 1), lengths=[1, 2])
+        eagerly(lambda x, s: (x.sum(), s))(x, torch.ones(2, 1), lengths=[1, 2])
     with pytest.raises(SpecError, match="wanted 2 rows"):
-        Recurrent(lambda x, s: (x, s.mean(0)))(x, torch.ones(2, 4), lengths=[1, 2])
+        eagerly(lambda x, s: (x, s.mean(0)))(x, torch.ones(2, 4), lengths=[1, 2])

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import equal, told
+from tests.recurrent.recurrent_cases import eagerly, equal, told
 from weft.core.errors import SpecError
 from weft.core.tree import map_leaves
-from weft.recurrent import Recurrent
 from weft.recurrent.faults import Faults
 from weft.recurrent.sequence import batch_first_again, read_inputs
 
@@ -48,12 +47,12 @@ def test_batch_first_is_taken_back(steps: int, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64])
 def test_no_steps_at_all_give_empty_results_and_the_state_as_it_was(dtype: torch.dtype) -> None:
-    net = Recurrent(lambda x, s: (x.double() * s, s + 1))
+    net = eagerly(lambda x, s: (x.double() * s, s + 1))
     state = torch.ones(3, dtype=torch.float64)
     result = (
         net(torch.zeros(0, 3, dtype=dtype), state)
         if not dtype.is_complex
-        else Recurrent(lambda x, s: (x, s))(torch.zeros(0, 3, dtype=dtype), state)
+        else eagerly(lambda x, s: (x, s))(torch.zeros(0, 3, dtype=dtype), state)
     )
     assert result.outputs.shape == result.states.shape == (0, 3)
     assert equal(result.last, state)
@@ -64,7 +63,7 @@ def test_no_steps_at_all_have_gradients_of_zero_and_draw_no_random_numbers() -> 
         def forward(self, x: Tensor, state: Any) -> Any:
             return super().forward(x + torch.randn_like(x), state)
 
-    net = Recurrent(Noisy(3, 4))
+    net = eagerly(Noisy(3, 4))
     x = torch.zeros(0, 2, 3, requires_grad=True)
     torch.manual_seed(0)
     result = net(x, lengths=[0, 0], mask=torch.zeros(0, 2, dtype=torch.bool))
@@ -77,7 +76,7 @@ def test_no_steps_at_all_have_gradients_of_zero_and_draw_no_random_numbers() -> 
 
 
 def test_no_rows_at_all() -> None:
-    result = Recurrent(nn.GRUCell(3, 4))(torch.zeros(5, 0, 3), lengths=[])
+    result = eagerly(nn.GRUCell(3, 4))(torch.zeros(5, 0, 3), lengths=[])
     assert result.outputs.shape == (5, 0, 4)
 
 
@@ -106,13 +105,13 @@ def test_no_rows_at_all() -> None:
 )
 def test_faults_of_the_inputs_are_told_at_once_by_path(value: Any, faults: list[str]) -> None:
     with pytest.raises(SpecError) as caught:
-        Recurrent(total)(value, torch.zeros(2))
+        eagerly(total)(value, torch.zeros(2))
     assert told(caught) == faults
 
 
 def test_faults_of_inputs_state_and_tables_come_together() -> None:
     with pytest.raises(SpecError) as caught:
-        Recurrent(total)({"x": torch.ones(4, 2, 3)}, (torch.zeros(3, 1), "b"), lengths=[9, 1], start=-1)
+        eagerly(total)({"x": torch.ones(4, 2, 3)}, (torch.zeros(3, 1), "b"), lengths=[9, 1], start=-1)
     assert told(caught) == [
         "start is -1, wanted the number of the first step, 0 or more",
         "lengths go from 0 to T = 4, but row 0 has 9",
@@ -123,4 +122,4 @@ def test_faults_of_inputs_state_and_tables_come_together() -> None:
 
 def test_batch_first_names_its_own_axes() -> None:
     with pytest.raises(SpecError, match=r"time \(axis 1\) must have one size everywhere"):
-        Recurrent(total, batch_first=True)({"x": torch.ones(2, 4, 3), "y": torch.ones(2, 5)}, torch.zeros(2))
+        eagerly(total, batch_first=True)({"x": torch.ones(2, 4, 3), "y": torch.ones(2, 5)}, torch.zeros(2))

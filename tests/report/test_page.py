@@ -9,10 +9,14 @@ import torch
 from weft.core.events import Event
 from weft.core.schedule import Action
 from weft.report import (
+    Axis,
     Section,
     Tile,
+    code,
+    details,
     figure,
     gallery,
+    line_chart,
     loss_curve,
     memory_curve,
     page,
@@ -52,6 +56,8 @@ def html() -> str:
         figure(memory_curve({"m": [(0.0, 1)]})),
         figure(loss_curve([1.0, 0.5])),
         figure(gallery({"row": torch.rand(2, 4, 4)}, title="images")),
+        figure(line_chart({"a": [(1.0, 1.0)]}, title="t", x=Axis("x"), y=Axis("y"), measured={"a": [(1.0, 1.0)]})),
+        details("more <words>", code("if a < b:\n    pass")),
         table(["", "<peak>"], [["gpipe", "1 MiB"]]),
     ]
     return page("a & b", [Section("one <two>", body)])
@@ -78,7 +84,7 @@ def test_nothing_is_fetched_and_nothing_runs(html: str) -> None:
 
 def test_what_it_is_given_is_escaped(html: str) -> None:
     assert "<title>a &amp; b</title>" in html and "one &lt;two&gt;" in html and "&lt;peak&gt;" in html
-    assert "a &lt; b" in html
+    assert "a &lt; b" in html and "<summary>more &lt;words&gt;</summary><pre>if a &lt; b:\n    pass</pre>" in html
 
 
 def test_both_colour_schemes_give_every_colour_that_the_classes_use(html: str) -> None:

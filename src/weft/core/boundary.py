@@ -7,7 +7,7 @@ For autograd a whole step is a single node, whose inputs are the tensors that go
 
 So ``loss.backward()`` stays plain, every parameter gets its gradient once per step (its hooks fire once, which
 DistributedDataParallel relies on), and ``torch.autograd.grad(loss, parameters)`` works whatever the stages keep.
-The price: no gradient of a gradient.
+The price: no gradient of a gradient, unless the journey knows another way to its gradients (`TwiceDifferentiable`).
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -36,6 +36,15 @@ class Journey(Protocol):
         ...
 
 
+@runtime_checkable
+class TwiceDifferentiable(Protocol):
+    """A journey that can also make its gradients in sight of autograd, for a gradient of a gradient."""
+
+    def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
+        """As `Journey.backward`, under grad mode; autograd can differentiate what it returns."""
+        ...
+
+
 class Boundary(torch.autograd.Function):
     """Use `cross`; this is its autograd node."""
 
@@ -49,6 +58,8 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and isinstance(ctx.journey, TwiceDifferentiable):
+            return (None, *ctx.journey.differentiable_backward(gradients, retain=keeps_graph()))
         forbid_double()
         return (None, *ctx.journey.backward(gradients, retain=keeps_graph()))
 
@@ -58,7 +69,7 @@ def forbid_double() -> None:
     if torch.is_grad_enabled():
         raise DoubleBackwardError(
             "a gradient of a gradient (create_graph=True) was asked for, but the model ran cut out of autograd; use "
-            "executor='graph' for a Pipe, backend='eager' for a recurrent network, which leave the whole graph visible"
+            "executor='graph' for a Pipe, and no wavefront for a Stack: then the whole graph is visible"
         )
 
 

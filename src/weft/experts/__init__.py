@@ -8,6 +8,11 @@ runner.py, effects.py                           the module as a segment, and und
 isolation.py, guards.py                         one client's fault stays that client's
 records.py, sums.py, kept.py                    keys, mini-batches, graphs that wait for a backward
 journal.py, replay.py                           the log, and running it again
+wire/, compression.py                           tensors as bytes, behind a checked header
+checkpoint/                                     what survives the process
+directory/                                      who serves what, with leases
+server/, client/, service/                      over gRPC: Server, RemoteExpert, and what both know
+mixture/                                        the best k of many experts for each row
 optimizers.py, counts.py, errors.py             fused steps, statistics, what can go wrong
 """
 

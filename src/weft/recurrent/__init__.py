@@ -1,20 +1,40 @@
 """Across time: a recurrent network out of one time step, any cell that plain PyTorch can write.
 
 network.py      Recurrent, what users see     functional.py  recurrent_net, links by name
+layers/         LSTM, GRU, RNN, Stack, ...    zoo/           cells by name, and wrappers
 unrolling.py    one call, in and out          eager.py       the exact loop
 sequence.py     time and batch axes           rows.py        lengths, masks, resets
 states.py       shapes at a step's border     cells.py, links.py   what a cell is
 
-A plan in place of the loop: capture.py, tidy.py  the graph of one step and its backward
+A plan in place of the loop: conditions.py, draws.py   lengths and random numbers as inputs of the step
+                             capture.py, tidy.py  the graph of one step and its backward
                              parts.py             what must run step by step, and what need not
-                             code.py, bulk.py     the loops as source; all steps at once
-                             plan.py, derived.py  a whole sequence, as one node of autograd
-                             verify.py, backends.py  the check against the loop, and who runs what
+                             engine.py            a stretch of time, whichever way it is run:
+                             native/              as a loop in C++
+                             python_engine.py, plan.py, code.py, bulk.py  as loops in Python
+                             derived.py, memory.py, workspace.py  a whole sequence, as one node of autograd
+                             verify.py, backends.py, owned.py  the check against the loop, and who runs what
 """
 
+from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.functional import recurrent_net
+from weft.recurrent.layers import GRU, LSTM, RNN, Bidirectional, Caffe2LSTM, Stack
 from weft.recurrent.links import Window
 from weft.recurrent.network import Recurrent
 from weft.recurrent.unrolling import Result
+from weft.recurrent.workspace import release
 
-__all__ = ["Recurrent", "Result", "Window", "recurrent_net"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Bidirectional",
+    "Caffe2LSTM",
+    "NoPlanWarning",
+    "Recurrent",
+    "Result",
+    "Stack",
+    "Window",
+    "recurrent_net",
+    "release",
+]

@@ -1,117 +1,192 @@
 """What runs a sequence: the eager loop, or a plan that was derived from the cell.
 
-    "eager"    every step by plain autograd; whatever the cell does, and gradients of gradients
-    "python"   the derived plan: bulk operators around two minimal loops, run by Python
+    "auto"      the fastest of those below that can
+    "c"         the derived plan as a compiled loop; on the CPU, in float32 and float64, if there is a C++ compiler
+    "inductor"  the derived plan with compiled steps; any operator and device; on CUDA a chunk is launched as a whole
+    "python"    the derived plan: bulk operators around two minimal loops, run by Python
+    "eager"     every step by plain autograd; whatever the cell does
 
-A plan is made at the first sequence of its kind (shapes of one step, dtypes, training flags, the very parameters),
-checked against the eager loop, and kept. Where there can be none, the eager loop runs, and a warning says why, once.
+A plan is made at the first sequence of its kind (shapes of one step, dtypes, which tensors want gradients, what the
+cell reads), checked against the eager loop, and kept. Where there can be none, the eager loop runs, and a warning says
+why, once. `Recurrent.explain()` tells what was chosen for which kind, and why.
 """
 
+import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 
-from weft.core.tree import flatten, unflatten
+from weft.core.errors import WeftError
 from weft.recurrent import eager
-from weft.recurrent.capture import CaptureError, capture
+from weft.recurrent.capture import MisfitError
 from weft.recurrent.cells import Cell
-from weft.recurrent.derived import run_derived
-from weft.recurrent.plan import Plan
+from weft.recurrent.engine import Engine
+from weft.recurrent.memory import NAMES as MEMORY
+from weft.recurrent.memory import Memory
+from weft.recurrent.native.compiler import CompileError
+from weft.recurrent.native.lower import Unsupported
+from weft.recurrent.planned import PlannedCall, unfit, unobserved
 from weft.recurrent.rows import Rows
 from weft.recurrent.sequence import Inputs
-from weft.recurrent.verify import PlanError, verify
+from weft.recurrent.verify import PlanError
 
-Name = Literal["eager", "python"]
-NAMES: tuple[Name, ...] = ("eager", "python")
+Name = Literal["auto", "c", "inductor", "python", "eager"]
+NAMES: tuple[Name, ...] = ("auto", "c", "inductor", "python", "eager")
+Verify = Literal["first", "never"]
+VERIFY: tuple[Verify, ...] = ("first", "never")
+IN_VAIN = 32
+"""After so many plans of which none was used again, the eager loop runs what is new."""
+KINDS = 64
+"""So many plans a network keeps; the one that was used longest ago goes first."""
+
+
+def settings_faults(memory: object, backend: object, verify: object) -> list[str]:
+    """What is wrong with the settings of a network."""
+    faults: list[str] = []
+    if backend not in NAMES:
+        faults.append(f"backend is {backend!r}; there are {', '.join(NAMES)}")
+    if verify not in VERIFY:
+        faults.append(f"verify is {verify!r}; there are {', '.join(VERIFY)}")
+    if memory not in MEMORY and not (type(memory) is int and memory > 0):
+        faults.append(f"memory is {memory!r}, wanted {', '.join(MEMORY)} or a number of bytes")
+    return faults
 
 
 class NoPlanWarning(UserWarning):
     """A recurrent network runs by the eager loop, although a plan was asked for."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What runs one kind of sequence, and why; without an engine it is the eager loop."""
+
+    kind: str
+    engine: Engine | None
+    backend: str
+    why: str
+
+    def explain(self) -> str:
+        """For a person."""
+        head = f"{self.kind}: {self.backend}, because {self.why}"
+        return head if self.engine is None else f"{head}\n\n{self.engine.explain()}"
+
+
 class Plans:
-    """The plans of one network, by kind of sequence; in place of a plan, the reason why there is none."""
+    """The plans of one network, by kind of sequence."""
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, Plan | str] = {}
+    def __init__(self, backend: Name = "auto", memory: Memory = "full", verify: Verify = "first") -> None:
+        self.settings = (backend, memory, verify)
+        self._backend = backend
+        self._memory: Memory = memory
+        self._verify = verify
+        self._known: OrderedDict[Hashable, Choice] = OrderedDict()
+        self._told: set[str] = set()
+        self._pending: list[str] = []
+        self._lock = threading.RLock()
+        self._wasted = 0
 
-    def find(self, cell: Cell, inputs: Inputs, state: Any) -> Plan | str:
-        """The plan for this kind of sequence, made and checked if it is new; or the reason why there is none."""
-        module = cell.function
-        key = _kind(module, inputs, state) if isinstance(module, nn.Module) else "a function"
-        if key not in self._known:
-            found = self._known[key] = _planned(cell, module, inputs, state)
-            if isinstance(found, str):
-                warnings.warn(f"cell {cell.name} runs by the eager loop: {found}", NoPlanWarning, stacklevel=2)
-        return self._known[key]
+    def run(
+        self, cell: Cell, inputs: Inputs, rows: Rows, state: Any, fresh: Any, *, start: int, truncate: int | None
+    ) -> eager.Unrolled | None:
+        """As `eager.unroll`, by a plan; None if the eager loop must do it."""
+        if self._backend == "eager":
+            return None
+        reason = unfit(inputs, state)
+        if reason is not None:
+            self._known.setdefault(reason, Choice(f"calls where {reason}", None, "eager", "no plan can run those"))
+            return None
+        if torch.is_inference_mode_enabled():  # a plan that is made in it could not be used outside
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(cell, inputs, rows, state, fresh, start=start, truncate=truncate)
+        call = PlannedCall(cell, inputs, rows, state, fresh, start, truncate)
+        choice = self._choice(call)
+        return None if choice.engine is None else call.run(choice.engine, self._memory)
 
     def explanations(self) -> list[str]:
-        """Every plan in words; in place of one, the reason why there is none."""
-        return [each.explain() if isinstance(each, Plan) else f"eager loop: {each}" for each in self._known.values()]
+        """What was chosen for every kind, in words."""
+        return [each.explain() for each in self._known.values()]
+
+    def reasons(self) -> list[tuple[str, str, str]]:
+        """For every kind of sequence seen: the kind, what runs it, and why."""
+        return [(each.kind, each.backend, each.why) for each in self._known.values()]
+
+    def say(self) -> None:
+        """Warn of what runs by the eager loop, once for each reason: after it ran, since a faulty cell fails there."""
+        while self._pending:
+            warnings.warn(self._pending.pop(0), NoPlanWarning, stacklevel=2)
+
+    def _choice(self, call: PlannedCall) -> Choice:
+        key = call.key()
+        with self._lock:
+            found = self._known.get(key)
+            if found is None and self._wasted >= IN_VAIN:
+                why = f"the last {IN_VAIN} plans were used once each: what the cell is or reads is new at every call"
+                self._tell(call, why)
+                return Choice(call.kind, None, "eager", why)
+            if found is None:
+                self._wasted += 1
+                found = self._known[key] = self._made(call)
+                if len(self._known) > KINDS:
+                    self._known.popitem(last=False)
+            else:
+                self._wasted = 0
+                self._known.move_to_end(key)
+            return found
+
+    def _made(self, call: PlannedCall) -> Choice:
+        refused: list[str] = []
+        rivals: dict[str, Engine] = {}
+        automatic = ("inductor", "python") if call.on_cuda else ("c", "python")
+        names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
+        for name in names:
+            try:
+                with unobserved():
+                    engine = call.engine(name)
+                    if self._verify == "first":
+                        call.verify(engine, self._memory)
+            except MisfitError as error:  # the eager loop says what is wrong, or bears it
+                return Choice(call.kind, None, "eager", str(error))
+            except (Unsupported, CompileError) as error:
+                refused.append(f"not {name}: {error}")
+            except PlanError as error:
+                refused.append(f"not {name}: {error}")
+                self._tell(call, f"{name}: {error}")
+            except Exception as error:  # whatever tracing a user's code may raise: the eager loop is there
+                refused.append(f"no plan could be made: {_words(error)}")
+                break
+            else:
+                rivals[name] = engine
+                if name != "inductor":
+                    break
+        if rivals:
+            return self._chosen(call, rivals, refused)
+        self._tell(call, "; ".join(refused))
+        return Choice(call.kind, None, "eager", "; ".join(refused))
+
+    def _chosen(self, call: PlannedCall, rivals: dict[str, Engine], refused: list[str]) -> Choice:
+        name, engine = next(iter(rivals.items()))
+        if self._backend != "auto":
+            return Choice(call.kind, engine, name, "it was asked for")
+        if name == "c":
+            return Choice(call.kind, engine, name, "its loops could be compiled, and nothing here is faster")
+        times = {name: call.race(engine) for name, engine in rivals.items()}
+        best = min(times, key=lambda name: times[name][0])
+        loop = min(slow for _, slow in times.values())
+        told = ", ".join(f"{1e3 * ours:.2f} ms by the {name} plan" for name, (ours, _) in times.items())
+        why = "; ".join([f"a few steps took {told} and {1e3 * loop:.2f} ms by the eager loop", *refused])
+        faster = times[best][0] < loop
+        return Choice(call.kind, rivals[best], best, why) if faster else Choice(call.kind, None, "eager", why)
+
+    def _tell(self, call: PlannedCall, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            self._pending.append(f"cell {call.cell.name} runs by the eager loop: {why}")
 
 
-def unfit(cell: Cell, inputs: Inputs, rows: Rows, truncate: int | None) -> str | None:
-    """Why this call cannot be run by any plan; None if it can."""
-    if not inputs.steps:
-        return "there are no steps"
-    if cell.time_step:
-        return "the cell reads the number of the step"
-    if rows.valid is not None or rows.reset is not None:
-        return "there are lengths, a mask or resets"
-    if truncate is not None:
-        return "backpropagation is truncated"
-    if not all(isinstance(leaf, Tensor) for leaf in inputs.leaves):
-        return "an input is no tensor"
-    return None
-
-
-def unroll_planned(plan: Plan, inputs: Inputs, state: Any) -> eager.Unrolled:
-    """As `eager.unroll`, by a plan."""
-    captured = plan.captured
-    leaves = run_derived(plan, inputs.leaves, [each.contiguous() for each in flatten(state)[0]])
-    return (
-        unflatten(captured.output_structure, leaves.outputs),
-        unflatten(captured.state_structure, leaves.last),
-        unflatten(captured.state_structure, leaves.states),
-    )
-
-
-def _planned(cell: Cell, module: object, inputs: Inputs, state: Any) -> Plan | str:
-    if not isinstance(module, nn.Module):
-        return "it is a function, and what that closes over may change unseen; make it a module"
-
-    def step(x: Any, before: Any) -> tuple[Any, Any]:
-        return cell(x, before, 0)
-
-    first = unflatten(inputs.structure, next(inputs.each()))
-    parameters: list[Tensor] = [each for each in module.parameters() if each.requires_grad]
-    try:
-        plan = Plan(capture(step, first, state, parameters))
-        strange = _strangers(plan, module)
-        if strange:
-            return f"it reads {strange} tensors that are neither parameters nor buffers of it; register them"
-        verify(plan, step, inputs.leaves, flatten(state)[0])
-    except (CaptureError, PlanError) as error:
-        return str(error)
-    return plan
-
-
-def _strangers(plan: Plan, module: nn.Module) -> int:
-    """How many tensors the graph refers to that the module does not own: they might be replaced unseen."""
-    own = {id(each) for each in (*module.parameters(), *module.buffers())}
-    captured = plan.captured
-    read = [getattr(captured.module, str(node.target)) for node in captured.roles.references]
-    return sum(id(each) not in own for each in read)
-
-
-def _kind(module: nn.Module, inputs: Inputs, state: Any) -> Hashable:
-    """What a plan depends on: how a step looks, and what the cell consists of."""
-    step = tuple((leaf.shape[1:], leaf.dtype, leaf.device) for leaf in inputs.leaves)
-    before = tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in flatten(state)[0])
-    owned = tuple((id(each), each.requires_grad) for each in (*module.parameters(), *module.buffers()))
-    training = tuple(each.training for each in module.modules())
-    casting = tuple((kind, torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda"))
-    return (inputs.structure, step, before, owned, training, casting)
+def _words(error: Exception) -> str:
+    text = str(error)
+    return text if isinstance(error, WeftError) else f"{type(error).__name__}: {text[:500]}"

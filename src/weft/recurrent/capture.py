@@ -14,69 +14,52 @@ that outlives the step. Capturing is `make_fx` over `torch.autograd.grad`; of th
 most cells. The idea of deriving the backward net of the step net once is that of Caffe2's ``recurrent_net``.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core.boundary import quiet_hooks
 from weft.core.errors import WeftError
 from weft.core.tree import Structure, flatten, map_leaves, unflatten
-from weft.recurrent.tidy import tidy
+from weft.recurrent.captured import Captured, Roles
+from weft.recurrent.draws import bound, lifted
+from weft.recurrent.tidy import factor, tidy
 
 _make_fx = cast("Callable[..., Callable[..., fx.GraphModule]]", proxy_tensor.make_fx)
 _functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functionalize)
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
-Value = fx.Node | None
-"""A node of the graph, or None where there is no value: a gradient of what has none."""
 
 
 class CaptureError(WeftError, RuntimeError):
     """A cell cannot be captured; the message says why, and what would help."""
 
 
-@dataclass(frozen=True)
-class Roles:
-    """What the ends of the graph mean. Lists run parallel to the flat leaves of inputs, states and outputs."""
-
-    inputs: list[fx.Node]
-    states: list[fx.Node]
-    new_state_gradients: list[fx.Node]
-    output_gradients: list[fx.Node]
-    references: list[fx.Node]
-    new_states: list[Value]
-    outputs: list[Value]
-    input_gradients: list[Value]
-    state_gradients: list[Value]
-    parameter_gradients: list[Value]
+class MisfitError(CaptureError):
+    """What the cell returned is not what a step of a loop returns; the eager loop tells users what is wrong."""
 
 
-@dataclass(frozen=True)
-class Captured:
-    """The joint graph of one step. `tensors` holds the references by the name of their node's target."""
-
-    module: fx.GraphModule
-    roles: Roles
-    parameters: list[Tensor]
-    input_structure: Structure
-    state_structure: Structure
-    output_structure: Structure
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        """The operators, in an order in which they can run."""
-        return [node for node in self.module.graph.nodes if node.op == "call_function"]
-
-
-def capture(cell: Cell, x: Any, state: Any, parameters: Sequence[Tensor] | None = None) -> Captured:
+def capture(
+    cell: Cell,
+    x: Any,
+    state: Any,
+    parameters: Sequence[Tensor] | None = None,
+    *,
+    wanted_inputs: Sequence[bool] | None = None,
+    composed: Mapping[Any, Any] | None = None,
+    watched: Sequence[Tensor] = (),
+) -> Captured:
     """Run the cell once on `x` and `state` (no time axis) and derive its joint graph.
 
     `parameters` are the references that want a gradient; by default those of the module that the cell is.
-    Raises CaptureError. An exception of the cell itself passes through.
+    `wanted_inputs` says which leaves of `x` want one; by default all. `composed` makes larger operators out of
+    smaller ones, for backends that do not know them. A cell that looks at the value of a `watched` tensor, as a buffer
+    is one, is refused: the plan would keep the value. Raises CaptureError. An exception of the cell itself passes
+    through.
     """
     wanted = _parameters_of(cell) if parameters is None else list(parameters)
     inputs, input_structure = flatten(x)
@@ -84,14 +67,16 @@ def capture(cell: Cell, x: Any, state: Any, parameters: Sequence[Tensor] | None 
     _check_tensors([("input", inputs), ("state", states)])
     # Tensors of our own: the tracer would take one that is given twice, as two zero states often are, for one.
     inputs, states = ([each.detach().clone() for each in part] for part in (inputs, states))
-    with torch.no_grad():
-        y, new_state = _result_of(cell, *(map_leaves(torch.clone, each) for each in (x, state)))
+    with torch.no_grad(), _Watch(watched):
+        y, new_state = result_of(cell(*(map_leaves(torch.clone, each) for each in (x, state))))
     outputs, output_structure = flatten(y)
     new_states = _matching(new_state, states, state_structure)
     _check_tensors([("output", outputs)])
 
+    wants = [*(wanted_inputs or [True] * len(inputs)), *[True] * len(states)]
+
     def joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
-        leaves = [_leaf(each) for each in (*xs, *ss)]
+        leaves = [_leaf(each, want) for each, want in zip((*xs, *ss), wants, strict=True)]
         with torch.enable_grad():
             out, after = cell(
                 unflatten(input_structure, leaves[: len(xs)]), unflatten(state_structure, leaves[len(xs) :])
@@ -106,9 +91,32 @@ def capture(cell: Cell, x: Any, state: Any, parameters: Sequence[Tensor] | None 
 
     _check_pure(forward, (inputs, states))
     example = (inputs, states, [torch.zeros_like(each) for each in new_states], [torch.zeros_like(o) for o in outputs])
-    module = _traced(joint, example, wanted)
+    module = _traced(joint, example, wanted, composed)
     counts = (len(inputs), len(states), len(new_states), len(outputs))
-    return Captured(module, _roles(module, counts), wanted, input_structure, state_structure, output_structure)
+    roles = _roles(module, counts)
+    random, draws = lifted(module)
+    roles.inputs.extend(random)
+    roles.input_gradients.extend([None] * len(random))
+    asked = tuple(wants[: len(inputs)]) + (False,) * len(random)
+    return Captured(module, roles, wanted, input_structure, state_structure, output_structure, asked, draws)
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses a look at the value of certain tensors: tracing would take it for a number of the program."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._held = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            seen = [each for each in args if isinstance(each, Tensor) and each.numel()]
+            if any(each.untyped_storage().data_ptr() in self._held for each in seen):
+                raise CaptureError(
+                    f"the cell looks at the value of a buffer or parameter ({func}), which a plan would keep; make it "
+                    "a plain attribute, or compute with the tensor"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def _check_pure(forward: Callable[..., Any], example: tuple[list[Tensor], ...]) -> None:
@@ -123,16 +131,23 @@ def _check_pure(forward: Callable[..., Any], example: tuple[list[Tensor], ...]) 
             "the cell looks at the value of a tensor (a branch on data, .item(), bool() or the like), so no graph can "
             "stand for all steps; use torch.where instead of a branch, or run the cell by the eager loop"
         ) from error
-    _refuse_random(seen)
     _refuse_writes(seen)
 
 
-def _traced(joint: Callable[..., Any], example: tuple[list[Tensor], ...], parameters: list[Tensor]) -> fx.GraphModule:
+def _traced(
+    joint: Callable[..., Any],
+    example: tuple[list[Tensor], ...],
+    parameters: list[Tensor],
+    composed: Mapping[Any, Any] | None,
+) -> fx.GraphModule:
     """The graph, made of pure operators: traced, without mutations, and tidied."""
     with torch.no_grad(), quiet_hooks(parameters):
         seen = _make_fx(joint)(*example)
-        pure = _make_fx(_functionalize(seen, remove="mutations"))(*example)
+        pure = _make_fx(_functionalize(seen, remove="mutations"), decomposition_table=composed)(*example)
+    _refuse_random(pure)
     tidy(pure)
+    if composed is None:
+        factor(pure)
     return pure
 
 
@@ -140,9 +155,9 @@ def _parameters_of(cell: object) -> list[Tensor]:
     return [p for p in cell.parameters() if p.requires_grad] if isinstance(cell, nn.Module) else []
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
     tensor = tensor.detach()
-    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+    return tensor.requires_grad_() if wanted and (tensor.is_floating_point() or tensor.is_complex()) else tensor
 
 
 def _gradients(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
@@ -155,10 +170,10 @@ def _gradients(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) ->
     return [next(found) if tensor.requires_grad else None for tensor in wanted]
 
 
-def _result_of(cell: Cell, x: Any, state: Any) -> tuple[Any, Any]:
-    result: Any = cell(x, state)
+def result_of(result: Any) -> tuple[Any, Any]:
+    """What a cell returned, if it is a pair. Raises MisfitError."""
     if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
-        raise CaptureError(
+        raise MisfitError(
             f"a cell returns (output, new state), but this one returned {type(cast(object, result)).__name__}; "
             "return a tuple of two, each of them nested as you like"
         )
@@ -170,10 +185,12 @@ def _matching(new_state: Any, states: list[Tensor], structure: Structure) -> lis
     leaves, seen = flatten(new_state)
     faults = [] if seen == structure else [f"it is nested as {seen}, the old one as {structure}"]
     for i, (new, old) in enumerate(zip(leaves, states, strict=False)):
-        if isinstance(new, Tensor) and (new.shape, new.dtype) != (old.shape, old.dtype):
+        if not isinstance(new, Tensor):
+            faults.append(f"leaf {i} is of type {type(new).__name__}")
+        elif (new.shape, new.dtype) != (old.shape, old.dtype):
             faults.append(f"leaf {i} is {_look(new)}, in the old one {_look(old)}")
     if faults:
-        raise CaptureError("the new state of a cell must look like the old one, but " + "; ".join(faults))
+        raise MisfitError("the new state of a cell must look like the old one, but " + "; ".join(faults))
     return leaves
 
 
@@ -193,12 +210,12 @@ def _check_tensors(parts: Sequence[tuple[str, Sequence[Any]]]) -> None:
 
 
 def _refuse_random(module: fx.GraphModule) -> None:
-    drawn = [n for n in module.graph.nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    drawn = bound(module)
     if drawn:
-        names = ", ".join(dict.fromkeys(str(node.target) for node in drawn))
+        names = ", ".join(dict.fromkeys(drawn))
         raise CaptureError(
-            f"the cell draws random numbers ({names}), and a captured step would draw the same ones every time; "
-            "run the cell by the eager loop"
+            f"the cell draws random numbers that depend on what it computes ({names}), so they cannot be drawn before "
+            "the loop; draw from a shape and a fixed probability, or run the cell by the eager loop"
         )
 
 
@@ -210,11 +227,15 @@ def _refuse_writes(module: fx.GraphModule) -> None:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None:
             continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
+        named = {argument.name: argument for argument in schema.arguments}
+        given = [*zip(schema.arguments, node.args, strict=False), *((named[k], v) for k, v in node.kwargs.items())]
+        for argument, value in given:
             if value in outlives and argument.alias_info is not None:
                 if argument.alias_info.is_write:
                     written.append(f"{node.target} on {value}")
                 outlives.add(node)  # a view
+        if "batch_norm" in str(node.target) and any(each is True for each in node.args[5:6]):
+            written.append(f"{node.target} in training on its running statistics")
     if written:
         raise CaptureError(
             "the cell writes into tensors that outlive the step (" + ", ".join(written) + "); carry them as a state, "

@@ -10,7 +10,7 @@
 An adapter holds no tensor of its own: parameters stay where the user's module has them, under its own names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -26,9 +26,14 @@ class Cell:
         self.function = function
         self.time_step = time_step
 
-    def __call__(self, x: Any, state: Any, t: int) -> Any:
+    def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         """One step. What comes back is checked by the loop."""
         return self.function(x, state, t) if self.time_step else self.function(x, state)
+
+    @property
+    def form(self) -> Hashable:
+        """What else than the function decides how a step runs."""
+        return (type(self), self.time_step)
 
     @property
     def name(self) -> str:
@@ -52,7 +57,7 @@ class Cell:
 class TorchCell(Cell):
     """``nn.LSTMCell``, ``nn.GRUCell`` or ``nn.RNNCell``: the output is the hidden state."""
 
-    def __call__(self, x: Any, state: Any, t: int) -> Any:
+    def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         new = super().__call__(x, state, t)
         return (new[0], tuple(new)) if isinstance(self.function, nn.LSTMCell) else (new, new)
 

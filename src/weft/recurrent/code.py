@@ -28,6 +28,7 @@ _QUICK: dict[Any, Callable[..., Any]] = {
     _aten.tanh.default: torch.tanh,
     _aten.exp.default: torch.exp,
     _aten.neg.default: torch.neg,
+    _aten.rsub.Scalar: torch.rsub,
     _aten.relu.default: torch.relu,
     _aten.addmm.default: torch.addmm,
     _aten.mm.default: torch.mm,
@@ -38,7 +39,7 @@ _QUICK: dict[Any, Callable[..., Any]] = {
 """The same operators by a shorter way: a call through the dispatcher's Python object costs about twice as much."""
 
 _INTO: dict[Any, tuple[Any, str]] = {
-    **{target: (quick, "out") for target, quick in _QUICK.items() if quick not in (torch.relu, torch.t)},
+    **{target: (quick, "out") for target, quick in _QUICK.items() if quick not in (torch.relu, torch.t, torch.rsub)},
     _aten.sigmoid_backward.default: (_aten.sigmoid_backward.grad_input, "grad_input"),
     _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
 }

@@ -10,12 +10,15 @@ After Caffe2's `recurrent_net`. What the step reads besides its inputs and state
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
+from weft.recurrent.backends import Name, Plans, Verify, settings_faults
 from weft.recurrent.links import Linked, Links, link_faults
+from weft.recurrent.memory import Memory
 from weft.recurrent.rows import Lengths
 from weft.recurrent.unrolling import Result, Settings, run
 
@@ -33,6 +36,9 @@ def recurrent_net(
     time_step: bool = False,
     truncate: int | None = None,
     start: int = 0,
+    memory: Memory = "full",
+    backend: Name = "auto",
+    verify: Verify = "first",
 ) -> Result:
     """Run ``step(inputs, states) -> outputs`` over time; every value is a dict by name.
 
@@ -44,6 +50,9 @@ def recurrent_net(
         references: handed to ``step`` as the third dict, if given.
         time_step: ``step`` gets the number of the step as its last argument.
         lengths, mask, reset, truncate, start: as for :class:`Recurrent`; a reset brings ``states`` back.
+        memory, backend, verify: as for :class:`Recurrent`. Plans are kept for the process, by what ``step`` is and
+            closes over. Give it what the model computes, such as an encoded source, as ``references``: a step that
+            closes over it would be another one at every call.
 
     Returns ``Result(outputs, last, states)`` with dicts by name; ``result.all`` is ``result.states``.
     Raises as :class:`Recurrent` does.
@@ -51,8 +60,15 @@ def recurrent_net(
     faults = link_faults(links)
     if truncate is not None and truncate < 1:
         faults.append(f"truncate is {truncate}, wanted at least 1 step, or None")
+    faults += settings_faults(memory, backend, verify)
     if faults:
         raise UsageError(listed("recurrent_net cannot run with these arguments:", faults))
     cell = Linked(step, links, references=references, time_step=time_step)
-    settings = Settings(truncate=truncate)
+    settings = Settings(truncate=truncate, plans=_plans(backend, memory, verify))
     return run(cell, settings, dict(inputs), states, lengths=lengths, mask=mask, reset=reset, start=start)
+
+
+@lru_cache(maxsize=16)
+def _plans(backend: Name, memory: Memory, verify: Verify) -> Plans:
+    """The plans of this process; as many are kept as by one network."""
+    return Plans(backend, memory, verify)

@@ -14,7 +14,7 @@ has rows like any other state.
 Links with offsets, and windows over a state, are Caffe2's (`recurrent_net`, `link_window`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,12 +62,21 @@ class Linked(Cell):
         self.links = links
         self.references = references
 
-    def __call__(self, x: Any, state: Any, t: int) -> Any:
+    def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         extra = () if self.references is None else (self.references,)
         seen = self.leave(state)
         outputs = self.function(x, seen, *extra, t) if self.time_step else self.function(x, seen, *extra)
         self._check(outputs, t)
         return dict(outputs), {name: self._next(name, state[name], outputs) for name in self.links}
+
+    @property
+    def form(self) -> Hashable:
+        """See :meth:`Cell.form`."""
+        return (*cast("tuple[Hashable, ...]", super().form), tuple(self.links.items()))
+
+    def bound(self, references: Mapping[str, Any]) -> "Linked":
+        """The same step net with other references."""
+        return Linked(self.function, self.links, references=references, time_step=self.time_step)
 
     def enter(self, state: Any, faults: Faults) -> Any:
         """States by name, windows as tuples, in the order of the links."""
@@ -116,7 +125,7 @@ class Linked(Cell):
         link = self.links[name]
         return (*old[1:], outputs[link.name]) if isinstance(link, Window) else outputs[link]
 
-    def _check(self, outputs: Any, t: int) -> None:
+    def _check(self, outputs: Any, t: int | Tensor) -> None:
         if not isinstance(outputs, Mapping):
             raise SpecError(
                 f"the step net {self.name} returned a {type(outputs).__name__} at step {t}, "

@@ -11,6 +11,7 @@ The idea, a step net that an engine runs over time, is Caffe2's (`recurrent_net`
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.core.errors import UsageError, listed
@@ -18,7 +19,9 @@ from weft.core.tree import flatten, unflatten
 from weft.recurrent import backends, eager
 from weft.recurrent.cells import Cell, StoredState, adapt
 from weft.recurrent.faults import Faults
+from weft.recurrent.forms import enrol
 from weft.recurrent.links import Linked, Links, link_faults
+from weft.recurrent.memory import Memory
 from weft.recurrent.rows import Lengths
 from weft.recurrent.sequence import read_inputs
 from weft.recurrent.states import spread
@@ -41,10 +44,23 @@ class Recurrent(nn.Module):
         batch_first: inputs, outputs, states, mask and reset are N x T x ...; ``last`` is N x ... anyway.
         truncate: truncated backpropagation: the states' gradients stop before every step whose number is a
             multiple of it. Other gradients are whole.
-        backend: ``"eager"``, the exact loop, or ``"python"``, a plan derived from the cell (see `explain`): only what
-            carries the state runs step by step, and a parameter's gradient is one product after the loop. It
-            needs a module as cell; calls with lengths, mask, reset, truncation or the step number, and cells that
-            cannot be captured, run by the eager loop. A new plan is checked against the eager loop first.
+        memory: what is kept from forward to backward: ``"full"``; ``"states"``, from which the other values are made
+            again, for many steps at once; ``"sqrt"``, only some states, from which segments are run again (then
+            ``result.states`` is ``None``); or a number of bytes that a call with its backward may take, outputs and
+            returned gradients included: the fastest way that keeps within it. Gradients are the same bits in all. The
+            eager loop keeps everything, whatever is said here.
+        backend: ``"auto"``, the fastest that can; ``"c"``, ``"inductor"``, ``"python"``: a plan derived from the
+            cell (see `explain`): only what carries the state runs step by step, and a parameter's gradient is one
+            product after the loop; ``"eager"``, the exact loop, which also runs what cannot be captured, with a
+            warning that says why.
+        verify: ``"first"``: a new plan is checked against the eager loop on a few steps before it is used; ``"never"``.
+
+    A gradient of a gradient (``create_graph=True``) runs the sequence once more, by the eager loop, when it is asked.
+
+    Under ``torch.compile`` and ``torch.export`` the whole sequence is one operator that is not looked into; plans are
+    made when it runs. A graph finds its network in the process that traced it, as long as the module lives: an exported
+    program that was saved runs where it is loaded only in that process. ``result.states`` is ``None`` there unless
+    ``memory`` is ``"full"`` or ``"states"``. A ``PackedSequence`` is refused, and ``torch.export(strict=True)`` fails.
 
     Raises ``UsageError`` that lists all that is wrong with the arguments.
     """
@@ -58,18 +74,23 @@ class Recurrent(nn.Module):
         time_step: bool = False,
         batch_first: bool = False,
         truncate: int | None = None,
-        backend: backends.Name = "eager",
+        memory: Memory = "full",
+        backend: backends.Name = "auto",
+        verify: backends.Verify = "first",
     ) -> None:
         super().__init__()
-        _check(cell, links, initial, time_step, truncate, backend)
+        _check(cell, links, initial, time_step, truncate, memory, backend, verify)
         self.cell = cell
         self.links = links
         self.time_step = time_step
         self.batch_first = batch_first
         self.truncate = truncate
-        self.backend = backend
-        self._plans = backends.Plans()
+        self.memory: Memory = memory
+        self.backend: backends.Name = backend
+        self.verify: backends.Verify = verify
+        self._plans = backends.Plans(backend, memory, verify)
         self.initial = initial if initial is None or callable(initial) else StoredState(initial)
+        self._handle = enrol(self)  # by which a traced graph knows it
 
     def forward(
         self,
@@ -101,8 +122,29 @@ class Recurrent(nn.Module):
         Raises ``SpecError`` or ``UsageError`` that lists all that is wrong with the arguments, and ``SpecError`` if
         what the cell returns does not fit. Errors of the cell itself get a note that names the step.
         """
+        if torch.compiler.is_compiling():
+            from weft.recurrent import traced  # noqa: PLC0415  (brings Dynamo, which then is there already)
+
+            given = {"lengths": lengths, "mask": mask, "reset": reset}
+            more = {name: value for name, value in given.items() if value is not None}
+            return traced.call(self, self._handle, inputs, state, more, start)
+        return self.run_plainly(inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
+
+    def run_plainly(
+        self,
+        inputs: Any,
+        state: Any = None,
+        *,
+        lengths: Lengths | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        start: int = 0,
+        plans: backends.Plans | None = None,
+    ) -> Result:
+        """As `forward`, whether it is being traced or not; `plans` are others than the network's own."""
         cell = self._adapted()
-        return run(cell, self._settings(cell), inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
+        settings = self._settings(cell, self._current() if plans is None else plans)
+        return run(cell, settings, inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
 
     def step(self, x: Any, state: Any = None, *, t: int = 0) -> tuple[Any, Any]:
         """One step, number ``t``, of a stream: ``(y, new_state)``, the same numbers as in the whole sequence.
@@ -131,11 +173,21 @@ class Recurrent(nn.Module):
 
     def explain(self) -> str:
         """For a person: for every kind of sequence seen, what runs step by step and what was moved out of the loop,
-        or why the eager loop runs it. Empty until a sequence was run with ``backend="python"``."""
+        or why the eager loop runs it. Empty until a sequence was run."""
         return "\n\n".join(self._plans.explanations())
 
+    def why(self) -> list[tuple[str, str, str]]:
+        """For every kind of sequence that was run: the kind, the backend that runs it, and the reason."""
+        return self._plans.reasons()
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": backends.Plans()}  # plans know the very parameters; a copy has others
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_handle")}
+        return kept  # plans know the very parameters, and a handle the very network; a copy has others
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = backends.Plans(self.backend, self.memory, self.verify)
+        self._handle = enrol(self)
 
     def extra_repr(self) -> str:
         """The arguments that are not as by default."""
@@ -149,8 +201,17 @@ class Recurrent(nn.Module):
             return Linked(self.cell, self.links, time_step=self.time_step)
         return adapt(self.cell, time_step=self.time_step)
 
-    def _settings(self, cell: Cell) -> Settings:
-        plans = self._plans if self.backend != "eager" else None
+    def _current(self) -> backends.Plans:
+        """The plans; new ones if a setting was changed since they were made."""
+        wanted = (self.backend, self.memory, self.verify)
+        if self._plans.settings != wanted:
+            faults = backends.settings_faults(self.memory, self.backend, self.verify)
+            if faults:
+                raise UsageError(listed("Recurrent cannot run with these settings:", faults))
+            self._plans = backends.Plans(*wanted)
+        return self._plans
+
+    def _settings(self, cell: Cell, plans: backends.Plans | None = None) -> Settings:
         return Settings(self._initial(cell), self.batch_first, self.truncate, plans)
 
     def _initial(self, cell: Cell) -> Initial | None:
@@ -158,7 +219,9 @@ class Recurrent(nn.Module):
         return None if make is None else Initial(make, for_one_row=isinstance(make, StoredState))
 
 
-def _check(cell: Any, links: Any, initial: Any, time_step: bool, truncate: int | None, backend: str) -> None:
+def _check(
+    cell: Any, links: Any, initial: Any, time_step: bool, truncate: int | None, memory: Any, backend: str, verify: str
+) -> None:
     """Raise UsageError that lists all that is wrong with the arguments of a network."""
     faults = [] if links is None else link_faults(links)
     torch_cell = isinstance(cell, nn.RNNCellBase)
@@ -166,8 +229,7 @@ def _check(cell: Any, links: Any, initial: Any, time_step: bool, truncate: int |
         faults.append(f"links want a step net over dicts, but cell is torch's {type(cell).__name__}")
     if torch_cell and time_step:
         faults.append(f"time_step=True, but torch's {type(cell).__name__} takes no step number")
-    if backend not in backends.NAMES:
-        faults.append(f"backend is {backend!r}; there are {', '.join(backends.NAMES)}")
+    faults += backends.settings_faults(memory, backend, verify)
     if truncate is not None and truncate < 1:
         faults.append(f"truncate is {truncate}, wanted at least 1 step, or None")
     if initial is not None and not callable(initial):

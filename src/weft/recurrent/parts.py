@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 
 from torch import fx
 
-from weft.recurrent.capture import Captured, Value
+from weft.recurrent.captured import Captured, Value
 
 INPUT, STATE, CARRIED, GIVEN = "input", "state", "carried gradient", "output gradient"
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from weft.recurrent.bulk import Bulk
-from weft.recurrent.capture import Captured, Value
+from weft.recurrent.captured import Captured, Value
 from weft.recurrent.code import CompiledLoop, Loop
 from weft.recurrent.parts import Parts, cut, dependences, explain
 
@@ -103,6 +103,9 @@ class Plan:
         trail.bulk.evaluate(parts.once, _read_by(later, parts.once, ends))
         trail.bulk.evaluate(parts.before, _read_by([*parts.loop, *parts.after, *back], parts.before, ends))
         new_states = _nodes(roles.new_states)
+        for k, first in enumerate(states):
+            if new_states[k] is roles.states[k]:  # handed on as it is: one tensor stands for all steps
+                env[roles.states[k]] = first.expand(trail.bulk.steps, *first.shape)
         buffers = self._buffers(self.loop, trail, dict(zip(reversed(new_states), reversed(list(states)), strict=True)))
         _, saved = self._run(self.loop, trail, states)
         trail.rows.update(saved)
@@ -111,10 +114,25 @@ class Plan:
         all_states = [
             buffers[new]
             if new in buffers and new_states.index(new) == k
+            else first
+            if new is roles.states[k]
             else torch.cat([first[None], trail.stacked(new)])
             for k, (first, new) in enumerate(zip(states, new_states, strict=True))
         ]
         return [trail.stacked(node) for node in _nodes(roles.outputs)], all_states, trail
+
+    def compile(self, loop: Loop) -> CompiledLoop:
+        """A loop as a function; other engines have other ways."""
+        return loop.compile()
+
+    def varies(self, node: fx.Node) -> bool:
+        """Whether a value may differ from step to step."""
+        return bool(self._on[node])
+
+    def kept(self) -> list[fx.Node]:
+        """The nodes whose values stay from forward to backward, for all steps."""
+        forward = [*self.parts.before, *self.parts.after]
+        return list(dict.fromkeys([*self.loop.loop.saved, *forward]))
 
     def backward(
         self, trail: Trail, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
@@ -166,7 +184,7 @@ class Plan:
         rows = [node for node in outside if self._on[node]]
         constants = [node for node in outside if not self._on[node]]
         saved = [node for node in saved if node in inside]
-        return Loop(nodes, constants, rows, carried, ends, saved, backward, given).compile()
+        return self.compile(Loop(nodes, constants, rows, carried, ends, saved, backward, given))
 
     def _run(
         self,

@@ -40,6 +40,10 @@ class Inputs:
         columns = [leaf.unbind(0) if isinstance(leaf, Tensor) else [leaf] * self.steps for leaf in self.leaves]
         return (list(step) for step in zip(*columns, strict=True))
 
+    def first(self) -> list[Any]:
+        """The leaves of the first step; there must be one."""
+        return [leaf[0] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+
     def blank(self) -> list[Any]:
         """One step that a cell can bear where none is at hand: integers 0, which are indices, and other numbers 0.5.
 
@@ -75,10 +79,10 @@ def read_inputs(value: Any, *, batch_first: bool, certain: bool, faults: Faults)
         agree = _one_size(rows, f"the batch (axis {1 - int(batch_first)})", faults) and agree
     if not agree:
         return None
-    known = set(rows.values())
+    known = list(rows.values())
     device = next(iter(tensors.values())).device
     return Inputs(
-        leaves, structure, next(iter(steps.values())), known.pop() if len(known) == 1 else None, certain, axes, device
+        leaves, structure, next(iter(steps.values())), known[0] if _alike(known) else None, certain, axes, device
     )
 
 
@@ -100,11 +104,16 @@ def _time_first(leaf: Tensor) -> Tensor:
 
 def _one_size(sizes: dict[str, int], what: str, faults: Faults) -> bool:
     """Whether all sizes are one; a fault that names every tensor with its size if not."""
-    if len(set(sizes.values())) <= 1:
+    if not sizes or _alike(list(sizes.values())):
         return True
     seen = ", ".join(f"{name} has {size}" for name, size in sizes.items())
     faults.spec.append(f"{what} must have one size everywhere: {seen}")
     return False
+
+
+def _alike(sizes: Sequence[int]) -> bool:
+    """Whether there is one size. Under tracing sizes may be symbols, which have no hash."""
+    return bool(sizes) and all(size == sizes[0] for size in sizes)
 
 
 def some(values: Sequence[str], most: int = 5) -> str:

@@ -5,12 +5,15 @@ t(t(x))                     x
 the same thing said twice   once
 view                        reshape: stacked over time, a value may have other strides
 (gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
+sigmoid_backward(g, y)      g * (y * (1 - y)): the factor is known before the backward loop, for all steps at once
 """
 
 from typing import Any, cast
 
 import torch
 from torch import fx
+
+from weft.recurrent.draws import is_random
 
 _aten = cast(Any, torch.ops.aten)
 
@@ -30,7 +33,7 @@ def tidy(module: fx.GraphModule) -> None:
             continue
         if node.op == "get_attr":
             key = f"{id(getattr(module, str(node.target)))}"
-        elif node.op == "call_function":
+        elif node.op == "call_function" and not is_random(node):  # each draw is another
             key = f"{node.target} {node.args} {node.kwargs}"
         else:
             continue
@@ -41,6 +44,31 @@ def tidy(module: fx.GraphModule) -> None:
             seen[key] = node
     _separate(graph)
     graph.eliminate_dead_code()
+    module.recompile()
+
+
+def factor(module: fx.GraphModule) -> None:
+    """Write the gradients of sigmoid and tanh as a product with a factor that does not depend on the gradient.
+
+    For loops in Python, which pay for every operator; a compiled loop makes the factor where it uses it.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target not in (_aten.sigmoid_backward.default, _aten.tanh_backward.default):
+            continue
+        gradient, y = node.args
+        with graph.inserting_before(node):
+            if node.target is _aten.sigmoid_backward.default:
+                rest = graph.call_function(_aten.rsub.Scalar, (y, 1))
+                known = graph.call_function(_aten.mul.Tensor, (y, rest))
+            else:
+                rest = graph.call_function(_aten.mul.Tensor, (y, y))
+                known = graph.call_function(_aten.rsub.Scalar, (rest, 1))
+            product = graph.call_function(_aten.mul.Tensor, (gradient, known))
+        for each, like in ((rest, y), (known, y), (product, node)):
+            each.meta = dict(like.meta)
+        node.replace_all_uses_with(product)
+        graph.erase_node(node)
     module.recompile()
 
 

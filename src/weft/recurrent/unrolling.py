@@ -18,11 +18,10 @@ from torch.nn.utils.rnn import PackedSequence
 from weft.core.errors import SpecError
 from weft.core.tree import difference, flatten, map_leaves, unflatten
 from weft.recurrent import eager
-from weft.recurrent.backends import Plans, unfit, unroll_planned
+from weft.recurrent.backends import Plans
 from weft.recurrent.cells import Cell
 from weft.recurrent.faults import Faults
 from weft.recurrent.packed import pack_like, unpack
-from weft.recurrent.plan import Plan
 from weft.recurrent.rows import Lengths, Rows, read_rows, replaced, stand_ins
 from weft.recurrent.sequence import Inputs, batch_first_again, read_inputs
 from weft.recurrent.states import spread
@@ -36,7 +35,8 @@ class Result(NamedTuple):
     last: Any
     """Nested as the state, N x ...: the state after each row's last step that counts."""
     states: Any
-    """Nested as the state, T x N x ...: the state after every step (not the initial one)."""
+    """Nested as the state, T x N x ...: the state after every step (not the initial one). None where ``memory`` is such
+    that not all are kept ("sqrt", or a number of bytes that is too small for them)."""
 
     @property
     def all(self) -> Any:
@@ -94,20 +94,23 @@ def run(
         fresh = _own(cell, settings, read, rows)
         _alike(cell, begin, fresh)
     begin = fresh if state is None else begin
-    plan = None
-    if settings.plans is not None and unfit(cell, read, rows, settings.truncate) is None:
-        plan = settings.plans.find(cell, read, begin)
-    if isinstance(plan, Plan):
-        outputs, last, states = unroll_planned(plan, read, begin)
-    else:
-        outputs, last, states = eager.unroll(cell, read, rows, begin, fresh, start=start, truncate=settings.truncate)
-    if settings.batch_first:
+    truncate = settings.truncate
+    found = None
+    if settings.plans is not None:
+        found = settings.plans.run(cell, read, rows, begin, fresh, start=start, truncate=truncate)
+    if found is None:
+        found = eager.unroll(cell, read, rows, begin, fresh, start=start, truncate=truncate)
+        if settings.plans is not None:
+            settings.plans.say()
+    outputs, last, states = found
+    if settings.batch_first and states is not None:
         states = map_leaves(partial(batch_first_again, rows=read.rows), states)
     if packed is not None and isinstance(lengths, Tensor):
         outputs = map_leaves(partial(pack_like, lengths=lengths, packed=packed), outputs)
     elif settings.batch_first:
         outputs = map_leaves(partial(batch_first_again, rows=read.rows), outputs)
-    return Result(outputs, cell.leave(last), cell.leave(states, 2 if settings.batch_first else 1))
+    axis = 2 if settings.batch_first else 1
+    return Result(outputs, cell.leave(last), None if states is None else cell.leave(states, axis))
 
 
 def initial_state(cell: Cell, initial: Initial, x: Any, inputs: Inputs) -> Any:
@@ -142,9 +145,7 @@ def _alike(cell: Cell, given: Any, own: Any) -> None:
 def _own(cell: Cell, settings: Settings, inputs: Inputs, rows: Rows) -> Any:
     """The network's own initial state, made from the first step, in which padding is replaced."""
     assert settings.initial is not None
-    step = next(inputs.each(), None)
-    if step is None:
-        step = inputs.blank()
-    elif rows.valid is not None:
+    step = inputs.first() if inputs.steps else inputs.blank()
+    if inputs.steps and rows.valid is not None:
         step, _ = replaced(step, rows.valid[0], stand_ins(inputs, rows.valid))
     return initial_state(cell, settings.initial, unflatten(inputs.structure, step), inputs)

@@ -30,7 +30,7 @@ class Scale:
     def ticks(self, unit: float, most: int = 6) -> list[float]:
         """Where numbers stand: round ones, counted in `unit`."""
         if self.log:
-            return log_ticks(self.low, self.high)
+            return [value * unit for value in log_ticks(self.low / unit, self.high / unit)]
         return [value * unit for value in ticks(self.low / unit, self.high / unit, most)]
 
 
@@ -46,9 +46,11 @@ class Unit:
         scaled = value / self.factor
         size = abs(scaled)
         digits = 0 if size >= 100 or size == round(size) else 1 if size >= 10 else 2
-        return f"{scaled:.{digits}f} {self.name}"
+        return f"{scaled:.{digits}f} {self.name}".rstrip()
 
 
+COUNT = Unit("", 1.0)
+"""What is counted one by one."""
 SECONDS = (Unit("s", 1.0), Unit("ms", 1e-3), Unit("µs", 1e-6))
 BYTES = (Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit("bytes", 1.0))
 

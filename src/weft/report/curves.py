@@ -8,15 +8,12 @@ MiB |      ┌──┐                 a step holds until the next point: bytes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from weft.report.axes import BYTES, SECONDS, Frame, Scale, Unit, show_bytes, unit_for
-from weft.report.markup import Markup, chart, join, number, tag
-
-Point = tuple[float, float]
+from weft.report.axes import BYTES, COUNT, SECONDS, Frame, Scale, show_bytes, unit_for
+from weft.report.markup import Markup, chart
+from weft.report.strokes import Point, legend, line
 
 _WIDTH, _HEIGHT = 960.0, 330.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 62.0, 42.0
-_SAMPLE = 28.0  # length of a line in the legend
-_LETTER = 6.8
 _MEMORY = 0.9  # how much the running mean of the loss keeps of what it was
 
 _DIVERGED = 1e100  # far from the ends of float64, so that no scale overflows
@@ -39,9 +36,9 @@ def memory_curve(
     keys = {
         name: f"{name}, peak {show_bytes(max((b for _, b in points), default=0))}" for name, points in drawn.items()
     }
-    lines = [_line(frame, _steps(points), i, keys[name]) for i, (name, points) in enumerate(drawn.items())]
+    lines = [line(frame, _steps(points), i, keys[name]) for i, (name, points) in enumerate(drawn.items())]
     axes = [frame.bottom_axis(time, f"time in {time.name}"), frame.left_axis(size, size.name)]
-    return chart(title, _WIDTH, _HEIGHT, _legend(list(keys.values())), *axes, *lines)
+    return chart(title, _WIDTH, _HEIGHT, legend([list(keys.values())], _LEFT), *axes, *lines)
 
 
 def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label: str = "loss") -> Markup:
@@ -50,13 +47,12 @@ def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label
     Losses that are no finite numbers are left out, and so are those beyond `_DIVERGED`.
     """
     points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if abs(loss) < _DIVERGED]
-    mean = list(_running(points))
+    mean = list(running_mean(points))
     frame = _frame([points], log=all(loss > 0 for _, loss in points))
-    one = Unit("", 1.0)
-    axes = [frame.bottom_axis(one, "step"), frame.left_axis(one, label)]
-    faint, bold = _line(frame, points, 0, "every step", "faint"), _line(frame, mean, 0, "running mean")
-    legend = _legend([f"{label}: every step thin, running mean bold"])
-    return chart(title, _WIDTH, _HEIGHT, legend, *axes, faint, bold)
+    axes = [frame.bottom_axis(COUNT, "step"), frame.left_axis(COUNT, label)]
+    faint, bold = line(frame, points, 0, "every step", "faint"), line(frame, mean, 0, "running mean")
+    key = legend([[f"{label}: every step thin, running mean bold"]], _LEFT)
+    return chart(title, _WIDTH, _HEIGHT, key, *axes, faint, bold)
 
 
 def _frame(curves: Iterable[Sequence[Point]], *, log: bool = False) -> Frame:
@@ -79,27 +75,9 @@ def _steps(points: Sequence[Point]) -> list[Point]:
     return corners
 
 
-def _running(points: Sequence[Point]) -> Iterator[Point]:
-    """An exponential mean, which starts as the plain mean of what there is."""
+def running_mean(points: Sequence[Point]) -> Iterator[Point]:
+    """An exponential mean of the second numbers, which starts as the plain mean of what there is."""
     total = weight = 0.0
     for step, value in points:
         total, weight = _MEMORY * total + value, _MEMORY * weight + 1
         yield step, total / weight
-
-
-def _line(frame: Frame, points: Sequence[Point], color: int, tip: str, extra: str = "") -> Markup:
-    if not points:
-        return Markup("")
-    path = " ".join(f"{number(frame.x(x))},{number(frame.y(y))}" for x, y in points)
-    return tag("polyline", tag("title", tip), points=path, class_=f"line color-{color % 6} {extra}".strip())
-
-
-def _legend(names: Sequence[str]) -> Markup:
-    """Samples with their names, from left to right."""
-    parts: list[str] = []
-    left = _LEFT
-    for color, name in enumerate(names):
-        parts.append(tag("line", x1=left, x2=left + _SAMPLE, y1=14, y2=14, class_=f"line color-{color % 6}"))
-        parts.append(tag("text", name, x=left + _SAMPLE + 7, y=18, class_="key"))
-        left += _SAMPLE + 34 + len(name) * _LETTER
-    return join(parts)

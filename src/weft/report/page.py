@@ -10,7 +10,7 @@ from weft.report.style import STYLE
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title, and what `paragraph`, `figure`, `table` and `tiles` make."""
+    """A part of a page: a title, and what `paragraph`, `figure`, `table`, `tiles`, `code` and `details` make."""
 
     title: str
     body: Sequence[Markup]
@@ -54,6 +54,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
 def tiles(each: Sequence[Tile]) -> Markup:
     """Some numbers side by side."""
     return tag("div", *map(_tile, each), class_="tiles")
+
+
+def code(words: str) -> Markup:
+    """Text whose lines stay as they are, in letters of one width."""
+    return tag("pre", words)
+
+
+def details(summary: str, *body: Markup) -> Markup:
+    """What few readers want to see: a line that opens it."""
+    return tag("details", tag("summary", summary), *body)
 
 
 def _row(cells: Sequence[str]) -> Markup:

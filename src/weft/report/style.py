@@ -38,6 +38,11 @@ table { border-collapse: collapse; margin: 12px 0 18px; font-size: 15px; font-va
 th, td { padding: 6px 22px 6px 0; text-align: right; border-bottom: 1px solid var(--rule); }
 th { color: var(--soft); font-weight: 500; }
 th:first-child, td:first-child { text-align: left; }
+pre { margin: 12px 0 18px; padding: 12px 16px; max-height: 480px; overflow: auto; }
+pre { background: var(--paper); border: 1px solid var(--rule); border-radius: 8px; }
+pre { font: 12.5px/1.5 ui-monospace, monospace; }
+details { margin: 12px 0 18px; }
+summary { cursor: pointer; color: var(--accent); }
 .tick, .key { fill: var(--soft); }
 .tick { text-anchor: middle; font-variant-numeric: tabular-nums; }
 .tick.end { text-anchor: end; }
@@ -46,6 +51,7 @@ th:first-child, td:first-child { text-align: left; }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
 .line.faint { stroke-width: 1; opacity: 0.35; }
+.dot { fill: var(--card); stroke-width: 2.2; }
 .color-0 { stroke: var(--c0); } .color-1 { stroke: var(--c1); } .color-2 { stroke: var(--c2); }
 .color-3 { stroke: var(--c3); } .color-4 { stroke: var(--c4); } .color-5 { stroke: var(--c5); }
 .bar { stroke: var(--card); stroke-width: 0.6; }

@@ -3,6 +3,7 @@
 protocol.py   what every directory can do      local.py      one in this process
 snapshot.py   the directory of one moment      mirror.py     a snapshot that follows the directory
 fence.py      refuses replaced owners          errors.py     the tree of errors
+etcd.py       one for several machines, in an etcd cluster (with etcd_*.py)
 """
 
 from weft.experts.directory.errors import (

@@ -1,0 +1,20 @@
+"""Benchmarks of recurrent networks on the CPU, by name.
+
+work.py     what is raced: one step of training      racing.py   races against the clock
+cells.py    cells as users write them                apart.py    a job in a fresh process
+zoo.py      every cell of the zoo, by name
+"""
+
+from collections.abc import Callable
+
+from benchmarks.recurrent import first, grid, lengths, memory, small, wavefront
+from benchmarks.table import Table
+
+BENCHMARKS: dict[str, Callable[[bool], Table]] = {
+    "grid": grid.run,
+    "small": small.run,
+    "lengths": lengths.run,
+    "memory": memory.run,
+    "first": first.run,
+    "wavefront": wavefront.run,
+}

@@ -1,0 +1,34 @@
+"""The client: experts of other processes and machines, as layers.
+
+remote.py       RemoteExpert, what users see          group.py       many at once
+journey.py      a call as one node of autograd        signature.py   what a call looks like
+asking.py       info, forward, backward, commit       accumulation.py, remembered.py   mini-batches, recomputation
+line.py         deadlines, repetition                 retry.py       the rule of repetition
+route.py        which server to ask                   connections.py one connection per server
+transport.py    the protocol of a way                 local.py       the one without a network
+channel.py      the one over gRPC                     stream.py      its stream          pending.py   who waits
+"""
+
+from weft.experts.client.asking import CallOptions
+from weft.experts.client.channel import ClientTls, GrpcTransport
+from weft.experts.client.connections import Connections
+from weft.experts.client.group import commit, create_remote_experts
+from weft.experts.client.local import LocalTransport
+from weft.experts.client.remote import RemoteExpert
+from weft.experts.client.retry import NEVER, Retry
+from weft.experts.client.transport import Transport, TransportStatistics
+
+__all__ = [
+    "NEVER",
+    "CallOptions",
+    "ClientTls",
+    "Connections",
+    "GrpcTransport",
+    "LocalTransport",
+    "RemoteExpert",
+    "Retry",
+    "Transport",
+    "TransportStatistics",
+    "commit",
+    "create_remote_experts",
+]

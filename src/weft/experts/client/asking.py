@@ -1,0 +1,147 @@
+"""What is asked of one expert, as calls: info, forward, backward, commit, and what their answers tell beside tensors.
+
+forward    repeatable        backward   with its key       commit   with the name of its mini-batch, which is its key
+           └── all of them under one deadline and one rule of repetition, see `weft.experts.client.line` ──┘
+"""
+
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import UsageError, listed
+from weft.experts.client.accumulation import Accumulation
+from weft.experts.client.line import Line
+from weft.experts.client.signature import Signature
+from weft.experts.compression import Policy
+from weft.experts.errors import CommitError
+from weft.experts.service import Description, Receipt, read_description, read_receipt
+from weft.experts.wire import Call, Flags, Header, Kind, Received
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How a `RemoteExpert` calls; see its arguments."""
+
+    timeout: float = 30.0
+    compression: Policy = field(default_factory=Policy)
+    client: str = ""
+    accumulate: bool = False
+    keep_graph: bool = False
+
+    def __post_init__(self) -> None:
+        faults = [] if self.timeout > 0 else [f"timeout is {self.timeout!r}, wanted seconds above 0"]
+        if not isinstance(self.compression.outputs, str | int):
+            faults.append("compression has one choice per output; the server takes one wish for all of them")
+        if not isinstance(self.compression.input_gradients, str | int):
+            faults.append("compression has one choice per input gradient; the server takes one wish for all of them")
+        if faults:
+            raise UsageError(listed("a remote expert cannot be called with these options:", faults))
+
+
+class Asker:
+    """The calls of one expert. Thread-safe."""
+
+    def __init__(self, uid: str, line: Line, options: CallOptions) -> None:
+        self.uid = uid
+        self.line = line
+        self.options = options
+        self.client = options.client or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.accumulation = Accumulation(uid)
+        self.steps: int | None = None
+        self.receipt: Receipt | None = None
+        self._lock = threading.Lock()
+        self._signature: Signature | None = None
+
+    def describe(self) -> Description:
+        """What the server says of the expert now."""
+        call = Call(Header(kind=Kind.INFO, call_id=0, uid=self.uid, client=self.client))
+        found = read_description(self.line.ask(call, self.options.timeout, repeatable=True).header.data)
+        self.steps, self.receipt = found.steps, Receipt(found.durable, found.incarnation)
+        return found
+
+    def signature(self) -> Signature:
+        """What a call looks like; asked once."""
+        found = self._signature
+        if found is None:
+            with self._lock:
+                found = self._signature = self._signature or Signature(self.describe())
+        return found
+
+    def forward(self, inputs: Sequence[Tensor], key: str | None) -> list[Tensor]:
+        """The flat outputs. With a key the server may keep the graph for the backward of that key."""
+        policy, signature = self.options.compression, self.signature()
+        header = Header(
+            kind=Kind.FORWARD,
+            call_id=0,
+            uid=self.uid,
+            client=self.client,
+            key=key or "",
+            flags=Flags.KEEP if key else Flags.NONE,
+            reply=policy.choose("outputs", 1)[0],
+        )
+        call = Call(header, inputs, policy.choose("inputs", len(inputs)))
+        answer = self._told(self.line.ask(call, self.options.timeout, repeatable=True))
+        return signature.results(answer, _device(inputs))
+
+    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str) -> list[Tensor]:
+        """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch."""
+        policy, signature = self.options.compression, self.signature()
+        mini_batch = self.accumulation.name if self.options.accumulate else ""
+        header = Header(
+            kind=Kind.BACKWARD,
+            call_id=0,
+            uid=self.uid,
+            client=self.client,
+            key=key,
+            mini_batch=mini_batch,
+            reply=policy.choose("input_gradients", 1)[0],
+        )
+        ways = [*policy.choose("inputs", len(inputs)), *policy.choose("output_gradients", len(gradients))]
+        call = Call(header, [*inputs, *gradients], ways)
+        try:
+            answer = self._told(self.line.ask(call, self.options.timeout, repeatable=True))
+        except BaseException as error:
+            self.accumulation.failed(mini_batch, error)
+            raise
+        if mini_batch:
+            self.accumulation.added(mini_batch, read_receipt(answer.header.data).incarnation)
+        return signature.input_gradients(answer, inputs)
+
+    def commit(self) -> bool:
+        """One step with the gradients of the open mini-batch; False if there are none."""
+        ready = self.accumulation.ready()
+        if ready is None:
+            return False
+        name, incarnation = ready
+        data = Receipt(None, incarnation).to_bytes()
+        header = Header(
+            kind=Kind.COMMIT, call_id=0, uid=self.uid, client=self.client, key=name, mini_batch=name, data=data
+        )
+        try:
+            self._told(self.line.ask(Call(header), self.options.timeout, repeatable=True))
+        except CommitError as error:
+            self.accumulation.failed(name, error)
+            raise
+        self.accumulation.end(name)
+        return True
+
+    def _told(self, answer: Received) -> Received:
+        receipt = read_receipt(answer.header.data)
+        with self._lock:
+            if self.receipt is None or self.receipt.incarnation != receipt.incarnation:
+                self.steps = answer.header.step
+            else:  # answers may overtake each other
+                self.steps = max(self.steps or 0, answer.header.step)
+            self.receipt = receipt
+        return answer
+
+
+def _device(inputs: Sequence[Tensor]) -> torch.device:
+    """Where the outputs go: to the inputs."""
+    return inputs[0].device

@@ -1,0 +1,202 @@
+"""The way to a server over gRPC: one channel, and one stream at a time, made again when it is gone.
+
+    submit ──> Stream, if it is there; else a new one: the server may have been started again meanwhile
+    info   ──> a unary call
+
+No threads but the stream's reader and the clock of `Pending`, both of which end with `close`.
+"""
+
+import os
+import threading
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import grpc
+
+from weft.core.errors import UsageError, WeftError
+from weft.experts.client.pending import Entry, Pending
+from weft.experts.client.stream import Stream
+from weft.experts.client.transport import TransportStatistics
+from weft.experts.service.names import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, client_options
+from weft.experts.service.pem import Pem, read_pem
+from weft.experts.wire import (
+    LIMITS,
+    Call,
+    DeadlineError,
+    DrainingError,
+    ForbiddenError,
+    Header,
+    Kind,
+    Limits,
+    Received,
+    UnreachableError,
+    decode,
+    encode,
+    read_fault,
+)
+
+_grpc = cast("Any", grpc)
+_REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """Certificates of a client, as PEM bytes or paths.
+
+    Args:
+        authority: who has signed the server's certificate; None: those that the system trusts.
+        key, certificate: the client's own, for mutual TLS; both or neither.
+        server_name: what the server's certificate says, where that is not the name in the address.
+    """
+
+    authority: Pem | None = field(default=None, repr=False)
+    key: Pem | None = field(default=None, repr=False)
+    certificate: Pem | None = field(default=None, repr=False)
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.key is None) != (self.certificate is None):
+            raise UsageError("a client certificate takes both key= and certificate=; one of them is missing")
+
+    def credentials(self) -> Any:
+        """As gRPC wants them."""
+        pems = [None if one is None else read_pem(one) for one in (self.authority, self.key, self.certificate)]
+        return _grpc.ssl_channel_credentials(*pems)
+
+
+class GrpcTransport:
+    """A `Transport` to the server at ``address`` (host:port). A context manager.
+
+    Args:
+        address: nothing is connected before the first call.
+        tls: certificates; None: nothing is encrypted.
+        token: who this client is, where certificates do not say it.
+        limits: of a frame; the server's are kept to as well.
+    """
+
+    def __init__(
+        self, address: str, *, tls: ClientTls | None = None, token: str | None = None, limits: Limits = LIMITS
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise UsageError(f"a server's address is {address!r}, wanted host:port, such as 127.0.0.1:7070")
+        self._limits = limits
+        self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
+        self._channel = _channel(address, tls, limits)
+        self._pending = Pending(address)
+        self._lock = threading.Lock()
+        self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
+        self._opened = 0
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _shut, self._pending, self._streams, self._channel)
+
+    @property
+    def address(self) -> str:
+        """The server's."""
+        return self._pending.address
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        """See `Transport.submit`."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"the way to {self.address} was opened in another process, and its threads are there; open one here"
+            )
+        entry = self._pending.open(call, timeout)
+        if call.header.kind is Kind.INFO:
+            self._ask(entry)
+            return entry.future
+        while not self._pending.closed:
+            try:
+                stream = self._stream()
+            except ValueError as error:  # closed just now, and so all that waits was told
+                self._pending.settle(entry.number, UnreachableError(f"the way to {self.address} was closed: {error}"))
+                break
+            if stream.draining:
+                self._pending.settle(entry.number, DrainingError(f"{self.address} is going away and takes no new work"))
+                break
+            if stream.send(entry):
+                break
+        return entry.future
+
+    def status(self, timeout: float = 10.0) -> bytes:
+        """The server's status, as JSON. Raises ``ForbiddenError``, ``UnreachableError`` or ``DeadlineError``."""
+        try:
+            return self._channel.unary_unary(STATUS)(b"", timeout=timeout, metadata=self._metadata)
+        except _grpc.RpcError as error:
+            raise _failure(error, self.address, "status") from None
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._finalizer()
+
+    def statistics(self) -> TransportStatistics:
+        """See `Transport.statistics`."""
+        calls, answered, waiting, failed = self._pending.numbers()
+        return TransportStatistics(self.address, calls, answered, waiting, failed, self._opened)
+
+    def __enter__(self) -> "GrpcTransport":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _stream(self) -> Stream:
+        with self._lock:
+            if not self._streams or self._streams[0].gone:
+                method = self._channel.stream_stream(STREAM)
+                self._streams[:] = [Stream(partial(method, metadata=self._metadata), self._pending, self._limits)]
+                self._opened += 1
+            return self._streams[0]
+
+    def _ask(self, entry: Entry) -> None:
+        """A unary call for what an expert takes."""
+        header = Header(kind=Kind.INFO, call_id=entry.number, uid=entry.call.header.uid)
+        try:
+            message = b"".join(encode([Call(header)], self._limits))
+            future = self._channel.unary_unary(INFO).future(message, timeout=entry.timeout, metadata=self._metadata)
+        except (WeftError, ValueError) as error:
+            self._pending.settle(entry.number, error)
+            return
+        entry.sent = True
+        future.add_done_callback(partial(_told, self._pending, self._limits, entry.number))
+
+
+def _told(pending: Pending, limits: Limits, number: int, done: Any) -> None:
+    try:
+        (answer,) = decode(done.result(), limits)
+        outcome = read_fault(answer.header.data) if answer.header.kind is Kind.ERROR else answer
+    except _grpc.RpcError as error:
+        outcome = _failure(error, pending.address, "info")
+    except (WeftError, ValueError) as error:
+        outcome = error
+    except _grpc.FutureCancelledError:
+        outcome = UnreachableError(f"the way to {pending.address} was closed")
+    pending.settle(number, outcome)
+
+
+def _failure(error: Any, address: str, what: str) -> WeftError:
+    code, text = error.code(), error.details()
+    if code in _REFUSED:
+        return ForbiddenError(f"{address} refuses this client: {text}")
+    if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"{address} did not answer a call for its {what} in time")
+    return UnreachableError(f"{address} cannot be asked for its {what}: {text}")
+
+
+def _channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
+    options = client_options(limits)
+    if tls is None:
+        return _grpc.insecure_channel(address, options)
+    if tls.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return _grpc.secure_channel(address, tls.credentials(), options)
+
+
+def _shut(pending: Pending, streams: list[Stream], channel: Any) -> None:
+    pending.close()
+    for stream in streams:
+        stream.close()
+    channel.close()

@@ -1,0 +1,86 @@
+"""One connection per server, shared by all experts that it serves.
+
+with Connections(directory) as connections:
+    experts = create_remote_experts(["ffn.0", "ffn.1"], connections)
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from weft.core.errors import UsageError
+from weft.experts.client.channel import ClientTls, GrpcTransport
+from weft.experts.client.transport import Transport, TransportStatistics
+from weft.experts.directory import Directory, Mirror, Snapshot
+from weft.experts.wire import LIMITS, Limits
+
+
+class Connections:
+    """Transports by address, and the directory's snapshot. Thread-safe. A context manager.
+
+    Args:
+        directory: where experts are looked up; it stays open. Raises ``AwayError`` if it does not answer at first;
+            later its last snapshot serves while it is away.
+        tls, token, limits: see `GrpcTransport`.
+        open_transport: makes the transport to an address, in place of `GrpcTransport`.
+    """
+
+    def __init__(
+        self,
+        directory: Directory | None = None,
+        *,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+        limits: Limits = LIMITS,
+        open_transport: Callable[[str], Transport] | None = None,
+    ) -> None:
+        self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
+        self._mirror = None if directory is None else Mirror(directory)
+        self._lock = threading.Lock()
+        self._transports: dict[str, Transport] = {}
+        self._closed = threading.Event()
+        self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._transports, self._mirror)
+
+    def to(self, address: str) -> Transport:
+        """The transport to this address. Raises ``UsageError`` after `close`."""
+        with self._lock:
+            if self._closed.is_set():
+                raise UsageError("these connections were closed; make new ones")
+            if address not in self._transports:
+                self._transports[address] = self._make(address)
+            return self._transports[address]
+
+    def snapshot(self) -> Snapshot:
+        """The newest that is known of the directory. Raises ``UsageError`` without one."""
+        if self._mirror is None:
+            raise UsageError("these connections have no directory to look experts up in; give Connections(directory)")
+        return self._mirror.snapshot()
+
+    def statistics(self) -> dict[str, TransportStatistics]:
+        """Of every transport, by address."""
+        with self._lock:
+            transports = dict(self._transports)
+        return {address: transport.statistics() for address, transport in transports.items()}
+
+    def close(self) -> None:
+        """Close all transports; what waits fails with ``LostError``. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> "Connections":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _close(
+    closed: threading.Event, lock: threading.Lock, transports: dict[str, Transport], mirror: Mirror | None
+) -> None:
+    with lock:
+        closed.set()
+        found = list(transports.values())
+    for transport in found:
+        transport.close()
+    if mirror is not None:
+        mirror.close()

@@ -1,0 +1,78 @@
+"""A call of a remote expert as one node of autograd: forward over there now, backward over there later.
+
+    inputs, anchor ──> [ forward:  inputs ──────────────────> server ] ──> outputs ──> the user's loss
+    their gradients <── [ backward: inputs, output gradients ─> server ] <── gradients of the outputs
+
+The graph stays here empty: the server runs its module again for the backward. The *anchor* is a parameter without
+numbers, so that the node is reached, and the expert trained, also where no input wants a gradient.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError
+from weft.experts.client.signature import Signature
+
+Forward = Callable[[Sequence[Tensor], str | None], list[Tensor]]
+"""Flat inputs, and the key under which the server may keep the graph -> flat outputs."""
+Backward = Callable[[Sequence[Tensor], Sequence[Tensor], str], list[Tensor]]
+"""Flat inputs, one gradient per output, idempotency key -> one gradient per input."""
+
+
+@dataclass(eq=False)
+class RemoteJourney:
+    """A `weft.core.boundary.Journey`. ``keep``: ask the server to keep the graph, under the key of the backward."""
+
+    signature: Signature
+    inputs: list[Tensor]
+    anchor: Tensor
+    ask_forward: Forward
+    ask_backward: Backward
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        self._wanted = [tensor.requires_grad for tensor in self.inputs]
+        self.inputs = [tensor.detach() for tensor in self.inputs]  # which share their versions, and hold no graph
+        self._versions = [_version(tensor) for tensor in self.inputs]
+        self._key: str | None = uuid.uuid4().hex if self.keep else None
+        self._outputs: list[Tensor] = []
+        self._freed = False
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """See `Journey.forward`."""
+        outputs = self.ask_forward(self.inputs, self._key)
+        self._outputs = [output.new_empty(()).expand(output.shape) for output in outputs]  # how they look, no memory
+        return outputs, self.signature.tracked
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
+        """See `Journey.backward`. Every call of it has a key of its own: it is one more backward, not a repetition."""
+        if self._freed:
+            raise BackwardTwiceError(TWICE)
+        self._check_inputs()
+        key, self._key = self._key or uuid.uuid4().hex, None
+        wanted = self.signature.output_gradients(gradients, self._outputs)
+        found = self.ask_backward(self.inputs, wanted, key)
+        if not retain:
+            self._freed = True
+            self.inputs = []
+        back: list[Tensor | None] = [g if flag else None for g, flag in zip(found, self._wanted, strict=True)]
+        return [*back, self.anchor.new_zeros(self.anchor.shape)]
+
+    def _check_inputs(self) -> None:
+        changed = [
+            name
+            for name, tensor, version in zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
+            if _version(tensor) != version
+        ]
+        if changed:
+            raise InPlaceError(
+                f"{', '.join(changed)} of expert {self.signature.name!r} was written to after the call, but its "
+                "backward needs it as it was; give the expert a copy, or write into a copy"
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,246 @@
+"""RemoteExpert: a module whose forward, backward and optimizer step happen on a server.
+
+    layer = RemoteExpert("ffn.0", "10.0.0.7:7070")
+    model = nn.Sequential(nn.Linear(8, 512), layer, nn.Linear(512, 2))
+    loss(model(x)).backward()           # also trains the expert, over there
+
+For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.ambient import is_checkpointing, is_recomputing
+from weft.core.boundary import cross
+from weft.core.errors import UsageError
+from weft.experts.client.asking import Asker, CallOptions
+from weft.experts.client.channel import ClientTls, GrpcTransport
+from weft.experts.client.connections import Connections
+from weft.experts.client.journey import Forward, RemoteJourney
+from weft.experts.client.line import Line
+from weft.experts.client.remembered import Remembered
+from weft.experts.client.retry import Retry
+from weft.experts.client.route import DirectoryRoute, FixedRoute
+from weft.experts.client.transport import Transport
+from weft.experts.compression import Policy
+from weft.experts.service import Description
+
+_HERE = ("_asker", "_remembered", "_finalizer")  # belongs to this process, and is made anew in another
+
+
+class RemoteExpert(nn.Module):
+    """An expert behind a server, as a layer. Any number of threads may call it at once.
+
+    Args:
+        uid: the expert's name.
+        where: the server's address (``host:port``), then this expert has a connection of its own, until `close` or
+            until it is collected; or a `Transport` that several share; or `Connections` with a directory, which then
+            says where the expert is at every call.
+        timeout: seconds for one forward, backward or commit, with all its repetitions.
+        retry: which calls are sent again, and when; see `Retry`.
+        compression: how tensors travel; see `weft.experts.compression.Policy`. ``outputs`` and ``input_gradients``
+            take one choice each.
+        client: what the server knows this caller by, for quotas; a name of this process by default.
+        accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step. For
+            mini-batches that are cut into micro-batches (in a `weft.Pipe`, or by hand): otherwise every micro-batch
+            is a step. ``False``: every backward steps.
+        keep_graph: ask the server to keep the graph of a forward for its backward, where it allows that.
+        tls, token: see `GrpcTransport`; for an address only.
+
+    A call takes and returns what the server's module does, nested likewise; outputs come to the device of the first
+    tensor of the inputs. Under `torch.no_grad` only forward happens. With gradients on, each backward is one call,
+    and the server's optimizer steps, also where no input wants a gradient. In a `weft.Pipe` that recomputes, forward
+    is not asked again.
+
+    Its parameters live at the server. Here there is one without numbers, ``anchor``, through which autograd finds the
+    expert; it is in `parameters`, not in `state_dict`. Freezing it forbids backward.
+
+    A copy or a pickle of it is one more client of the same expert: with an address it makes a connection of its own;
+    with a `Transport` or `Connections` it can be copied, but not pickled.
+
+    Raises, at the first call or `describe`, ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``; at every
+    call ``SpecError`` for arguments that do not fit (before anything is sent), ``DeadlineError``, ``LostError``, and
+    what the expert answers; see `weft.experts.errors`.
+    """
+
+    def __init__(
+        self,
+        uid: str,
+        where: "str | Transport | Connections",
+        *,
+        timeout: float = 30.0,
+        retry: Retry | None = None,
+        compression: Policy | None = None,
+        client: str = "",
+        accumulate: bool = False,
+        keep_graph: bool = False,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not uid:
+            raise UsageError("a remote expert's uid is empty; wanted the name that its server knows it by")
+        if not isinstance(where, str) and (tls is not None or token is not None):
+            raise UsageError("tls= and token= are for an address; a transport or connections have their own")
+        self.uid = uid
+        self.anchor = nn.Parameter(torch.empty(0))
+        self._where = where
+        self._keys = (tls, token)
+        self._retry = retry or Retry()
+        self._options = CallOptions(timeout, compression or Policy(), client, accumulate, keep_graph)
+        self._connect()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The expert's outputs; see the class."""
+        signature = self._asker.signature()
+        inputs = signature.flat(args, kwargs)
+        if is_recomputing() or is_checkpointing():
+            outputs = self._replayed(inputs)
+        elif torch.is_grad_enabled():
+            outputs = self._crossed(inputs, None)
+        else:
+            outputs = self._asker.forward(inputs, None)
+        return signature.nested(outputs)
+
+    def describe(self) -> Description:
+        """What the server says of the expert now: schemas, steps, which of them are durable."""
+        return self._asker.describe()
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the expert, as of the last answer; None before the first."""
+        return self._asker.steps
+
+    @property
+    def durable_step(self) -> int | None:
+        """The last step that a crash of the server does not lose, as of the last answer; None: not known, or none."""
+        receipt = self._asker.receipt
+        return None if receipt is None else receipt.durable
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for `commit`."""
+        return self._options.accumulate
+
+    def commit(self) -> bool:
+        """One optimizer step with all gradients since the last commit; False if there were none.
+
+        Raises ``UsageError`` without ``accumulate``; ``CommitError`` if a part of the gradients is missing, because a
+        backward failed or the server was started again: call `discard`, and run the mini-batch again.
+        """
+        if not self._options.accumulate:
+            raise UsageError(
+                f"expert {self.uid!r} steps at every backward, so there is nothing to commit; make it with accumulate"
+            )
+        return self._asker.commit()
+
+    def discard(self) -> None:
+        """Forget the gradients since the last commit. The server drops them after a while."""
+        self._asker.accumulation.end(self._asker.accumulation.name)
+
+    def close(self) -> None:
+        """Call it no more: own connections are closed, and who waits gets an error. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> "RemoteExpert":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not isinstance(self._where, str):
+            raise UsageError(
+                f"remote expert {self.uid!r} uses connections of this process, which cannot be pickled; make it from "
+                "an address, or make it anew where it is needed"
+            )
+        return {name: value for name, value in self.__dict__.items() if name not in _HERE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._connect()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteExpert":
+        options = self._options
+        copy = RemoteExpert(
+            self.uid,
+            self._where,
+            timeout=options.timeout,
+            retry=self._retry,
+            compression=options.compression,
+            client=options.client,
+            accumulate=options.accumulate,
+            keep_graph=options.keep_graph,
+            tls=self._keys[0],
+            token=self._keys[1],
+        )
+        copy.anchor.requires_grad_(self.anchor.requires_grad)
+        memo[id(self)] = copy
+        return copy.train(self.training)
+
+    def extra_repr(self) -> str:
+        """For `print`."""
+        where = self._where if isinstance(self._where, str) else type(self._where).__name__
+        return f"{self.uid!r}, {where!r}"
+
+    def _connect(self) -> None:
+        where, (tls, token) = self._where, self._keys
+        own = GrpcTransport(where, tls=tls, token=token) if isinstance(where, str) else None
+        if isinstance(where, Connections):
+            line = Line(DirectoryRoute(self.uid, where), self._retry)
+        else:
+            line = Line(FixedRoute(cast("Transport", own or where)), self._retry)
+        self._asker = Asker(self.uid, line, self._options)
+        self._remembered = Remembered()
+        # Not this module's end but its asker's: a graph that is still to be walked back holds it too.
+        self._finalizer = weakref.finalize(self._asker, _close, line, own)
+
+    def _crossed(self, inputs: list[Tensor], known: list[Tensor] | None) -> list[Tensor]:
+        """The outputs, as one node of autograd. ``known``: they were asked for before."""
+        signature, asker = self._asker.signature(), self._asker
+        wants = any(tensor.requires_grad for tensor in inputs)
+        if not self.anchor.requires_grad and wants and signature.trained:
+            raise UsageError(
+                f"remote expert {self.uid!r} is frozen here (its anchor does not require a gradient), but its server "
+                "would step in the backward that its inputs want; call it under no_grad, or unfreeze it"
+            )
+        if not wants and not (signature.trained and self.anchor.requires_grad):
+            return asker.forward(inputs, None) if known is None else known
+        forward = asker.forward if known is None else _giving(known)
+        keep = self._options.keep_graph and known is None
+        journey = RemoteJourney(signature, inputs, self.anchor, forward, asker.backward, keep)
+        return list(cross(journey, [*inputs, self.anchor]))
+
+    def _replayed(self, inputs: list[Tensor]) -> list[Tensor]:
+        """In a stage that is run twice: the first time ask, the second time remember."""
+        if is_recomputing():
+            known = self._remembered.take(inputs)
+            return (
+                self._crossed(inputs, known) if torch.is_grad_enabled() else known or self._asker.forward(inputs, None)
+            )
+        outputs = self._asker.forward(inputs, None)
+        self._remembered.put(inputs, outputs)
+        return outputs
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Nothing: what is learned is saved by the server."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing, for the same reason."""
+
+
+def _giving(known: list[Tensor]) -> Forward:
+    def forward(inputs: Sequence[Tensor], key: str | None) -> list[Tensor]:
+        return known
+
+    return forward
+
+
+def _close(line: Line, transport: Transport | None) -> None:
+    line.closed.set()
+    if transport is not None:
+        transport.close()

@@ -1,0 +1,68 @@
+"""The one rule by which calls are repeated.
+
+    overloaded, draining, no connection, another owner     surely not carried out      repeat
+    expired in the server's queue                          surely not carried out      repeat
+    connection lost, no answer in time                     nobody knows                repeat only what may be
+    all else                                               would fail again            do not
+
+What may be repeated: a forward, which changes nothing; and a backward or commit that bears its idempotency key, under
+the same key, so that it steps once however often it is asked for.
+
+Pauses grow, and are drawn at random between nothing and their size ("full jitter", Brooker, AWS Architecture Blog
+2015), so that clients that failed together do not come back together.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+
+from weft.core.errors import UsageError, listed
+from weft.experts.errors import ExpiredError
+from weft.experts.wire import RETRYABLE, DeadlineError, LostError
+
+_MOST = 60.0  # of an exponent: far beyond any pause, and far from overflow
+_random = random.Random()  # its own: the caller's numbers are the caller's
+
+
+@dataclass(frozen=True)
+class Retry:
+    """Args:
+    attempts: how often a call is sent at most; 1: never again.
+    first, growth, longest: seconds of the first pause, its factor each time, and where it stops growing.
+    attempt_seconds: how long one attempt waits for its answer before the call is sent again; None: all the time
+        that the call has. For networks that swallow messages while the connection seems fine.
+
+    The call's own timeout goes over all: attempts and pauses end with it.
+    """
+
+    attempts: int = 10
+    first: float = 0.05
+    growth: float = 2.0
+    longest: float = 2.0
+    attempt_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        faults = [] if self.attempts >= 1 else [f"attempts is {self.attempts}, wanted at least 1"]
+        faults += [] if self.growth >= 1 else [f"growth is {self.growth}, wanted at least 1"]
+        faults += [] if 0 <= self.first <= self.longest else [f"first is {self.first}, wanted 0 to longest"]
+        if self.attempt_seconds is not None and not self.attempt_seconds > 0:
+            faults.append(f"attempt_seconds is {self.attempt_seconds}, wanted a number above 0, or None")
+        if faults:
+            raise UsageError(listed("calls cannot be repeated by these rules:", faults))
+
+    def again(self, error: BaseException, attempt: int, *, repeatable: bool) -> bool:
+        """Whether to send the call again, after ``attempt`` attempts of which the last ended with this error."""
+        if attempt >= self.attempts:
+            return False
+        if isinstance(error, (*RETRYABLE, ExpiredError)):
+            return True
+        return repeatable and isinstance(error, LostError | DeadlineError)
+
+    def pause(self, attempt: int) -> float:
+        """Seconds to wait after so many attempts."""
+        factor = math.exp(min(_MOST, (attempt - 1) * math.log(self.growth)))
+        return _random.uniform(0.0, min(self.longest, self.first * factor))
+
+
+NEVER = Retry(attempts=1)
+"""No call is sent twice."""

@@ -1,0 +1,154 @@
+"""Calls of an etcd cluster: to the member that answered last, and to the next one if that does not.
+
+    call ── member 1 ── no answer ──> member 2 ── answer        from now on member 2 goes first
+
+Every call has a deadline, of which each member gets its share. All calls of a directory may be sent twice: a second
+lease ends by itself, and whoever swaps has compared before.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+
+from weft.core.errors import UsageError, listed
+from weft.experts.directory.errors import AwayError
+from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
+from weft.experts.service.pem import Pem, read_pem
+
+_grpc = cast("Any", grpc)
+_Code = _grpc.StatusCode
+_ELSEWHERE = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.UNKNOWN, _Code.INTERNAL, _Code.CANCELLED}
+_LEADER = (("hasleader", "true"),)  # a member that lost the others says so, instead of telling old news
+_OPTIONS = [
+    ("grpc.max_receive_message_length", 256 << 20),
+    ("grpc.keepalive_time_ms", 10_000),  # etcd allows one every 5 s
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+
+class RefusedByEtcdError(AwayError):
+    """etcd answered, and did not do it. ``missing``: what was named, such as a lease, is not there (any more)."""
+
+    def __init__(self, message: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+@dataclass(frozen=True)
+class EtcdTls:
+    """Certificates for the way to etcd, as PEM bytes or paths.
+
+    Args:
+        authority: who has signed etcd's certificates; None: those that the system trusts.
+        key, certificate: one's own, if etcd asks for it (``--client-cert-auth``); both or neither.
+        server_name: what etcd's certificate says, where that is not the name in the address.
+    """
+
+    authority: Pem | None = field(default=None, repr=False)
+    key: Pem | None = field(default=None, repr=False)
+    certificate: Pem | None = field(default=None, repr=False)
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.key is None) != (self.certificate is None):
+            raise UsageError("a key goes with its certificate: give both, or neither")
+
+
+class Endpoints:
+    """The members of a cluster, as host:port. Thread-safe.
+
+    Raises ``UsageError`` that lists addresses that are none, and a timeout that is not positive.
+    """
+
+    def __init__(self, addresses: Sequence[str], tls: EtcdTls | None, timeout: float) -> None:
+        faults = [] if addresses else ["there is no endpoint, wanted at least one host:port"]
+        faults += [f"{one!r} is no host:port" for one in addresses if not one.rpartition(":")[2].isdecimal()]
+        faults += [f"timeout is {timeout}, wanted a positive number of seconds"] * (not 0 < timeout < float("inf"))
+        if faults:
+            raise UsageError(listed("etcd cannot be reached like this:", faults))
+        self.addresses, self.timeout = tuple(addresses), timeout
+        self._lock = threading.Lock()
+        self._first = 0
+        self._closed = False
+        self._channels = [_channel(address, tls) for address in addresses]
+
+    def call(self, method: Method, request: Any) -> Any:
+        """The response. Raises ``AwayError`` if no member answers, ``RefusedByEtcdError`` if one refuses."""
+        end, faults = time.monotonic() + self.timeout, list[str]()
+        for left, index in zip(range(len(self.addresses), 0, -1), self.order(), strict=True):
+            seconds = (end - time.monotonic()) / left
+            try:
+                found = self._sent(index, method, request, seconds)
+            except (_grpc.RpcError, StopIteration, ValueError) as error:
+                faults.append(self.fault(index, error))
+                continue
+            self._first = index
+            return found
+        raise AwayError(listed(f"etcd does not answer {method.path} within {self.timeout:g} s:", faults))
+
+    def watch(self, index: int, requests: Any) -> Any:
+        """A stream of watch responses from one member; iterate it, and ``cancel`` it."""
+        return self._method(index, WATCH, stream=True)(requests, metadata=_LEADER)
+
+    def order(self) -> list[int]:
+        """The members in the order in which to try them. Raises ``AwayError`` after `close`."""
+        with self._lock:
+            if self._closed:
+                raise AwayError("the directory is closed")
+            count, first = len(self.addresses), self._first
+        return [(first + i) % count for i in range(count)]
+
+    def fault(self, index: int, error: Any) -> str:
+        """What went wrong with a member, in words. Raises ``RefusedByEtcdError`` if the others would say the same."""
+        address = self.addresses[index]
+        if self._closed:
+            raise AwayError("the directory is closed") from None
+        if not isinstance(error, _grpc.RpcError):
+            return f"{address}: the connection ended"
+        code, text = error.code(), error.details()
+        if code not in _ELSEWHERE:
+            missing = code is _Code.NOT_FOUND
+            raise RefusedByEtcdError(f"etcd at {address} answers {code.name}: {text}", missing=missing) from None
+        return f"{address}: {code.name}: {text}"
+
+    def close(self) -> None:
+        """End all calls. Again is no error."""
+        with self._lock:
+            self._closed = True
+        for channel in self._channels:
+            channel.close()
+
+    def _sent(self, index: int, method: Method, request: Any, seconds: float) -> Any:
+        stream = method is LEASE_KEEP_ALIVE
+        call = self._method(index, method, stream=stream)
+        if not stream:
+            return call(request, timeout=seconds, metadata=_LEADER)
+        answers = call(iter([request]), timeout=seconds, metadata=_LEADER)
+        try:
+            return next(answers)
+        finally:
+            answers.cancel()
+
+    def _method(self, index: int, method: Method, *, stream: bool) -> Any:
+        channel = self._channels[index]
+        kind = channel.stream_stream if stream else channel.unary_unary
+        made = {
+            "request_serializer": method.request.SerializeToString,
+            "response_deserializer": method.response.FromString,
+        }
+        return kind(method.path, **made)
+
+
+def _channel(address: str, tls: EtcdTls | None) -> Any:
+    if tls is None:
+        return _grpc.insecure_channel(address, options=_OPTIONS)
+    parts = [None if part is None else read_pem(part) for part in (tls.authority, tls.key, tls.certificate)]
+    name = [] if tls.server_name is None else [("grpc.ssl_target_name_override", tls.server_name)]
+    return _grpc.secure_channel(address, _grpc.ssl_channel_credentials(*parts), options=[*_OPTIONS, *name])

@@ -1,0 +1,27 @@
+"""Mixtures: a router here, and for each sample the k best of a grid of experts that live elsewhere.
+
+mixture.py    RemoteMixtureOfExperts            switch.py     RemoteSwitchMixtureOfExperts
+grid.py       experts on a grid, who lives      routing.py    the exact top k
+dispatch.py   rows by expert                    gathering.py  calls at once, and how long to wait
+passage.py    one node of autograd              shelf.py      where answers are laid down
+weighing.py   weights, load-balancing loss      layout.py     what the experts take and return
+calls.py      calls, sent again by rule         link.py       who lives, how to call them, what they take
+recall.py     recomputation calls nobody
+terms.py      the arguments about waiting       tally.py, errors.py
+"""
+
+from weft.experts.mixture.errors import AnomalyError, NoExpertsError, TooFewAnswersError
+from weft.experts.mixture.mixture import RemoteMixtureOfExperts
+from weft.experts.mixture.switch import RemoteSwitchMixtureOfExperts
+from weft.experts.mixture.tally import MixtureStatistics
+from weft.experts.mixture.weighing import load_balancing_loss
+
+__all__ = [
+    "AnomalyError",
+    "MixtureStatistics",
+    "NoExpertsError",
+    "RemoteMixtureOfExperts",
+    "RemoteSwitchMixtureOfExperts",
+    "TooFewAnswersError",
+    "load_balancing_loss",
+]

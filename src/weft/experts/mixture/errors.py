@@ -1,0 +1,52 @@
+"""What a mixture answers when it cannot go on.
+
+ExpertError (RuntimeError)
+├── NoExpertsError                      nobody in the directory stands in the grid
+├── TooFewAnswersError (TimeoutError)   some samples have fewer answers than they need; says who failed, and how
+└── AnomalyError (ArithmeticError)      the caller's own numbers are not finite, and it asked to be told
+
+An expert that fails is no error by itself: its weight is zero.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from weft.core.errors import listed
+from weft.experts.errors import ExpertError
+
+MOST = 10  # faults that a message names; there may be as many as experts
+
+
+class NoExpertsError(ExpertError):
+    """No expert of the grid lives."""
+
+    reason: ClassVar[str] = "nobody"
+
+
+class TooFewAnswersError(ExpertError, TimeoutError):
+    """Samples without enough answers. ``faults`` says, by expert, what came instead."""
+
+    reason: ClassVar[str] = "answers"
+
+    def __init__(self, message: str, faults: Mapping[str, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.faults = dict(faults or {})
+
+
+class AnomalyError(ExpertError, ArithmeticError):
+    """NaN or Inf in what the caller gave, with ``detect_anomalies``. Nothing was sent."""
+
+    reason: ClassVar[str] = "anomaly"
+
+
+def too_few(
+    what: str, samples: int, short: int, needed: int, faults: Mapping[str, BaseException]
+) -> TooFewAnswersError:
+    """The error for ``short`` of ``samples`` that have fewer than ``needed`` answers."""
+    lines = [f"{uid}: {type(error).__name__}: {error}" for uid, error in list(faults.items())[:MOST]]
+    lines += [f"and {len(faults) - MOST} more"] * (len(faults) > MOST)
+    head = (
+        f"{what}: {short} of {samples} samples have fewer than {needed} answers. Wait longer, ask more experts "
+        "(k_best), need fewer (k_min), or let such samples be zero (allow_zero_outputs)."
+    )
+    return TooFewAnswersError(listed(f"{head} Who failed:", lines) if lines else head, faults)

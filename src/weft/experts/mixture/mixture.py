@@ -1,0 +1,170 @@
+"""A mixture of remote experts as an ordinary layer: a router here, k experts for each sample out there.
+
+    x ── router (proj) ──> scores ── top k of those that live ──> chosen       link.py, routing.py: no remote call
+    x, chosen ── rows by expert ── one call each ──> answers                   dispatch.py, passage.py: one node
+    answers ── softmax over those that came ── weighted mean ──> y             weighing.py: plain autograd
+
+Who fails or is late gets weight zero, in forward and in backward, as long as each sample has its ``k_min``. The
+contract, and the way of waiting, are those of hivemind's mixture (Ryabinin and Gusev, "Towards Crowdsourced Training
+of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.ambient import is_checkpointing, is_recomputing
+from weft.core.boundary import cross
+from weft.core.errors import SpecError
+from weft.experts.client.connections import Connections
+from weft.experts.client.retry import Retry
+from weft.experts.compression import Policy
+from weft.experts.mixture.dispatch import Dispatch
+from weft.experts.mixture.grid import Crowd, Grid
+from weft.experts.mixture.layout import Layout
+from weft.experts.mixture.link import Link
+from weft.experts.mixture.passage import Means, Passage
+from weft.experts.mixture.recall import Round
+from weft.experts.mixture.routing import choose, chosen_scores
+from weft.experts.mixture.tally import MixtureStatistics
+from weft.experts.mixture.terms import Terms
+from weft.experts.mixture.weighing import gating_input, weighted_mean, weights_of_answered
+
+RETRY = Retry(attempts=3)
+"""A mixture has other experts to go on with, so it does not try one for long."""
+
+
+class RemoteMixtureOfExperts(nn.Module):
+    """The weighted mean of the k best experts of a grid, for each sample.
+
+    Args:
+        in_features: size of the last axis of the first input, which the router reads.
+        grid_size: places along each axis of the grid.
+        uid_prefix: "ffn" for experts that are called "ffn.3.17".
+        connections: the way to the experts, with the directory that says who lives. Stays open, and may be shared.
+        k_best: experts for each sample; all that live, if those are fewer.
+        k_min: experts that must answer for each sample.
+        forward_timeout, backward_timeout: seconds after which nobody is waited for any more, in each direction.
+        timeout_after_k_min: seconds to wait for the others once every sample has its ``k_min`` (or
+            ``backward_k_min``) answers; what is not there then is cancelled. None waits until the timeout.
+        backward_k_min: experts that must answer in backward for each sample, of those that did in forward.
+        detect_anomalies: raise on inputs and gradients that are not finite, and take rows of answers that are not
+            as failed. It reads every number, which costs about as much as a copy.
+        allow_zero_outputs: samples with fewer answers than they need are zero (in backward: add nothing to the
+            inputs' gradients) instead of an error.
+        retry: when calls that failed are sent again. A backward bears a key, and so steps once however often.
+        compression: of what is sent and answered.
+        device, dtype: of the router.
+
+    Every backward makes the experts that it reaches take an optimizer step, also if no input wants a gradient; under
+    `torch.no_grad` there is none. A group of rows beyond an expert's largest batch goes in several calls.
+
+    Raises ``UsageError`` that lists all arguments that make no sense.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_features: int,
+        grid_size: Sequence[int],
+        uid_prefix: str,
+        connections: Connections,
+        k_best: int = 4,
+        k_min: int = 1,
+        forward_timeout: float = 30.0,
+        timeout_after_k_min: float | None = None,
+        backward_k_min: int = 1,
+        backward_timeout: float = 30.0,
+        detect_anomalies: bool = False,
+        allow_zero_outputs: bool = False,
+        retry: Retry = RETRY,
+        compression: Policy | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.grid = Grid(uid_prefix, grid_size)
+        self.terms = Terms(
+            k_best=k_best,
+            k_min=k_min,
+            backward_k_min=backward_k_min,
+            forward_timeout=forward_timeout,
+            backward_timeout=backward_timeout,
+            timeout_after_k_min=timeout_after_k_min,
+            detect_anomalies=detect_anomalies,
+            allow_zero_outputs=allow_zero_outputs,
+        )
+        self.in_features = in_features
+        self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
+        self._link = Link(self.grid, connections, retry, compression or Policy())
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The mean of what the experts return, nested as they return it; each tensor is samples x ....
+
+        ``input`` and all other arguments are what the experts take; axis 0 is the batch. The router reads ``input``
+        (samples x ... x in_features), averaged over the axes between.
+
+        Raises ``SpecError`` for arguments that the experts do not take, ``NoExpertsError``, ``TooFewAnswersError``
+        and ``AnomalyError``; see `weft.experts.mixture.errors`.
+        """
+        layout, flat, before, crowd = self._begin((input, *args), kwargs)
+        scores = self._scores(self._readable(input))
+        places, sizes = crowd.places.to(scores.device), self.grid.sizes
+        chosen = choose(scores, places, sizes, self.terms.k_best) if before is None else before.chosen
+        dispatch = Dispatch(chosen.cpu(), most=layout.most_rows)
+        answers, alive = self._ask(layout, flat, dispatch, Round(crowd, chosen, dispatch.sent, ()), before)
+        weights = weights_of_answered(chosen_scores(scores, places, sizes, chosen), alive)
+        return layout.outputs.pack([weighted_mean(each, weights) for each in answers])
+
+    def statistics(self) -> MixtureStatistics:
+        """What was done so far."""
+        return self._link.tally.statistics(len(self._link.crowd()))
+
+    def extra_repr(self) -> str:
+        """What `repr` says besides the router."""
+        sizes = " x ".join(map(str, self.grid.sizes))
+        return f"{self.grid.prefix}*, grid {sizes}, k_best={self.terms.k_best}, k_min={self.terms.k_min}"
+
+    def _begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Layout, list[Tensor], Round | None, Crowd]:
+        """The layout, the flat inputs, what is recalled if this is a recomputation, and who lives (or lived then)."""
+        link = self._link
+        crowd = link.crowd()
+        layout = link.layout(crowd, self.terms.forward_timeout)
+        flat = layout.signature.flat(args, kwargs)
+        before = link.recall.take(flat) if is_recomputing() else None
+        if before is None and not len(crowd) and not self.terms.allow_zero_outputs:
+            raise link.nobody()
+        return layout, flat, before, crowd if before is None else before.crowd
+
+    def _readable(self, x: Tensor) -> Tensor:
+        """What the router reads of the input, in the dtype and on the device of its weights."""
+        if x.dim() < 2 or x.shape[-1] != self.in_features or not x.is_floating_point():
+            raise SpecError(
+                f"the router of this mixture reads samples x ... x {self.in_features} floating-point numbers, but the "
+                f"input is {tuple(x.shape)} of {x.dtype}"
+            )
+        return gating_input(x).to(self.proj.weight.device, self.proj.weight.dtype)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """samples x sum(grid_size), in the router's own precision: what is nearly equal decides who is called."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.proj(x)
+
+    def _ask(
+        self, layout: Layout, flat: Sequence[Tensor], dispatch: Dispatch, now: Round, before: Round | None
+    ) -> tuple[list[Tensor], Tensor]:
+        """The flat outputs, each samples x k x ..., zeros where nobody answered, and who did (samples x k, bool).
+
+        ``before`` is what was found in the forward of which this is the recomputation, else ``now`` is begun.
+        """
+        link = self._link
+        means = Means(link.calls, layout, self.terms, link.tally)
+        passage = Passage(means, now.crowd.uids, dispatch, flat, before)
+        anchor = torch.empty(0, requires_grad=True)  # the experts learn also where no input wants a gradient
+        outputs = list(cross(passage, [anchor, *flat]))
+        if is_checkpointing():
+            kept = [x.detach() for x in outputs]
+            link.recall.put(flat, Round(now.crowd, now.chosen, passage.alive, kept))
+        return outputs, passage.alive.to(now.chosen.device)

@@ -1,0 +1,98 @@
+"""A mixture whose experts are kept equally busy: Switch routing, with a loss that the router learns from.
+
+    probabilities   softmax over all living experts            samples x experts
+    y               sum over the chosen of probability * answer
+    loss            1 if all experts are equally busy, more if not; its gradient goes to the router
+
+After Fedus, Zoph and Shazeer, "Switch Transformers" (2021). There one expert is chosen; here k may be.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+from torch import Tensor
+
+from weft.core.errors import UsageError, listed
+from weft.experts.client.connections import Connections
+from weft.experts.mixture.dispatch import Dispatch
+from weft.experts.mixture.mixture import RemoteMixtureOfExperts
+from weft.experts.mixture.recall import Round
+from weft.experts.mixture.routing import all_scores
+from weft.experts.mixture.weighing import jittered, load_balancing_loss, weighted_mean
+
+
+class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
+    """As `RemoteMixtureOfExperts`, but an answer's weight is its probability among all living experts.
+
+    Args:
+        k_best, k_min, backward_k_min, allow_zero_outputs: as there. By default one expert is chosen, and a sample whose
+            expert fails is zero: it is to stand in a residual layer, ``x + mixture(x)[0]``.
+        jitter_eps: in training mode, what the router reads is multiplied by uniform numbers from 1 - eps to 1 + eps.
+            The experts and the caller see the input as it is.
+        capacity_factor: an expert gets at most ``capacity_factor * samples * k / experts`` rows (rounded up) of a
+            batch; the choices beyond it are dropped, last choices first. None drops nothing.
+        options: all other arguments of `RemoteMixtureOfExperts`.
+
+    Raises what `RemoteMixtureOfExperts` raises.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_features: int,
+        grid_size: Sequence[int],
+        uid_prefix: str,
+        connections: Connections,
+        k_best: int = 1,
+        k_min: int = 0,
+        backward_k_min: int = 0,
+        allow_zero_outputs: bool = True,
+        jitter_eps: float = 1e-2,
+        capacity_factor: float | None = None,
+        **options: Any,
+    ) -> None:
+        faults = [] if 0 <= jitter_eps < 1 else [f"jitter_eps is {jitter_eps}, wanted from 0 to less than 1"]
+        if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
+            faults.append(f"capacity_factor is {capacity_factor}, wanted a positive number, or None")
+        if faults:
+            raise UsageError(listed("a switch mixture cannot work like this:", faults))
+        super().__init__(
+            in_features=in_features,
+            grid_size=grid_size,
+            uid_prefix=uid_prefix,
+            connections=connections,
+            k_best=k_best,
+            k_min=k_min,
+            backward_k_min=backward_k_min,
+            allow_zero_outputs=allow_zero_outputs,
+            **options,
+        )
+        self.jitter_eps, self.capacity_factor = jitter_eps, capacity_factor
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        """What the experts return, weighted, and the load-balancing loss (a scalar; see `load_balancing_loss`).
+
+        Add the loss to that of the model with a factor of about 0.01. Raises what `RemoteMixtureOfExperts.forward`
+        raises.
+        """
+        layout, flat, before, crowd = self._begin((input, *args), kwargs)
+        read = self._readable(input)
+        if self.training and self.jitter_eps:
+            read = jittered(read, self.jitter_eps)
+        scores = all_scores(self._scores(read), crowd.places.to(read.device), self.grid.sizes)
+        probabilities = scores.softmax(1)
+        best = scores.detach().topk(min(self.terms.k_best, len(crowd)), dim=1)
+        chosen = best.indices if before is None else before.chosen
+        dispatch = Dispatch(chosen.cpu(), capacity=self._capacity(chosen, len(crowd)), most=layout.most_rows)
+        if before is None:
+            self._link.tally.count("dropped", chosen.numel() - len(dispatch.rows))
+        answers, alive = self._ask(layout, flat, dispatch, Round(crowd, chosen, dispatch.sent, ()), before)
+        weights = probabilities.gather(1, chosen) * alive
+        outputs = layout.outputs.pack([weighted_mean(each, weights) for each in answers])
+        return outputs, load_balancing_loss(probabilities, chosen)
+
+    def _capacity(self, chosen: Tensor, experts: int) -> int | None:
+        if self.capacity_factor is None:
+            return None
+        return max(1, ceil(self.capacity_factor * chosen.numel() / max(1, experts)))

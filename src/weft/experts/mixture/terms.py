@@ -1,0 +1,36 @@
+"""How long a mixture waits, and what it puts up with. All faults of what it was told are found at once."""
+
+from dataclasses import dataclass
+from math import isfinite
+
+from weft.core.errors import UsageError, listed
+
+
+@dataclass(frozen=True)
+class Terms:
+    """See `RemoteMixtureOfExperts`, which says what each of them means. Seconds and counts."""
+
+    k_best: int
+    k_min: int
+    backward_k_min: int
+    forward_timeout: float
+    backward_timeout: float
+    timeout_after_k_min: float | None
+    detect_anomalies: bool
+    allow_zero_outputs: bool
+
+    def __post_init__(self) -> None:
+        faults = [f"k_best is {self.k_best}, wanted at least 1"] if self.k_best < 1 else []
+        for name in ("k_min", "backward_k_min"):
+            value = getattr(self, name)
+            if not 0 <= value <= self.k_best:
+                faults.append(f"{name} is {value}, wanted 0 to k_best ({self.k_best})")
+        for name in ("forward_timeout", "backward_timeout"):
+            value = getattr(self, name)
+            if not (value > 0 and isfinite(value)):
+                faults.append(f"{name} is {value}, wanted a positive number of seconds")
+        after = self.timeout_after_k_min
+        if after is not None and not (after >= 0 and isfinite(after)):
+            faults.append(f"timeout_after_k_min is {after}, wanted seconds, at least 0, or None")
+        if faults:
+            raise UsageError(listed("a mixture cannot work like this:", faults))

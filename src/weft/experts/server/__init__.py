@@ -1,0 +1,32 @@
+"""The server: experts behind an address, for many clients at once.
+
+server.py      Server, what users see                 options.py    limits and certificates
+desk.py        calls in, one answer each              access.py     roles, grants, and the audit of refusals
+endpoint.py    gRPC: streams, health, reflection      identity.py   who a connection belongs to
+connection.py  one stream, and its answers            served.py     one expert, restored and saved
+presence.py    the entry in the directory             repeat.py, loop.py   its threads
+statistics.py  what it says of itself                 command.py    ``weft serve`` and ``weft status``
+"""
+
+from weft.experts.server.access import Access, Audit, Caller, Grant, Refusal, Role
+from weft.experts.server.desk import Desk
+from weft.experts.server.options import ServerOptions, ServerTls
+from weft.experts.server.served import Served
+from weft.experts.server.server import Server
+from weft.experts.server.statistics import KeepingStatistics, ServerStatistics
+
+__all__ = [
+    "Access",
+    "Audit",
+    "Caller",
+    "Desk",
+    "Grant",
+    "KeepingStatistics",
+    "Refusal",
+    "Role",
+    "Served",
+    "Server",
+    "ServerOptions",
+    "ServerStatistics",
+    "ServerTls",
+]

@@ -1,0 +1,145 @@
+"""Who may do what with which expert, and a log of whom that refused.
+
+    TLS certificate, common name "trainer-7"  ──┐
+    metadata "authorization: Bearer s3cret"   ──┼──> client name ── grants ──> role for an expert
+    neither                                   ──┘        ""
+
+    Grant("trainer-*", "ffn.*", TRAIN)     the best grant that fits counts; none: refused
+
+All of it happens before a tensor of the call is made.
+"""
+
+import hmac
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from fnmatch import fnmatchcase
+
+from weft.core.errors import UsageError
+from weft.experts.wire.errors import ForbiddenError
+
+_LOG = logging.getLogger("weft.experts.audit")
+_REMEMBERED = 256
+
+
+class Role(IntEnum):
+    """What a client may do; each includes those before it. FORWARD also allows ``info``, ADMIN the server's status."""
+
+    NONE = 0
+    FORWARD = 1
+    TRAIN = 2
+    ADMIN = 3
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Clients and experts by shell patterns (``*``, ``?``, ``[ab]``); clients without a name are the empty name."""
+
+    client: str = "*"
+    expert: str = "*"
+    role: Role = Role.TRAIN
+
+
+OPEN = (Grant(role=Role.ADMIN),)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who is at the other end: a proven ``name`` (empty: nobody proved anything), and ``peer``, an address."""
+
+    name: str
+    peer: str
+
+
+@dataclass(frozen=True)
+class Access:
+    """Args:
+    grants: what is allowed; by default everything, to everybody who can connect.
+    tokens: secret -> client name. A token that is not in it is refused.
+
+    Raises ``UsageError`` for an empty token or name.
+    """
+
+    grants: Sequence[Grant] = OPEN
+    tokens: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+
+    def __post_init__(self) -> None:
+        if not all(token and name for token, name in self.tokens.items()):
+            raise UsageError("a token or the name of its client is empty; wanted a secret and a name for every client")
+
+    def named(self, token: str) -> str | None:
+        """The client whose token this is. Takes the same time whichever it is."""
+        found = None
+        for known, name in self.tokens.items():
+            if hmac.compare_digest(known.encode(), token.encode("utf-8", "surrogatepass")):
+                found = name
+        return found
+
+    def role(self, client: str, expert: str) -> Role:
+        """The largest role that a grant gives."""
+        fitting = [
+            grant.role
+            for grant in self.grants
+            if fnmatchcase(client, grant.client) and fnmatchcase(expert, grant.expert)
+        ]
+        return max(fitting, default=Role.NONE)
+
+    def admits(self, client: str) -> bool:
+        """Whether this client may do anything at all."""
+        return any(grant.role > Role.NONE and fnmatchcase(client, grant.client) for grant in self.grants)
+
+    def check(self, caller: Caller, expert: str, wanted: Role, what: str) -> None:
+        """Raise ``ForbiddenError`` if the caller may not do this."""
+        seen = self.role(caller.name, expert)
+        if seen < wanted:
+            raise ForbiddenError(
+                f"{_called(caller)} has role {seen.name} for {expert!r} and asked for {what}, which takes role "
+                f"{wanted.name}; ask whoever runs the server for a grant"
+            )
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One refusal: seconds since the epoch, who, what, and why."""
+
+    time: float
+    client: str
+    peer: str
+    expert: str
+    what: str
+    why: str
+
+
+class Audit:
+    """Writes refusals to the logger ``weft.experts.audit`` and remembers the last ones. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: deque[Refusal] = deque(maxlen=_REMEMBERED)
+        self._counts: Counter[str] = Counter()
+
+    def refused(self, caller: Caller, expert: str, what: str, why: str) -> None:
+        """Note a refusal."""
+        one = Refusal(time.time(), caller.name, caller.peer, expert, what, why)
+        with self._lock:
+            self._last.append(one)
+            self._counts[what] += 1
+        _LOG.warning("refused: client=%r peer=%r expert=%r what=%s: %s", caller.name, caller.peer, expert, what, why)
+
+    def last(self) -> list[Refusal]:
+        """The last refusals, oldest first."""
+        with self._lock:
+            return list(self._last)
+
+    def counts(self) -> dict[str, int]:
+        """How many refusals there were of each kind of call."""
+        with self._lock:
+            return dict(self._counts)
+
+
+def _called(caller: Caller) -> str:
+    return f"client {caller.name!r}" if caller.name else f"a client without certificate or token, at {caller.peer},"

@@ -1,0 +1,39 @@
+"""``weft serve``: a server in a process of its own, until it is told to end.
+
+SIGTERM, SIGINT ──> drain: accepted work is answered, new work is sent elsewhere ── save ── exit 0
+SIGKILL         ──> nothing that was reported durable is lost; the next start goes on from there
+"""
+
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from weft.experts.errors import ExpertError
+from weft.experts.server.config import build
+
+
+def serve(config: Mapping[str, Any]) -> None:
+    """Serve what the configuration says until SIGTERM or SIGINT. In the main thread of the process.
+
+    Prints one line with the address when it listens. Raises what `weft.experts.server.config.build` and
+    `Server.start` raise, and ``ExpertError`` if a module did not end in time.
+    """
+    stop = threading.Event()
+
+    def end(number: int, frame: object) -> None:
+        stop.set()
+
+    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
+    server = build(config)
+    try:
+        server.start()
+        print(f"weft: serving {len(server.experts)} experts at {server.address}", flush=True)
+        stop.wait()
+        print("weft: draining", flush=True)
+        if not server.shutdown():
+            raise ExpertError("a module did not end in time; what it worked on was not answered")
+    finally:
+        server.shutdown()
+        for each, handler in before.items():
+            signal.signal(each, handler)

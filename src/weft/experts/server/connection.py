@@ -1,0 +1,148 @@
+"""One client's stream: what it has under way, and its answers on their way out.
+
+    reader ── calls ──> desk ──> runtime threads ── answer() ──> outbox ──> writer: one frame for all that waits
+       |                                                                       |
+       '── waits while too much is under way <── room <───────────── sent ─────'
+
+Answers come in any thread and in any order. What waits when the writer is free leaves in one frame, so many small
+answers cost as much as one. A client that does not read its answers stops being read itself, and holds no more
+than its bound.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from weft.experts.server.access import Caller
+from weft.experts.server.desk import Desk, fault
+from weft.experts.server.options import ServerOptions
+from weft.experts.service.names import COALESCED
+from weft.experts.task import Results
+from weft.experts.wire import Call, Header, Kind, Received, encode
+from weft.experts.wire.limits import Limits
+
+Send = Callable[[bytes], Awaitable[Any]]
+
+
+class Connection:
+    """Made in the loop's thread; `answer` may be called in any, all else belongs to the loop."""
+
+    def __init__(self, caller: Caller, desk: Desk, options: ServerOptions) -> None:
+        self.caller = caller
+        self.calls = 0
+        self.nbytes = 0
+        self._desk = desk
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._outbox: deque[tuple[Call, int]] = deque()
+        self._woken = False
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._finishing = False
+        self._futures: set[Future[Results]] = set()
+
+    def take(self, call: Received) -> None:
+        """Have a call answered."""
+        cost = sum(one.nbytes for one in call.descriptors)
+        self.calls += 1
+        with self._lock:
+            self.nbytes += cost
+        future = self._desk.take(call, self.caller, partial(self.answer, cost=cost))
+        if future is not None and not future.done():
+            self._futures.add(future)
+            future.add_done_callback(self._futures.discard)
+
+    def answer(self, call: Call, cost: int = -1) -> None:
+        """Send an answer. ``cost`` is what its call took; -1: there was no call."""
+        with self._lock:
+            self._outbox.append((call, cost))
+            self.nbytes += _size(call)
+            if self._woken:
+                return
+            self._woken = True
+        self._call(self._wake.set)
+
+    async def has_room(self) -> None:
+        """Wait until no more is under way than may be."""
+        while self.calls >= self._options.connection_calls or self.nbytes >= self._options.connection_bytes:
+            self._room.clear()
+            await self._room.wait()
+
+    async def write(self, send: Send) -> None:
+        """Send answers until `finish` was called and all are out."""
+        while not (self._finishing and not self.calls and not self._outbox):
+            await self._wake.wait()
+            self._wake.clear()
+            with self._lock:
+                self._woken = False
+            while batch := self._batch():
+                for frame in _frames([call for call, _ in batch], self._options.limits):
+                    await send(frame)
+                self._sent(batch)
+
+    def finish(self) -> None:
+        """No more calls come: let `write` return when all that were taken are answered."""
+        self._finishing = True
+        self._wake.set()
+
+    def abandon(self) -> None:
+        """Nobody is there any more to answer to: let what still waits leave the queues."""
+        for future in list(self._futures):
+            future.cancel()
+
+    def _batch(self) -> list[tuple[Call, int]]:
+        """The answers of the next frame."""
+        batch: list[tuple[Call, int]] = []
+        total = 0
+        while self._outbox and len(batch) < self._options.limits.calls:
+            total += _size(self._outbox[0][0])
+            if batch and total > COALESCED:
+                break
+            batch.append(self._outbox.popleft())
+        return batch
+
+    def _sent(self, batch: list[tuple[Call, int]]) -> None:
+        with self._lock:
+            for call, cost in batch:
+                self.nbytes -= _size(call) + max(0, cost)
+                self.calls -= cost >= 0
+        self._room.set()
+
+    def _call(self, what: Callable[[], None]) -> None:
+        if threading.get_ident() == self._thread:
+            what()
+            return
+        try:
+            self._loop.call_soon_threadsafe(what)
+        except RuntimeError:  # the loop is closed, and with it the way to the client
+            return
+
+
+def goaway() -> Call:
+    """Says that no new work is taken here."""
+    return Call(Header(kind=Kind.GOAWAY, call_id=0))
+
+
+def _size(call: Call) -> int:
+    return sum(tensor.nbytes for tensor in call.tensors) + len(call.header.data)
+
+
+def _frames(calls: list[Call], limits: Limits) -> list[bytes]:
+    """One message; or, if something in it cannot be sent so, one for each answer, or its error in its place."""
+    try:
+        return [b"".join(encode(calls, limits))]
+    except Exception:
+        return [_frame(call, limits) for call in calls]
+
+
+def _frame(call: Call, limits: Limits) -> bytes:
+    try:
+        return b"".join(encode([call], limits))
+    except Exception as error:
+        return b"".join(encode([fault(call.header.call_id, error)], limits))

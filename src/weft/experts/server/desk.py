@@ -1,0 +1,201 @@
+"""Takes calls in and sees to it that each gets exactly one answer. It knows nothing of networks.
+
+    call ── may he? ── draining? ── known? ── tensors ── pool.submit_task ──> future ──> RESULT, steps, receipt
+      |        |           |           |         |             |                |
+      '────────┴───────────┴───────────┴─────────┴─────────────┴────────────────┴──────> ERROR, to its author only
+
+Everything that can be refused is refused before a tensor is made. A task takes its call's deadline along, and is
+dropped if its turn comes later.
+"""
+
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from torch import Tensor
+
+from weft.core.errors import UsageError
+from weft.experts.errors import CommitError, reason_of
+from weft.experts.server.access import Access, Audit, Caller, Role
+from weft.experts.server.served import Served
+from weft.experts.service import read_receipt
+from weft.experts.task import Results
+from weft.experts.wire import (
+    Call,
+    DrainingError,
+    ForbiddenError,
+    Header,
+    Kind,
+    MalformedError,
+    Received,
+    UnknownExpertError,
+    WireError,
+    write_fault,
+)
+from weft.experts.wire.header import Flags
+
+Reply = Callable[[Call], None]
+"""Takes the one answer of a call; it may be called in any thread, and must not raise or wait."""
+
+_ROLES = {Kind.INFO: Role.FORWARD, Kind.FORWARD: Role.FORWARD, Kind.BACKWARD: Role.TRAIN, Kind.COMMIT: Role.TRAIN}
+ANONYMOUS = "anonymous"
+"""The client of calls that name none; they share one quota."""
+
+
+class Desk:
+    """The experts of one server, and who may use them.
+
+    Args:
+        access: who may do what.
+        audit: hears of every refusal.
+        longest: seconds that a call may have at most.
+    """
+
+    def __init__(self, access: Access | None = None, audit: Audit | None = None, longest: float = 600.0) -> None:
+        self.access = access or Access()
+        self.audit = audit or Audit()
+        self.incarnation = secrets.randbits(63)
+        self.draining: str | None = None
+        self._longest = longest
+        self._experts: dict[str, Served] = {}
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+
+    def add(self, served: Served) -> None:
+        """Serve one more. Raises ``UsageError`` for a name that is there."""
+        self.check_new(served.backend.name)
+        self._experts[served.backend.name] = served
+
+    def check_new(self, uid: str) -> None:
+        """Raise ``UsageError`` if an expert of this name is served."""
+        if uid in self._experts:
+            raise UsageError(f"expert {uid!r} is served already; give each expert its own name")
+
+    def remove(self, uid: str) -> Served:
+        """Serve one less. Raises ``UnknownExpertError``."""
+        served = self._experts.pop(uid, None)
+        if served is None:
+            raise self._unknown(uid)
+        return served
+
+    def experts(self) -> dict[str, Served]:
+        """All that are served now, by name."""
+        return dict(self._experts)
+
+    def take(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+        """Answer a call, now or later, through ``reply``. Never raises.
+
+        The future, if there is one, may be cancelled when nobody waits any more; then no answer comes.
+        """
+        header = call.header
+        self._counts[header.kind.name] += 1
+        try:
+            return self._taken(call, caller, reply)
+        except Exception as error:
+            if isinstance(error, ForbiddenError):
+                self.audit.refused(caller, header.uid, header.kind.name, str(error))
+            self._refuse(header.call_id, error, reply)
+            return None
+
+    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Calls by kind, and errors answered by reason."""
+        with self._lock:
+            return dict(self._counts), dict(self._errors)
+
+    def _taken(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+        header = call.header
+        if header.kind is Kind.PING:
+            reply(Call(Header(kind=Kind.PING, call_id=header.call_id)))
+            return None
+        if header.kind not in _ROLES:
+            text = (
+                f"a call of kind {header.kind.name} is no question; wanted one of {', '.join(k.name for k in _ROLES)}"
+            )
+            raise MalformedError(text, reason="kind", call_id=header.call_id)
+        self.access.check(caller, header.uid, _ROLES[header.kind], header.kind.name.lower())
+        served = self._experts.get(header.uid)
+        if header.kind is not Kind.INFO and self.draining is not None:
+            raise DrainingError(f"the server takes no new work: {self.draining}; ask another one, or later")
+        if served is None:
+            raise self._unknown(header.uid)
+        if header.kind is Kind.INFO:
+            reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=served.describe())))
+            return None
+        future = self._submit(call, caller, served)
+        future.add_done_callback(partial(self._answer, header, served, reply))
+        return future
+
+    def _submit(self, call: Received, caller: Caller, served: Served) -> "Future[Results]":
+        header, backend = call.header, served.backend
+        left = self._longest if header.deadline_ms is None else min(self._longest, header.deadline_ms / 1000)
+        deadline = time.monotonic() + left
+        client, mini_batch = _owner(caller, header)
+        if header.kind is Kind.COMMIT:
+            if mini_batch is None:
+                raise UsageError("a commit names the mini-batch that it applies, and this names none")
+            self._check_incarnation(served, client, mini_batch, header.data)
+            return backend.commit(mini_batch, client=client, deadline=deadline)
+        tensors = call.tensors()
+        if header.kind is Kind.FORWARD:
+            key = header.key if header.key and Flags.KEEP in header.flags else None
+            return backend.forward_pool.submit_task(*tensors, deadline=deadline, client=client, key=key)
+        return backend.backward_pool.submit_task(
+            *tensors, deadline=deadline, client=client, key=header.key or None, mini_batch=mini_batch
+        )
+
+    def _check_incarnation(self, served: Served, client: str, mini_batch: str, data: bytes) -> None:
+        """Refuse a commit whose gradients were sent, in part, to this server before it was started again."""
+        if not data or served.backend.records.step_of("commit", client, mini_batch) is not None:
+            return
+        if read_receipt(data).incarnation != self.incarnation:
+            raise CommitError(
+                f"the server was started again while mini-batch {mini_batch!r} was open, and its gradients are gone; "
+                "run its micro-batches again"
+            )
+
+    def _answer(self, header: Header, served: Served, reply: Reply, done: "Future[Results]") -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is not None:
+            self._refuse(header.call_id, error, reply)
+            return
+        reply(result(header, done.result(), served.backend.steps, served.receipt()))
+
+    def _refuse(self, call_id: int, error: BaseException, reply: Reply) -> None:
+        with self._lock:
+            self._errors["wire" if isinstance(error, WireError) else reason_of(error)] += 1
+        reply(fault(call_id, error))
+
+    def _unknown(self, uid: str) -> UnknownExpertError:
+        known = sorted(self._experts)
+        some = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
+        return UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
+
+
+def result(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes) -> Call:
+    """The answer to a call that went well, compressed as its author would like it."""
+    answer = Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, step=step, data=receipt)
+    return Call(answer, tensors, [header.reply] * len(tensors))
+
+
+def fault(call_id: int, error: BaseException) -> Call:
+    """The answer to a call that went wrong; call 0 is the stream itself."""
+    return Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
+
+
+def _owner(caller: Caller, header: Header) -> tuple[str, str | None]:
+    """Who owns quota, keys and mini-batch of a call: the proven name if there is one, else what the call says.
+
+    Several processes may share a certificate: within a proven name, the name that the call says keeps their
+    mini-batches apart. Keys are random, and so apart anyway.
+    """
+    mini_batch = header.mini_batch or None
+    if not caller.name:
+        return header.client or ANONYMOUS, mini_batch
+    return caller.name, None if mini_batch is None else f"{header.client}/{mini_batch}"

@@ -1,0 +1,41 @@
+"""Who a connection belongs to, out of what gRPC knows of it.
+
+    TLS with a client certificate   its common name; gRPC has verified the certificate
+    "authorization: Bearer TOKEN"   the client whose token it is; a certificate goes before
+    neither                         nobody
+
+A connection is refused as a whole if its token is unknown, or if nothing is granted to whoever it is.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weft.experts.server.access import Access, Caller
+from weft.experts.service.names import AUTHORIZATION, BEARER
+from weft.experts.wire.errors import ForbiddenError
+
+
+def identify(access: Access, tls: Mapping[Any, Any], metadata: Iterable[tuple[Any, Any]] | None, peer: str) -> Caller:
+    """The caller. Raises ``ForbiddenError`` for an unknown token, and for whom no grant is meant."""
+    caller = Caller(_certified(tls) or _by_token(access, metadata), peer)
+    if not access.admits(caller.name):
+        who = f"client {caller.name!r}" if caller.name else "a client without certificate or token"
+        raise ForbiddenError(f"nothing is granted to {who}; ask whoever runs the server for a grant")
+    return caller
+
+
+def _certified(tls: Mapping[Any, Any]) -> str:
+    """The common name of the client's certificate; empty without one."""
+    names = tls.get("x509_common_name") or tls.get(b"x509_common_name") or ()
+    return next((name.decode("utf-8", "replace") for name in names), "")
+
+
+def _by_token(access: Access, metadata: Iterable[tuple[Any, Any]] | None) -> str:
+    words = [value for key, value in metadata or () if key == AUTHORIZATION]
+    if not words:
+        return ""
+    word = words[-1].decode("utf-8", "replace") if isinstance(words[-1], bytes) else str(words[-1])
+    name = access.named(word.removeprefix(BEARER)) if word.startswith(BEARER) else None
+    if name is None:
+        raise ForbiddenError(f"the token in the metadata {AUTHORIZATION!r} is not known here")
+    return name

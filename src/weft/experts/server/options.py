@@ -1,0 +1,58 @@
+"""How a server behaves: how much one client may ask of it, how often it saves, and how it ends.
+
+Everything that a stranger could fill is bounded here: connections, what one connection may have under way, frames.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from weft.core.errors import UsageError, listed
+from weft.experts.service.pem import Pem, read_pem
+from weft.experts.wire.limits import Limits
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Args:
+    limits: of one frame; gRPC refuses longer messages before it allocates them.
+    connections: streams at a time; one more is turned away.
+    connection_calls, connection_bytes: what one stream may have under way, requests and answers. Beyond it the server
+        reads no more from it until answers have left, and HTTP/2's flow control slows that client down, nobody else.
+    longest_seconds: the deadline of a call that names none, or a later one.
+    lease_seconds: how long the directory lists a server that does not renew; it renews three times as often.
+    checkpoint_seconds: between two looks for experts that have stepped since they were saved.
+    drain_seconds: how long accepted work may take when the server ends; then it is failed.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    connections: int = 4096
+    connection_calls: int = 1024
+    connection_bytes: int = 256 << 20
+    longest_seconds: float = 600.0
+    lease_seconds: float = 5.0
+    checkpoint_seconds: float = 30.0
+    drain_seconds: float = 3.0
+
+    def __post_init__(self) -> None:
+        seen: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "limits"}
+        faults = [f"{name} is {value!r}, wanted a number above 0" for name, value in seen.items() if not value > 0]
+        if faults:
+            raise UsageError(listed("these options of a server do not make sense:", faults))
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """Certificates of a server, as PEM: bytes, or the path of a file.
+
+    With ``authority``, clients must show a certificate that it has signed (mutual TLS); its common name is who they
+    are. Raises ``UsageError`` for files that cannot be read.
+    """
+
+    key: Pem = field(repr=False)
+    certificate: Pem = field(repr=False)
+    authority: Pem | None = field(default=None, repr=False)
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """Key, certificate and authority as bytes."""
+        authority = None if self.authority is None else read_pem(self.authority)
+        return read_pem(self.key), read_pem(self.certificate), authority

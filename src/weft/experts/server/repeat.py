@@ -1,0 +1,42 @@
+"""Something to be done every few seconds, in a thread that ends when it is told to.
+
+enter ── wait ── act ── wait ── act ── ... ── leave: wakes the wait, and returns when the thread has ended
+
+What the act raises is kept and counted, and the next turn comes anyway: a full disk or a directory that is away
+now may be fine in a while, and the server goes on serving meanwhile.
+"""
+
+import threading
+from collections.abc import Callable
+
+
+class Repeat:
+    """Calls ``act`` every ``seconds`` from `start` to `stop`."""
+
+    def __init__(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+        self.failures = 0
+        self.last_failure: Exception | None = None
+        self._seconds = seconds
+        self._act = act
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"weft-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to wait for the first turn."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """No more turns; whether the one under way has ended within ``timeout`` seconds. May be called twice."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, timeout))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._seconds):
+            try:
+                self._act()
+                self.last_failure = None
+            except Exception as error:
+                self.failures += 1
+                self.last_failure = error

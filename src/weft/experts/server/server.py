@@ -1,0 +1,285 @@
+"""Server: experts behind an address. One process for any number of them.
+
+    network thread ── frames ──> Desk ── tasks ──> pools ──> one Runtime thread per device
+                                                                    |
+    lease thread ── directory                    checkpoint thread ─┴─ CheckpointStore
+
+    start   restore from checkpoints ── runtimes ── listen ── be listed in the directory
+    end     leave the directory ── refuse new work ── finish what was accepted ── save ── answer ── close
+
+Continuous batching over all clients, steps exactly once, checkpoints that restart by themselves: see
+`weft.experts.pool`, `weft.experts.records` and `weft.experts.checkpoint`. Nothing outlives the ``with`` block.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from weft.core.errors import UsageError, WeftError
+from weft.experts.backend import ExpertBackend
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.directory import Directory
+from weft.experts.runtime import Runtime
+from weft.experts.server.access import Access, Audit, Caller
+from weft.experts.server.desk import Desk, Reply
+from weft.experts.server.endpoint import Endpoint
+from weft.experts.server.loop import LoopThread
+from weft.experts.server.options import ServerOptions, ServerTls
+from weft.experts.server.presence import Presence
+from weft.experts.server.repeat import Repeat
+from weft.experts.server.served import Served
+from weft.experts.server.statistics import KeepingStatistics, ServerStatistics
+from weft.experts.wire import Received
+
+_START = 30.0  # seconds that listening may take
+_LAST = 1.0  # seconds for answers to leave, and for threads to end, after the work is done
+
+
+class Server:
+    """Serves experts over gRPC. A context manager; or `start` and `shutdown`.
+
+    Args:
+        experts: more may be added and removed while it runs.
+        address: host and port to listen at; port 0 takes a free one, see `address` afterwards.
+        advertise: the address that the directory lists; by default the one where it listens.
+        access: who may do what; see `Access`. By default everybody who can connect may do everything.
+        tls: certificates. Without, nothing is encrypted.
+        directory: where the experts are listed.
+        checkpoints: where they are saved, and restored from at the start.
+        options: see `ServerOptions`.
+
+    Raises ``UsageError`` for two experts of one name, or one whose schemas cannot be told to clients.
+    """
+
+    def __init__(
+        self,
+        experts: Iterable[ExpertBackend] = (),
+        *,
+        address: str = "127.0.0.1:0",
+        advertise: str | None = None,
+        access: Access | None = None,
+        tls: ServerTls | None = None,
+        directory: Directory | None = None,
+        checkpoints: CheckpointStore | None = None,
+        options: ServerOptions | None = None,
+    ) -> None:
+        self.options = options or ServerOptions()
+        self.audit = Audit()
+        self.port = 0
+        self._wanted = address
+        self._advertise = advertise
+        self._tls = tls
+        self._directory = directory
+        self._owned: list[Callable[[], None]] = []
+        self._store = checkpoints
+        self._desk = Desk(access, self.audit, self.options.longest_seconds)
+        self._endpoint = Endpoint(self._desk, self.options, self.status)
+        self._runtimes: dict[str, Runtime] = {}
+        self._presence: Presence | None = None
+        self._repeats: dict[str, Repeat] = {}
+        self._loop: LoopThread | None = None
+        self._lock = threading.RLock()
+        self._began = 0.0
+        self._running = self._ended = False
+        for backend in experts:
+            self._desk.add(Served(backend, checkpoints, self._desk.incarnation))
+
+    @property
+    def address(self) -> str:
+        """Where it listens. Raises ``UsageError`` before the start."""
+        if not self.port:
+            raise UsageError("the server has no address before it is started; use it in a with block, or call start()")
+        return f"{self._wanted.rpartition(':')[0]}:{self.port}"
+
+    @property
+    def experts(self) -> list[str]:
+        """The names of the experts, sorted."""
+        return sorted(self._desk.experts())
+
+    def start(self) -> None:
+        """Restore, listen, and be listed.
+
+        Raises what `Endpoint.start` and `Served.restore` raise; then nothing runs.
+        """
+        with self._lock:
+            if self._running or self._ended:
+                raise UsageError("a server is started once; make a new one")
+            try:
+                self._start()
+            except BaseException:
+                self._ended = True
+                self._close(_LAST)
+                raise
+
+    def add(self, backend: ExpertBackend) -> None:
+        """Serve one more expert, restored from its checkpoint if there is one. Raises as constructor and `start`."""
+        with self._lock:
+            self._desk.check_new(backend.name)
+            served = Served(backend, self._store, self._desk.incarnation)
+            if self._running:
+                served.restore()
+                self._run(backend)
+            self._desk.add(served)
+        self._announce()
+
+    def remove(self, uid: str, timeout: float = 30.0) -> bool:
+        """Finish what this expert has accepted, save it, and serve it no more; whether all was finished in time.
+
+        Raises ``UnknownExpertError``, and what saving raises; then it is served no more, but not saved.
+        """
+        with self._lock:
+            served = self._desk.remove(uid)
+            finished = True
+            if self._running:
+                finished = self._runtimes[str(served.backend.device)].remove(served.backend, timeout=timeout)
+        self._announce()
+        served.save()
+        return finished
+
+    def checkpoint(self) -> int:
+        """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong."""
+        saved, failure = 0, None
+        for served in self._desk.experts().values():
+            try:
+                saved += served.save()
+            except WeftError as error:  # the others are to be saved all the same
+                failure = error
+        if failure is not None:
+            raise failure
+        return saved
+
+    def drain(self, why: str = "it is shutting down") -> bool:
+        """Leave the directory, refuse new work, and finish what was accepted; whether that ended in time."""
+        with self._lock:
+            if not self._running:
+                return True
+            self._desk.draining = why
+            self._stop("lease")
+            if self._presence is not None:
+                with suppress(WeftError):
+                    self._presence.withdraw()
+            if self._loop is not None:
+                self._loop.run(self._endpoint.drain(), _LAST)
+            end = time.monotonic() + self.options.drain_seconds
+            return all([r.shutdown(timeout=max(0.0, end - time.monotonic())) for r in self._runtimes.values()])
+
+    def shutdown(self) -> bool:
+        """`drain`, save, let the answers leave, and end all threads; False if a module still runs. May be called twice.
+
+        Raises what saving raises, after everything has ended.
+        """
+        with self._lock:
+            if not self._running:
+                self._ended = True
+                return True
+            finished = self.drain()
+            self._stop("checkpoints")
+            try:
+                if finished and self._store is not None:
+                    self.checkpoint()
+            finally:
+                self._running, self._ended = False, True
+                self._close(_LAST)
+            return finished
+
+    def handler(self, client: str = "") -> Callable[[Received, Reply], object]:
+        """Calls from within this process, as if ``client`` sent them: for a `LocalTransport`."""
+        caller = Caller(client, "this process")
+        return lambda call, reply: self._desk.take(call, caller, reply)
+
+    def statistics(self) -> ServerStatistics:
+        """What was done since the start, and what is under way."""
+        endpoint, served = self._endpoint, self._desk.experts()
+        connections = list(endpoint.connections)
+        answered, errors = self._desk.counts()
+        failures = {name: str(each.last_failure) for name, each in self._repeats.items() if each.last_failure}
+        return ServerStatistics(
+            address=self.address if self.port else self._wanted,
+            seconds=time.monotonic() - self._began if self._running else 0.0,
+            draining=self._desk.draining,
+            incarnation=self._desk.incarnation,
+            connections=len(connections),
+            calls=sum(each.calls for each in connections),
+            nbytes=sum(each.nbytes for each in connections),
+            accepted=endpoint.accepted,
+            turned_away=endpoint.turned_away,
+            broken=endpoint.broken,
+            answered=answered,
+            errors=errors,
+            refusals=self.audit.counts(),
+            failures=failures,
+            listed=() if self._presence is None else self._presence.listed,
+            experts={uid: one.backend.statistics() for uid, one in served.items()},
+            keeping={uid: KeepingStatistics(one.durable, one.restored) for uid, one in served.items()},
+            runtimes={name: runtime.statistics() for name, runtime in self._runtimes.items()},
+        )
+
+    def status(self) -> dict[str, Any]:
+        """`statistics` as JSON has it, and the last refusals: what ``weft status`` and pages show."""
+        return {**self.statistics().to_json(), "audit": [vars(each) for each in self.audit.last()]}
+
+    def __enter__(self) -> "Server":
+        self.start()
+        return self
+
+    def own(self, close: Callable[[], None]) -> None:
+        """What to call when all has ended; for what was made for this server alone."""
+        self._owned.append(close)
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _start(self) -> None:
+        for served in self._desk.experts().values():
+            served.restore()
+        for served in self._desk.experts().values():
+            self._run(served.backend)
+        self._loop = LoopThread("server")
+        self.port = self._loop.run(self._endpoint.start(self._wanted, self._tls), _START)
+        self._began, self._running = time.monotonic(), True
+        if self._store is not None:
+            self._repeat("checkpoints", self.options.checkpoint_seconds, self._save)
+        if self._directory is not None:
+            ttl = self.options.lease_seconds
+            self._presence = Presence(self._directory, lambda: self.experts, self._advertise or self.address, ttl)
+            self._announce()
+            self._repeat("lease", ttl / 3, self._presence.turn)
+
+    def _run(self, backend: ExpertBackend) -> None:
+        name = str(backend.device)
+        if name not in self._runtimes:
+            self._runtimes[name] = Runtime(name=name)
+            self._runtimes[name].start()
+        self._runtimes[name].add(backend)
+
+    def _announce(self) -> None:
+        """Tell the directory now; if it is away, the lease thread goes on trying."""
+        if self._presence is not None:
+            with suppress(ConnectionError):
+                self._presence.turn()
+
+    def _repeat(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+        self._repeats[name] = Repeat(name, seconds, act)
+        self._repeats[name].start()
+
+    def _save(self) -> None:
+        self.checkpoint()
+
+    def _stop(self, name: str) -> None:
+        if name in self._repeats:
+            self._repeats[name].stop(_LAST)
+
+    def _close(self, seconds: float) -> None:
+        """End whatever runs."""
+        for name in self._repeats:
+            self._stop(name)
+        if self._loop is not None:
+            with suppress(TimeoutError):
+                self._loop.run(self._endpoint.stop(seconds), 2 * seconds)
+            self._loop.close(seconds)
+        for runtime in self._runtimes.values():
+            runtime.shutdown(drain=False, timeout=seconds)
+        while self._owned:
+            self._owned.pop()()

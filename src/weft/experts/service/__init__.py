@@ -1,0 +1,10 @@
+"""What a server and its clients agree on, so that neither imports the other.
+
+names.py         the gRPC service, its methods and options      description.py   an expert's schemas <-> JSON
+receipt.py       what a result says of steps and durability      pem.py    certificates and keys
+"""
+
+from weft.experts.service.description import Description, describe, read_description
+from weft.experts.service.receipt import Receipt, read_receipt
+
+__all__ = ["Description", "Receipt", "describe", "read_description", "read_receipt"]

@@ -1,0 +1,61 @@
+"""The gRPC service by which experts are reached: its methods, its metadata, and the options of both ends.
+
+    /weft.Experts/Stream    stream of frames <-> stream of frames     calls and their answers, in any order
+    /weft.Experts/Info      one frame of INFO calls -> one frame      what a client must know of experts
+    /weft.Experts/Status    nothing -> JSON                           what the server says of itself
+
+Messages are the frames of `weft.experts.wire`, not protobuf: a serializer of the identity, on both ends.
+"""
+
+from weft.experts.wire.limits import Limits
+
+SERVICE = "weft.Experts"
+STREAM = f"/{SERVICE}/Stream"
+INFO = f"/{SERVICE}/Info"
+STATUS = f"/{SERVICE}/Status"
+
+FRAME_BYTES = "weft-frame-bytes"
+"""Metadata that opens a stream: the largest frame that the server takes. When it is there, the server listens."""
+AUTHORIZATION = "authorization"
+"""Metadata of a client: ``Bearer TOKEN``."""
+BEARER = "Bearer "
+
+COALESCED = 1 << 20
+"""Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame."""
+
+Options = list[tuple[str, int | str]]
+
+_ROOM = 1 << 16  # gRPC's own framing is no concern of our limits
+
+
+def common_options(limits: Limits) -> Options:
+    """What both ends set: the size of messages, which gRPC checks before it allocates."""
+    size = limits.frame_bytes + _ROOM
+    return [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
+
+
+def client_options(limits: Limits) -> Options:
+    """A connection of its own, that comes back soon after a restart and notices a peer that fell silent."""
+    return [
+        *common_options(limits),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def server_options(limits: Limits, metadata_bytes: int = 16 << 10) -> Options:
+    """The port belongs to one process; metadata is capped; silent peers are dropped; clients may ask for life."""
+    return [
+        *common_options(limits),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_metadata_size", metadata_bytes),
+        ("grpc.absolute_max_metadata_size", metadata_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ]

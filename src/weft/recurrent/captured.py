@@ -1,0 +1,95 @@
+"""What a captured step is: its joint graph, what the ends of the graph mean, and how its values look."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from weft.core.tree import Structure
+from weft.recurrent.draws import Draw
+
+Value = fx.Node | None
+"""A node of the graph, or None where there is no value: a gradient of what has none."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the ends of the graph mean. Lists run parallel to the flat leaves of inputs, states and outputs."""
+
+    inputs: list[fx.Node]
+    states: list[fx.Node]
+    new_state_gradients: list[fx.Node]
+    output_gradients: list[fx.Node]
+    references: list[fx.Node]
+    new_states: list[Value]
+    outputs: list[Value]
+    input_gradients: list[Value]
+    state_gradients: list[Value]
+    parameter_gradients: list[Value]
+
+
+class Look(NamedTuple):
+    """Shape and dtype of one step's value. Quicker to ask at every call than the graph's tensors without memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def over(self, steps: int, device: torch.device) -> Tensor:
+        """Room for so many steps."""
+        return torch.empty((steps, *self.shape), dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The joint graph of one step. `tensors` holds the references by the name of their node's target."""
+
+    module: fx.GraphModule
+    roles: Roles
+    parameters: list[Tensor]
+    input_structure: Structure
+    state_structure: Structure
+    output_structure: Structure
+    wanted_inputs: tuple[bool, ...]
+    """Which inputs want a gradient."""
+    draws: list[Draw]
+    """What a step draws; these are further inputs, behind those of the cell."""
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The operators, in an order in which they can run."""
+        return [node for node in self.module.graph.nodes if node.op == "call_function"]
+
+    @cached_property
+    def constants(self) -> list[Tensor]:
+        """The references that want no gradient: frozen parameters and buffers."""
+        read: list[Tensor] = [getattr(self.module, str(node.target)) for node in self.roles.references]
+        return [each for each in read if not each.requires_grad]
+
+    @cached_property
+    def outputs(self) -> list[Look]:
+        """How the outputs look."""
+        return [_looks(node) for node in self.roles.outputs if node is not None]
+
+    @cached_property
+    def input_gradients(self) -> list[Look | None]:
+        """How the gradients of inputs look, None where there is none."""
+        return [None if node is None else _looks(node) for node in self.roles.input_gradients]
+
+    @cached_property
+    def passing(self) -> set[int]:
+        """The states that every step hands on as they are: constants of the call, such as an encoded source."""
+        return {k for k, new in enumerate(self.roles.new_states) if new is self.roles.states[k]}
+
+    @cached_property
+    def aliases(self) -> dict[int, int]:
+        """For each output that is a new state as well, the number of that state: both are stored once."""
+        nodes = [new for new in self.roles.new_states if new is not None and new.op == "call_function"]
+        moving = {new: self.roles.new_states.index(new) for new in nodes}
+        return {i: moving[node] for i, node in enumerate(self.roles.outputs) if node is not None and node in moving}
+
+
+def _looks(node: fx.Node) -> Look:
+    value: Tensor = node.meta["val"]
+    return Look(tuple(value.shape), value.dtype)

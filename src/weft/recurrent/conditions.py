@@ -1,0 +1,145 @@
+"""Lengths, masks, resets, truncation and the step number, as part of the step that is captured.
+
+    x, valid, reset, cut, t        more inputs of a step, so that a plan knows nothing of T
+    state, fresh, references       the state that a reset brings back, and what a step net reads besides, are handed on
+                                   from step to step as they are
+
+    state = where(cut, state without gradient, state)
+    state = where(reset, fresh, state)
+    y, new = cell(x, state, t)
+    new = where(valid, new, state),  y = where(valid, y, 0)
+
+The same order as in the eager loop. Padding is replaced before the plan sees it, for all steps at once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import proxy_tensor
+
+from weft.core.tree import flatten, map_leaves, unflatten
+from weft.recurrent.capture import CaptureError, result_of
+from weft.recurrent.cells import Cell
+from weft.recurrent.links import Linked
+from weft.recurrent.rows import Rows, pick, stand_ins
+from weft.recurrent.sequence import Inputs
+
+_tracer = cast("Callable[[], object | None]", proxy_tensor.get_proxy_mode)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Which of them a call has. Hashable: a plan is made for one such set."""
+
+    valid: bool
+    reset: bool
+    cut: bool
+    time: bool
+
+    def step(self, cell: Cell, rows: int | None) -> "Step":
+        """The cell with what they add."""
+        return Step(cell, self, rows)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as it is captured: ``((x, more), (state, fresh, references)) -> (y, (new, fresh, references))``.
+
+    `fresh` is () without resets, `references` () without references.
+    """
+
+    cell: Cell
+    on: Conditions
+    rows: int | None
+
+    def __call__(
+        self, inputs: tuple[Any, Sequence[Tensor]], states: tuple[Any, Any, Any]
+    ) -> tuple[Any, tuple[Any, Any, Any]]:
+        (x, more), (state, fresh, references) = inputs, states
+        cell = self.cell.bound(references) if isinstance(self.cell, Linked) and references != () else self.cell
+        rest = iter(more)
+        valid = next(rest) if self.on.valid else None
+        if self.on.reset:
+            flags = next(rest)
+            state = _picked(flags, fresh, state)
+        if self.on.cut:
+            state = _cut(next(rest), state)
+        t: Any = next(rest) if self.on.time else 0
+        if self.on.time and _tracer() is None:
+            t = int(t)  # as the eager loop has it: what the check compares with, and 1 / t has more digits so
+        y, new = result_of(cell(x, state, t))
+        if valid is not None:
+            self._check(y, new)
+            new = _picked(valid, new, state)
+            y = _picked(valid, y, map_leaves(torch.zeros_like, y))
+        return y, (new, fresh, references)
+
+    def _check(self, y: Any, new: Any) -> None:
+        faults = [leaf for leaf in (*flatten(y)[0], *flatten(new)[0]) if leaf.shape[:1] != (self.rows,)]
+        if faults:
+            raise CaptureError("rows are masked, but not all that the cell returns has rows")
+
+
+def _picked(flags: Tensor, yes: Any, no: Any) -> Any:
+    def one(new: Tensor, old: Tensor) -> Tensor:
+        return pick(flags, new, old, new.dtype)
+
+    return map_leaves(one, yes, no)
+
+
+def _cut(flag: Tensor, state: Any) -> Any:
+    def one(leaf: Tensor) -> Tensor:
+        return torch.where(flag, leaf.detach(), leaf)
+
+    return map_leaves(one, state)
+
+
+def conditions_of(cell: Cell, rows: Rows, truncate: int | None) -> Conditions:
+    """What a call has. Tables that change nothing count as absent, where that can be seen without waiting."""
+    return Conditions(
+        valid=rows.valid is not None and not _all(rows.valid, True),
+        reset=rows.reset is not None and not _all(rows.reset, False),
+        cut=truncate is not None,
+        time=cell.time_step,
+    )
+
+
+def more_inputs(on: Conditions, inputs: Inputs, rows: Rows, start: int, truncate: int | None) -> list[Tensor]:
+    """The inputs that the conditions add, T x ..."""
+    found: list[Tensor] = []
+    steps = torch.arange(start, start + inputs.steps, device=inputs.device)
+    if on.valid:
+        assert rows.valid is not None
+        found.append(rows.valid)
+    if on.reset:
+        assert rows.reset is not None
+        found.append(rows.reset)
+    if on.cut:
+        assert truncate is not None
+        found.append((steps % truncate == 0) & (steps > 0))
+    if on.time:
+        found.append(steps)
+    return found
+
+
+def without_padding(inputs: Inputs, valid: Tensor) -> list[Any]:
+    """The leaves with stand-ins where a row does not count: the first input of the row that does, in every step."""
+
+    def filled(leaf: Any, held: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
+            return leaf
+        return torch.where(valid.view(*valid.shape, *[1] * (leaf.dim() - 2)), leaf, held)
+
+    return [filled(leaf, held) for leaf, held in zip(inputs.leaves, stand_ins(inputs, valid), strict=True)]
+
+
+def nested(structure: Any, leaves: Sequence[Any], more: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """One step's inputs in the form that a `Step` takes."""
+    return unflatten(structure, leaves), list(more)
+
+
+def _all(table: Tensor, value: bool) -> bool:
+    return table.device.type == "cpu" and bool((table == value).all())

@@ -1,0 +1,18 @@
+"""Layers out of recurrent networks.
+
+lstm.py, gru.py, rnn.py   drop-ins for torch.nn's       drop_in.py, arguments.py   what they have in common
+caffe2.py                 Caffe2's LSTM                 steps.py, beside.py        their cells, beside their weights
+bidirectional.py          both ways in time             reverse.py, packing.py     time turned round; packed rows
+stack.py                  layer upon layer              at_once.py                 or all of them at once, and when
+                                                        wavefront.py, chunks.py    as a wavefront over chunks of time
+                                                        crew.py, borrowed.py       who runs it; what it must not lose
+"""
+
+from weft.recurrent.layers.bidirectional import Bidirectional
+from weft.recurrent.layers.caffe2 import Caffe2LSTM, Caffe2Result
+from weft.recurrent.layers.gru import GRU
+from weft.recurrent.layers.lstm import LSTM
+from weft.recurrent.layers.rnn import RNN
+from weft.recurrent.layers.stack import Stack
+
+__all__ = ["GRU", "LSTM", "RNN", "Bidirectional", "Caffe2LSTM", "Caffe2Result", "Stack"]

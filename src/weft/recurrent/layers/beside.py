@@ -1,0 +1,33 @@
+"""Networks that run a module's weights, kept beside the module and not inside of it.
+
+    nn.LSTM      weight_ih_l0, weight_hh_l0, ...            the only owner; keys and copies as torch has them
+       |              ^ the very same parameters
+       +-- Beside:  Recurrent(LSTMStep(weights)), ...       no child: no keys, not copied, not pickled, made anew
+
+A network is good for the very parameters that it was made of. When they have been replaced (``assign=True``, a swap by
+``torch.func.functional_call``), the next call makes another one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+Net = TypeVar("Net")
+
+
+class Beside(Generic[Net]):
+    """Keeps what was last made, and the tensors that it was made of."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[list[Tensor], Net] | None = None
+
+    def get(self, weights: Sequence[Tensor], make: Callable[[], Net]) -> Net:
+        """What was made of these very tensors, or else what `make` makes of them now."""
+        kept = self._kept
+        if kept is None or list(map(id, kept[0])) != list(map(id, weights)):
+            self._kept = kept = (list(weights), make())
+        return kept[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Beside, ())  # a copy has other weights

@@ -1,0 +1,164 @@
+"""Two networks over one sequence, one from each end.
+
+    x_0  x_1  x_2 ...           forward_net   -> -> ->     y_0   y_1   y_2
+                                backward_net  <- <- <-     z_0   z_1   z_2
+                                outputs                    merge(y, z), at every step
+
+After Schuster and Paliwal, "Bidirectional recurrent neural networks" (1997).
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.errors import SpecError, UsageError, listed
+from weft.core.tree import difference, flatten, map_leaves, structure_paths
+from weft.recurrent.layers.packing import opened
+from weft.recurrent.layers.reverse import Axes, reverse_inputs, reverse_results, reverse_rows
+from weft.recurrent.rows import Lengths
+from weft.recurrent.unrolling import Result
+
+Merge = Literal["cat", "sum"] | Callable[[Any, Any], Any]
+
+
+class Bidirectional(nn.Module):
+    """Runs one network from the first step to the last, and another from the last to the first.
+
+    Args:
+        forward_net: a :class:`weft.recurrent.Recurrent`, or any module that is called like one.
+        backward_net: the same for the other direction. ``None``: a copy of ``forward_net``, with weights of its own,
+            drawn anew in every module that has ``reset_parameters`` (elsewhere they begin as equals).
+            The same module twice shares its weights.
+        merge: what becomes of both outputs: ``"cat"`` along the last axis, their ``"sum"``, or a function of both,
+            nested as the networks return them, T x N x ... each. Outputs that are ``None`` in both stay ``None``.
+
+    Raises ``UsageError`` that lists all that is wrong with the arguments.
+    """
+
+    def __init__(self, forward_net: nn.Module, backward_net: nn.Module | None = None, merge: Merge = "cat") -> None:
+        super().__init__()
+        backward_net = _another(forward_net) if backward_net is None else backward_net
+        _check(forward_net, backward_net, merge)
+        self.forward_net = forward_net
+        self.backward_net = backward_net
+        self.merge: Merge = merge
+        self.batch_first = bool(getattr(forward_net, "batch_first", False))
+
+    def forward(
+        self,
+        inputs: Any,
+        state: Any = None,
+        *,
+        lengths: Lengths | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        start: int = 0,
+    ) -> Result:
+        """Run both over a whole sequence. Arguments as for :class:`weft.recurrent.Recurrent`, but:
+
+        Args:
+            state: a pair of states, one for each direction (each may be ``None``). The second belongs to the end.
+            lengths, mask: a row is read backward from its own last step that counts.
+            reset: cuts a row between two steps: the backward network begins anew where it comes to the cut.
+            start: the number of the first step that each network takes, so of the last step for the backward one.
+
+        Returns ``Result``: the merged outputs; ``last`` and ``states`` as pairs. What the backward network says of
+        step t is at t; its last state is the one after step 0.
+        Raises as the networks do, and ``SpecError`` if their outputs cannot be merged.
+        """
+        if state is not None and (not isinstance(state, (tuple, list)) or len(cast("tuple[Any]", state)) != 2):
+            raise SpecError(
+                f"the state of a Bidirectional is a pair, for the forward and the backward network; this is a "
+                f"{type(cast(object, state)).__name__}; give (state, None) for one of them alone"
+            )
+        ahead, back = (None, None) if state is None else cast("tuple[Any, Any]", state)
+        given = opened(inputs, lengths, batch_first=self.batch_first, who="Bidirectional")
+        inputs, lengths = given.inputs, given.lengths
+        one: Result = self.forward_net(inputs, ahead, lengths=lengths, mask=mask, reset=reset, start=start)
+        axes = Axes.of(inputs, self.batch_first)  # the forward network has found all of it right
+        device = next(leaf.device for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor))
+        mask, reset = reverse_rows(axes, lengths, mask, reset, device)
+        try:
+            other: Result = self.backward_net(reverse_inputs(inputs, axes), back, mask=mask, reset=reset, start=start)
+        except Exception as error:
+            error.add_note("weft: in the backward network of a Bidirectional, which reads the sequence from its end")
+            raise
+        outputs = merged(one.outputs, reverse_results(other.outputs, axes), self.merge, least=3 if axes.deep else 2)
+        return Result(given.close(outputs), (one.last, other.last), (one.states, reverse_results(other.states, axes)))
+
+    def explain(self) -> str:
+        """What both networks say of how they run."""
+        return told({"forward": self.forward_net, "backward": self.backward_net})
+
+    def extra_repr(self) -> str:
+        """How outputs are merged."""
+        return f"merge={self.merge!r}"
+
+
+def told(nets: dict[str, nn.Module]) -> str:
+    """What networks say of how they run, as far as they can."""
+    explained = {name: getattr(net, "explain", None) for name, net in nets.items()}
+    return "\n\n".join(f"{name}:\n{explain()}" for name, explain in explained.items() if callable(explain))
+
+
+def merged(one: Any, other: Any, merge: Merge, least: int = 3) -> Any:
+    """Both outputs in one; `least` axes must an output have to be put together along its last.
+
+    Raises ``SpecError`` that lists all that does not fit.
+    """
+    if not isinstance(merge, str):
+        return merge(one, other)
+    (leaves, structure), (others, seen) = flatten(one), flatten(other)
+    fault = difference(structure, seen, "output")
+    if fault:
+        raise SpecError(f"the outputs of the backward network are not nested as those of the forward one: {fault}")
+    faults = [
+        f"{name} is {_look(x)} forward and {_look(y)} backward"
+        for name, x, y in zip(structure_paths(structure, "output"), leaves, others, strict=True)
+        if not _fit(x, y, merge, least)
+    ]
+    if faults:
+        raise SpecError(listed(f"the outputs of both networks have no {merge}; give a function as merge:", faults))
+
+    def both(x: Any, y: Any) -> Any:
+        if x is None:
+            return None
+        return torch.cat([x, y], -1) if merge == "cat" else x + y
+
+    return map_leaves(both, one, other)
+
+
+def _fit(x: Any, y: Any, merge: str, least: int) -> bool:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return x is None and y is None
+    # A number per step and row has no axis of its own to be put together along.
+    return x.dim() >= least and x.shape[:-1] == y.shape[:-1] if merge == "cat" else x.shape == y.shape
+
+
+def _look(leaf: Any) -> str:
+    return f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{leaf!r}"
+
+
+def _another(net: nn.Module) -> nn.Module:
+    """A network of the same kind with weights of its own."""
+    again = copy.deepcopy(net)
+    for module in again.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    return again
+
+
+def _check(forward_net: nn.Module, backward_net: nn.Module, merge: Any) -> None:
+    """Raise UsageError that lists all that is wrong with the arguments of a Bidirectional."""
+    faults: list[str] = []
+    if not callable(merge) and merge not in ("cat", "sum"):
+        faults.append(f"merge is {merge!r}, wanted 'cat', 'sum' or a function of both outputs")
+    first = [bool(getattr(net, "batch_first", False)) for net in (forward_net, backward_net)]
+    if first[0] != first[1]:
+        faults.append(f"forward_net has batch_first={first[0]}, backward_net has batch_first={first[1]}")
+    if faults:
+        raise UsageError(listed("Bidirectional cannot be built from these arguments:", faults))

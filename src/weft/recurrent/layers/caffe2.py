@@ -1,0 +1,196 @@
+"""Caffe2's LSTM: one product for all inputs, rows of different length, and all states as results.
+
+    input  T x N x D  -- i2h, ONE product of T*N rows -->  T x N x 4H
+                                                              |  + gates_t(hidden), the LSTM unit, step by step
+    hidden_all, cell_all  T x N x H      <-------------------+
+    hidden_last, cell_last    N x H          past its length a row holds its last states
+
+Layout, and the way from and to ``torch.nn.LSTM``:
+
+    here                               torch.nn.LSTM                    rows of each, in blocks of H
+    i2h_w      4H x D                  weight_ih_l0                     here   i, f, o, g
+    gates_t_w  4H x H                  weight_hh_l0                     torch  i, f, g, o
+    i2h_b, gates_t_b      4H           bias_ih_l0, bias_hh_l0
+    forget_bias, a number              added to bias_ih_l0's f
+"""
+
+import math
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from weft.core.errors import UsageError, listed
+from weft.recurrent.faults import Faults
+from weft.recurrent.layers.beside import Beside
+from weft.recurrent.layers.steps import Caffe2Step
+from weft.recurrent.network import Recurrent
+from weft.recurrent.rows import Lengths, read_rows
+from weft.recurrent.sequence import read_inputs
+
+_PAIRS = {"i2h_w": "weight_ih_l0", "gates_t_w": "weight_hh_l0", "i2h_b": "bias_ih_l0", "gates_t_b": "bias_hh_l0"}
+
+
+class Caffe2Result(NamedTuple):
+    """What Caffe2's LSTM returns, in its order."""
+
+    hidden_all: Tensor
+    """T x N x H: the hidden state after every step."""
+    hidden_last: Tensor
+    """N x H: after each row's last step."""
+    cell_all: Tensor
+    """T x N x H."""
+    cell_last: Tensor
+    """N x H."""
+
+
+class Caffe2LSTM(nn.Module):
+    """One LSTM layer with the contract of Caffe2's ``LSTM``.
+
+    Args:
+        dim_in, dim_out: widths D of the input and H of the states.
+        forget_bias: added to the forget gate, besides the biases that are learned.
+        device, dtype: of the parameters, which begin as Caffe2's: weights uniform within sqrt(3 / columns), biases 0.
+        how: handed to :class:`weft.recurrent.Recurrent`, such as ``backend=``. The input's product is outside of it.
+
+    Parameters have Caffe2's names; the top of the file has their layout. Raises ``UsageError`` for widths below 1.
+    """
+
+    i2h_w: Tensor
+    i2h_b: Tensor
+    gates_t_w: Tensor
+    gates_t_b: Tensor
+
+    def __init__(
+        self,
+        dim_in: int,
+        dim_out: int,
+        *,
+        forget_bias: float = 0.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **how: Any,
+    ) -> None:
+        super().__init__()
+        wrong = [f"{name} is {n}, wanted at least 1" for name, n in (("dim_in", dim_in), ("dim_out", dim_out)) if n < 1]
+        if wrong:
+            raise UsageError(listed("Caffe2LSTM cannot be built from these arguments:", wrong))
+        self.dim_in, self.dim_out, self.forget_bias = dim_in, dim_out, forget_bias
+        self.how = how
+        for name, shape in {"i2h_w": (dim_in,), "i2h_b": (), "gates_t_w": (dim_out,), "gates_t_b": ()}.items():
+            setattr(self, name, nn.Parameter(torch.empty((4 * dim_out, *shape), device=device, dtype=dtype)))
+        self._net: Beside[Recurrent] = Beside()
+        self._recurrent()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                bound = math.sqrt(3 / weight.shape[1])
+                nn.init.uniform_(weight, -bound, bound)
+            else:
+                nn.init.zeros_(weight)
+
+    def forward(
+        self, input: Tensor, seq_lengths: Lengths | None = None, initial: tuple[Tensor, Tensor] | None = None
+    ) -> Caffe2Result:
+        """Run over a whole sequence.
+
+        Args:
+            input: T x N x D, with the parameters' dtype and device.
+            seq_lengths: N integers from 0 to T; ``None``: all rows have T steps. Padding is never read: it may hold
+                NaN, and no gradient goes through it.
+            initial: hidden and cell state, N x H each, or 1 x N x H as Caffe2 had them. ``None``: zeros.
+
+        Raises ``SpecError`` that lists all that is wrong with the arguments.
+        """
+        faults = Faults()
+        read = read_inputs(input, batch_first=False, certain=True, faults=faults)
+        valid = read_rows(read, seq_lengths, None, None, batch_first=False, faults=faults).valid
+        self._check(input, faults)
+        state = self._state(input, initial, faults)
+        faults.check("Caffe2LSTM cannot run on these arguments:")
+        if valid is not None:
+            input = torch.where(valid.unsqueeze(-1), input, 0)  # NaN times a gradient of zero would be NaN
+        gates = linear(input, self.i2h_w, self.i2h_b)
+        result = self._recurrent()(gates, state, lengths=seq_lengths)
+        return Caffe2Result(result.states[0], result.last[0], result.states[1], result.last[1])
+
+    @classmethod
+    def from_torch(cls, module: nn.LSTM, *, forget_bias: float = 0.0, **how: Any) -> "Caffe2LSTM":
+        """A layer with a copy of the weights of ``module``, which computes the same.
+
+        ``module``: one layer, one direction, no projection; without biases they become zero. ``forget_bias`` is
+        taken out of its biases. Raises ``UsageError`` that lists what Caffe2's LSTM does not have.
+        """
+        has = {"num_layers": 1, "bidirectional": False, "proj_size": 0}
+        wrong = [
+            f"{name} is {getattr(module, name)}, wanted {n}" for name, n in has.items() if getattr(module, name) != n
+        ]
+        if wrong:
+            raise UsageError(listed("this nn.LSTM is no Caffe2LSTM:", wrong))
+        like = module.weight_ih_l0
+        options = {"forget_bias": forget_bias, "device": like.device, "dtype": like.dtype}
+        made = cls(module.input_size, module.hidden_size, **options, **how)
+        with torch.no_grad():
+            for ours, theirs in _PAIRS.items():
+                value = cast("Tensor | None", getattr(module, theirs, None))
+                if value is not None:
+                    getattr(made, ours).copy_(_reordered(value))
+            made.i2h_b[made.dim_out : 2 * made.dim_out] -= forget_bias
+        return made
+
+    def to_torch(self) -> nn.LSTM:
+        """A ``torch.nn.LSTM`` (time first) with a copy of the weights, which computes the same."""
+        made = nn.LSTM(self.dim_in, self.dim_out, device=self.i2h_w.device, dtype=self.i2h_w.dtype)
+        with torch.no_grad():
+            for ours, theirs in _PAIRS.items():
+                getattr(made, theirs).copy_(_reordered(getattr(self, ours)))
+            cast(Tensor, made.bias_ih_l0)[self.dim_out : 2 * self.dim_out] += self.forget_bias
+        return made
+
+    def explain(self) -> str:
+        """How the steps run; see ``Recurrent.explain``."""
+        return self._recurrent().explain()
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        told = {"forget_bias": self.forget_bias} if self.forget_bias else {}
+        return ", ".join([f"{self.dim_in}, {self.dim_out}", *(f"{k}={v!r}" for k, v in {**told, **self.how}.items())])
+
+    def _recurrent(self) -> Recurrent:
+        """The network of the steps. Weights that are no parameters are new at every call: a plan would not pay."""
+        weights = {name: cast(Tensor, getattr(self, name)) for name in ("gates_t_w", "gates_t_b")}
+        lasting = all(isinstance(weight, nn.Parameter) for weight in weights.values())
+
+        def make() -> Recurrent:
+            how: dict[str, Any] = self.how if lasting else {"backend": "eager"}
+            return Recurrent(Caffe2Step(weights, self.forget_bias), **how)
+
+        return self._net.get(list(weights.values()), make) if lasting else make()
+
+    def _check(self, input: Tensor, faults: Faults) -> None:
+        if input.dim() != 3 or input.shape[-1] != self.dim_in:
+            faults.spec.append(f"input has shape {tuple(input.shape)}, wanted T x N x {self.dim_in} (dim_in)")
+        if input.dtype != self.i2h_w.dtype and not torch.is_autocast_enabled(input.device.type):
+            faults.spec.append(f"input is {input.dtype}, the parameters are {self.i2h_w.dtype}; convert one with .to()")
+        if input.device != self.i2h_w.device:
+            faults.spec.append(f"input is on {input.device}, the parameters are on {self.i2h_w.device}")
+
+    def _state(self, input: Tensor, initial: tuple[Tensor, Tensor] | None, faults: Faults) -> tuple[Tensor, ...]:
+        wanted = (input.shape[1] if input.dim() > 1 else 0, self.dim_out)
+        if initial is None:
+            return (input.new_zeros(wanted),) * 2
+        parts = tuple(part.squeeze(0) if part.dim() == 3 and len(part) == 1 else part for part in initial)
+        for name, part in zip(("hidden", "cell"), parts, strict=True):
+            if tuple(part.shape) != wanted:
+                faults.spec.append(f"initial {name} state has shape {tuple(part.shape)}, wanted N x H = {wanted}")
+        return parts
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    """Blocks i, f, o, g into i, f, g, o, or back: the last two change places."""
+    i, f, one, other = weight.chunk(4)
+    return torch.cat([i, f, other, one])

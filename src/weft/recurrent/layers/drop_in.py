@@ -1,0 +1,132 @@
+"""What the drop-ins of torch.nn's recurrent layers have in common: their way through layers and directions.
+
+    x -> [ forward | backward ] -> dropout -> [ forward | backward ] -> ... -> output
+              layer 0                              layer 1
+              h_n[0] | h_n[1]                      h_n[2] | h_n[3]
+
+Constructor, parameters and their names are torch's own, inherited. Only `forward` is ours.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from weft.recurrent.layers.arguments import Arguments, read
+from weft.recurrent.layers.beside import Beside
+from weft.recurrent.layers.bidirectional import Bidirectional
+from weft.recurrent.layers.steps import Step
+from weft.recurrent.network import Recurrent
+from weft.recurrent.packed import unpack
+from weft.recurrent.unrolling import Result
+
+Nets = list[Recurrent | Bidirectional]
+KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+
+
+class DropIn(nn.RNNBase):
+    """A layer of torch.nn whose sequences are run by :class:`weft.recurrent.Recurrent`, one per layer and direction.
+
+    Where a weight is no parameter (a parametrization, pruning, ``torch.func.functional_call``), it is another tensor at
+    every call, for which no plan could be kept: then torch's own forward runs.
+    """
+
+    def begin(self, how: Mapping[str, Any]) -> None:
+        """After torch's constructor: keep what is handed to ``Recurrent``, which says at once if it is wrong."""
+        self.how = dict(how)
+        self._nets: Beside[Nets] = Beside()
+        self._made()
+
+    def make_step(self, weights: Mapping[str, Tensor | None]) -> Step:
+        """The cell of one layer and direction."""
+        raise NotImplementedError
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The width of every state."""
+        return (self.hidden_size,)
+
+    def forward(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
+        """As torch.nn's layer of the same name: ``(output, h_n)``, for an LSTM ``(output, (h_n, c_n))``.
+
+        Args:
+            input: T x N x D; N x T x D with ``batch_first``; T x D for one row; or a ``PackedSequence``.
+            hx: the initial state, (layers * directions) x N x H, without N for one row; for an LSTM a pair, of
+                which the first has width ``proj_size`` if there is one. ``None``: zeros.
+
+        Raises ``LayerInputError``, which is a TypeError, ValueError and RuntimeError in one, with all that is wrong.
+        """
+        weights = self._weights()
+        given = read(self, weights[0], input, hx, self.widths)
+        if not all(isinstance(weight, nn.Parameter) for weight in weights):
+            return super().forward(input, hx)
+        x, last = given.x, list[tuple[Tensor, ...]]()
+        for layer, net in enumerate(self._made()):
+            x, after = _run(net, x, given, layer)
+            last += after
+            if self.training and self.dropout and layer < self.num_layers - 1:
+                x = self._dropped(x, given)
+        return self._output(x, given), self._last(last, given.batched)
+
+    def explain(self) -> str:
+        """How every layer and direction runs; see ``Recurrent.explain``."""
+        if not all(isinstance(weight, nn.Parameter) for weight in self._weights()):
+            return "torch's own forward: a weight is no parameter, but made anew for every call"
+        return "\n\n".join(f"layer {layer}:\n{net.explain()}" for layer, net in enumerate(self._made()))
+
+    def extra_repr(self) -> str:
+        """Torch's, and what is handed to ``Recurrent``."""
+        return ", ".join([super().extra_repr(), *(f"{key}={value!r}" for key, value in self.how.items())])
+
+    def _made(self) -> Nets:
+        """The networks of the layers, for the parameters that are there now."""
+        return self._nets.get(self._weights(), self._make)
+
+    def _weights(self) -> list[Tensor]:
+        """The weights as they are now, in torch's order."""
+        return [getattr(self, name) for name in cast("list[str]", self._flat_weights_names)]
+
+    def _make(self) -> Nets:
+        nets: Nets = []
+        for layer in range(self.num_layers):
+            net = self._network(f"_l{layer}")
+            nets.append(Bidirectional(net, self._network(f"_l{layer}_reverse")) if self.bidirectional else net)
+        return nets
+
+    def _network(self, suffix: str) -> Recurrent:
+        return Recurrent(self.make_step({kind: getattr(self, kind + suffix, None) for kind in KINDS}), **self.how)
+
+    def _dropped(self, x: Tensor, given: Arguments) -> Tensor:
+        """Dropout between layers; on packed rows, as torch does it, the numbers are drawn for what counts only."""
+        packed = given.repacked(x)
+        if packed is None:
+            return dropout(x, self.dropout)
+        return unpack(packed._replace(data=dropout(packed.data, self.dropout)))[0]
+
+    def _output(self, x: Tensor, given: Arguments) -> Any:
+        if given.packed is not None:
+            return given.repacked(x)
+        if not given.batched:
+            return x.squeeze(1)
+        return x.transpose(0, 1) if self.batch_first else x
+
+    def _last(self, last: list[tuple[Tensor, ...]], batched: bool) -> Any:
+        stacked = [torch.stack(column) for column in zip(*last, strict=True)]
+        parts = stacked if batched else [part.squeeze(1) for part in stacked]
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+
+def _run(net: Recurrent | Bidirectional, x: Tensor, given: Arguments, layer: int) -> tuple[Tensor, list[Any]]:
+    """One layer: its output, and the last state of each of its directions."""
+    try:
+        if isinstance(net, Bidirectional):
+            states = given.states[2 * layer : 2 * layer + 2]
+            result: Result = net(x, states, lengths=given.lengths)
+            return result.outputs, list(result.last)
+        result = net(x, given.states[layer], lengths=given.lengths)
+        return result.outputs, [result.last]
+    except Exception as error:
+        error.add_note(f"weft: in layer {layer}")
+        raise

@@ -1,0 +1,208 @@
+"""Layer upon layer.
+
+    x --> layer 0 --> dropout --> layer 1 --> dropout --(+)--> layer 2 --(+)--> y       (+): residual, adds the layer's
+                               '-------------------------^ '--------------^                  own input
+
+Either each layer runs over the whole sequence before the next one begins, or all of them at once as a wavefront over
+chunks of time; see wavefront.py. The numbers are the same, but for those that are drawn at random.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+from torch import Tensor, nn
+from torch.nn.functional import dropout
+
+from weft.core.errors import SpecError, UsageError, listed
+from weft.core.tree import difference, flatten, map_leaves, structure_paths
+from weft.recurrent.layers.at_once import AtOnce, Call
+from weft.recurrent.layers.bidirectional import Bidirectional, told
+from weft.recurrent.layers.chunks import Tables
+from weft.recurrent.layers.crew import Crew
+from weft.recurrent.layers.packing import opened
+from weft.recurrent.rows import Lengths
+from weft.recurrent.unrolling import Result
+
+
+class Stack(nn.Module):
+    """Runs layers one upon the other; the outputs of one are the inputs of the next.
+
+    Args:
+        layers: :class:`weft.recurrent.Recurrent` networks, or modules that are called like one (``Bidirectional``,
+            another ``Stack``). They become ``layers.0``, ``layers.1``, ...; all have the same ``batch_first``.
+        residual: every layer but the first adds its input to its output (Wu et al., arXiv 1609.08144).
+        dropout: the probability with which, in training, an entry of what a layer hands to the next is set to zero;
+            before the layer's input is added.
+        wavefront: a number of steps: all layers run at once, each in a thread, over chunks of so many steps; layer 1
+            is at chunk k while layer 0 is at chunk k + 1, forward and back. It pays where layers spend their time
+            outside of Python's lock. ``None``: one layer after the other. ``"auto"``: the first calls of each kind
+            try both, and the wavefront is kept if its forward takes at least a tenth less time. It is tried only
+            where that cannot change results: on the CPU with two cores or more, more than 16 steps, all layers
+            ``Recurrent`` with another backend than ``"eager"``, nothing drawn at random.
+
+    A wavefront is one node of autograd: no gradients of gradients. Its random numbers belong to layer and chunk,
+    whoever runs first. An initial state that is made from the first input sees that of the first chunk. Calls that
+    cannot be cut run one layer after the other whatever ``wavefront`` says: those with ``reset``, of a single chunk,
+    on other devices than the CPU, under ``torch.compile``, and of layers that have a module in common; `explain`
+    says so.
+
+    Raises ``UsageError`` that lists all that is wrong with the arguments.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        residual: bool = False,
+        dropout: float = 0.0,
+        wavefront: Literal["auto"] | int | None = "auto",
+    ) -> None:
+        super().__init__()
+        _check(layers, dropout, wavefront)
+        self.layers = nn.ModuleList(layers)
+        self.residual = residual
+        self.dropout = float(dropout)
+        self.wavefront: Literal["auto"] | int | None = wavefront
+        self.batch_first = bool(getattr(layers[0], "batch_first", False))
+        self._crew = Crew(len(layers))
+
+    def forward(
+        self,
+        inputs: Any,
+        state: Sequence[Any] | None = None,
+        *,
+        lengths: Lengths | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        start: int = 0,
+    ) -> Result:
+        """Run over a whole sequence. Arguments as for :class:`weft.recurrent.Recurrent`, for all layers alike, but:
+
+        Args:
+            state: a list with the state of every layer, each as the layer takes it, or ``None``.
+
+        Returns ``Result``: the outputs of the last layer; ``last`` and ``states`` as lists, one entry for every layer.
+        Raises as the layers do, with a note that names the layer (and the chunk), and ``SpecError`` if an input cannot
+        be added to an output.
+        """
+        states = self._each(state)
+        given = opened(inputs, lengths, batch_first=self.batch_first, who="Stack")
+        call = Call(given.inputs, states, given.lengths, mask, reset, start)
+        ways = AtOnce(self.layers, self._crew, self._run_layer, self._in_turn, self.batch_first)
+        result = ways.run(call, self.wavefront)
+        return result._replace(outputs=given.close(result.outputs))
+
+    def step(self, x: Any, state: Sequence[Any] | None = None, *, t: int = 0) -> tuple[Any, list[Any]]:
+        """One step, number ``t``, of a stream through all layers: ``(y, new_state)``; see ``Recurrent.step``."""
+        after: list[Any] = []
+        for index, before in enumerate(self._each(state)):
+            layer = cast(Any, self.layers[index])
+            try:
+                y, new = layer.step(x, before, t=t)
+            except Exception as error:
+                error.add_note(_note(index, layer))
+                raise
+            x = self._handed(index, x, y)
+            after.append(new)
+        return x, after
+
+    def explain(self) -> str:
+        """How the last call was run, and what every layer says of itself."""
+        layers = told({f"layer {i}": layer for i, layer in enumerate(self.layers)})
+        return f"The last call ran {self._crew.last}.\n\n{layers}".strip()
+
+    def extra_repr(self) -> str:
+        """The arguments that are not as by default."""
+        options = [f"{name}={getattr(self, name)!r}" for name in ("residual", "dropout") if getattr(self, name)]
+        return ", ".join([*options, *([] if self.wavefront == "auto" else [f"wavefront={self.wavefront!r}"])])
+
+    def _in_turn(self, call: Call) -> Result:
+        """One layer after the other."""
+        x, last, states = call.inputs, list[Any](), list[Any]()
+        for index, state in enumerate(call.states):
+            tables = Tables(call.lengths, call.mask, call.start)
+            x, after, every = self._run_layer(index, x, state, tables, reset=call.reset)
+            last.append(after)
+            states.append(every)
+        return Result(x, last, states)
+
+    def _run_layer(
+        self, index: int, x: Any, state: Any, tables: Tables, reset: Tensor | None = None
+    ) -> tuple[Any, Any, Any]:
+        """One layer, over all steps or some of them: what it hands on, its last state, all its states."""
+        layer = self.layers[index]
+        try:
+            result: Result = layer(x, state, lengths=tables.lengths, mask=tables.mask, reset=reset, start=tables.start)
+        except Exception as error:
+            error.add_note(_note(index, layer))
+            raise
+        return self._handed(index, x, result.outputs), result.last, result.states
+
+    def _handed(self, index: int, x: Any, y: Any) -> Any:
+        """Output ``y`` of a layer as the next one gets it; for the last layer, as the caller does."""
+        if self.training and self.dropout and index < len(self.layers) - 1:
+            y = map_leaves(self._dropped, y)
+        if not self.residual or not index:
+            return y
+        (leaves, structure), (inputs, seen) = flatten(y), flatten(x)
+        nesting = difference(structure, seen, "input")
+        faults = [nesting] if nesting else []
+        if not faults:
+            faults = [
+                f"{name} is {_look(leaf)}, the input is {_look(other)}"
+                for name, leaf, other in zip(structure_paths(structure, "output"), leaves, inputs, strict=True)
+                if _look(leaf) != _look(other)
+            ]
+        if faults:
+            raise SpecError(listed(f"residual: the input of layer {index} cannot be added to its output:", faults))
+        return map_leaves(_added, y, x)
+
+    def _dropped(self, leaf: Any) -> Any:
+        floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return dropout(leaf, self.dropout) if floats else leaf
+
+    def _each(self, state: Sequence[Any] | None) -> list[Any]:
+        if state is None:
+            return [None] * len(self.layers)
+        if not isinstance(state, (list, tuple)) or len(state) != len(self.layers):
+            what = f"{len(state)} entries" if isinstance(state, (list, tuple)) else f"type {type(state).__name__}"
+            raise SpecError(
+                f"the state of a Stack is a list with one entry for each of its {len(self.layers)} layers; "
+                f"this one has {what}; an entry may be None"
+            )
+        return list(state)
+
+
+def _added(leaf: Any, other: Any) -> Any:
+    return leaf if leaf is None else leaf + other
+
+
+def _look(leaf: Any) -> str:
+    return f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{leaf!r}"
+
+
+def _note(index: int, layer: nn.Module) -> str:
+    return f"weft: in layer {index} ({type(layer).__name__}) of a Stack"
+
+
+def _check(layers: Sequence[nn.Module], dropout: float, wavefront: Any) -> None:
+    """Raise UsageError that lists all that is wrong with the arguments of a stack."""
+    faults = [] if layers else ["there are no layers"]
+    first = {bool(getattr(layer, "batch_first", False)) for layer in layers}
+    if len(first) > 1:
+        which = [str(i) for i, layer in enumerate(layers) if getattr(layer, "batch_first", False)]
+        faults.append(f"layers {', '.join(which)} have batch_first=True, the others have not")
+    if not 0 <= dropout <= 1:
+        faults.append(f"dropout is {dropout}, wanted a probability from 0 to 1")
+    steps = isinstance(wavefront, int) and not isinstance(wavefront, bool)
+    if wavefront is not None and wavefront != "auto" and not (steps and wavefront > 0):
+        faults.append(f"wavefront is {wavefront!r}, wanted a number of steps, 'auto' or None")
+    for i, layer in enumerate(layers):
+        if isinstance(layer, (nn.RNNCellBase, nn.RNNBase)):
+            faults.append(f"layer {i} is a {type(layer).__name__}, which is called otherwise; wrap a cell in Recurrent")
+        elif steps and any(isinstance(each, Bidirectional) for each in layer.modules()):
+            faults.append(
+                f"layer {i} is Bidirectional: it begins at the end, so time cannot be cut; use wavefront=None"
+            )
+    if faults:
+        raise UsageError(listed("Stack cannot be built from these arguments:", faults))

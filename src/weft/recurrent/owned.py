@@ -1,0 +1,262 @@
+"""What a cell reads besides its arguments: tensors, which a plan looks up anew, and settings, which it was made for.
+
+    module      its parameters and buffers; its and its children's attributes
+    function    what it closes over, has as defaults, and names in its module
+    any of them may be, or hold in lists, tuples, dicts and plain objects:
+                tensors, modules, numbers, words, flags, functions
+
+A plan is found again only if all of it is as it was, so a changed flag, another activation or a replaced tensor makes
+another plan. A cell that reads what cannot be known in this way, such as a file or a generator, or whose hooks want to
+see every step, is run by the eager loop.
+"""
+
+import enum
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+_FIXED = (
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    type,
+    type(...),
+    range,
+)
+_CONSTANTS = (torch.layout, torch.memory_format)
+_DEEP = 8
+_MISSING = object()
+_torch_module = cast(Any, nn.modules.module)
+_OF_MODULES = frozenset(nn.Module().__dict__)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass
+class Owned:
+    """What was found: tensors (of which parameters want gradients), a key of it all, and what cannot be known."""
+
+    tensors: list[Tensor] = field(default_factory=list[Tensor])
+    key: list[Hashable] = field(default_factory=list[Hashable])
+    unknown: list[str] = field(default_factory=list[str])
+    _seen: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The tensors that want a gradient."""
+        return [each for each in self.tensors if each.requires_grad]
+
+    def add(self, name: str, value: Any, depth: int = 0) -> None:
+        """Look at one thing that the cell can reach; `name` is for people."""
+        if isinstance(value, Tensor):
+            self._tensor(value)
+        elif isinstance(value, _PLAIN):
+            self.key += (type(value), value)  # 1, 1.0 and True are equal, but not the same to a graph
+        elif isinstance(value, nn.Module):
+            self.module(value)
+        elif isinstance(value, _FIXED) or _of_torch(value):
+            self.key.append(value)
+        elif depth >= _DEEP:
+            self._give_up(f"{name} ({type(value).__name__}, nested too deeply)")
+        elif isinstance(value, list | tuple | set | frozenset | Mapping):
+            self._container(name, cast("Collection[Any]", value), depth + 1)
+        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+            self.function(cast("Callable[..., Any]", value), depth + 1)
+        else:
+            self._object(name, value, depth + 1)
+
+    def module(self, module: nn.Module) -> None:
+        """A module's tensors, attributes and hooks, and its children's."""
+        if self._again(module):
+            return
+        inside, kind = module.__dict__, type(module)
+        self.key += (kind, inside["training"])
+        if any([inside[name] for name in _HOOKS]):
+            self._give_up(f"the hooks of {kind.__name__}")
+        for name, tensor in (*inside["_parameters"].items(), *inside["_buffers"].items()):
+            self.key.append(name)  # the slot counts: two tensors may change places
+            if tensor is None:
+                self.key.append(None)
+            else:
+                self._tensor(tensor)
+        for name, child in inside["_modules"].items():
+            self.key.append(name)
+            if child is not None:
+                self.module(child)
+        for name, value in inside.items():
+            if name not in _OF_MODULES:
+                self.key.append(name)
+                self.add(f"{name} of {kind.__name__}", value, 1)
+        if not _known(kind.__module__):
+            self._method(kind, "forward", inside, 1)
+
+    def _method(self, kind: type[Any], name: str, instance: Mapping[str, Any], depth: int) -> None:
+        """A method of the user's class, with the class's attributes and the other methods that it names."""
+        found = inspect.getattr_static(kind, name, None)
+        function = inspect.unwrap(found) if isinstance(found, types.FunctionType) else None
+        if not isinstance(function, types.FunctionType) or _known(function.__module__) or self._again(function):
+            return
+        code = function.__code__
+        self.key.append(code)
+        self._globals(code, function, depth)
+        for each in code.co_names:
+            value = inspect.getattr_static(kind, each, _MISSING)
+            if each in instance or value is _MISSING or depth >= _DEEP:
+                continue
+            if isinstance(value, types.FunctionType):
+                self._method(kind, each, instance, depth + 1)
+            elif isinstance(value, (*_PLAIN, Tensor, nn.Module)):
+                self.key.append(each)
+                self.add(f"{each} of {kind.__name__}", value, depth)
+
+    def _again(self, value: object) -> bool:
+        """Whether a thing was seen before; then the key says which it is, since two names may change places."""
+        at = self._seen.get(id(value))
+        if at is None:
+            self._seen[id(value)] = len(self._seen)
+            return False
+        self.key.append(("again", at))
+        return True
+
+    def function(self, function: Callable[..., Any], depth: int = 0) -> None:
+        """What a function closes over, has as defaults, or names in its module."""
+        if self._again(function):
+            return
+        if isinstance(function, functools.partial):
+            for each in (function.func, *function.args, *function.keywords.items()):
+                self.add("partial", each, depth)
+            return
+        if isinstance(function, types.MethodType):
+            self.add("self", function.__self__, depth)
+            function = function.__func__
+            if _of_torch(function):  # the apply of a torch.autograd.Function: the class says all
+                self.key.append(function)
+                return
+        if not isinstance(function, types.FunctionType):
+            self._give_up(type(function).__name__)
+            return
+        code = function.__code__
+        self.key.append(code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                self.add(name, cell.cell_contents, depth)
+            except ValueError:  # not yet bound
+                self._give_up(name)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.add("a default", value, depth)
+        self._globals(code, function, depth)
+
+    def _globals(self, code: types.CodeType, function: types.FunctionType, depth: int) -> None:
+        """What a function, and functions within it, name in their module."""
+        for name in code.co_names:
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                self.add(name, value, depth)
+                if isinstance(value, types.ModuleType) and not _known(value.__name__):
+                    self._module_of_code(value, code, depth)
+        for each in code.co_consts:
+            if isinstance(each, types.CodeType):
+                self._globals(each, function, depth)
+
+    def _module_of_code(self, module: types.ModuleType, code: types.CodeType, depth: int) -> None:
+        """What a function reads of a user's module of code, such as settings that stand there."""
+        for name in code.co_names:
+            if name in vars(module) and depth < _DEEP:
+                self.key.append(name)
+                self.add(f"{module.__name__}.{name}", vars(module)[name], depth + 1)
+
+    def _container(self, name: str, value: "Collection[Any]", depth: int) -> None:
+        """What is in it now: a list that has changed by the next call is another key then."""
+        kind = type(cast(object, value))
+        if kind is not tuple and self._again(value):
+            return
+        self.key += (kind, len(value))
+        for each in value:
+            self.add(name, each, depth)
+            if isinstance(value, Mapping):
+                self.add(name, value[each], depth)
+
+    def _object(self, name: str, value: Any, depth: int) -> None:
+        """An object of the user's by its attributes, where these are all that it has."""
+        if self._again(value):
+            return
+        kind = cast("type[Any]", type(value))
+        plain = kind.__flags__ & _HEAP and all(each is object or "__slots__" not in vars(each) for each in kind.__mro__)
+        if not plain or not hasattr(value, "__dict__"):
+            self._give_up(f"{name} ({kind.__name__})")
+            return
+        self.key.append(kind)
+        for inner, each in cast("dict[str, Any]", vars(value)).items():
+            self.key.append(inner)
+            self.add(f"{name}.{inner}", each, depth)
+
+    def _give_up(self, name: str) -> None:
+        self.unknown.append(name)
+        self.key.append(name)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        if not self._again(tensor):
+            self.tensors.append(tensor)
+            self.key.append((id(tensor), tensor.requires_grad, tensor.shape, tensor.dtype))
+
+
+def owned(cell: Callable[..., Any]) -> Owned:
+    """What a cell reads. Looked up at every call of a network, so it must be quick."""
+    found = Owned()
+    if _torch_module._global_forward_hooks or _torch_module._global_forward_pre_hooks:
+        found.unknown.append("hooks of all modules")
+    if isinstance(cell, nn.Module):
+        found.module(cell)
+        for tensor in (*cell.parameters(), *cell.buffers()):  # a module may say itself what its tensors are
+            found.add("a tensor", tensor)
+    else:
+        found.add("cell", cell)
+    return found
+
+
+@contextmanager
+def put_back(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Inside, the cell is run for trial: what it writes into buffers is undone. Parameters it cannot write into."""
+    kept = [(each, each._version, each.detach().clone()) for each in tensors if not each.requires_grad]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for each, version, before in kept:
+                if each._version != version or _changed(each, before):
+                    each.copy_(before)
+
+
+_HEAP = 1 << 9
+"""The flag of a class that was written in Python (`Py_TPFLAGS_HEAPTYPE`)."""
+
+
+def _changed(now: Tensor, before: Tensor) -> bool:
+    """By value: batch norm writes without telling the version."""
+    both_nan = now.isnan() & before.isnan() if now.is_floating_point() else torch.zeros_like(now, dtype=torch.bool)
+    return bool(((now != before) & ~both_nan).any())
+
+
+def _known(module: str | None) -> bool:
+    """Whether a module of code is torch's, Python's or ours: it does not change while a program runs."""
+    home = (module or "").partition(".")[0]
+    return home in ("torch", "numpy", "weft") or home in sys.stdlib_module_names
+
+
+def _of_torch(value: object) -> bool:
+    """Functions and constants of torch and numpy, which do not change and are known by themselves."""
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
+    kind = type(value)
+    home = kind.__module__.partition(".")[0]
+    if home == "numpy":  # numbers, dtypes, functions; no arrays, which can be written to
+        return kind.__hash__ is not None and (callable(value) or hasattr(value, "itemsize"))
+    return home == "torch" and (callable(value) or isinstance(value, _CONSTANTS))

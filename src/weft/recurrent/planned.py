@@ -1,0 +1,254 @@
+"""One call of a network, seen by plans: its kind, how a plan for it is made and checked, and running it by one."""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.tree import flatten, unflatten
+from weft.recurrent import eager
+from weft.recurrent.capture import CaptureError, capture
+from weft.recurrent.cells import Cell
+from weft.recurrent.conditions import conditions_of, more_inputs, nested, without_padding
+from weft.recurrent.derived import run_derived
+from weft.recurrent.double_backward import Again
+from weft.recurrent.draws import drawn
+from weft.recurrent.engine import Engine
+from weft.recurrent.inductor_engine import InductorEngine
+from weft.recurrent.links import Linked
+from weft.recurrent.memory import Memory
+from weft.recurrent.native.engine import NativeEngine
+from weft.recurrent.native.lower import Unsupported
+from weft.recurrent.native.operators import composed
+from weft.recurrent.owned import Owned, owned, put_back
+from weft.recurrent.python_engine import PythonEngine
+from weft.recurrent.rows import Rows
+from weft.recurrent.sequence import Inputs
+from weft.recurrent.verify import verify
+
+RACE_STEPS = 32
+
+
+class _Turn:
+    """One thread traces at a time, since tracing patches modules for the whole process; it says who it is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.owner: int | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.owner = threading.get_ident()
+
+    def __exit__(self, *exception: object) -> None:
+        self.owner = None
+        self._lock.release()
+
+
+_CAPTURING = _Turn()
+
+
+@contextmanager
+def unobserved() -> Generator[None]:
+    """Inside, what is tried is no business of hooks on saved tensors, as those of recomputation are."""
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(same, same):
+        yield
+
+
+class PlannedCall:
+    """One call of a network, seen by plans."""
+
+    def __init__(
+        self, cell: Cell, inputs: Inputs, rows: Rows, state: Any, fresh: Any, start: int, truncate: int | None
+    ) -> None:
+        self.cell, self._inputs, self._rows = cell, inputs, rows
+        self._start, self._truncate = start, truncate
+        self._on = conditions_of(cell, rows, truncate)
+        again = (state if fresh is None else fresh) if self._on.reset else ()
+        references = cell.references if isinstance(cell, Linked) and cell.references is not None else ()
+        self._states, self._structure = flatten((state, again, references))
+        self._owned: Owned = owned(cell.function)
+
+    @property
+    def kind(self) -> str:
+        """For a person: the looks of a step."""
+        looks = ", ".join(
+            f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape[1:])}" for each in self._leaves()
+        )
+        flags = [name for name in ("valid", "reset", "cut", "time") if getattr(self._on, name)]
+        return f"steps of {looks}" + (f" with {', '.join(flags)}" if flags else "")
+
+    def key(self) -> Hashable:
+        """What a plan depends on."""
+        step = tuple([(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self._inputs.leaves])
+        before = tuple([_looks(leaf) for leaf in self._states])
+        casting = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        return (
+            self.cell.form,
+            self._on,
+            self._inputs.structure,
+            self._structure,
+            step,
+            before,
+            self._wants(),
+            *self._owned.key,
+            *casting,
+            torch.get_default_dtype(),
+        )
+
+    def _wants(self) -> tuple[bool, ...]:
+        """Which inputs want a gradient."""
+        on = torch.is_grad_enabled()
+        return tuple([on and leaf.requires_grad for leaf in self._inputs.leaves])
+
+    def _leaves(self) -> list[Tensor]:
+        """The inputs, T x ..., with those that conditions add."""
+        leaves = self._inputs.leaves
+        if self._on.valid:
+            assert self._rows.valid is not None
+            leaves = without_padding(self._inputs, self._rows.valid)
+        return [*leaves, *more_inputs(self._on, self._inputs, self._rows, self._start, self._truncate)]
+
+    def _step(self) -> Callable[..., Any]:
+        step = self._on.step(self.cell, self._inputs.rows)
+
+        def run(inputs: Any, states: Any) -> Any:
+            return step(inputs, states)
+
+        return run
+
+    def engine(self, name: str) -> Engine:
+        """A new engine. Raises CaptureError, Unsupported and CompileError."""
+        if not all(isinstance(each, Tensor) for each in self._states):
+            raise CaptureError("not all references are tensors; let the step net close over what is none")
+        if self._owned.unknown:
+            raise CaptureError(
+                f"the cell reads {', '.join(self._owned.unknown[:3])}, which may change unseen; make it a module whose "
+                "tensors are parameters and buffers, or a function that closes over tensors and plain values"
+            )
+        leaves = self._leaves()
+        count = len(self._inputs.leaves)
+        first = [each[0] for each in leaves]
+        nest = nested(self._inputs.structure, first[:count], first[count:])
+        wants = [*self._wants(), *[False] * (len(leaves) - count)]
+        if name == "c" and any(each.device.type != "cpu" for each in leaves):
+            raise Unsupported(f"loops in C run on the CPU, and the inputs are on {leaves[0].device}")
+        # Making a plan draws nothing that the caller would miss. Tracing patches modules for the whole process.
+        with torch.random.fork_rng(self._devices()), _CAPTURING, put_back(self._owned.tensors):
+            captured = capture(
+                self._step(),
+                nest,
+                unflatten(self._structure, self._states),
+                self._owned.parameters,
+                wanted_inputs=wants,
+                composed=composed() if name == "c" else None,
+                watched=self._owned.tensors,
+            )
+        if owned(self.cell.function).key != self._owned.key:
+            raise CaptureError("the cell changes its own attributes in a step; carry what changes as a state")
+        own = {id(each) for each in self._owned.tensors}
+        read = [getattr(captured.module, str(node.target)) for node in captured.roles.references]
+        strange = sum(id(each) not in own and not _constant(each) for each in read)
+        if strange:
+            raise CaptureError(
+                f"it reads {strange} tensors that are neither parameters nor buffers of it; register them"
+            )
+        makers = {"c": NativeEngine, "inductor": InductorEngine, "python": PythonEngine}
+        return makers[name](captured)
+
+    def verify(self, engine: Engine, memory: Memory) -> None:
+        """See `weft.recurrent.verify`."""
+        with put_back(self._owned.tensors):
+            verify(engine, self._step(), self._leaves(), self._states, memory)
+
+    def run(self, engine: Engine, memory: Memory) -> eager.Unrolled:
+        """The whole sequence."""
+        captured, device = engine.captured, self._inputs.device
+        again = Again.capture(captured, self._step(), device, self._checker()) if torch.is_grad_enabled() else None
+        inputs = [*self._leaves(), *drawn(captured.draws, self._inputs.steps, device)]
+        leaves = run_derived(engine, inputs, self._states, memory, again)
+        last = unflatten(captured.state_structure, leaves.last)[0]
+        states = unflatten(captured.state_structure, leaves.states)[0] if leaves.states else None
+        return unflatten(captured.output_structure, leaves.outputs), last, states
+
+    def _checker(self) -> Callable[[], bool]:
+        """Tells whether the cell still is as it was; it must not keep the inputs alive."""
+        function, before = self.cell.function, self._owned.key
+        return lambda: owned(function).key == before
+
+    def race(self, engine: Engine) -> tuple[float, float]:
+        """Seconds that a short part of this sequence takes by the engine, and by the eager loop; drawing nothing."""
+        short = min(self._inputs.steps, RACE_STEPS)
+        part = replace(self._inputs, leaves=[each[:short] for each in self._inputs.leaves], steps=short)
+        rows = Rows(*(None if each is None else each[:short] for each in (self._rows.valid, self._rows.reset)))
+        state, fresh, _ = unflatten(self._structure, self._states)
+        again = fresh if self._on.reset else None
+        call = PlannedCall(self.cell, part, rows, state, again, self._start, self._truncate)
+
+        def by_plan() -> eager.Unrolled:
+            return call.run(engine, "full")
+
+        def by_loop() -> eager.Unrolled:
+            return eager.unroll(self.cell, part, rows, state, again, start=self._start, truncate=self._truncate)
+
+        with torch.random.fork_rng(self._devices()):
+            ours, loop = (min(_seconds(each, self._owned.parameters) for _ in range(2)) for each in (by_plan, by_loop))
+        return ours, loop
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the sequence is on a GPU."""
+        return bool(self._devices())
+
+    def _devices(self) -> list[torch.device]:
+        return [self._inputs.device] if self._inputs.device.type == "cuda" else []
+
+
+def unfit(inputs: Inputs, state: Any) -> str | None:
+    """Why this call cannot be run by any plan; None if it can."""
+    if not inputs.steps:
+        return "there are no steps"
+    if _CAPTURING.owner == threading.get_ident():
+        return "a cell contains a network, and the plan of the outer one is being made"
+    leaves = [*inputs.leaves, *flatten(state)[0]]
+    if not all(isinstance(leaf, Tensor) for leaf in inputs.leaves):
+        return "an input is no tensor"
+    if any(type(leaf) not in (Tensor, nn.Parameter) for leaf in leaves):
+        return "a tensor is of a subclass"
+    if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
+        return "it is being transformed by torch.func"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode gradients are on"
+    return None
+
+
+def _looks(value: Any) -> Hashable:
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else repr(type(cast(object, value)))
+
+
+def _constant(tensor: Tensor) -> bool:
+    """Whether a tensor that the graph refers to was made in the step itself, out of plain numbers."""
+    return tensor.dim() == 0 and not tensor.requires_grad
+
+
+def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor]) -> float:
+    """How long it takes, with its backward."""
+    begin = time.perf_counter()
+    outputs, last, _ = run()
+    ends = [
+        leaf for leaf in (*flatten(outputs)[0], *flatten(last)[0]) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if ends and parameters:
+        torch.autograd.grad(ends, parameters, [torch.ones_like(each) for each in ends], allow_unused=True)
+    if ends and ends[0].is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin

@@ -1,0 +1,382 @@
+"""RemoteExpert is an ordinary layer: the same numbers as the module here, and the same manners."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
+from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, fussy_backend, rows, seeded
+from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
+from weft.experts import ExpertBackend, GraphBudget, TensorSpec
+from weft.experts.client import RemoteExpert, Retry, Transport
+from weft.experts.compression import Policy
+from weft.experts.errors import CommitError, GradientError
+from weft.experts.server import Server
+from weft.experts.wire import DeadlineError, ExpertFailedError, LostError, UnknownExpertError, UnreachableError
+
+pytestmark = pytest.mark.timeout(30)
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def nested_backend() -> ExpertBackend:
+    return ExpertBackend("nested", seeded(Nested), sgd, **NESTED_SCHEMAS)
+
+
+def close(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(params=WAYS)
+def there(request: pytest.FixtureRequest) -> Iterator[tuple[Server, Transport]]:
+    with reached(request.param, fussy_backend(optimizer=sgd), nested_backend()) as found:
+        yield found
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeTransport]:
+    with reached("fake", fussy_backend(optimizer=sgd)) as (_, transport):
+        assert isinstance(transport, FakeTransport)
+        yield transport
+
+
+@pytest.mark.parametrize("there", WAYS, indirect=True)
+def test_steps_are_those_of_the_same_module_here(there: tuple[Server, Transport]) -> None:
+    remote, twin = RemoteExpert("fussy", there[1]), fussy_backend().module
+    optimizer = sgd(twin.parameters())
+    for step in range(3):
+        x, y = rows(5, step).requires_grad_(), rows(5, step).requires_grad_()
+        assert close(remote(x), twin(y))
+        remote(x).square().sum().backward()
+        twin(y).square().sum().backward()
+        assert close(x.grad, y.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert remote.steps == 3
+
+
+def test_nested_arguments_and_outputs(there: tuple[Server, Transport]) -> None:
+    remote, twin = RemoteExpert("nested", there[1]), seeded(Nested)
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for module in (remote, twin):
+        x, scale = rows(3, 0).requires_grad_(), rows(3, 2, 1).requires_grad_()
+        pair = [torch.tensor([0, 2, 4]), rows(3, 1, 2)]
+        out = module(x, pair, options={"scale": scale, "mode": "plain"})
+        assert out["none"] is None and not out["best"].requires_grad
+        (out["y"][0].sum() + out["y"][1].square().sum()).backward()
+        assert x.grad is not None and scale.grad is not None
+        found.append((out["y"][1].detach(), x.grad, scale.grad))
+    assert all(close(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda e: e(rows(2, 0, WIDTH + 1)), "size 5, wanted 4"),
+        (lambda e: e(rows(2, 0).float()), "float32"),
+        (lambda e: e(), "call"),
+        (lambda e: e(rows(2, 0), rows(2, 0)), "call"),
+        (lambda e: e(rows(2, 0), more=1), "call"),
+        (lambda e: e("text"), "type str"),
+        (lambda e: e(rows(0, 0)), "0 rows"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_sent(fake: FakeTransport, wrong: object, words: str) -> None:
+    remote = RemoteExpert("fussy", fake)
+    remote.describe()
+    remote(rows(1, 0))
+    sent = len(fake.seen)
+    with pytest.raises(SpecError, match=words):
+        wrong(remote)  # type: ignore[operator]
+    assert len(fake.seen) == sent
+
+
+def test_a_constant_of_the_schema_must_be_given_as_it_is() -> None:
+    with reached("fake", nested_backend()) as (_, transport):
+        remote = RemoteExpert("nested", transport)
+        pair = [torch.tensor([0, 2, 4]), rows(3, 1, 2)]
+        with pytest.raises(SpecError, match="'fancy', wanted 'plain'"):
+            remote(rows(3, 0), pair, options={"scale": rows(3, 2, 1), "mode": "fancy"})
+
+
+def test_without_gradients_nothing_steps(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake)
+    with torch.no_grad():
+        assert not remote(rows(2, 0)).requires_grad
+    assert remote.steps == 0
+
+
+def test_it_is_trained_where_no_input_wants_a_gradient(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake)
+    remote(rows(2, 0)).sum().backward()
+    assert remote.steps == 1
+    torch.autograd.grad(remote(rows(2, 0)).sum(), list(remote.parameters()))
+    assert remote.steps == 2
+
+
+def test_an_output_that_nobody_uses_and_an_input_without_gradient(there: tuple[Server, Transport]) -> None:
+    remote = RemoteExpert("nested", there[1])
+    x, pair = rows(2, 0), [torch.tensor([1, 1]), rows(2, 1, 2).requires_grad_()]
+    out = remote(x, pair, options={"scale": rows(2, 2, 1), "mode": "plain"})
+    out["y"][1].sum().backward()
+    assert x.grad is None and pair[1].grad is not None and not pair[1].grad.any()
+
+
+def test_it_has_no_parameters_with_numbers_and_no_state(fake: FakeTransport) -> None:
+    model = nn.Sequential(nn.Linear(2, WIDTH), RemoteExpert("fussy", fake))
+    assert sum(p.numel() for p in model[1].parameters()) == 0
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    assert model.load_state_dict(model.state_dict()).missing_keys == []
+
+
+def test_a_frozen_expert_gives_values_but_takes_no_gradients(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake).requires_grad_(False)
+    assert not remote(rows(2, 0)).requires_grad
+    with pytest.raises(UsageError, match="frozen here"):
+        remote(rows(2, 0).requires_grad_())
+
+
+def test_an_expert_without_optimizer_gives_gradients_and_does_not_step() -> None:
+    with reached("fake", fussy_backend(optimizer=None)) as (_, transport):
+        remote = RemoteExpert("fussy", transport)
+        x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
+        remote(x).sum().backward()
+        fussy_backend().module(y).sum().backward()
+        assert close(x.grad, y.grad) and remote.steps == 0
+        assert not remote(rows(2, 0)).requires_grad
+
+
+def test_a_second_backward_needs_retain_graph_and_is_one_more_step(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake)
+    loss = remote(rows(2, 0)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert remote.steps == 2
+    with pytest.raises(BackwardTwiceError):
+        loss.backward()
+
+
+def test_the_gradient_of_a_gradient_is_refused(fake: FakeTransport) -> None:
+    x = rows(2, 0).requires_grad_()
+    with pytest.raises(DoubleBackwardError):
+        torch.autograd.grad(RemoteExpert("fussy", fake)(x).sum(), x, create_graph=True)
+
+
+def test_an_input_that_was_written_to_is_noticed(fake: FakeTransport) -> None:
+    remote, x = RemoteExpert("fussy", fake), rows(2, 0).requires_grad_()
+    y = x * 1
+    loss = remote(y).sum()
+    y.detach().zero_()
+    with pytest.raises(InPlaceError, match=r"args\[0\]"):
+        loss.backward()
+    assert remote.steps == 0
+
+
+def test_outputs_may_be_written_to(there: tuple[Server, Transport]) -> None:
+    remote = RemoteExpert("fussy", there[1])
+    with torch.no_grad():
+        first = remote(rows(2, 0))
+        first.zero_()
+        assert remote(rows(2, 0)).any()
+
+
+def test_under_autocast_floats_are_cast_as_layers_cast_them() -> None:
+    layer = seeded(lambda: nn.Linear(WIDTH, WIDTH))
+    backend = ExpertBackend("half", layer, args_schema=(TensorSpec((None, WIDTH), torch.float32),))
+    with reached("fake", backend) as (_, transport), torch.autocast("cpu", torch.bfloat16):
+        x = rows(2, 0).bfloat16().requires_grad_()
+        RemoteExpert("half", transport)(x).sum().backward()
+        assert x.grad is not None and x.grad.dtype == torch.bfloat16
+
+
+def test_compression_is_close(fake: FakeTransport) -> None:
+    policy = Policy(inputs="bf16", outputs="fp16", output_gradients="bf16", input_gradients="int8")
+    x, y = rows(8, 0).requires_grad_(), rows(8, 0).requires_grad_()
+    RemoteExpert("fussy", fake, compression=policy)(x).sum().backward()
+    fussy_backend().module(y).sum().backward()
+    assert x.grad is not None and y.grad is not None
+    assert not torch.equal(x.grad, y.grad) and torch.allclose(x.grad, y.grad, rtol=0.05, atol=0.05)
+
+
+def test_compression_takes_one_wish_for_answers(fake: FakeTransport) -> None:
+    with pytest.raises(UsageError, match="one choice per output"):
+        RemoteExpert("fussy", fake, compression=Policy(outputs=["fp16"]))
+
+
+def test_a_refused_gradient_is_an_error_and_no_step(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake)
+    with pytest.raises(GradientError, match="NaN"):
+        (remote(rows(2, 0)) * float("nan")).sum().backward()
+    assert remote.describe().steps == 0
+
+
+def test_many_threads_may_call_at_once(there: tuple[Server, Transport]) -> None:
+    remote, twin = RemoteExpert("nested", there[1]), seeded(Nested)
+    faults: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for turn in range(3):
+                x, pair = rows(2, seed + turn), [torch.tensor([1, 2]), rows(2, 1, 2)]
+                options = {"scale": rows(2, 2, 1), "mode": "plain"}
+                with torch.no_grad():
+                    assert close(remote(x, pair, options=options)["y"][0], twin(x, pair, options=options)["y"][0])
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+
+
+# One step for many backwards.
+
+
+def test_accumulated_micro_batches_are_one_step(there: tuple[Server, Transport]) -> None:
+    remote, twin = RemoteExpert("fussy", there[1], accumulate=True), fussy_backend().module
+    optimizer = sgd(twin.parameters())
+    for step in range(2):
+        for part in rows(6, step).split(2):
+            remote(part).square().sum().backward()
+            twin(part).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert remote.commit() and not remote.commit()
+        with torch.no_grad():
+            assert close(remote(rows(3, 9)), twin(rows(3, 9)))
+    assert remote.steps == 2
+
+
+def test_discarded_gradients_are_not_applied(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake, accumulate=True)
+    remote(rows(2, 0)).sum().backward()
+    remote.discard()
+    assert not remote.commit() and remote.describe().steps == 0
+
+
+def test_a_mini_batch_with_a_failed_backward_is_not_committed(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake, accumulate=True)
+    remote(rows(2, 0)).sum().backward()
+    with pytest.raises(GradientError):
+        (remote(rows(2, 0)) * float("inf")).sum().backward()
+    with pytest.raises(CommitError, match="discard"):
+        remote.commit()
+    remote.discard()
+    remote(rows(2, 0)).sum().backward()
+    assert remote.commit() and remote.steps == 1
+
+
+def test_commit_without_accumulation_is_misuse(fake: FakeTransport) -> None:
+    with pytest.raises(UsageError, match="accumulate"):
+        RemoteExpert("fussy", fake).commit()
+
+
+def test_a_kept_graph_is_used_by_its_backward() -> None:
+    with reached("fake", fussy_backend(optimizer=sgd, keep_graphs=GraphBudget(1 << 20))) as (server, transport):
+        remote, twin = RemoteExpert("fussy", transport, keep_graph=True), fussy_backend().module
+        x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
+        remote(x).sum().backward()
+        twin(y).sum().backward()
+        assert close(x.grad, y.grad) and server.statistics().experts["fussy"].used_graphs == 1
+
+
+# What is lost on the way.
+
+
+@pytest.mark.parametrize("lose", [["reply"], ["request"], ["reply", "request", "reply"]])
+def test_a_lost_message_is_no_second_step(fake: FakeTransport, lose: list[str]) -> None:
+    remote, twin = RemoteExpert("fussy", fake, retry=Retry(first=0.001)), fussy_backend().module
+    x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
+    loss = remote(x).sum()
+    fake.lose = list(lose)
+    loss.backward()
+    twin(y).sum().backward()
+    assert close(x.grad, y.grad) and remote.describe().steps == 1
+    keys = {call.header.key for call in fake.seen if call.header.key}
+    assert len(keys) == 1
+
+
+def test_a_lost_commit_is_no_second_step(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake, retry=Retry(first=0.001), accumulate=True)
+    remote(rows(2, 0)).sum().backward()
+    fake.lose = ["reply", "reply"]
+    assert remote.commit() and remote.describe().steps == 1
+
+
+def test_what_is_lost_too_often_is_an_error_that_tells_of_the_attempts(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake, retry=Retry(attempts=2, first=0.001))
+    remote.describe()
+    remote(rows(1, 0))
+    fake.lose = ["request"] * 5
+    with pytest.raises(LostError) as caught:
+        remote(rows(1, 0))
+    assert "attempt 2" in caught.value.__notes__[0] and len(fake.lose) == 3
+
+
+def test_an_error_that_would_come_again_is_not_asked_for_again(fake: FakeTransport) -> None:
+    remote = RemoteExpert("nobody", fake)
+    with pytest.raises(UnknownExpertError, match="there are 1: fussy"):
+        remote(rows(1, 0))
+    assert len(fake.seen) == 1
+
+
+def test_a_server_that_is_not_there_is_unreachable_within_the_timeout() -> None:
+    with (
+        RemoteExpert("fussy", "127.0.0.1:1", timeout=0.5) as remote,
+        pytest.raises((UnreachableError, DeadlineError), match=r"127\.0\.0\.1:1"),
+    ):
+        remote(rows(1, 0))
+
+
+def test_an_exception_of_the_module_names_its_type(fake: FakeTransport) -> None:
+    x = rows(1, 0)
+    x[0, 0] = 1e6
+    with pytest.raises(ExpertFailedError, match="in forward") as caught:
+        RemoteExpert("fussy", fake)(x)
+    assert caught.value.details["type"] == "Troubled"
+
+
+# Copies, and the end.
+
+
+def test_a_pickled_expert_with_an_address_makes_a_connection_of_its_own() -> None:
+    with Server([fussy_backend(optimizer=sgd)]) as server, RemoteExpert("fussy", server.address) as remote:
+        wanted = remote(rows(2, 0))
+        with pickle.loads(pickle.dumps(remote)) as again, copy.deepcopy(remote) as copied:
+            assert close(again(rows(2, 0)), wanted) and close(copied(rows(2, 0)), wanted)
+
+
+def test_an_expert_with_a_transport_can_be_copied_but_not_pickled(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake)
+    assert close(copy.deepcopy(remote)(rows(2, 0)), remote(rows(2, 0)))
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(remote)
+
+
+def test_a_closed_expert_says_so(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake)
+    remote.close()
+    remote.close()
+    with pytest.raises(UsageError, match="closed"):
+        remote(rows(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RemoteExpert("", "127.0.0.1:1"), "uid is empty"),
+        (lambda: RemoteExpert("x", "nowhere"), "host:port"),
+        (lambda: RemoteExpert("x", "127.0.0.1:1", timeout=0.0), "timeout"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(make: object, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()  # type: ignore[operator]

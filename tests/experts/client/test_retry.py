@@ -1,0 +1,144 @@
+"""The rule of repetition, and the line that keeps it within one deadline."""
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.errors import SpecError, UsageError
+from weft.experts.client.line import Line
+from weft.experts.client.retry import NEVER, Retry
+from weft.experts.client.route import FixedRoute
+from weft.experts.client.transport import TransportStatistics
+from weft.experts.errors import ExpiredError, GradientError, OverloadError, RepeatedError
+from weft.experts.wire import (
+    Call,
+    DeadlineError,
+    DrainingError,
+    ForbiddenError,
+    Header,
+    Kind,
+    LostError,
+    Received,
+    UnreachableError,
+    decode,
+    encode,
+)
+
+pytestmark = pytest.mark.timeout(20)
+CALL = Call(Header(kind=Kind.PING, call_id=1))
+(ANSWER,) = decode(b"".join(encode([CALL])))
+
+
+class Scripted:
+    """A transport whose calls end as they are told to; None: never."""
+
+    def __init__(self, *fates: Exception | str) -> None:
+        self.fates = list(fates)
+        self.calls = 0
+
+    @property
+    def address(self) -> str:
+        return "script"
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        self.calls += 1
+        future: Future[Received] = Future()
+        fate = self.fates.pop(0) if self.fates else "good"
+        if isinstance(fate, Exception):
+            future.set_exception(fate)
+        elif fate == "good":
+            future.set_result(ANSWER)
+        return future
+
+    def close(self) -> None: ...
+
+    def statistics(self) -> TransportStatistics:
+        return TransportStatistics("script", self.calls, 0, 0, {}, 0)
+
+
+def line(transport: Scripted, **options: float | int | None) -> Line:
+    return Line(FixedRoute(transport), Retry(**{"first": 0.001, "longest": 0.002, **options}))  # type: ignore[arg-type]
+
+
+SURE = [OverloadError("x"), DrainingError("x"), UnreachableError("x"), ExpiredError("x")]
+UNSURE = [LostError("x"), DeadlineError("x")]
+FINAL = [SpecError("x"), GradientError("x"), RepeatedError("x"), ForbiddenError("x")]
+
+
+@pytest.mark.parametrize("error", SURE, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_what_was_surely_not_done_is_asked_again(error: Exception, repeatable: bool) -> None:
+    transport = Scripted(error, error)
+    assert line(transport).ask(CALL, 5.0, repeatable=repeatable) is ANSWER and transport.calls == 3
+
+
+@pytest.mark.parametrize("error", UNSURE, ids=lambda e: type(e).__name__)
+def test_what_may_have_been_done_is_asked_again_only_where_that_is_harmless(error: Exception) -> None:
+    assert line(Scripted(error)).ask(CALL, 5.0, repeatable=True) is ANSWER
+    transport = Scripted(error)
+    with pytest.raises(type(error)):
+        line(transport).ask(CALL, 5.0, repeatable=False)
+    assert transport.calls == 1
+
+
+@pytest.mark.parametrize("error", FINAL, ids=lambda e: type(e).__name__)
+def test_what_would_fail_again_is_not_asked_again(error: Exception) -> None:
+    transport = Scripted(error)
+    with pytest.raises(type(error)):
+        line(transport).ask(CALL, 5.0, repeatable=True)
+    assert transport.calls == 1
+
+
+def test_attempts_are_counted() -> None:
+    transport = Scripted(*[LostError("x") for _ in range(9)])
+    with pytest.raises(LostError):
+        line(transport, attempts=4).ask(CALL, 5.0, repeatable=True)
+    assert transport.calls == 4
+    assert not NEVER.again(OverloadError("x"), 1, repeatable=True)
+
+
+def test_all_attempts_end_with_the_deadline() -> None:
+    transport, start = Scripted(*[UnreachableError("x") for _ in range(1000)]), time.monotonic()
+    with pytest.raises(UnreachableError):
+        line(transport, attempts=1000, first=0.05, longest=0.05).ask(CALL, 0.3, repeatable=True)
+    assert time.monotonic() - start < 0.5 and 2 < transport.calls < 100
+
+
+def test_a_transport_that_never_answers_is_not_waited_for_longer() -> None:
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match="script"):
+        line(Scripted("never")).ask(CALL, 0.1, repeatable=False)
+    assert time.monotonic() - start < 1.0
+
+
+def test_an_attempt_may_be_given_less_time_than_the_call() -> None:
+    transport = Scripted("never", "never")
+    assert line(transport, attempt_seconds=0.05).ask(CALL, 5.0, repeatable=True) is ANSWER and transport.calls == 3
+
+
+def test_closing_wakes_who_pauses() -> None:
+    transport = Scripted(*[OverloadError("x") for _ in range(100)])
+    mine = Line(FixedRoute(transport), Retry(first=10.0, longest=10.0))
+    threading.Timer(0.1, mine.closed.set).start()
+    start = time.monotonic()
+    with pytest.raises((UsageError, OverloadError)):
+        mine.ask(CALL, 15.0, repeatable=True)
+    assert time.monotonic() - start < 5.0
+
+
+@given(st.integers(1, 100), st.floats(0, 1), st.floats(1, 4), st.floats(1, 3))
+def test_pauses_are_within_their_bound(attempt: int, first: float, growth: float, longest: float) -> None:
+    pause = Retry(first=first, growth=growth, longest=longest).pause(attempt)
+    assert 0 <= pause <= min(longest, first * growth ** (attempt - 1) * (1 + 1e-9))
+
+
+@pytest.mark.parametrize(
+    "options", [{"attempts": 0}, {"growth": 0.5}, {"first": 3.0}, {"first": -1.0}, {"attempt_seconds": 0.0}]
+)
+def test_rules_that_make_no_sense_are_misuse(options: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Retry(**options)  # type: ignore[arg-type]

@@ -1,0 +1,79 @@
+"""A call is checked before it leaves, and an answer before it is believed."""
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, rows, seeded
+from weft.core.errors import SpecError
+from weft.experts import ExpertBackend
+from weft.experts.client.signature import Signature
+from weft.experts.service import describe, read_description
+from weft.experts.wire import Call, Header, Kind, MalformedError, Received, decode, encode
+
+CPU = torch.device("cpu")
+
+
+def signature(backend: ExpertBackend) -> Signature:
+    return Signature(read_description(describe(backend.get_info(), None, 1)))
+
+
+FUSSY = signature(fussy_backend())
+NESTED = signature(ExpertBackend("nested", seeded(Nested), **NESTED_SCHEMAS))
+
+
+def answer(*tensors: Tensor) -> Received:
+    (received,) = decode(b"".join(encode([Call(Header(kind=Kind.RESULT, call_id=1), tensors)])))
+    return received
+
+
+def nested_call(pair: Any, **options: Any) -> list[Tensor]:
+    return NESTED.flat((rows(3, 0), pair), {"options": {"scale": rows(3, 2, 1), "mode": "plain", **options}})
+
+
+def test_other_containers_of_the_same_names_will_do() -> None:
+    both = namedtuple("both", ["_0", "_1"], rename=True)
+    pair = (torch.tensor([0, 1, 2]), rows(3, 1, 2))
+    wanted = nested_call(list(pair))
+    assert all(torch.equal(a, b) for a, b in zip(nested_call(pair), wanted, strict=True))
+    with pytest.raises(SpecError, match=r"\(args, kwargs\)"):  # its fields are no places of a list
+        nested_call(both(*pair))
+
+
+def test_keywords_may_come_in_any_order_and_faults_name_their_place() -> None:
+    with pytest.raises(SpecError, match=r"args\[1\]\[0\] has dtype torch.float64, wanted torch.int64"):
+        nested_call([rows(3, 0, 1)[:, 0], rows(3, 1, 2)])
+    with pytest.raises(SpecError, match="extra"):
+        nested_call([torch.tensor([0, 1, 2]), rows(3, 1, 2)], extra=1)
+
+
+def test_rows_must_agree() -> None:
+    with pytest.raises(SpecError, match="one size everywhere"):
+        nested_call([torch.tensor([0, 1]), rows(3, 1, 2)])
+
+
+@pytest.mark.parametrize("wrong", [(), (rows(2, 0), rows(2, 0)), (rows(2, 0, 5),), (rows(2, 0).float(),)])
+def test_an_answer_that_is_not_what_was_promised_is_not_believed(wrong: tuple[Tensor, ...]) -> None:
+    with pytest.raises(MalformedError, match="fussy"):
+        FUSSY.results(answer(*wrong), CPU)
+    with pytest.raises(MalformedError, match="fussy"):
+        FUSSY.input_gradients(answer(*wrong), [rows(2, 0)])
+
+
+def test_gradients_have_the_rows_and_dtype_of_their_inputs() -> None:
+    with pytest.raises(MalformedError, match="other shapes"):
+        FUSSY.input_gradients(answer(rows(3, 0)), [rows(2, 0)])
+    (found,) = FUSSY.input_gradients(answer(rows(2, 0)), [rows(2, 0).float()])
+    assert found.dtype == torch.float32
+
+
+def test_only_outputs_that_can_have_a_gradient_are_tracked() -> None:
+    assert FUSSY.tracked == [True] and NESTED.tracked == [True, True, False]
+
+
+def test_a_gradient_that_is_missing_is_zeros() -> None:
+    found = NESTED.output_gradients([None, rows(3, 0), None], [rows(3, 1), rows(3, 2), torch.tensor([1, 2, 3])])
+    assert not found[0].any() and torch.equal(found[1], rows(3, 0)) and found[2].dtype == torch.int64

@@ -1,0 +1,158 @@
+"""What holds for every way to an expert: over gRPC, within the process, and made up."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.experts.client.transport_cases import WAYS, reached
+from tests.experts.expert_cases import TROUBLE, WIDTH, X, fussy_backend, rows
+from weft.core.errors import SpecError, UsageError
+from weft.experts import ExpertBackend
+from weft.experts.client import GrpcTransport, LocalTransport, Transport
+from weft.experts.compression import Compression
+from weft.experts.server import Server
+from weft.experts.service import read_description, read_receipt
+from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
+from weft.experts.wire.errors import UnreachableError
+
+pytestmark = pytest.mark.timeout(30)
+PATIENCE = 10.0
+
+
+class Gate(nn.Module):
+    """The identity, which waits until it is let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.let = threading.Event(), threading.Event()
+        self.let.set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        assert self.let.wait(20)
+        return x * 2
+
+
+def gated() -> tuple[Gate, ExpertBackend]:
+    gate = Gate()
+    backend = ExpertBackend("gate", gate, args_schema=(X,))
+    gate.entered.clear()
+    gate.let.clear()
+    return gate, backend
+
+
+def forward(x: torch.Tensor, uid: str = "fussy") -> Call:
+    return Call(Header(kind=Kind.FORWARD, call_id=0, uid=uid), [x])
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def there(way: str) -> Iterator[tuple[Server, Transport]]:
+    with reached(way, fussy_backend()) as found:
+        yield found
+
+
+def test_it_keeps_the_protocol(there: tuple[Server, Transport]) -> None:
+    assert isinstance(there[1], Transport)
+
+
+def test_a_forward_is_answered_with_what_the_module_returns(there: tuple[Server, Transport]) -> None:
+    answer = there[1].submit(forward(rows(3, 0)), PATIENCE).result(PATIENCE)
+    assert torch.equal(answer.tensors()[0], fussy_backend().module(rows(3, 0)))
+    assert answer.header.kind is Kind.RESULT and read_receipt(answer.header.data).durable is None
+
+
+def test_info_describes_the_expert(there: tuple[Server, Transport]) -> None:
+    call = Call(Header(kind=Kind.INFO, call_id=0, uid="fussy"))
+    found = read_description(there[1].submit(call, PATIENCE).result(PATIENCE).header.data)
+    assert (found.name, found.trained, found.steps, len(found.args)) == ("fussy", True, 0, 1)
+
+
+def test_every_caller_gets_its_own_answer(there: tuple[Server, Transport]) -> None:
+    module = fussy_backend().module
+    inputs = [rows(1 + seed % 4, seed) for seed in range(40)]
+    futures = [there[1].submit(forward(x), PATIENCE) for x in inputs]
+    for x, future in zip(inputs, futures, strict=True):
+        assert torch.allclose(future.result(PATIENCE).tensors()[0], module(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (forward(rows(2, 0), "nobody"), UnknownExpertError),
+        (forward(rows(2, 0, WIDTH + 1)), SpecError),
+        (forward(rows(2, 0).float()), SpecError),
+        (Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy")), SpecError),
+        (forward(torch.full((1, WIDTH), TROUBLE, dtype=torch.float64)), ExpertFailedError),
+        (Call(Header(kind=Kind.COMMIT, call_id=0, uid="fussy")), UsageError),
+    ],
+)
+def test_an_error_comes_as_itself_and_to_nobody_else(
+    there: tuple[Server, Transport], call: Call, error: type[Exception]
+) -> None:
+    good = [there[1].submit(forward(rows(2, 0)), PATIENCE) for _ in range(2)]
+    bad = there[1].submit(call, PATIENCE)
+    good.append(there[1].submit(forward(rows(2, 0)), PATIENCE))
+    assert type(bad.exception(PATIENCE)) is error
+    assert all(future.exception(PATIENCE) is None for future in good)
+
+
+def test_an_answer_is_compressed_as_wished(there: tuple[Server, Transport]) -> None:
+    header = Header(kind=Kind.FORWARD, call_id=0, uid="fussy", reply=Compression.BF16)
+    answer = there[1].submit(Call(header, [rows(3, 0)]), PATIENCE).result(PATIENCE)
+    assert answer.descriptors[0].compression is Compression.BF16
+    assert torch.allclose(answer.tensors()[0], fussy_backend().module(rows(3, 0)), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("way", ["grpc", "local"])
+def test_a_call_ends_at_its_deadline_whatever_the_expert_does(way: str) -> None:
+    gate, backend = gated()
+    with reached(way, backend) as (_, transport):
+        try:
+            start = time.monotonic()
+            with pytest.raises(DeadlineError, match=r"0\.3 s"):
+                transport.submit(forward(rows(1, 0), "gate"), 0.3).result(PATIENCE)
+            assert 0.25 < time.monotonic() - start < 0.3 + 1.0
+            assert transport.statistics().waiting == 0
+        finally:
+            gate.let.set()
+
+
+@pytest.mark.parametrize("way", ["grpc", "local"])
+def test_close_wakes_all_who_wait(way: str) -> None:
+    gate, backend = gated()
+    with reached(way, backend) as (_, transport):
+        futures = [transport.submit(forward(rows(1, 0), "gate"), 25.0) for _ in range(5)]
+        assert gate.entered.wait(PATIENCE)
+        closing = threading.Thread(target=transport.close)
+        closing.start()
+        errors = [future.exception(PATIENCE) for future in futures]
+        gate.let.set()
+        closing.join()
+        assert all(isinstance(error, LostError | UnreachableError) for error in errors)
+        with pytest.raises(UsageError, match="closed"):
+            transport.submit(forward(rows(1, 0), "gate"), 1.0)
+
+
+@pytest.mark.parametrize("way", ["grpc", "local"])
+def test_a_transport_that_nobody_holds_ends_its_threads(way: str) -> None:
+    with Server([fussy_backend()]) as server:
+        transport: Transport = GrpcTransport(server.address) if way == "grpc" else LocalTransport(server.handler())
+        transport.submit(forward(rows(2, 0)), PATIENCE).result(PATIENCE)
+        del transport  # the fixture that looks for threads does the rest
+
+
+@pytest.mark.parametrize("way", ["grpc", "local"])
+def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> None:
+    there[1].submit(forward(rows(2, 0)), PATIENCE).result(PATIENCE)
+    there[1].submit(forward(rows(2, 0), "nobody"), PATIENCE).exception(PATIENCE)
+    seen = there[1].statistics()
+    assert (seen.calls, seen.answered, seen.waiting, dict(seen.failed)) == (2, 1, 0, {"UnknownExpertError": 1})

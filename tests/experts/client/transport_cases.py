@@ -1,0 +1,87 @@
+"""Ways to an expert, for laws that hold for all of them: over gRPC, within the process, and one that is made up."""
+
+import threading
+from collections.abc import Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from weft.experts import ExpertBackend
+from weft.experts.client import GrpcTransport, LocalTransport, Transport, TransportStatistics
+from weft.experts.server import Access, Server, ServerOptions
+from weft.experts.wire import Call, LostError, Received, decode, encode, read_fault
+from weft.experts.wire.header import Kind
+
+WAYS = ("grpc", "local", "fake")
+
+
+class FakeTransport:
+    """Answers at once, in the caller's thread. It loses what it is told to lose.
+
+    ``lose``: for each call to come, "request" (the server never sees it), "reply" (the server works, the caller hears
+    nothing but `LostError`), or "" (goes well).
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.lose: list[str] = []
+        self.seen: list[Call] = []
+        self._handler = server.handler()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return "fake"
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        with self._lock:
+            if self._closed:
+                raise ValueError("closed")
+            self.seen.append(call)
+            number, fate = len(self.seen), self.lose.pop(0) if self.lose else ""
+        header = replace(call.header, call_id=number, deadline_ms=int(timeout * 1000))
+        future: Future[Received] = Future()
+        if fate == "request":
+            future.set_exception(LostError("the request was dropped"))
+            return future
+        (received,) = decode(b"".join(encode([replace(call, header=header)])))
+
+        def reply(answer: Call) -> None:
+            (back,) = decode(b"".join(encode([answer])))
+            if fate == "reply":
+                future.set_exception(LostError("the reply was dropped"))
+            elif back.header.kind is Kind.ERROR:
+                future.set_exception(read_fault(back.header.data))
+            else:
+                future.set_result(back)
+
+        self._handler(received, reply)
+        return future
+
+    def close(self) -> None:
+        self._closed = True
+
+    def statistics(self) -> TransportStatistics:
+        return TransportStatistics("fake", len(self.seen), 0, 0, {}, 0)
+
+
+@contextmanager
+def reached(way: str, *backends: ExpertBackend, **options: Any) -> Generator[tuple[Server, Transport]]:
+    """A server with these experts, and a transport of one kind to it."""
+    with Server(backends, **options) as server:
+        transport = way_to(way, server)
+        try:
+            yield server, transport
+        finally:
+            transport.close()
+
+
+def way_to(way: str, server: Server) -> Transport:
+    """One more transport to a server."""
+    if way == "grpc":
+        return GrpcTransport(server.address)
+    return LocalTransport(server.handler()) if way == "local" else FakeTransport(server)
+
+
+__all__ = ["WAYS", "Access", "FakeTransport", "ServerOptions", "reached", "way_to"]

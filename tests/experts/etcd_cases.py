@@ -1,0 +1,72 @@
+"""A real etcd for the tests: one member or several, started by the test and gone with it."""
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+WHERE = shutil.which("etcd")
+
+
+@dataclass
+class Member:
+    """One process."""
+
+    endpoint: str
+    command: list[str]
+    process: "subprocess.Popen[bytes]"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@contextmanager
+def cluster(folder: Path, members: int = 1, client: Sequence[str] = (), scheme: str = "http") -> Iterator[list[Member]]:
+    """Members that know each other; ``client`` are more options, and ``scheme`` is that of their clients."""
+    ports = free_ports(2 * members)
+    peers = [f"http://127.0.0.1:{port}" for port in ports[members:]]
+    together = ",".join(f"m{i}={peer}" for i, peer in enumerate(peers))
+    made: list[Member] = []
+    for i, peer in enumerate(peers):
+        url = f"{scheme}://127.0.0.1:{ports[i]}"
+        command = [str(WHERE), "--name", f"m{i}", "--data-dir", str(folder / f"m{i}")]
+        command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--initial-cluster-state", "new"]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", together]
+        command += ["--heartbeat-interval", "20", "--election-timeout", "200", "--log-level", "error", *client]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        made.append(Member(f"127.0.0.1:{ports[i]}", command, process))
+    try:
+        yield made
+    finally:
+        for member in made:
+            member.kill()
+
+
+def wait_for_port(endpoint: str, seconds: float = 20.0) -> None:
+    """Until somebody listens there."""
+    host, port = endpoint.split(":")
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)

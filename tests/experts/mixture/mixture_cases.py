@@ -1,0 +1,161 @@
+"""Experts within this process that answer, fail, hang or answer nonsense as a test wants it."""
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.spec import TensorSpec
+from weft.core.tree import map_leaves, nested_flatten, pack
+from weft.experts.client.connections import Connections
+from weft.experts.client.local import LocalTransport
+from weft.experts.directory import LocalDirectory
+from weft.experts.service import describe
+from weft.experts.wire import Call, Header, Kind, Received, write_fault
+
+WIDTH = 5
+FOREVER = 1000.0
+Answer = list[Tensor]
+Fault = Callable[[Header, Answer], Answer | None]
+"""Makes another answer of a good one, or raises, or gives None: then no answer ever comes."""
+Reply = Callable[[Call], None]
+
+
+def fails(header: Header, answer: Answer) -> Answer:
+    raise ConnectionError("it is gone")
+
+
+def hangs(header: Header, answer: Answer) -> None:
+    return None
+
+
+def first_row_is_nan(header: Header, answer: Answer) -> Answer:
+    spoiled = [x.clone() for x in answer]
+    spoiled[0][0] = float("nan")
+    return spoiled
+
+
+def lacks_a_row(header: Header, answer: Answer) -> Answer:
+    return [x[:-1] for x in answer]
+
+
+def only(kind: Kind, fault: Fault) -> Fault:
+    """A fault of one kind of call."""
+    return lambda header, answer: fault(header, answer) if header.kind is kind else answer
+
+
+class Servers:
+    """Serves modules. ``faults`` are by expert, and so are ``late``: seconds until it answers.
+
+    The gradients of a module add up in its parameters, as if its optimizer never stepped.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], sample: tuple[Any, Any], most: int = 4096) -> None:
+        self.modules = dict(modules)
+        self.faults: dict[str, Fault] = {}
+        self.late: dict[str, float] = {}
+        self.headers: list[Header] = []
+        self.rows: list[int] = []
+        self._sample, self._most = sample, most
+
+    def called(self, kind: Kind) -> list[str]:
+        """Who was called in this way, sorted."""
+        return sorted(header.uid for header in self.headers if header.kind is kind)
+
+    def transport(self, address: str) -> LocalTransport:
+        """The way to all of them."""
+        return LocalTransport(self.handle, name=address)
+
+    def handle(self, call: Received, reply: Reply) -> None:
+        self.headers.append(call.header)
+        if call.header.kind is not Kind.INFO and call.header.uid in self.late:
+            timer = threading.Timer(self.late[call.header.uid], self._answer, (call, reply))
+            timer.daemon = True
+            timer.start()
+        else:
+            self._answer(call, reply)
+
+    def _answer(self, call: Received, reply: Reply) -> None:
+        header = call.header
+        fault = self.faults.get(header.uid, lambda _, answer: answer)
+        try:
+            found = fault(header, [] if header.kind is Kind.INFO else self._work(header, call.tensors(copy=True)))
+        except Exception as error:
+            reply(Call(Header(kind=Kind.ERROR, call_id=header.call_id, data=write_fault(error))))
+            return
+        if found is None:
+            return
+        if header.kind is Kind.INFO:
+            reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=self._info(header.uid))))
+        else:
+            self.rows.append(len(found[0]))
+            reply(Call(Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid), found))
+
+    def _info(self, uid: str) -> bytes:
+        args, kwargs = self._sample
+        with torch.no_grad():
+            outputs = self.modules[uid](*args, **kwargs)
+        about = {"name": uid, "max_batch_size": self._most, "trained": True, "steps": 0}
+        schemas = {"outputs_schema": _specs(outputs), "forward_schema": _specs(self._sample)}
+        return describe({**about, **schemas}, None, 1)
+
+    def _work(self, header: Header, tensors: Sequence[Tensor]) -> Answer:
+        count = len(nested_flatten(self._sample))
+        inputs = [x.requires_grad_(x.is_floating_point()) for x in tensors[:count]]
+        args, kwargs = pack(inputs, self._sample)
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            outputs = nested_flatten(self.modules[header.uid](*args, **kwargs))
+            if header.kind is Kind.FORWARD:
+                return [x.detach() for x in outputs]
+            torch.autograd.backward(outputs, list(tensors[count:]))
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+
+
+def _specs(value: Any) -> Any:
+    return map_leaves(TensorSpec.of, value)
+
+
+def two_layers(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 7, dtype=dtype), nn.Tanh(), nn.Linear(7, WIDTH, dtype=dtype))
+
+
+class World:
+    """A directory and servers with the same experts, copies of which are ``here``. A context manager."""
+
+    def __init__(
+        self,
+        places: Sequence[tuple[int, ...]],
+        make: Callable[[], nn.Module] = two_layers,
+        sample: tuple[Any, Any] | None = None,
+        most: int = 4096,
+    ) -> None:
+        uids = [".".join(["ffn", *map(str, place)]) for place in places]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(len(places))
+            modules = {uid: make() for uid in uids}
+        self.here = copy.deepcopy(modules)
+        plain = ((torch.zeros(1, WIDTH, dtype=torch.float64),), {})
+        self.servers = Servers(modules, plain if sample is None else sample, most)
+        self.directory = LocalDirectory()
+        self.leases = {uid: self.directory.declare(uid, f"{uid}:1", FOREVER) for uid in uids}
+        self.connections = Connections(self.directory, open_transport=self.servers.transport)
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """The arguments of a mixture over these experts."""
+        plain = {"in_features": WIDTH, "uid_prefix": "ffn", "dtype": torch.float64, "forward_timeout": 5.0}
+        return {**plain, "backward_timeout": 5.0, "connections": self.connections, **more}
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.connections.close()
+        self.directory.close()
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,517 @@
+"""A remote mixture is the same function as one computed here, whoever of its experts fails."""
+
+import copy
+import itertools
+import math
+import pickle
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.experts.mixture.mixture_cases import (
+    WIDTH,
+    Fault,
+    World,
+    fails,
+    first_row_is_nan,
+    hangs,
+    lacks_a_row,
+    numbers,
+    only,
+)
+from weft import Pipe
+from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
+from weft.experts.client.retry import NEVER
+from weft.experts.compression import Policy
+from weft.experts.mixture import AnomalyError, NoExpertsError, RemoteMixtureOfExperts, TooFewAnswersError
+from weft.experts.wire import Kind, UnreachableError
+
+GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def computed_here(
+    world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()
+) -> Tensor:
+    """The mixture in plain autograd, sample by sample. Those who are gone have no weight."""
+    sizes, uids = mixture.grid.sizes, sorted(world.here)
+    starts = [0, *itertools.accumulate(sizes)]
+    scores = nn.functional.linear(x, mixture.proj.weight, mixture.proj.bias)
+    rows: list[Tensor] = []
+    for row, score in zip(x, scores, strict=True):
+        by_uid = {uid: sum(score[starts[a] + int(i)] for a, i in enumerate(uid.split(".")[1:])) for uid in uids}
+        best = sorted(by_uid, key=lambda uid: -float(by_uid[uid].detach()))[: mixture.terms.k_best]
+        alive = [uid for uid in best if uid not in gone]
+        if not alive:
+            rows.append(0 * row)
+            continue
+        weights = torch.stack([by_uid[uid] for uid in alive]).softmax(0)
+        rows.append(sum(w * world.here[uid](row[None])[0] for w, uid in zip(weights, alive, strict=True)))
+    return torch.stack(rows)
+
+
+def gradients(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, *, here: bool) -> dict[str, Tensor]:
+    """Every gradient that the last backward left, by name; then they are cleared."""
+    modules = world.here if here else world.servers.modules
+    named = {f"{uid}.{n}": p for uid, module in modules.items() for n, p in module.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for name, tensor in {"x": x, **dict(mixture.named_parameters()), **named}.items():
+        found[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        tensor.grad = None
+    return found
+
+
+def assert_same(world: World, mixture: RemoteMixtureOfExperts, x: Tensor, gone: frozenset[str] = frozenset()) -> None:
+    """Outputs and all gradients are those of the mixture computed here."""
+    wish = numbers(len(x), WIDTH, seed=9)
+    expected = computed_here(world, mixture, x, gone)
+    expected.backward(wish)
+    wanted = gradients(world, mixture, x, here=True)
+    seen = mixture(x)
+    seen.backward(wish)
+    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-12)
+    found = gradients(world, mixture, x, here=False)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@settings(max_examples=15)
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.data(),
+)
+def test_outputs_and_gradients_are_those_of_the_mixture_computed_here(
+    sizes: list[int], k: int, samples: int, data: st.DataObject
+) -> None:
+    whole = list(itertools.product(*map(range, sizes)))
+    living = sorted(data.draw(st.sets(st.sampled_from(whole), min_size=1)))
+    gone = data.draw(st.sets(st.sampled_from(living)))
+    with World(living) as world:
+        mixture = RemoteMixtureOfExperts(
+            **world.options(grid_size=sizes, k_best=k, allow_zero_outputs=True, retry=NEVER)
+        )
+        mixture(numbers(1, WIDTH))
+        names = frozenset(mixture.grid.uid(place) for place in gone)
+        world.servers.faults = dict.fromkeys(names, fails)
+        assert_same(world, mixture, numbers(samples, WIDTH, seed=1).requires_grad_(), names)
+
+
+def make(world: World, **more: Any) -> RemoteMixtureOfExperts:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], retry=NEVER, k_best=2, **more))
+
+
+def chosen_uids(world: World, mixture: RemoteMixtureOfExperts, x: Tensor) -> list[str]:
+    """Who is called for these samples."""
+    world.servers.headers.clear()
+    with torch.no_grad():
+        mixture(x)
+    return world.servers.called(Kind.FORWARD)
+
+
+def test_each_expert_is_called_once_in_each_direction_and_routing_calls_nobody() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        x = numbers(64, WIDTH)
+        mixture(x).sum().backward()
+        assert world.servers.called(Kind.FORWARD) == sorted(set(world.servers.called(Kind.FORWARD)))
+        assert world.servers.called(Kind.BACKWARD) == world.servers.called(Kind.FORWARD)
+        assert 1 <= len(world.servers.called(Kind.INFO)) <= 4
+        world.servers.headers.clear()
+        mixture(x)
+        assert world.servers.called(Kind.INFO) == []
+        seen = mixture.statistics()
+        assert (seen.forwards, seen.backwards, seen.living, seen.zeroed) == (2, 1, 4, 0) and not seen.failed
+
+
+def test_a_group_beyond_the_largest_batch_goes_in_several_calls() -> None:
+    with World([(0, 0)], most=3) as world:
+        mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=1))
+        assert_same(world, mixture, numbers(8, WIDTH).requires_grad_())
+        assert world.servers.rows == [3, 3, 2] * 2
+        keys = [header.key for header in world.servers.headers if header.kind is Kind.BACKWARD]
+        assert len(set(keys)) == 3 and all(keys)
+
+
+@pytest.mark.parametrize("fault", [fails, hangs, lacks_a_row, first_row_is_nan])
+def test_who_does_not_answer_well_in_forward_has_no_weight_and_is_not_called_in_backward(fault: Fault) -> None:
+    with World(GRID) as world:
+        mixture = make(world, timeout_after_k_min=0.05, detect_anomalies=True)
+        x = numbers(1, WIDTH).requires_grad_()
+        bad = chosen_uids(world, mixture, x)[0]
+        world.servers.faults = {bad: fault}
+        world.servers.headers.clear()
+        assert_same(world, mixture, x, frozenset([bad]))
+        assert world.servers.called(Kind.BACKWARD) == [uid for uid in world.servers.called(Kind.FORWARD) if uid != bad]
+        assert sum(mixture.statistics().failed.values()) == 1
+        end = time.monotonic() + 1.0
+        while any(each.waiting for each in world.connections.statistics().values()):
+            assert time.monotonic() < end, "a call that nobody waits for is still under way"
+            time.sleep(0.01)
+
+
+def test_only_the_rows_that_are_not_finite_have_no_weight() -> None:
+    with World(GRID) as world:
+        mixture = make(world, detect_anomalies=True)
+        x = numbers(32, WIDTH)
+        clean = mixture(x)
+        bad = chosen_uids(world, mixture, x)[0]
+        world.servers.faults = {bad: first_row_is_nan}
+        changed = (mixture(x) != clean).any(1)
+        assert int(changed.sum()) == 1
+        loose = make(world)
+        assert bool(loose(x).isnan().any())
+
+
+def test_who_fails_in_backward_adds_nothing_to_the_gradient_of_the_input() -> None:
+    with World(GRID) as world:
+        mixture = make(world, timeout_after_k_min=0.05)
+        x = numbers(1, WIDTH).requires_grad_()
+        bad, good = chosen_uids(world, mixture, x)
+        whole = torch.autograd.grad(mixture(x).sum(), x)[0]
+        world.servers.faults = {bad: only(Kind.BACKWARD, fails)}
+        without = torch.autograd.grad(mixture(x).sum(), x)[0]
+        world.servers.faults = {bad: only(Kind.BACKWARD, hangs)}
+        assert torch.equal(without, torch.autograd.grad(mixture(x).sum(), x)[0])
+        world.servers.faults = {good: only(Kind.BACKWARD, fails)}
+        other = torch.autograd.grad(mixture(x).sum(), x)[0]
+        world.servers.faults = {uid: only(Kind.BACKWARD, fails) for uid in (bad, good)}
+        lenient = make(world, allow_zero_outputs=True)
+        router_only = torch.autograd.grad(lenient(x).sum(), x)[0]
+        torch.testing.assert_close(without + other - router_only, whole, rtol=0, atol=1e-12)
+
+
+def test_too_few_answers_are_an_error_that_says_who_failed_and_that_does_not_wait() -> None:
+    with World(GRID) as world:
+        mixture = make(world, k_min=2, backward_k_min=2)
+        x = numbers(4, WIDTH).requires_grad_()
+        bad = chosen_uids(world, mixture, x)[0]
+        world.servers.faults = {bad: fails} | {uid: hangs for uid in world.here if uid != bad}
+        start = time.monotonic()
+        with pytest.raises(
+            TooFewAnswersError, match=rf"forward.*fewer than 2 answers(.|\n)*{bad}: .*it is gone"
+        ) as caught:
+            mixture(x)
+        assert time.monotonic() - start < 1.0 and bad in caught.value.faults
+        world.servers.faults = {bad: only(Kind.BACKWARD, fails)}
+        with pytest.raises(TooFewAnswersError, match="backward of a mixture"):
+            mixture(x).sum().backward()
+
+
+def test_nobody_is_waited_for_longer_than_was_said() -> None:
+    with World(GRID) as world:
+        mixture = make(world, forward_timeout=0.2, backward_timeout=0.15)
+        x = numbers(4, WIDTH)
+        mixture(x)
+        world.servers.faults = dict.fromkeys(world.here, hangs)
+        start = time.monotonic()
+        with pytest.raises(TooFewAnswersError, match="4 of 4 samples"):
+            mixture(x)
+        assert 0.2 <= time.monotonic() - start < 0.7
+        world.servers.faults = dict.fromkeys(world.here, only(Kind.BACKWARD, hangs))
+        loss = mixture(x).sum()
+        start = time.monotonic()
+        with pytest.raises(TooFewAnswersError):
+            loss.backward()
+        assert 0.15 <= time.monotonic() - start < 0.65
+
+
+def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer() -> None:
+    with World(GRID) as world:
+        x = numbers(1, WIDTH)
+        patient, hasty = make(world), make(world, timeout_after_k_min=0.05)
+        slow = chosen_uids(world, patient, x)[0]
+        world.servers.late = {slow: 0.6}
+        start = time.monotonic()
+        hurried = hasty(x)
+        assert 0.05 <= time.monotonic() - start < 0.5
+        whole = patient(x)
+        assert time.monotonic() - start >= 0.35
+        torch.testing.assert_close(whole, computed_here(world, patient, x))
+        torch.testing.assert_close(hurried, computed_here(world, hasty, x, frozenset([slow])))
+        transports = world.connections.statistics()
+        assert transports[f"{slow}:1"].waiting == 0
+
+
+def test_a_call_that_found_no_connection_is_sent_again_with_the_same_key() -> None:
+    with World([(0, 0)]) as world:
+        mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=1))
+        x = numbers(3, WIDTH).requires_grad_()
+        times = [0]
+
+        def sometimes(header: Any, answer: list[Tensor]) -> list[Tensor]:
+            times[0] += 1
+            if times[0] % 2:
+                raise UnreachableError("not now")
+            return answer
+
+        world.servers.faults = {"ffn.0.0": sometimes}
+        mixture(x).sum().backward()
+        keys = [header.key for header in world.servers.headers if header.kind is Kind.BACKWARD]
+        assert len(keys) == 2 and len(set(keys)) == 1
+        assert not mixture.statistics().failed
+
+
+def test_samples_without_enough_answers_are_zero_where_that_is_allowed() -> None:
+    with World(GRID) as world:
+        mixture = make(world, k_min=2, allow_zero_outputs=True)
+        x = numbers(16, WIDTH).requires_grad_()
+        mixture(x)
+        world.servers.faults = {"ffn.0.0": fails}
+        y = mixture(x)
+        short = (y == 0).all(1)
+        assert 0 < int(short.sum()) < 16 and mixture.statistics().zeroed == int(short.sum())
+        y.sum().backward()
+        assert bool((x.grad[short] == 0).all()) and bool((x.grad[~short] != 0).all())
+        world.servers.faults = dict.fromkeys(world.here, fails)
+        x.grad = None
+        nothing = mixture(x)
+        nothing.sum().backward()
+        assert nothing.shape == (16, WIDTH) and not nothing.any() and not x.grad.any()
+
+
+def test_experts_that_come_and_go_are_seen_by_the_next_call() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        x = numbers(32, WIDTH)
+        mixture(x)
+        for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
+            world.directory.withdraw(world.leases[uid])
+            assert uid not in chosen_uids(world, mixture, x)
+        assert mixture.statistics().living == 1
+        world.directory.withdraw(world.leases["ffn.1.1"])
+        with pytest.raises(NoExpertsError, match=r"ffn\.\*"):
+            mixture(x)
+        assert not make(world, allow_zero_outputs=True)._link._layout
+        mixture.terms = make(world, allow_zero_outputs=True).terms
+        assert not mixture(x).any()
+        with pytest.raises(NoExpertsError):
+            make(world, allow_zero_outputs=True)(x)
+        world.directory.declare("ffn.0.1", "new:1", 60.0)
+        assert chosen_uids(world, mixture, x) == ["ffn.0.1"]
+
+
+def test_experts_are_trained_although_no_input_wants_a_gradient_but_not_without_grad_mode() -> None:
+    with World(GRID) as world:
+        mixture = make(world).requires_grad_(False)
+        mixture(numbers(3, WIDTH)).sum().backward()
+        assert world.servers.called(Kind.BACKWARD)
+        with torch.no_grad():
+            assert not mixture(numbers(3, WIDTH)).requires_grad
+
+
+class Awkward(nn.Module):
+    """Several nested inputs and outputs, of free length; one input has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], *, scale: Tensor) -> dict[str, Any]:
+        y = self.layer(x) * scale[:, None, None] + pair[1] * pair[0][:, None, None]
+        return {"y": y, "more": (y.sum((1, 2)), y[..., :2])}
+
+
+def test_experts_may_take_and_return_nested_values_of_free_sizes() -> None:
+    sample = (
+        (
+            torch.zeros(1, 3, WIDTH, dtype=torch.float64),
+            (torch.ones(1, dtype=torch.int64), torch.zeros(1, 3, WIDTH, dtype=torch.float64)),
+        ),
+        {"scale": torch.ones(1, dtype=torch.float64)},
+    )
+    with World(GRID, Awkward, sample) as world:
+        mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=4))
+        x, second = (numbers(6, 3, WIDTH, seed=i).requires_grad_() for i in range(2))
+        scale, index = numbers(6, seed=2).requires_grad_(), torch.arange(6)
+
+        def loss(outputs: list[dict[str, Any]], weights: Tensor) -> Tensor:
+            mean = {"y": 0, "a": 0, "b": 0}
+            for i, out in enumerate(outputs):
+                w = weights[:, i]
+                mean["y"] = mean["y"] + w[:, None, None] * out["y"]
+                mean["a"] = mean["a"] + w * out["more"][0]
+                mean["b"] = mean["b"] + w[:, None, None] * out["more"][1]
+            return (mean["y"] ** 2).sum() + (mean["a"] ** 3).sum() + mean["b"].sum()
+
+        logits = mixture.proj(x.mean(1))
+        scores = torch.stack([logits[:, a] + logits[:, 2 + b] for a, b in GRID], 1)
+        outputs = [world.here[uid](x, (index, second), scale=scale) for uid in sorted(world.here)]
+        wanted = torch.autograd.grad(loss(outputs, scores.softmax(1)), [x, second, scale, mixture.proj.weight])
+        seen = mixture(x, (index, second), scale=scale)
+        assert set(seen) == {"y", "more"} and isinstance(seen["more"], tuple)
+        one = torch.ones(6, 1, dtype=torch.float64)
+        found = torch.autograd.grad(loss([seen], one), [x, second, scale, mixture.proj.weight])
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+        part = torch.autograd.grad(mixture(x, (index, second), scale=scale)["more"][0].sum(), x)[0]
+        assert bool((part != 0).any())
+        for wrong in ({"scale": scale[:, None]}, {}, {"scale": scale, "other": 1}):
+            with pytest.raises(SpecError):
+                mixture(x, (index, second), **wrong)
+
+
+def test_inputs_that_the_router_cannot_read_are_refused() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        with pytest.raises(SpecError):
+            mixture(numbers(3, WIDTH + 1))
+        with pytest.raises(SpecError, match=r"reads samples x \.\.\. x 7"):
+            RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], in_features=7))(numbers(3, WIDTH))
+        assert world.servers.called(Kind.FORWARD) == []
+
+
+def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for() -> None:
+    with World(GRID) as world:
+        mixture = make(world, detect_anomalies=True)
+        x = numbers(3, WIDTH)
+        x[1, 0] = math.inf
+        with pytest.raises(AnomalyError, match=r"inputs that are not finite(.|\n)*1 of 3 rows"):
+            mixture(x)
+        y = mixture(numbers(3, WIDTH))
+        with pytest.raises(AnomalyError, match="gradients of outputs"):
+            (y * math.nan).sum().backward()
+        assert world.servers.called(Kind.BACKWARD) == []
+
+
+def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_itself() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        x = numbers(3, WIDTH).requires_grad_()
+        y = mixture(x).sum()
+        first = torch.autograd.grad(y, x, retain_graph=True)[0]
+        assert torch.equal(first, torch.autograd.grad(y, x, retain_graph=True)[0])
+        keys = [header.key for header in world.servers.headers if header.kind is Kind.BACKWARD]
+        assert len(set(keys)) == len(keys)
+        with pytest.raises(DoubleBackwardError):
+            torch.autograd.grad(y, x, create_graph=True)
+        y.backward()
+        z = mixture(x)
+        nodes = [z.grad_fn]
+        while not hasattr(nodes[-1], "journey"):
+            node = nodes.pop()
+            nodes = [each for each, _ in node.next_functions if each is not None] + nodes
+        journey = nodes[-1].journey
+        z.sum().backward()
+        with pytest.raises(BackwardTwiceError):
+            journey.backward([torch.ones(3, 2, WIDTH, dtype=torch.float64)], retain=False)
+
+
+def test_what_happens_to_the_input_after_the_call_does_not_matter() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        x = numbers(3, WIDTH).requires_grad_()
+        wanted = torch.autograd.grad(mixture(x).sum(), x)[0]
+        hidden = x * 1.0
+        copied = hidden.clone()
+        y = mixture(copied)
+        loss = y.sum()
+        assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
+
+
+def test_a_recomputed_stage_asks_nobody_twice_and_has_the_same_gradients() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), mixture, nn.Tanh())
+        x = numbers(8, WIDTH).requires_grad_()
+        layers(x).sum().backward()
+        names = [name for name, _ in layers.named_parameters()]
+        wanted = [p.grad for p in layers.parameters()]
+        calls = len(world.servers.called(Kind.FORWARD))
+        for parameter in layers.parameters():
+            parameter.grad = None
+        with_pipe = Pipe(layers, balance=[1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
+        world.servers.headers.clear()
+        with_pipe(x).sum().backward()
+        for name, parameter, gradient in zip(names, layers.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12, msg=name)
+        assert len(world.servers.called(Kind.FORWARD)) <= 2 * calls
+        assert world.servers.called(Kind.FORWARD) == world.servers.called(Kind.BACKWARD)
+        assert len(mixture._link.recall) == 0
+
+
+def test_many_threads_may_call_one_mixture() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        inputs = [numbers(9, WIDTH, seed=i) for i in range(6)]
+        wanted = [computed_here(world, mixture, x) for x in inputs]
+        seen: dict[int, Tensor] = {}
+        threads = [threading.Thread(target=lambda i=i: seen.update({i: mixture(inputs[i])})) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        for i, expected in enumerate(wanted):
+            torch.testing.assert_close(seen[i], expected)
+
+
+def test_a_copy_shares_the_connections_and_a_pickle_says_what_to_do() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        twin = copy.deepcopy(mixture)
+        assert twin.proj.weight is not mixture.proj.weight and list(mixture.state_dict()) == [
+            "proj.weight",
+            "proj.bias",
+        ]
+        x = numbers(3, WIDTH)
+        assert torch.equal(twin(x), mixture(x))
+        with pytest.raises(UsageError, match=r"save its state_dict\(\)"):
+            pickle.dumps(mixture)
+        assert "ffn.*, grid 2 x 2, k_best=2" in repr(mixture)
+
+
+def test_under_autocast_the_router_keeps_its_precision() -> None:
+    with World(GRID, lambda: nn.Linear(WIDTH, WIDTH), ((torch.zeros(1, WIDTH),), {})) as world:
+        mixture = RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], k_best=2, dtype=torch.float32))
+        x = numbers(8, WIDTH, dtype=torch.float32)
+        plain = mixture(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(mixture(x).float(), plain, rtol=2e-2, atol=2e-2)
+            assert mixture._scores(x).dtype is torch.float32
+
+
+def test_what_travels_may_be_compressed() -> None:
+    with World(GRID) as world:
+        x = numbers(8, WIDTH)
+        plain, half = make(world), make(world, compression=Policy("fp16", "fp16", "fp16", "fp16"))
+        assert 0 < float((half(x) - plain(x)).detach().abs().max()) < 1e-2
+        with pytest.raises(UsageError, match="in one compression"):
+            make(world, compression=Policy(outputs=["fp16"])).terms and make(
+                world, compression=Policy(input_gradients=["fp16", "none"])
+            )._link.calls._reply("input_gradients", 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"k_best": 0}, r"k_best is 0(.|\n)*k_min is 1"),
+        ({"k_min": 3, "backward_k_min": -1}, r"k_min is 3, wanted 0 to k_best \(2\)(.|\n)*backward_k_min is -1"),
+        (
+            {"forward_timeout": 0.0, "backward_timeout": math.inf},
+            r"forward_timeout is 0.0(.|\n)*backward_timeout is inf",
+        ),
+        ({"timeout_after_k_min": -1.0}, "timeout_after_k_min is -1.0"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_all_at_once(wrong: dict[str, Any], told: str) -> None:
+    with World(GRID) as world, pytest.raises(UsageError, match=told):
+        RemoteMixtureOfExperts(**{**world.options(grid_size=[2, 2], k_best=2), **wrong})
+
+
+def test_outputs_without_a_mean_are_refused() -> None:
+    class Best(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.argmax(1)
+
+    with World(GRID, Best) as world, pytest.raises(UsageError, match=r"output is of torch\.int64"):
+        make(world)(numbers(2, WIDTH))

@@ -1,0 +1,148 @@
+"""The switch mixture weighs by probability, drops beyond its capacity, and teaches its router balance."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.experts.mixture.mixture_cases import WIDTH, World, fails, hangs, numbers
+from weft import Pipe
+from weft.core.errors import UsageError
+from weft.experts.client.retry import NEVER
+from weft.experts.mixture import RemoteSwitchMixtureOfExperts, load_balancing_loss
+from weft.experts.wire import Kind
+
+GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def make(world: World, **more: Any) -> RemoteSwitchMixtureOfExperts:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return RemoteSwitchMixtureOfExperts(**world.options(grid_size=[2, 2], retry=NEVER, **more))
+
+
+def probabilities(mixture: RemoteSwitchMixtureOfExperts, read: Tensor) -> Tensor:
+    logits = nn.functional.linear(read, mixture.proj.weight, mixture.proj.bias)
+    return torch.stack([logits[:, a] + logits[:, 2 + b] for a, b in GRID], 1).softmax(1)
+
+
+def computed_here(
+    world: World, mixture: RemoteSwitchMixtureOfExperts, x: Tensor, gone: tuple[str, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Output and loss in plain autograd, every expert on every sample."""
+    weights = probabilities(mixture, x)
+    chosen = weights.detach().topk(mixture.terms.k_best, dim=1).indices
+    mask = torch.zeros_like(weights).scatter(1, chosen, 1.0)
+    mask[:, [i for i, uid in enumerate(sorted(world.here)) if uid in gone]] = 0
+    outputs = torch.stack([world.here[uid](x) for uid in sorted(world.here)], 1)
+    return ((weights * mask)[..., None] * outputs).sum(1), load_balancing_loss(weights, chosen)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("gone", [(), ("ffn.0.1",), ("ffn.0.0", "ffn.1.0", "ffn.0.1", "ffn.1.1")])
+def test_outputs_loss_and_gradients_are_those_computed_here(k: int, gone: tuple[str, ...]) -> None:
+    with World(GRID) as world:
+        mixture = make(world, k_best=k).eval()
+        mixture(numbers(1, WIDTH))
+        world.servers.faults = dict.fromkeys(gone, fails)
+        x = numbers(12, WIDTH).requires_grad_()
+        wanted, wanted_loss = computed_here(world, mixture, x, gone)
+        seen, loss = mixture(x)
+        torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(loss, wanted_loss, rtol=0, atol=1e-12)
+        leaves = [x, *mixture.parameters()]
+        expected = torch.autograd.grad((wanted**2).sum() + wanted_loss, leaves)
+        for a, b in zip(torch.autograd.grad((seen**2).sum() + loss, leaves), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_the_loss_alone_has_a_gradient_at_the_router() -> None:
+    with World(GRID) as world:
+        mixture = make(world)
+        mixture(numbers(32, WIDTH))[1].backward()
+        assert bool((mixture.proj.weight.grad != 0).any())
+        assert world.servers.called(Kind.BACKWARD) == []
+
+
+def test_jitter_is_for_training_and_touches_neither_the_input_nor_what_experts_see() -> None:
+    with World(GRID) as world:
+        mixture = make(world, jitter_eps=0.5, k_best=4)
+        x = numbers(8, WIDTH)
+        before = x.clone()
+        torch.manual_seed(5)
+        jittered, _ = mixture(x)
+        assert torch.equal(x, before)
+        torch.manual_seed(5)
+        read = x * torch.empty_like(x).uniform_(0.5, 1.5)
+        outputs = torch.stack([world.here[uid](x) for uid in sorted(world.here)], 1)
+        torch.testing.assert_close(jittered, (probabilities(mixture, read)[..., None] * outputs).sum(1))
+        mixture.eval()
+        state = torch.get_rng_state()
+        torch.testing.assert_close(mixture(x)[0], computed_here(world, mixture, x)[0])
+        assert torch.equal(torch.get_rng_state(), state)
+        still = make(world, jitter_eps=0.0, k_best=4)
+        torch.testing.assert_close(still(x)[0], computed_here(world, still, x)[0])
+
+
+def test_what_is_beyond_the_capacity_is_dropped_and_needs_no_answer() -> None:
+    with World(GRID) as world:
+        mixture = make(world, capacity_factor=0.5, k_min=1, allow_zero_outputs=False).eval()
+        x = numbers(32, WIDTH)
+        free = make(world).eval()
+        world.servers.rows.clear()
+        y, _ = mixture(x)
+        assert max(world.servers.rows) == 4  # half of 32 samples / 4 experts
+        whole, _ = free(x)
+        dropped = (y == 0).all(1)
+        assert int(dropped.sum()) == 32 - sum(world.servers.rows[:4]) == mixture.statistics().dropped > 0
+        torch.testing.assert_close(y[~dropped], whole[~dropped])
+        chosen = probabilities(mixture, x).argmax(1)
+        for expert in range(4):
+            mine = (chosen == expert).nonzero()[:, 0].tolist()
+            assert [i for i in mine if not dropped[i]] == mine[:4]
+
+
+def test_who_hangs_costs_its_own_samples_and_only_so_much_time() -> None:
+    with World(GRID) as world:
+        mixture = make(world, timeout_after_k_min=0.05).eval()
+        x = numbers(32, WIDTH).requires_grad_()
+        mixture(x)
+        world.servers.faults = {"ffn.0.0": hangs}
+        y, loss = mixture(x)
+        torch.testing.assert_close(y, computed_here(world, mixture, x, ("ffn.0.0",))[0])
+        (y.sum() + loss).backward()
+        assert mixture.statistics().failed == {"deadline": 1}
+
+
+def test_a_recomputed_stage_with_jitter_has_the_gradients_of_its_forward() -> None:
+    class Residual(nn.Module):
+        def __init__(self, mixture: nn.Module) -> None:
+            super().__init__()
+            self.mixture = mixture
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, loss = self.mixture(x)
+            return x + y + loss
+
+    with World(GRID) as world:
+        mixture = make(world, jitter_eps=0.3)
+        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Residual(mixture))
+        x, found = numbers(8, WIDTH), dict[str, list[Tensor]]()
+        for checkpoint in ("never", "always"):
+            torch.manual_seed(1)
+            layers.zero_grad()
+            pipe = Pipe(layers, balance=[1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint)
+            pipe(x).pow(2).sum().backward()
+            found[checkpoint] = [p.grad.clone() for p in layers.parameters()]
+        for a, b in zip(*found.values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_arguments_that_make_no_sense_are_refused_all_at_once() -> None:
+    with World(GRID) as world:
+        with pytest.raises(UsageError, match=r"jitter_eps is 1.0(.|\n)*capacity_factor is 0"):
+            make(world, jitter_eps=1.0, capacity_factor=0.0)
+        with pytest.raises(UsageError, match="capacity_factor is inf"):
+            make(world, capacity_factor=math.inf)

@@ -1,0 +1,186 @@
+"""``weft serve`` and ``weft status``: what they read, what they print, and how a served process ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.__main__ import main
+from weft.core.errors import UsageError
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client import RemoteExpert, Retry
+from weft.experts.client.command import status
+from weft.experts.server import Role, Server
+from weft.experts.server.config import build, parse_expert, read_config
+from weft.experts.wire import RemoteError
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[3]
+CONFIG = """
+address = "127.0.0.1:0"
+checkpoints = "{folder}"
+[options]
+drain_seconds = 2.0
+[limits]
+frame_bytes = 1000000
+[tokens]
+secret = "me"
+[[grants]]
+client = "me"
+role = "admin"
+[[experts]]
+name = "ffn.{{}}"
+count = 2
+kind = "ffn"
+arguments = {{ hidden = 8 }}
+optimizer = "SGD"
+optimizer_arguments = {{ lr = 0.1 }}
+clip_grad_norm = 1
+options = {{ max_batch_size = 64 }}
+"""
+
+
+def test_a_file_describes_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(CONFIG.format(folder=tmp_path / "saved"), "utf-8")
+    server = build(read_config(file))
+    assert server.experts == ["ffn.0", "ffn.1"]
+    assert server.options.drain_seconds == 2.0 and server.options.limits.frame_bytes == 1_000_000
+    backend = server._desk.experts()["ffn.1"].backend
+    assert isinstance(backend.optimizer, torch.optim.SGD) and backend.clip_grad_norm == 1.0
+    assert backend.forward_pool.options.max_batch_size == 64
+    assert server._desk.access.role("me", "x") is Role.ADMIN and not server._desk.access.admits("")
+
+
+def test_all_faults_of_a_file_are_listed() -> None:
+    config: dict[str, Any] = {
+        "adress": "x",
+        "keep": "three",
+        "experts": [{"name": "a", "hidden": 3}],
+        "grants": [{"role": "king"}],
+        "options": {"conections": 1},
+        "limits": {"frames": 1},
+        "tls": {"cert": "x"},
+    }
+    with pytest.raises(UsageError) as caught:
+        build(config)
+    for word in ("adress", "'three'", "experts[0] has no kind", "'hidden'", "king", "conections", "frames", "cert"):
+        assert word in str(caught.value), word
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "no experts"),
+        ({"experts": [{"name": "a", "kind": "ffn", "count": 2, "arguments": {"hidden": 4}}]}, "{}"),
+        ({"experts": [{"name": "a", "kind": "zebra"}]}, "zebra"),
+        ({"experts": [{"name": "a", "kind": "ffn", "arguments": {"hidden": 4}, "optimizer": "Zeus"}]}, "Zeus"),
+        ({"experts": [{"name": "a", "kind": "ffn"}], "imports": ["no.such.module"]}, "no.such.module"),
+    ],
+)
+def test_what_cannot_be_served_is_misuse(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        build(config)
+
+
+def test_files_that_cannot_be_read_are_misuse(tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("a = = b", "utf-8")
+    for name, words in (("bad.toml", "no TOML"), ("none.toml", "cannot be read")):
+        with pytest.raises(UsageError, match=words):
+            read_config(tmp_path / name)
+
+
+def test_an_expert_in_one_word() -> None:
+    wanted = {"name": "a.0", "kind": "ffn", "arguments": {"hidden": 8, "rate": 0.5, "mode": "x"}}
+    assert parse_expert("a.0=ffn:hidden=8,rate=0.5,mode=x") == wanted
+    for word in ("a", "a=", "=ffn", "a=ffn:hidden", "a=ffn:=3"):
+        with pytest.raises(UsageError, match="NAME=KIND"):
+            parse_expert(word)
+
+
+def test_status_for_people_and_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    server = build({"address": "127.0.0.1:0", "experts": [{**parse_expert("f=ffn:hidden=8"), "optimizer": "SGD"}]})
+    with server, RemoteExpert("f", server.address) as remote:
+        remote(torch.ones(2, 8)).sum().backward()
+        assert main(["status", server.address]) == 0
+        text = capsys.readouterr().out
+        assert text.splitlines()[2].split() == ["f", "1", "-", "2", "0", "0"] and "1 connections" in text
+        assert json.loads(status(server.address, as_json=True))["experts"]["f"]["steps"] == 1
+
+
+def test_a_status_that_nobody_answers_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["status", "127.0.0.1:1"])
+    assert stop.value.code == 1 and "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_serve_without_experts_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve"])
+    assert stop.value.code == 2 and "no experts" in capsys.readouterr().err
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Any:
+    words = ["--address", "127.0.0.1:0", "--checkpoints", str(tmp_path), "--optimizer", "SGD", "--lr", "0.1"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "weft", "serve", "--expert", "f=ffn:hidden=8", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    yield child
+    child.kill()
+    child.communicate(timeout=20)
+
+
+def test_a_terminated_server_answers_what_it_accepted_saves_and_ends_within_5_seconds(
+    process: Any, tmp_path: Path
+) -> None:
+    line = process.stdout.readline()
+    assert line.startswith("weft: serving 1 experts at ")
+    with RemoteExpert("f", line.split()[-1], retry=Retry(attempts=1)) as remote:
+        steps = 0
+        remote(torch.ones(2, 8)).sum().backward()
+        process.send_signal(signal.SIGTERM)
+        start = time.monotonic()
+        with pytest.raises(RemoteError):
+            while True:
+                remote(torch.ones(2, 8)).sum().backward()
+                steps = remote.steps or 0
+        said, errors = process.communicate(timeout=10)
+        assert time.monotonic() - start < 5.0
+        assert process.returncode == 0 and "draining" in said and errors == ""
+    assert CheckpointStore(tmp_path).steps("f")[0] >= max(1, steps)
+
+
+def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> None:
+        end = time.monotonic() + 20
+        while time.monotonic() < end and not any(each.name == "weft-server" for each in threading.enumerate()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert main(["serve", "--expert", "f=ffn:hidden=8", "--address", "127.0.0.1:0"]) == 0
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is before and "draining" in capsys.readouterr().out
+
+
+def test_the_process_says_what_is_wrong_with_its_port() -> None:
+    taken = build({"address": "127.0.0.1:0", "experts": [parse_expert("f=ffn:hidden=8")]})
+    assert isinstance(taken, Server)
+    with taken, pytest.raises(SystemExit) as stop:
+        main(["serve", "--expert", "f=ffn:hidden=8", "--address", taken.address])
+    assert stop.value.code == 2

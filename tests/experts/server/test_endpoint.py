@@ -1,0 +1,268 @@
+"""What strangers can send over gRPC, and what it does to everybody else: nothing."""
+
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.experts.client.test_transport import gated
+from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows, weights
+from tests.experts.server.raw import PATIENCE, Raw, raw
+from tests.experts.wire_cases import frames
+from weft.core.errors import SpecError
+from weft.experts.client import GrpcTransport
+from weft.experts.errors import ExpiredError, GradientError
+from weft.experts.server import Server, ServerOptions
+from weft.experts.service.names import INFO, SERVICE
+from weft.experts.wire import (
+    Call,
+    DrainingError,
+    ExpertFailedError,
+    Header,
+    Kind,
+    LimitError,
+    Limits,
+    MalformedError,
+    TruncatedError,
+    UnknownExpertError,
+    decode,
+    encode,
+    read_fault,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def forward(number: int, x: torch.Tensor | None = None, uid: str = "fussy") -> Call:
+    return Call(Header(kind=Kind.FORWARD, call_id=number, uid=uid), [rows(2, 0) if x is None else x])
+
+
+def message(*calls: Call) -> bytes:
+    return b"".join(encode(calls))
+
+
+GOOD = message(forward(1))
+HUGE = struct.pack("<4sBBHIQ", b"WEFT", 1, 0, 1, 64, 1 << 63) + bytes(60)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server([fussy_backend()], options=ServerOptions(limits=Limits(frame_bytes=1 << 20))) as server:
+        yield server
+
+
+@pytest.fixture
+def stream(server: Server) -> Iterator[Raw]:
+    with raw(server.address) as stream:
+        yield stream
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (b"", TruncatedError),
+        (b"hello, server", TruncatedError),
+        (GOOD[:-1], TruncatedError),
+        (GOOD + b"x", TruncatedError),
+        (b"HTTP" + GOOD[4:], MalformedError),
+        (HUGE, LimitError),
+        (GOOD[:6] + b"\xff\xff" + GOOD[8:], LimitError),
+        (GOOD[:8] + b"\xff\xff\xff\x7f" + GOOD[12:], LimitError),
+    ],
+)
+def test_a_broken_frame_ends_its_stream_with_an_error_of_call_0_and_no_other(
+    server: Server, stream: Raw, bad: bytes, error: type[Exception]
+) -> None:
+    with raw(server.address) as other:
+        other.send(forward(1))
+        assert other.receive()[0].header.kind is Kind.RESULT
+        stream.send(GOOD, bad, GOOD)
+        answers: dict[int, Exception | None] = {}
+        start = time.monotonic()
+        while 0 not in answers:
+            for answer in stream.receive():
+                fault = read_fault(answer.header.data) if answer.header.kind is Kind.ERROR else None
+                answers[answer.header.call_id] = fault
+        assert time.monotonic() - start < 2.0
+        assert type(answers[0]) is error and stream.ended() is grpc.StatusCode.OK
+        other.send(forward(2))
+        assert other.receive()[0].header.kind is Kind.RESULT
+
+
+@given(frames(), st.integers(0, 1 << 20), st.integers(0, 255))
+def test_whatever_is_sent_the_server_goes_on(server: Server, frame: bytes, place: int, byte: int) -> None:
+    spoiled = bytearray(frame)
+    if spoiled:
+        spoiled[place % len(spoiled)] = byte
+    with raw(server.address) as stream:
+        stream.send(bytes(spoiled))
+        stream.finish()
+        assert stream.ended() is grpc.StatusCode.OK
+    with raw(server.address) as stream:
+        stream.send(forward(1))
+        assert stream.receive()[0].header.kind is Kind.RESULT
+
+
+def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server, stream: Raw) -> None:
+    stream.send(bytes(2 << 20))
+    assert stream.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw) -> None:
+    backend = server._desk.experts()["fussy"].backend
+    before = weights(backend)
+    nan = torch.full((2, WIDTH), float("nan"), dtype=torch.float64)
+    bad: list[tuple[Call, type[Exception]]] = [
+        (forward(10, uid="nobody"), UnknownExpertError),
+        (forward(11, rows(2, 0, WIDTH + 1)), SpecError),
+        (forward(12, rows(2, 0).float()), SpecError),
+        (forward(13, torch.full((1, WIDTH), TROUBLE, dtype=torch.float64)), ExpertFailedError),
+        (Call(Header(kind=Kind.BACKWARD, call_id=14, uid="fussy"), [rows(2, 0), nan]), GradientError),
+        (Call(Header(kind=Kind.BACKWARD, call_id=15, uid="fussy"), [rows(2, 0)]), SpecError),
+        (Call(Header(kind=Kind.RESULT, call_id=16, uid="fussy"), [rows(2, 0)]), MalformedError),
+        (Call(Header(kind=Kind.GOAWAY, call_id=17)), MalformedError),
+        (replace(forward(18), header=replace(forward(18).header, deadline_ms=0)), ExpiredError),
+    ]
+    calls = [forward(number) for number in range(1, 6)]
+    stream.send(message(*calls[:3], *(call for call, _ in bad), *calls[3:]))
+    answers = {}
+    while len(answers) < len(calls) + len(bad):
+        answers |= {answer.header.call_id: answer for answer in stream.receive()}
+    assert all(answers[number].header.kind is Kind.RESULT for number in range(1, 6))
+    for call, error in bad:
+        assert type(read_fault(answers[call.header.call_id].header.data)) is error, call.header.call_id
+    assert weights(backend) == before and backend.steps == 0
+
+
+def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: Raw) -> None:
+    count, size = 4000, 200
+    for start in range(0, count, size):
+        stream.send(message(*[forward(1 + start + i, rows(1, 0, 3)) for i in range(size)]))
+    seen = 0
+    while seen < count:
+        seen += len(stream.receive())
+    until(lambda: (server.statistics().calls, server.statistics().nbytes) == (0, 0))
+    found = server.statistics()
+    assert all(pool.waiting_tasks == 0 for pool in found.experts["fussy"].pools.values())
+
+
+def test_info_is_a_unary_call_too(server: Server) -> None:
+    ask = message(
+        Call(Header(kind=Kind.INFO, call_id=1, uid="fussy")), Call(Header(kind=Kind.INFO, call_id=2, uid="no"))
+    )
+    with grpc.insecure_channel(server.address) as channel:
+        good, bad = decode(channel.unary_unary(INFO)(ask, timeout=PATIENCE))
+        assert b'"fussy"' in good.header.data and isinstance(read_fault(bad.header.data), UnknownExpertError)
+        (wrong,) = decode(channel.unary_unary(INFO)(message(forward(3)), timeout=PATIENCE))
+        assert isinstance(read_fault(wrong.header.data), MalformedError)
+        (broken,) = decode(channel.unary_unary(INFO)(b"nonsense", timeout=PATIENCE))
+        assert broken.header.call_id == 0 and isinstance(read_fault(broken.header.data), TruncatedError)
+
+
+def test_health_and_reflection_answer_as_usual() -> None:
+    with Server([fussy_backend()]) as server, grpc.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE):
+            request = health_pb2.HealthCheckRequest(service=name)
+            assert health.Check(request, timeout=PATIENCE).status == health_pb2.HealthCheckResponse.SERVING
+        listed = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=PATIENCE
+        )
+        names = {each.name for each in next(iter(listed)).list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= names
+        server.drain()
+        status = health.Check(health_pb2.HealthCheckRequest(service=""), timeout=PATIENCE).status
+        assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_a_client_too_many_is_turned_away() -> None:
+    with Server([fussy_backend()], options=ServerOptions(connections=2)) as server:
+        with raw(server.address) as a, raw(server.address) as b:
+            for one in (a, b):
+                one.send(forward(1))
+                one.receive()
+            with raw(server.address) as c:
+                assert c.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            a.send(forward(2))
+            assert a.receive()[0].header.kind is Kind.RESULT
+        deadline = time.monotonic() + PATIENCE
+        while server.statistics().connections and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with raw(server.address) as d:
+            d.send(forward(1))
+            assert d.receive()[0].header.kind is Kind.RESULT
+        assert server.statistics().turned_away == 1
+
+
+def test_a_client_that_vanishes_takes_its_waiting_calls_along() -> None:
+    gate, backend = gated()
+    with Server([backend]) as server:
+        try:
+            with raw(server.address) as stream:
+                stream.send(forward(1, rows(1, 0), "gate"))
+                assert gate.entered.wait(PATIENCE)
+                stream.send(*[forward(number, rows(1, 0), "gate") for number in range(2, 8)])
+                until(lambda: backend.forward_pool.statistics().waiting_tasks == 6)
+            until(lambda: backend.forward_pool.statistics().waiting_tasks == 0)
+        finally:
+            gate.let.set()
+        assert backend.forward_pool.statistics().cancelled == 6
+
+
+def until(true: object) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None:
+    options = ServerOptions(connection_calls=8, connection_bytes=1 << 20)
+    with (
+        Server([fussy_backend()], options=options) as server,
+        raw(server.address) as slow,
+        GrpcTransport(server.address) as quick,
+    ):
+        for number in range(1, 200):
+            slow.send(forward(number, rows(4000, 0)))  # 128 kB there and back
+        for _ in range(20):
+            quick.submit(forward(0), PATIENCE).result(PATIENCE)
+        connection = max(server._endpoint.connections, key=lambda each: each.nbytes)
+        assert connection.calls <= 8 + 1 and connection.nbytes <= 4 << 20
+        seen = 0
+        while seen < 199:  # what it sent comes back once it reads
+            seen += len(slow.receive())
+
+
+def test_draining_answers_what_was_accepted_and_refuses_the_rest() -> None:
+    gate, backend = gated()
+    server = Server([backend, fussy_backend()])
+    server.start()
+    try:
+        with raw(server.address) as stream:
+            stream.send(forward(1, rows(1, 0), "gate"))
+            assert gate.entered.wait(PATIENCE)
+            threading.Timer(0.3, gate.let.set).start()
+            ending = threading.Thread(target=server.shutdown)
+            ending.start()
+            assert stream.receive()[0].header.kind is Kind.GOAWAY
+            stream.send(forward(2))
+            answers = {}
+            while len(answers) < 2:
+                answers |= {answer.header.call_id: answer for answer in stream.receive()}
+            assert answers[1].header.kind is Kind.RESULT
+            assert isinstance(read_fault(answers[2].header.data), DrainingError)
+            assert stream.ended() is grpc.StatusCode.OK
+            ending.join()
+    finally:
+        gate.let.set()
+        server.shutdown()

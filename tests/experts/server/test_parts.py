@@ -1,0 +1,168 @@
+"""The small parts of a server: its threads, its entry in the directory, what it keeps of an expert."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from weft.core.errors import UsageError
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.directory import AwayError, Lease, LocalDirectory
+from weft.experts.server import Served, ServerOptions
+from weft.experts.server.loop import LoopThread
+from weft.experts.server.presence import Presence
+from weft.experts.server.repeat import Repeat
+from weft.experts.service import read_receipt
+from weft.experts.wire import Limits
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def test_a_repeat_goes_on_after_a_failure_and_stops_at_once() -> None:
+    turns: list[int] = []
+    done = threading.Event()
+
+    def act() -> None:
+        turns.append(1)
+        if len(turns) == 2:
+            raise ValueError("second")
+        if len(turns) == 4:
+            done.set()
+
+    repeat = Repeat("test", 0.01, act)
+    repeat.start()
+    assert done.wait(5) and repeat.stop(5.0) and repeat.stop(5.0)
+    assert repeat.failures == 1 and repeat.last_failure is None
+
+
+def test_a_repeat_that_never_started_stops() -> None:
+    assert Repeat("test", 60.0, lambda: None).stop(1.0)
+
+
+def test_a_loop_runs_coroutines_and_cancels_them_at_the_end() -> None:
+    loop = LoopThread("test")
+    seen: list[str] = []
+
+    async def value() -> int:
+        return 7
+
+    async def for_ever() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+
+    assert loop.run(value(), 5.0) == 7
+    with pytest.raises(TimeoutError):
+        loop.run(for_ever(), 0.05)
+    asyncio.run_coroutine_threadsafe(for_ever(), loop.loop)
+    time.sleep(0.05)
+    assert loop.close(5.0) and loop.close(5.0)
+    assert seen == ["cancelled", "cancelled"]
+
+
+class Away(LocalDirectory):
+    """A directory that does not answer while ``away``."""
+
+    away = False
+
+    def renew(self, lease: Lease) -> None:
+        if self.away:
+            raise AwayError("away")
+        super().renew(lease)
+
+    def withdraw(self, lease: Lease) -> None:
+        if self.away:
+            raise AwayError("away")
+        super().withdraw(lease)
+
+
+def test_presence_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:
+    now = [0.0]
+    directory = LocalDirectory(clock=lambda: now[0])
+    presence = Presence(directory, lambda: ["a", "b"], "here:1", 5.0)
+    for _ in range(3):
+        presence.turn()
+        now[0] += 4.0
+        assert directory.get().uids == ("a", "b")
+    now[0] += 10.0
+    assert directory.get().uids == ()
+    presence.turn()
+    assert directory.get().uids == ("a", "b") == presence.listed
+    presence.withdraw()
+    assert directory.get().uids == () == presence.listed
+    presence.turn()
+    assert directory.get().uids == ()
+
+
+def test_presence_follows_the_experts_without_a_gap() -> None:
+    directory, uids = LocalDirectory(), ["a"]
+    presence = Presence(directory, lambda: list(uids), "here:1", 5.0)
+    presence.turn()
+    with directory.watch() as watch:
+        uids[:] = ["a", "b"]
+        presence.turn()
+        assert (event := watch.next(0.0)) is not None and (event.kind, event.uid) == ("joined", "b")
+        uids[:] = ["b"]
+        presence.turn()
+        assert (event := watch.next(0.0)) is not None and (event.kind, event.uid) == ("left", "a")
+        uids.clear()
+        presence.turn()
+        assert (event := watch.next(0.0)) is not None and (event.kind, event.uid) == ("left", "b")
+        assert watch.next(0.0) is None
+
+
+def test_presence_survives_a_directory_that_is_away() -> None:
+    directory = Away()
+    presence = Presence(directory, lambda: ["a"], "here:1", 5.0)
+    presence.turn()
+    directory.away = True
+    with pytest.raises(AwayError):
+        presence.turn()
+    directory.away = False
+    presence.turn()
+    assert directory.get().uids == ("a",)
+    directory.away = True
+    presence.withdraw()
+
+
+def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Path) -> None:
+    first = fussy_backend()
+    served = Served(first, CheckpointStore(tmp_path), 5)
+    served.restore()
+    assert read_receipt(served.receipt()).durable == 0 and not served.save()
+    answer = first.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
+    work(first)
+    assert read_receipt(served.receipt()).durable == 0
+    assert served.save() and read_receipt(served.receipt()).durable == 1
+    second = fussy_backend()
+    again = Served(second, CheckpointStore(tmp_path), 6)
+    again.restore()
+    assert weights(second) == weights(first) and again.restored == again.durable == 1
+    repeated = second.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
+    assert torch.equal(repeated.result(0)[0], answer.result(0)[0]) and second.steps == 1
+
+
+def test_without_a_store_nothing_is_durable() -> None:
+    served = Served(fussy_backend(), None, 5)
+    served.restore()
+    assert not served.save() and read_receipt(served.receipt()).durable is None
+
+
+def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    Served(fussy_backend(), store, 1).restore()
+    with pytest.raises(UsageError) as caught:
+        Served(fussy_backend(optimizer=None), store, 1).restore()
+    assert str(tmp_path) in caught.value.__notes__[0]
+
+
+def test_options_that_make_no_sense_are_listed() -> None:
+    with pytest.raises(UsageError) as caught:
+        ServerOptions(connections=0, lease_seconds=-1.0, limits=Limits())
+    assert "connections" in str(caught.value) and "lease_seconds" in str(caught.value)

@@ -1,0 +1,200 @@
+"""Certificates, tokens and roles over gRPC: who has the wrong one is refused before a tensor is parsed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from tests.experts.expert_cases import fussy_backend, rows
+from tests.experts.server.raw import Authority, raw
+from weft.core.errors import UsageError
+from weft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
+from weft.experts.errors import CommitError
+from weft.experts.server import Access, Grant, Role, Server, ServerTls
+from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received, UnreachableError
+from weft.experts.wire import frame as frame_module
+
+pytestmark = pytest.mark.timeout(30)
+ACCESS = Access(
+    [Grant("reader", "*", Role.FORWARD), Grant("trainer", "*", Role.TRAIN), Grant("boss", "*", Role.ADMIN)],
+    {"r-token": "reader", "t-token": "trainer", "b-token": "boss"},
+)
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture(scope="module")
+def secured(authority: Authority) -> Iterator[Server]:
+    key, certificate = authority.issue("server")
+    with Server(
+        [fussy_backend()], address="localhost:0", access=ACCESS, tls=ServerTls(key, certificate, authority.pem)
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def by_token() -> Iterator[Server]:
+    with Server([fussy_backend()], access=ACCESS) as server:
+        yield server
+
+
+def expert(server: Server, **options: Any) -> RemoteExpert:
+    return RemoteExpert("fussy", server.address, retry=NEVER, timeout=5.0, **options)
+
+
+def certified(authority: Authority, name: str, **more: Any) -> ClientTls:
+    key, certificate = authority.issue(name, **more)
+    return ClientTls(authority.pem, key, certificate)
+
+
+def test_a_certificate_says_who_a_client_is(secured: Server, authority: Authority) -> None:
+    with expert(secured, tls=certified(authority, "reader")) as remote:
+        with torch.no_grad():
+            assert remote(rows(2, 0)).shape == (2, 4)
+        with pytest.raises(ForbiddenError, match="'reader' has role FORWARD"):
+            remote(rows(2, 0)).sum().backward()
+    with expert(secured, tls=certified(authority, "trainer")) as remote:
+        remote(rows(2, 0)).sum().backward()
+        assert remote.steps == 1
+    assert secured.audit.counts()["BACKWARD"] == 1 and secured.audit.last()[0].client == "reader"
+
+
+@pytest.mark.parametrize("who", ["nobody", "stranger", "expired", "early", "plain"])
+def test_wrong_certificates_are_refused_at_the_door(secured: Server, authority: Authority, who: str) -> None:
+    tls = {
+        "nobody": ClientTls(authority.pem),
+        "stranger": ClientTls(authority.pem, *Authority("other").issue("trainer")),
+        "expired": certified(authority, "trainer", days=(-3, -1)),
+        "early": certified(authority, "trainer", days=(1, 3)),
+        "plain": None,
+    }[who]
+    accepted = secured.statistics().accepted
+    with expert(secured, tls=tls) as remote, pytest.raises(UnreachableError):
+        remote.describe()
+    with expert(secured, tls=tls) as remote, pytest.raises(UnreachableError):
+        transport = GrpcTransport(secured.address, tls=tls)
+        try:
+            raise transport.submit(Call(Header(kind=Kind.PING, call_id=0)), 5.0).exception(5.0) or AssertionError()
+        finally:
+            transport.close()
+    assert secured.statistics().accepted == accepted
+
+
+def test_a_certified_client_to_whom_nothing_is_granted_is_refused(secured: Server, authority: Authority) -> None:
+    with expert(secured, tls=certified(authority, "intern")) as remote, pytest.raises(ForbiddenError, match="granted"):
+        remote.describe()
+
+
+def test_a_server_with_another_certificate_is_not_spoken_to(authority: Authority) -> None:
+    other = Authority("other")
+    with Server([fussy_backend()], address="localhost:0", tls=ServerTls(*other.issue("server"))) as server:
+        with expert(server, tls=ClientTls(authority.pem)) as remote, pytest.raises(UnreachableError):
+            remote.describe()
+        with expert(server, tls=ClientTls(other.pem)) as remote:  # TLS without client certificates
+            assert remote.describe().name == "fussy"
+
+
+def test_a_token_says_who_a_client_is(by_token: Server) -> None:
+    with expert(by_token, token="r-token") as remote:
+        assert not remote(rows(2, 0)).detach().isnan().any()
+        with pytest.raises(ForbiddenError):
+            remote(rows(2, 0)).sum().backward()
+    with expert(by_token, token="t-token", accumulate=True) as remote:
+        remote(rows(2, 0)).sum().backward()
+        assert remote.commit()
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_a_missing_or_wrong_token_is_refused_before_a_frame_is_read(by_token: Server, token: str | None) -> None:
+    before = by_token.statistics()
+    with expert(by_token, token=token) as remote, pytest.raises(ForbiddenError):
+        remote.describe()
+    metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+    with raw(by_token.address, metadata) as stream:
+        stream.send(Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(1, 0)]))
+        assert stream.ended() is grpc.StatusCode.UNAUTHENTICATED
+    after = by_token.statistics()
+    assert (after.accepted, after.answered) == (before.accepted, before.answered)
+    assert by_token.audit.last()[-1].what == "STREAM"
+
+
+def test_a_forbidden_call_is_refused_before_its_tensors_are_made(
+    by_token: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    original = frame_module.Received.tensors
+
+    def tensors(self: Received, **options: bool) -> list[torch.Tensor]:
+        made.append(self.header.kind.name)
+        return original(self, **options)
+
+    monkeypatch.setattr(frame_module.Received, "tensors", tensors)
+    call = Call(Header(kind=Kind.BACKWARD, call_id=0, uid="fussy"), [rows(1, 0), rows(1, 0)])
+    with GrpcTransport(by_token.address, token="r-token") as transport:
+        assert isinstance(transport.submit(call, 5.0).exception(5.0), ForbiddenError)
+        assert made == []
+
+
+def test_what_does_not_exist_looks_like_what_is_forbidden() -> None:
+    access = Access([Grant("", "mine.*", Role.TRAIN)])
+    with Server([fussy_backend()], access=access) as server, GrpcTransport(server.address) as transport:
+        for uid in ("fussy", "missing"):
+            call = Call(Header(kind=Kind.FORWARD, call_id=0, uid=uid), [rows(1, 0)])
+            assert isinstance(transport.submit(call, 5.0).exception(5.0), ForbiddenError)
+
+
+def test_the_status_is_for_admins(by_token: Server) -> None:
+    for token, allowed in (("b-token", True), ("t-token", False), (None, False)):
+        with GrpcTransport(by_token.address, token=token) as transport:
+            if allowed:
+                assert b'"experts"' in transport.status()
+            else:
+                with pytest.raises(ForbiddenError):
+                    transport.status()
+
+
+def test_a_proven_client_cannot_take_another_ones_key(by_token: Server) -> None:
+    """Two clients with one key are two backwards; what a call says of its client counts only within its own name."""
+    steps = by_token.statistics().experts["fussy"].steps
+    for token in ("t-token", "b-token", "t-token"):
+        header = Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", key="k", client="trainer")
+        with GrpcTransport(by_token.address, token=token) as transport:
+            transport.submit(Call(header, [rows(1, 0), rows(1, 0)]), 5.0).result(5.0)
+    assert by_token.statistics().experts["fussy"].steps == steps + 2
+
+
+def test_processes_with_one_certificate_do_not_mix_their_mini_batches(by_token: Server) -> None:
+    with GrpcTransport(by_token.address, token="t-token") as transport:
+
+        def send(kind: Kind, client: str, *tensors: torch.Tensor) -> BaseException | None:
+            header = Header(kind=kind, call_id=0, uid="fussy", client=client, mini_batch="m")
+            return transport.submit(Call(header, tensors), 5.0).exception(5.0)
+
+        assert send(Kind.BACKWARD, "process-1", rows(1, 0), rows(1, 0)) is None
+        assert isinstance(send(Kind.COMMIT, "process-2"), CommitError)
+        assert send(Kind.COMMIT, "process-1") is None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ServerTls(b"nothing", b"nothing").read(), "no PEM block"),
+        (lambda: ServerTls("/no/such/file", b"x").read(), "cannot be read"),
+        (lambda: ClientTls(key=b"x"), "both key= and certificate="),
+    ],
+)
+def test_certificates_that_are_none_are_misuse(make: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+def test_secrets_are_not_printed(authority: Authority) -> None:
+    key, certificate = authority.issue("x")
+    assert b"PRIVATE" in key and "PRIVATE" not in repr(ServerTls(key, certificate)) + repr(
+        ClientTls(authority.pem, key, certificate)
+    )

@@ -1,0 +1,211 @@
+"""Server: starts, restores, saves, is listed, and ends with all that it started."""
+
+import json
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.experts.client.test_transport import gated
+from tests.experts.expert_cases import X, fussy_backend, rows, weights
+from weft.core.errors import UsageError
+from weft.experts import ExpertBackend
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client import LocalTransport, RemoteExpert
+from weft.experts.directory import LocalDirectory
+from weft.experts.errors import ClosedError, CommitError
+from weft.experts.server import Server, ServerOptions
+from weft.experts.service import Receipt
+from weft.experts.wire import Call, DrainingError, Header, Kind, UnknownExpertError
+
+pytestmark = pytest.mark.timeout(30)
+sgd = partial(torch.optim.SGD, lr=0.1)
+PATIENCE = 10.0
+
+
+def until(true: object) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def trained(server: Server, steps: int) -> None:
+    with LocalTransport(server.handler()) as transport:
+        remote = RemoteExpert("fussy", transport)
+        for step in range(steps):
+            remote(rows(3, step)).square().sum().backward()
+
+
+def test_it_goes_on_from_its_checkpoint_by_itself(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    first = fussy_backend()
+    with Server([first], checkpoints=store) as server:
+        trained(server, 3)
+        assert server.statistics().keeping["fussy"].durable == 0
+    assert store.steps("fussy")[0] == 3  # it is saved at the end
+    second = fussy_backend()
+    with Server([second], checkpoints=store) as server:
+        assert server.statistics().keeping["fussy"].restored == 3
+        assert weights(second) == weights(first)
+
+
+def test_even_the_first_weights_survive(tmp_path: Path) -> None:
+    def fresh() -> ExpertBackend:
+        return ExpertBackend("layer", nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
+
+    first, second = fresh(), fresh()
+    assert weights(first) != weights(second)
+    for backend in (first, second):
+        with Server([backend], checkpoints=CheckpointStore(tmp_path)):
+            pass
+    assert weights(first) == weights(second)
+
+
+def test_it_saves_now_and_then_what_has_stepped(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
+        trained(server, 2)
+        until(lambda: server.statistics().keeping["fussy"].durable == 2)
+        saved = store.statistics()["saved"]
+        time.sleep(0.2)
+        assert store.statistics()["saved"] == saved
+        assert server.checkpoint() == 0
+
+
+def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path)
+    with Server([fussy_backend()], checkpoints=store, options=ServerOptions(checkpoint_seconds=0.05)) as server:
+        full = OSError("no space left")
+        monkeypatch.setattr(store._disk, "write", lambda *_: (_ for _ in ()).throw(full))
+        trained(server, 1)
+        until(lambda: "no space left" in server.statistics().failures.get("checkpoints", ""))
+        trained(server, 1)
+        monkeypatch.undo()
+        until(lambda: server.statistics().keeping["fussy"].durable == 2)
+
+
+def test_it_is_listed_as_long_as_it_takes_work() -> None:
+    directory = LocalDirectory()
+    with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.3)) as server:
+        assert directory.get().addresses("fussy") == (server.address,)
+        time.sleep(0.8)  # longer than the lease
+        assert server.statistics().listed == ("fussy",) and "fussy" in directory.get()
+        server.drain()
+        assert "fussy" not in directory.get()
+
+
+def test_experts_come_and_go_while_it_runs(tmp_path: Path) -> None:
+    directory = LocalDirectory()
+    with (
+        Server([], directory=directory, checkpoints=CheckpointStore(tmp_path)) as server,
+        LocalTransport(server.handler()) as transport,
+    ):
+        assert server.experts == [] and not len(directory.get())
+        server.add(fussy_backend())
+        assert "fussy" in directory.get()
+        trained(server, 1)
+        assert server.remove("fussy")
+        assert "fussy" not in directory.get()
+        call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])
+        assert isinstance(transport.submit(call, PATIENCE).exception(PATIENCE), UnknownExpertError)
+        server.add(fussy_backend())
+        assert server.statistics().experts["fussy"].steps == 1
+
+
+def test_two_experts_of_one_name_are_misuse() -> None:
+    with pytest.raises(UsageError, match="served already"):
+        Server([fussy_backend(), fussy_backend()])
+    with Server([fussy_backend()]) as server, pytest.raises(UsageError, match="served already"):
+        server.add(fussy_backend())
+
+
+def test_a_schema_that_cannot_be_told_is_misuse() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor, kind: object) -> torch.Tensor:
+            return x
+
+    backend = ExpertBackend("odd", Odd(), args_schema=(X, torch.float32))
+    with pytest.raises(UsageError, match=r"args\[1\] is torch.float32"):
+        Server([backend])
+
+
+def test_a_port_that_is_taken_is_misuse_and_leaves_nothing_behind() -> None:
+    with Server([fussy_backend()]) as server, pytest.raises(UsageError, match="listen"):
+        Server([fussy_backend()], address=server.address).start()
+
+
+def test_it_is_started_once() -> None:
+    server = Server([fussy_backend()])
+    with pytest.raises(UsageError, match="no address"):
+        _ = server.address
+    with server, pytest.raises(UsageError, match="once"):
+        server.start()
+    with pytest.raises(UsageError, match="once"):
+        server.start()
+    assert server.shutdown()
+
+
+def test_a_module_that_does_not_end_does_not_hold_the_end_up_for_ever() -> None:
+    gate, backend = gated()
+    server = Server([backend], options=ServerOptions(drain_seconds=0.3))
+    server.start()
+    transport = LocalTransport(server.handler())
+    try:
+        call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)])
+        future = transport.submit(call, PATIENCE)
+        assert gate.entered.wait(PATIENCE)
+        waiting = transport.submit(call, PATIENCE)
+        start = time.monotonic()
+        assert not server.shutdown()
+        assert time.monotonic() - start < 4.0
+        assert isinstance(waiting.exception(PATIENCE), ClosedError) and not future.done()
+    finally:
+        gate.let.set()
+        transport.close()
+        server._runtimes["cpu"].shutdown(timeout=PATIENCE)
+
+
+def test_calls_from_within_are_refused_while_it_drains() -> None:
+    with Server([fussy_backend()]) as server, LocalTransport(server.handler()) as transport:
+        server.drain("for a test")
+        call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])
+        error = transport.submit(call, PATIENCE).exception(PATIENCE)
+        assert isinstance(error, DrainingError) and "for a test" in str(error)
+        assert server.statistics().draining == "for a test"
+
+
+def test_a_commit_for_an_earlier_incarnation_is_refused_unless_it_was_applied() -> None:
+    def commit(transport: LocalTransport, name: str, incarnation: int) -> BaseException | None:
+        data = Receipt(None, incarnation).to_bytes()
+        header = Header(kind=Kind.COMMIT, call_id=0, uid="fussy", client="c", key=name, mini_batch=name, data=data)
+        return transport.submit(Call(header), PATIENCE).exception(PATIENCE)
+
+    with Server([fussy_backend()]) as server, LocalTransport(server.handler()) as transport:
+        mine = server.statistics().incarnation
+        for name in ("m", "n"):
+            header = Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", client="c", mini_batch=name)
+            transport.submit(Call(header, [rows(1, 0), rows(1, 0)]), PATIENCE).result(PATIENCE)
+        assert isinstance(commit(transport, "m", mine + 1), CommitError)
+        assert commit(transport, "n", mine) is None
+        assert commit(transport, "n", mine + 1) is None  # applied, and recorded: a repetition may come from before
+        assert server.statistics().experts["fussy"].steps == 1
+
+
+def test_the_status_is_plain_and_counts() -> None:
+    with Server([fussy_backend()]) as server, RemoteExpert("fussy", server.address) as remote:
+        remote(rows(2, 0)).sum().backward()
+        found = json.loads(json.dumps(server.status()))
+        assert found["experts"]["fussy"]["steps"] == 1 and found["answered"]["BACKWARD"] == 1
+        assert found["connections"] == 1 and found["address"] == server.address and found["audit"] == []
+
+
+def test_nothing_is_left_of_many_servers() -> None:
+    for _ in range(3):
+        with Server([fussy_backend()]) as server, RemoteExpert("fussy", server.address) as remote:
+            remote.describe()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("weft-")]

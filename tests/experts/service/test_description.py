@@ -1,0 +1,122 @@
+"""What a client is told of an expert is what the expert is, however its values nest."""
+
+import json
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, seeded
+from weft.core.errors import UsageError
+from weft.core.spec import TensorSpec
+from weft.experts import ExpertBackend
+from weft.experts.service import Receipt, describe, read_description, read_receipt
+from weft.experts.wire import MalformedError
+from weft.experts.wire.dtypes import CODES
+
+specs = st.builds(
+    TensorSpec,
+    st.lists(st.none() | st.integers(0, 9), max_size=3).map(tuple),
+    st.sampled_from(sorted(CODES, key=str)),
+    st.booleans(),
+)
+constants = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False)
+trees = st.recursive(
+    specs | constants,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+def info(args: Any = (), kwargs: Any = None, outputs: Any = None) -> dict[str, Any]:
+    return {
+        "name": "x",
+        "forward_schema": (args, kwargs or {}),
+        "outputs_schema": outputs,
+        "trained": True,
+        "max_batch_size": 8,
+        "steps": 3,
+    }
+
+
+@given(st.lists(trees, max_size=3), st.dictionaries(st.text(max_size=3), trees, max_size=2), trees)
+def test_schemas_survive(args: list[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+    found = read_description(describe(info(tuple(args), kwargs, outputs), 2, 77))
+    assert (found.args, found.kwargs, found.outputs) == (tuple(args), kwargs, outputs)
+    assert list(found.kwargs) == list(kwargs)
+    assert (found.name, found.steps, found.durable, found.incarnation, found.trained) == ("x", 3, 2, 77, True)
+
+
+@pytest.mark.parametrize(
+    "backend", [fussy_backend(), ExpertBackend("nested", seeded(Nested), **NESTED_SCHEMAS)], ids=lambda each: each.name
+)
+def test_real_experts_survive(backend: ExpertBackend) -> None:
+    found, wanted = read_description(describe(backend.get_info(), None, 1)), backend.get_info()
+    assert (found.args, found.kwargs) == wanted["forward_schema"] and found.outputs == wanted["outputs_schema"]
+    assert found.durable is None
+
+
+def test_a_named_tuple_keeps_its_fields() -> None:
+    pair = namedtuple("pair", ["first", "second"])
+    found = read_description(describe(info(outputs=pair(1, {"x": None})), None, 1)).outputs
+    assert found.first == 1 and found.second == {"x": None} and type(found).__name__ == "pair"
+
+
+def test_an_ordered_dict_becomes_a_dict_in_order() -> None:
+    found = read_description(describe(info(outputs=OrderedDict(b=1, a=2)), None, 1)).outputs
+    assert list(found.items()) == [("b", 1), ("a", 2)]
+
+
+def test_all_that_cannot_be_told_is_listed() -> None:
+    with pytest.raises(UsageError) as caught:
+        describe(info((torch.float32,), {"k": {1.5: None}}, [object()]), None, 1)
+    assert all(place in str(caught.value) for place in ("args[0]", "kwargs['k'] has the key 1.5", "output[0]"))
+
+
+@given(st.binary(max_size=40))
+def test_other_bytes_are_malformed(data: bytes) -> None:
+    with pytest.raises(MalformedError):
+        read_description(data)
+
+
+GOOD = json.loads(describe(info(), None, 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"args": {"tuple": [[1]]}},
+        {"args": {"spec": [[None], "float31", True]}},
+        {"args": {"tuple": [{"spec": [[-1], "float32", True]}]}},
+        {"args": {"tuple": [{"spec": [["x"], "float32", True]}]}},
+        {"outputs": {"set": []}},
+        {"outputs": {"list": [], "tuple": []}},
+        {"outputs": {"named": ["x", ["import os"], [1]]}},
+        {"kwargs": 3},
+        {"name": 3},
+        {"durable": "x"},
+        {"more": 1},
+    ],
+)
+def test_what_contradicts_itself_is_malformed(change: dict[str, Any]) -> None:
+    with pytest.raises(MalformedError):
+        read_description(json.dumps({**GOOD, **change}).encode())
+
+
+@given(st.none() | st.integers(0, (1 << 64) - 2), st.integers(0, (1 << 64) - 1))
+def test_receipts_survive(durable: int | None, incarnation: int) -> None:
+    receipt = Receipt(durable, incarnation)
+    assert read_receipt(receipt.to_bytes()) == receipt
+
+
+@given(st.binary(max_size=40).filter(lambda data: len(data) != 16))
+def test_other_receipts_are_malformed(data: bytes) -> None:
+    with pytest.raises(MalformedError):
+        read_receipt(data)

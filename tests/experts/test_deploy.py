@@ -1,0 +1,103 @@
+"""The files below deploy/ are what systemd and Kubernetes can read, and fit together."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.directory.etcd_address import open_directory
+from weft.experts.directory.etcd_endpoints import EtcdTls
+from weft.experts.registry import expert_kinds, make_expert
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNIT = DEPLOY / "systemd" / "weft-experts.service"
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """What a manifest says; the test is skipped without PyYAML."""
+    yaml = pytest.importorskip("yaml", reason="there is no PyYAML here, which reads the manifests")
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text("utf-8")))
+
+
+def check_configuration(text: str) -> None:
+    """It names a directory and kinds of experts that there are."""
+    table = tomllib.loads(text)
+    directory = open_directory(table["directory"])
+    assert isinstance(directory, EtcdDirectory)
+    directory.close()
+    EtcdTls(**table["directory_tls"])
+    for entry in table["experts"]:
+        assert entry["kind"] in expert_kinds()
+        make_expert(entry["kind"], **entry["arguments"])
+
+
+def test_the_configuration_names_what_there_is() -> None:
+    check_configuration((DEPLOY / "experts.toml").read_text("utf-8"))
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    unit = ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(UNIT, "utf-8")
+    assert set(unit.sections()) == {"Unit", "Service", "Install"}
+    assert unit["Service"]["ExecStart"].split()[1:] == ["serve", "/etc/weft/experts.toml"]
+    assert int(unit["Service"]["TimeoutStopSec"]) > 5  # longer than the server takes to drain
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("there is no `systemd-analyze` on the path, which checks the rest")
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text("utf-8").replace("/opt/weft/bin/weft", sys.executable))
+    seen = subprocess.run([tool, "verify", str(copy)], capture_output=True, text=True, timeout=60, check=False)
+    assert seen.returncode == 0 and UNIT.name not in seen.stderr, seen.stderr
+
+
+@pytest.mark.parametrize("name", ["etcd.yaml", "experts.yaml"])
+def test_a_manifest_fits_together(name: str) -> None:
+    found = {document["kind"]: document for document in documents(name)}
+    assert all({"apiVersion", "kind", "metadata"} <= document.keys() for document in found.values())
+    workload, service = found["StatefulSet"]["spec"], found["Service"]
+    labels = workload["template"]["metadata"]["labels"]
+    assert workload["serviceName"] == service["metadata"]["name"]
+    assert labels == workload["selector"]["matchLabels"] == service["spec"]["selector"]
+    pod = workload["template"]["spec"]
+    volumes = {each["name"] for each in pod["volumes"]}
+    volumes |= {each["metadata"]["name"] for each in workload["volumeClaimTemplates"]}
+    ports = {each["name"]: each["containerPort"] for each in pod["containers"][0]["ports"]}
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    for port in service["spec"]["ports"]:
+        assert ports[port["name"]] == port["port"]
+
+
+def test_the_configuration_of_a_pod_names_what_there_is() -> None:
+    found = {document["kind"]: document for document in documents("experts.yaml")}
+    text = found["ConfigMap"]["data"]["experts.toml"].replace("@NAME@", "weft-3").replace("@NUMBER@", "3")
+    check_configuration(text)
+    assert tomllib.loads(text)["experts"][0]["name"] == "ffn.3.{}"
+    members = found_members()
+    assert [f"{member}.etcd:2379" for member in members] == tomllib.loads(text)["directory"].split("/")[2].split(",")
+
+
+def found_members() -> list[str]:
+    """The names of the members that the manifest of etcd starts."""
+    workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
+    return [f"{workload['metadata']['name']}-{i}" for i in range(workload["spec"]["replicas"])]
+
+
+def test_etcd_knows_every_option_that_it_is_given() -> None:
+    workload = next(each for each in documents("etcd.yaml") if each["kind"] == "StatefulSet")
+    arguments = workload["spec"]["template"]["spec"]["containers"][0]["args"]
+    cluster = next(word for word in arguments if word.startswith("--initial-cluster="))
+    assert [word.split("=")[0] for word in cluster.removeprefix("--initial-cluster=").split(",")] == found_members()
+    tool = shutil.which("etcd")
+    if tool is None:
+        pytest.skip("there is no `etcd` on the path, which says what options it has")
+    said = subprocess.run([tool, "--help"], capture_output=True, text=True, timeout=20, check=False)
+    known = set((said.stdout + said.stderr).split())
+    assert [word for word in arguments if word.split("=")[0] not in known] == []

@@ -1,0 +1,318 @@
+"""Server and client together over gRPC: as a layer among others, under load, and when one of them dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.experts.expert_cases import WIDTH, Fussy, fussy_backend, rows, seeded
+from weft import Pipe
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client import Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
+from weft.experts.directory import LocalDirectory
+from weft.experts.errors import CommitError
+from weft.experts.server import Server, ServerOptions
+from weft.experts.wire import Call, Header, Kind, LostError, UnreachableError
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server([fussy_backend(optimizer=sgd)]) as server:
+        yield server
+
+
+def around(middle: nn.Module) -> nn.Sequential:
+    """Layers of this process before and after one of another."""
+    first, last = (seeded(lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float64), seed) for seed in (1, 2))
+    return nn.Sequential(first, middle, last)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
+
+
+def test_a_layer_among_others(server: Server) -> None:
+    with RemoteExpert("fussy", server.address) as remote:
+        model, twin = around(remote), around(seeded(Fussy))
+        model(rows(5, 0)).square().sum().backward()
+        twin(rows(5, 0)).square().sum().backward()
+        mine = gradients(twin)
+        theirs = [mine[0], mine[1], *mine[-2:]]
+        assert all(same(a, b) for a, b in zip(gradients(model), theirs, strict=True))
+        assert remote.steps == 1
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("executor", ["threads", "serial"])
+def test_a_stage_of_a_pipe_that_steps_once_and_is_not_asked_twice(
+    server: Server, checkpoint: Any, executor: Any
+) -> None:
+    with GrpcTransport(server.address) as transport:
+        remote, local = RemoteExpert("fussy", transport, accumulate=True), seeded(Fussy)
+        optimizer = sgd(local.parameters())
+        settings = {"chunks": 4, "balance": [1, 1, 1], "checkpoint": checkpoint, "executor": executor}
+        pipe, twin = Pipe(around(remote), **settings), around(local)
+        for step in range(2):
+            pipe.zero_grad()
+            twin.zero_grad()
+            pipe(rows(8, step)).square().sum().backward()
+            twin(rows(8, step)).square().sum().backward()
+            mine = gradients(twin)
+            assert all(same(a, b) for a, b in zip(gradients(pipe), [*mine[:2], *mine[-2:]], strict=True))
+            optimizer.step()
+            assert commit(pipe) == {"fussy": True}
+        assert remote.steps == 2
+        # two steps of four micro-batches, forward and backward, two commits, one info
+        assert transport.statistics().calls == 2 * 4 * 2 + 2 + 1
+
+
+def test_the_first_stage_of_a_pipe_is_trained_too(server: Server) -> None:
+    with RemoteExpert("fussy", server.address, accumulate=True) as remote:
+        model = nn.Sequential(remote, seeded(lambda: nn.Linear(WIDTH, 1, dtype=torch.float64)))
+        Pipe(model, chunks=2, balance=[1, 1], executor="threads")(rows(4, 0)).sum().backward()
+        assert commit(model) == {"fussy": True} and remote.steps == 1
+
+
+def test_clients_share_batches_and_every_backward_steps_once(server: Server) -> None:
+    def work(seed: int) -> None:
+        with RemoteExpert("fussy", server.address) as remote:
+            for turn in range(4):
+                remote(rows(2, seed + turn)).sum().backward()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = server.statistics().experts["fussy"]
+    backward = seen.pools["fussy.backward"]
+    assert backward.answered == 24 and seen.steps == backward.batches <= 24
+    assert server.statistics().connections == 0 or server.statistics().calls == 0
+
+
+def test_experts_of_a_directory_are_found_and_found_elsewhere() -> None:
+    directory = LocalDirectory()
+    options = ServerOptions(lease_seconds=0.6)
+    with Connections(directory) as connections:
+        with Server([fussy_backend(optimizer=sgd)], directory=directory, options=options):
+            remote, missing = create_remote_experts(["fussy", "nobody"], connections)
+            assert missing is None and remote is not None
+            wanted = remote(rows(2, 0))
+        assert "fussy" not in connections.snapshot()
+        other = Server([fussy_backend(optimizer=sgd)], directory=directory, options=options)
+        later = threading.Timer(0.3, other.start)
+        later.start()
+        try:
+            assert same(remote(rows(2, 0)), wanted)  # asked again until somebody serves it
+        finally:
+            later.join()
+            other.shutdown()
+
+
+def test_bare_directories_do_as_well(server: Server) -> None:
+    with directory_of(server) as directory:
+        (remote,) = create_remote_experts(["fussy"], directory)
+        assert remote is not None
+        remote(rows(2, 0)).sum().backward()
+        assert remote.steps == 1
+
+
+@contextmanager
+def directory_of(server: Server) -> Iterator[LocalDirectory]:
+    directory = LocalDirectory()
+    directory.declare(server.experts, server.address, 60.0)
+    yield directory
+    directory.close()
+
+
+def test_no_call_fails_while_two_servers_are_restarted_in_turn() -> None:
+    directory, stop = LocalDirectory(), threading.Event()
+    faults: list[BaseException] = []
+    done = [0]
+
+    def served() -> Server:
+        server = Server([fussy_backend(optimizer=sgd)], directory=directory)
+        server.start()
+        return server
+
+    def work(remote: RemoteExpert) -> None:
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    remote(rows(2, 0))
+                done[0] += 1
+        except BaseException as error:
+            faults.append(error)
+
+    with Connections(directory) as connections:
+        servers = [served(), served()]
+        (remote,) = create_remote_experts(["fussy"], connections)
+        assert remote is not None
+        threads = [threading.Thread(target=work, args=(remote,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for turn in range(2):
+                time.sleep(0.1)
+                servers[turn].shutdown()
+                servers[turn] = served()
+            time.sleep(0.1)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+            for server in servers:
+                server.shutdown()
+    assert not faults and done[0] > 10
+
+
+# A server in a process of its own.
+
+SERVE = """
+import sys, threading, torch
+torch.set_num_threads(1)
+from functools import partial
+sys.path.insert(0, {root!r})
+from tests.experts.expert_cases import fussy_backend
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.server import Server, ServerOptions
+server = Server(
+    [fussy_backend(optimizer=partial(torch.optim.SGD, lr=0.1))], address={address!r},
+    checkpoints=CheckpointStore({root_of_checkpoints!r}), options=ServerOptions(checkpoint_seconds=3600.0),
+)
+server.start()
+print(server.address, flush=True)
+for line in sys.stdin:
+    if line.strip() == "save":
+        print(server.checkpoint(), flush=True)
+server.shutdown()
+"""
+
+
+class Child:
+    """A server process with one expert and checkpoints that are made when it is told to."""
+
+    def __init__(self, folder: Path, address: str = "127.0.0.1:0") -> None:
+        text = SERVE.format(root=str(ROOT), address=address, root_of_checkpoints=str(folder))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", text],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        )
+        self.address = self._line()
+
+    def save(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("save\n")
+        self.process.stdin.flush()
+        assert self._line() == "1"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(20)
+        self._close()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(20)
+        self._close()
+
+    def _close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+def asking_until_it_fails(transport: GrpcTransport) -> "Future[BaseException]":
+    """Calls one after the other, in a thread; the future gets the first error."""
+    heard: Future[BaseException] = Future()
+    call = Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(512, 0)])
+
+    def work() -> None:
+        while (error := transport.submit(call, 25.0).exception(30.0)) is None:
+            pass
+        heard.set_result(error)
+
+    threading.Thread(target=work).start()
+    return heard
+
+
+def test_a_server_that_is_killed_and_restarted_neither_loses_a_durable_step_nor_repeats_one(tmp_path: Path) -> None:
+    child = Child(tmp_path)
+    key = "the-key"
+    x, gradient = rows(2, 0), rows(2, 1)
+    backward = Call(Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", key=key, client="me"), [x, gradient])
+    with GrpcTransport(child.address) as transport, RemoteExpert("fussy", transport, timeout=20.0) as remote:
+        first = transport.submit(backward, 10.0).result(10.0)
+        assert first.header.step == 1
+        child.save()
+        assert remote.describe().durable == 1 and remote.durable_step == 1
+        remote(x).sum().backward()
+        assert (remote.steps, remote.durable_step) == (2, 1)  # the second step is not safe yet
+        heard = asking_until_it_fails(transport)
+        child.kill()
+        start = time.monotonic()
+        assert isinstance(heard.result(5.0), LostError | UnreachableError)  # at once, and not at its deadline of 25 s
+        assert isinstance(transport.submit(backward, 1.0).exception(5.0), UnreachableError)
+        assert time.monotonic() - start < 4.0
+        again = Child(tmp_path, child.address)
+        try:
+            found = remote.describe()  # which waits for the restart, and goes on
+            assert (found.steps, found.durable) == (1, 1)
+            repeated = transport.submit(backward, 10.0).result(10.0)
+            assert torch.equal(repeated.tensors()[0], first.tensors()[0])
+            assert remote.describe().steps == 1  # no second step
+            other = Call(Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", key="new", client="me"), [x, gradient])
+            assert transport.submit(other, 10.0).result(10.0).header.step == 2
+        finally:
+            again.end()
+    assert CheckpointStore(tmp_path).steps("fussy")[0] == 2  # saved when it ended
+
+
+def test_a_mini_batch_that_a_restart_has_torn_is_not_applied_by_half() -> None:
+    def served(address: str) -> Server:
+        server = Server([fussy_backend(optimizer=sgd)], address=address)
+        server.start()
+        return server
+
+    server = served("127.0.0.1:0")
+    try:
+        with RemoteExpert("fussy", server.address, accumulate=True) as remote:
+            remote(rows(2, 0)).sum().backward()
+            server.shutdown()  # nothing of an open mini-batch is saved
+            server = served(server.address)
+            remote(rows(2, 1)).sum().backward()
+            with pytest.raises(CommitError, match="not whole"):
+                remote.commit()
+            remote.discard()
+            remote(rows(2, 0)).sum().backward()
+            assert remote.commit() and remote.steps == 1
+    finally:
+        server.shutdown()

@@ -1,0 +1,49 @@
+"""What the tests of the layers share: every drop-in beside torch's own, and layers for stacks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import floats, gradients
+from weft.recurrent import Recurrent
+from weft.recurrent.layers import GRU, LSTM, RNN
+
+DROP_INS = {"LSTM": (nn.LSTM, LSTM), "GRU": (nn.GRU, GRU), "RNN": (nn.RNN, RNN)}
+WIDTH, HIDDEN = 3, 4
+
+
+def pair(kind: str, how: dict[str, Any] | None = None, **options: Any) -> tuple[nn.RNNBase, nn.RNNBase]:
+    """Torch's layer and ours, with the same weights, in double precision."""
+    theirs, ours = DROP_INS[kind]
+    one = theirs(WIDTH, HIDDEN, **options).double()
+    other = ours(WIDTH, HIDDEN, **options, **(how or {"backend": "eager"})).double()
+    other.load_state_dict(one.state_dict())
+    return one, other
+
+
+def first_state(layer: nn.RNNBase, rows: int | None) -> Any:
+    """A random initial state that learns; rows None: for one row."""
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    widths = [layer.proj_size or HIDDEN, HIDDEN] if isinstance(layer, nn.LSTM) else [HIDDEN]
+    sizes = [(count, width) if rows is None else (count, rows, width) for width in widths]
+    parts = [torch.randn(size).double().requires_grad_() for size in sizes]
+    return tuple(parts) if len(parts) > 1 else parts[0]
+
+
+def everything(layer: nn.Module, result: Any, wrt: list[Tensor]) -> list[Tensor]:
+    """All numbers of a result, and the gradients of `wrt` and of the layer's parameters."""
+    return [*(leaf.detach() for leaf in floats(result)), *gradients(result, [*wrt, *layer.parameters()])]
+
+
+def agree(seen: list[Tensor], wanted: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert len(seen) == len(wanted)
+    for one, other in zip(seen, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+
+
+def layers(count: int, **options: Any) -> list[Recurrent]:
+    """Networks of torch's cells, WIDTH wide throughout, in double precision."""
+    kinds = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+    options = {"backend": "eager", **options}
+    return [Recurrent(kinds[i % 3](WIDTH, WIDTH).double(), **options) for i in range(count)]

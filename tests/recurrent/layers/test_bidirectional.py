@@ -1,0 +1,128 @@
+"""Both directions: each row is read backward within its own length, whatever marks its steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from tests.recurrent.layers.layer_cases import WIDTH, agree, everything, layers
+from tests.recurrent.recurrent_cases import Awkward, close, floats, per_row, random_case, told
+from weft.core.errors import SpecError, UsageError
+from weft.core.tree import map_leaves
+from weft.recurrent import Recurrent
+from weft.recurrent.layers import Bidirectional
+from weft.recurrent.layers.bidirectional import _check
+
+
+def flip(value: Any) -> Any:
+    return map_leaves(lambda leaf: None if leaf is None else leaf.flip(0), value)
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.booleans(), st.data())
+def test_it_is_two_networks_of_which_one_gets_each_row_reversed(
+    steps: int, rows: int, batch_first: bool, data: st.DataObject
+) -> None:
+    one, x, state = random_case(steps, rows, steps)
+    other, _, back = random_case(steps, rows, 9)
+    options = {"batch_first": batch_first, "backend": "eager"}
+    net = Bidirectional(Recurrent(one, **options), Recurrent(other, **options), merge=lambda y, z: (y, z))
+    lengths = data.draw(st.lists(st.integers(0, steps), min_size=rows, max_size=rows))
+    mask = torch.rand(steps, rows) < 0.8
+    reset = torch.rand(steps, rows) < 0.3
+    within = torch.arange(steps)[:, None] < torch.tensor(lengths)
+    wanted = per_row(one, x, state, mask & within, reset & within, state)
+    cuts = torch.cat([(reset & within)[1:], torch.zeros(1, rows, dtype=torch.bool)])  # behind a step, not before it
+    turned = per_row(other, flip(x), back, flip(mask & within), flip(cuts), back)
+
+    def first(value: Any) -> Any:
+        return map_leaves(lambda leaf: leaf if leaf is None or not batch_first else leaf.transpose(0, 1), value)
+
+    given = map_leaves(lambda leaf: leaf.transpose(0, 1) if batch_first else leaf, x)
+    tables = {"mask": mask.t(), "reset": reset.t()} if batch_first else {"mask": mask, "reset": reset}
+    seen = net(given, (state, back), lengths=lengths, **tables)
+    close(seen.outputs, (first(wanted[0]), first(flip(turned[0]))))
+    close(seen.last, (wanted[1], turned[1]))
+    close(seen.states, (first(wanted[2]), first(flip(turned[2]))))
+    wrt = floats((x, state, back))
+    agree(
+        everything(net, (seen.outputs, seen.last), wrt)[len(floats((seen.outputs, seen.last))) :],
+        everything(net, ((first(wanted[0]), first(flip(turned[0]))), (wanted[1], turned[1])), wrt)[
+            len(floats((seen.outputs, seen.last))) :
+        ],
+    )
+
+
+def two(**options: Any) -> Bidirectional:
+    torch.manual_seed(1)
+    one, _ = layers(2)
+    return Bidirectional(one, Recurrent(nn.LSTMCell(WIDTH, WIDTH).double(), backend="eager"), **options)
+
+
+def test_outputs_are_put_together_added_or_given_to_a_function() -> None:
+    x = torch.randn(5, 2, WIDTH).double()
+    net = two()
+    one, other = net.forward_net(x).outputs, net.backward_net(x.flip(0)).outputs.flip(0)
+    assert torch.equal(net(x).outputs, torch.cat([one, other], -1))
+    assert torch.equal(two(merge="sum")(x).outputs, one + other)
+    assert torch.equal(two(merge=torch.maximum)(x).outputs, torch.maximum(one, other))
+
+
+def test_packed_sequences_come_out_packed() -> None:
+    x, net = torch.randn(5, 3, WIDTH).double(), two()
+    packed = pack_padded_sequence(x, torch.tensor([2, 5, 3]), enforce_sorted=False)
+    seen, wanted = net(packed), net(x, lengths=[2, 5, 3])
+    again = pack_padded_sequence(wanted.outputs, torch.tensor([2, 5, 3]), enforce_sorted=False)
+    assert torch.equal(seen.outputs.data, again.data) and torch.equal(seen.outputs.batch_sizes, again.batch_sizes)
+    close(seen.last, wanted.last)
+    with pytest.raises(UsageError, match="has its own"):
+        net(packed, lengths=[2, 5, 3])
+
+
+def test_without_a_second_network_there_is_a_copy_with_weights_of_its_own() -> None:
+    (one, _) = layers(2)
+    net = Bidirectional(one)
+    assert net.backward_net.cell.weight_hh is not one.cell.weight_hh
+    assert not torch.equal(net.backward_net.cell.weight_hh, one.cell.weight_hh)
+    assert len(list(Bidirectional(one, one).parameters())) == len(list(one.parameters()))
+    plain = Bidirectional(Recurrent(Awkward(), backend="eager"))
+    assert [key.split(".")[0] for key in plain.state_dict()] == ["forward_net"] * 4 + ["backward_net"] * 4
+
+
+def test_what_does_not_fit_is_told() -> None:
+    one, other = layers(2)
+    with pytest.raises(UsageError) as usage:
+        _check(one, Recurrent(other.cell, batch_first=True), "mean")
+    assert told(usage) == [
+        "merge is 'mean', wanted 'cat', 'sum' or a function of both outputs",
+        "forward_net has batch_first=False, backward_net has batch_first=True",
+    ]
+    x = torch.randn(4, 2, WIDTH).double()
+    with pytest.raises(SpecError, match="a pair, for the forward and the backward"):
+        two()(x, torch.zeros(2, WIDTH).double())
+    narrow = Recurrent(nn.GRUCell(WIDTH, 2).double(), backend="eager")
+    with pytest.raises(SpecError) as caught:
+        Bidirectional(one, narrow, merge="sum")(x)
+    assert told(caught) == ["output is of shape (4, 2, 3) forward and of shape (4, 2, 2) backward"]
+    with pytest.raises(SpecError, match="not nested as"):
+        Bidirectional(one, Recurrent(lambda x, s: ((x, x), s), initial=torch.zeros(1)))(x)
+
+
+def test_numbers_per_row_and_step_have_no_axis_to_be_put_together_along() -> None:
+    net = Bidirectional(*(Recurrent(lambda x, s: (x.sum(-1), s), initial=torch.zeros(1), backend="eager"),) * 2)
+    with pytest.raises(SpecError, match="have no cat"):
+        net(torch.randn(4, 2, WIDTH))
+
+
+def test_an_error_tells_the_direction() -> None:
+    one, _ = layers(2)
+
+    def fails(x: Tensor, s: Tensor) -> Any:
+        raise ArithmeticError("at the end")
+
+    with pytest.raises(ArithmeticError) as caught:
+        Bidirectional(one, Recurrent(fails, initial=torch.zeros(1), backend="eager"))(torch.randn(4, 2, WIDTH).double())
+    assert any("backward network" in note for note in caught.value.__notes__)

@@ -1,0 +1,145 @@
+"""Caffe2's contract: all states, rows of different length, one product for all inputs, weights to and from torch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.recurrent.layers.layer_cases import agree, everything
+from tests.recurrent.recurrent_cases import told
+from weft.core.errors import SpecError, UsageError
+from weft.recurrent.layers import Caffe2LSTM
+
+
+def reference(layer: Caffe2LSTM, x: Any, lengths: list[int], state: Any) -> tuple[Any, ...]:
+    """Every row alone, step by step, from the formulas."""
+    size, per_row = layer.dim_out, []
+    for n, length in enumerate(lengths):
+        h, c = (part[n] for part in state)
+        hs, cs = [], []
+        for t in range(len(x)):
+            if t < length:
+                gates = layer.i2h_w @ x[t, n] + layer.i2h_b + layer.gates_t_w @ h + layer.gates_t_b
+                i, f, o, g = gates.split(size)
+                c = torch.sigmoid(f + layer.forget_bias) * c + torch.sigmoid(i) * torch.tanh(g)
+                h = torch.sigmoid(o) * torch.tanh(c)
+            hs.append(h)
+            cs.append(c)
+        per_row.append((torch.stack(hs), h, torch.stack(cs), c))
+    columns = list(zip(*per_row, strict=True))
+    return tuple(torch.stack(column, 1 if column[0].dim() > 1 else 0) for column in columns)
+
+
+def case(steps: int, rows: int, **options: Any) -> tuple[Caffe2LSTM, Any, Any]:
+    layer = Caffe2LSTM(3, 4, dtype=torch.float64, **{"backend": "eager", **options})
+    for weight in layer.parameters():
+        nn.init.normal_(weight)
+    state = tuple(torch.randn(rows, 4).double().requires_grad_() for _ in range(2))
+    return layer, torch.randn(steps, rows, 3).double(), state
+
+
+@given(st.integers(1, 5), st.integers(1, 3), st.sampled_from([0.0, 1.5]), st.data())
+def test_every_row_holds_its_last_states_and_no_gradient_goes_through_padding(
+    steps: int, rows: int, forget_bias: float, data: st.DataObject
+) -> None:
+    layer, x, state = case(steps, rows, forget_bias=forget_bias)
+    lengths = data.draw(st.lists(st.integers(0, steps), min_size=rows, max_size=rows))
+    clean = x.clone().requires_grad_()
+    for n, length in enumerate(lengths):
+        x[length:, n] = torch.nan
+    x.requires_grad_()
+    wanted = everything(layer, reference(layer, clean, lengths, state), [clean, *state])
+    agree(everything(layer, layer(x, lengths, state), [x, *state]), wanted)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_go_from_torch_and_back(bias: bool) -> None:
+    whole = nn.LSTM(3, 4, bias=bias).double()
+    layer = Caffe2LSTM.from_torch(whole, forget_bias=0.7, backend="eager")
+    x = torch.randn(5, 2, 3).double()
+    wanted, (h, c) = whole(x)
+    for seen in (layer(x), layer(x, [5, 5], None)):
+        agree([seen.hidden_all, seen.hidden_last, seen.cell_last], [wanted, h[0], c[0]])
+        agree([seen.cell_all[-1]], [c[0]])
+    back = layer.to_torch()
+    agree([back(x)[0]], [wanted])
+    if bias:
+        agree(list(back.parameters()), list(whole.parameters()), 1e-15)
+    assert layer.forget_bias == 0.7 and layer.how == {"backend": "eager"}
+
+
+def test_what_caffe2_does_not_have_is_refused_all_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        Caffe2LSTM.from_torch(nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2))
+    assert told(caught) == [
+        "num_layers is 2, wanted 1",
+        "bidirectional is True, wanted False",
+        "proj_size is 2, wanted 0",
+    ]
+    with pytest.raises(UsageError, match="dim_out is 0"):
+        Caffe2LSTM(3, 0)
+
+
+class Products(TorchDispatchMode):
+    """Notes the number of rows of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            self.rows.append(args[-2].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_inputs_take_one_product_before_the_loop() -> None:
+    layer, x, state = case(7, 5)
+    with Products() as seen, torch.no_grad():
+        layer(x, [7, 5, 3, 0, 7], state)
+    assert seen.rows == [7 * 5] + [5] * 7
+
+
+def test_states_may_come_as_caffe2_had_them_and_begin_with_zeros() -> None:
+    layer, x, (h, c) = case(3, 2)
+    agree(list(layer(x, None, (h[None], c[None]))), list(layer(x, None, (h, c))))
+    zeros = torch.zeros(2, 4).double()
+    agree(list(layer(x)), list(layer(x, None, (zeros, zeros))))
+
+
+def test_all_faults_are_told_at_once() -> None:
+    layer, x, (h, _) = case(3, 2)
+    with pytest.raises(SpecError) as caught:
+        layer(x.float()[..., :2], [1, 4], (h, h[:, :1]))
+    assert told(caught) == [
+        "lengths go from 0 to T = 3, but row 1 has 4",
+        "input has shape (3, 2, 2), wanted T x N x 3 (dim_in)",
+        "input is torch.float32, the parameters are torch.float64; convert one with .to()",
+        "initial cell state has shape (2, 1), wanted N x H = (2, 4)",
+    ]
+
+
+def test_names_are_caffe2s_and_copies_are_their_own() -> None:
+    layer, x, state = case(3, 2, backend="python")
+    wanted = list(layer(x, None, state))
+    assert list(layer.state_dict()) == ["i2h_w", "i2h_b", "gates_t_w", "gates_t_b"]
+    assert "loop_back" in layer.explain()
+    again = copy.deepcopy(layer)
+    nn.init.zeros_(layer.gates_t_w)
+    agree(list(again(x, None, state)), wanted)
+    assert "backend='python'" in repr(again)
+
+
+def test_a_parametrized_weight_learns() -> None:
+    layer, x, state = case(3, 2, backend="python")
+    plain = copy.deepcopy(layer)
+    parametrizations.weight_norm(layer, "gates_t_w")
+    agree(list(layer(x, [3, 1], state)), list(plain(x, [3, 1], state)))
+    layer(x, None, state).hidden_all.sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())

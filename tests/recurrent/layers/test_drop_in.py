@@ -1,0 +1,179 @@
+"""A drop-in gives what torch's layer gives, whatever the options, and is a layer of torch in all other ways."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from tests.recurrent.layers.layer_cases import DROP_INS, HIDDEN, WIDTH, agree, everything, first_state, pair
+from weft.core.errors import UsageError
+
+KINDS = sorted(DROP_INS)
+
+
+@st.composite
+def options(draw: st.DrawFn, kind: str) -> dict[str, Any]:
+    names = ("bias", "batch_first", "bidirectional")
+    chosen: dict[str, Any] = {name: draw(st.booleans()) for name in names}
+    chosen["num_layers"] = draw(st.integers(1, 3))
+    if kind == "LSTM":
+        chosen["proj_size"] = draw(st.sampled_from([0, 2]))
+    if kind == "RNN":
+        chosen["nonlinearity"] = draw(st.sampled_from(["tanh", "relu"]))
+    return chosen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
+@given(st.data())
+def test_it_gives_the_numbers_and_gradients_of_torch(kind: str, data: st.DataObject) -> None:
+    chosen = data.draw(options(kind))
+    form = data.draw(st.sampled_from(["rows", "one row", "packed", "packed in order"]))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    theirs, ours = pair(kind, **chosen)
+    steps, rows = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+    shape = (rows, steps) if chosen["batch_first"] else (steps, rows)
+    x = torch.randn(*(shape if form != "one row" else (steps,)), WIDTH).double().requires_grad_()
+    hx = first_state(theirs, None if form == "one row" else rows) if data.draw(st.booleans()) else None
+    wrt = [x, *(hx if isinstance(hx, tuple) else [] if hx is None else [hx])]
+    if not form.startswith("packed"):
+        agree(everything(ours, ours(x, hx), wrt), everything(theirs, theirs(x, hx), wrt))
+        return
+    lengths = data.draw(st.lists(st.integers(1, steps), min_size=rows, max_size=rows))
+    lengths[0] = steps
+    order, first = form == "packed in order", chosen["batch_first"]
+    lengths = torch.tensor(sorted(lengths, reverse=True) if order else lengths)
+    packed = [pack_padded_sequence(x, lengths, batch_first=first, enforce_sorted=order) for _ in range(2)]
+    (wanted, wanted_last), (seen, last) = theirs(packed[0], hx), ours(packed[1], hx)
+    for one, other in zip(seen[1:], wanted[1:], strict=True):
+        assert one is other is None or torch.equal(one, other)
+    agree(everything(ours, (seen.data, last), wrt), everything(theirs, (wanted.data, wanted_last), wrt))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_gives_the_same(kind: str) -> None:
+    theirs, ours = pair(kind, {"backend": "python"}, num_layers=2, bidirectional=True, batch_first=True)
+    x = torch.randn(2, 5, WIDTH).double().requires_grad_()
+    hx = first_state(theirs, 2)
+    agree(everything(ours, ours(x, hx), [x]), everything(theirs, theirs(x, hx), [x]))
+    assert ours.explain().count("loop_back") == 4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_between_layers_draws_the_numbers_that_torch_draws(kind: str, packed: bool) -> None:
+    theirs, ours = pair(kind, num_layers=3, dropout=0.4, bidirectional=True)
+    x: Any = torch.randn(6, 3, WIDTH).double()
+    x = pack_padded_sequence(x, torch.tensor([4, 6, 1]), enforce_sorted=False) if packed else x
+    results = []
+    for layer in (theirs, ours):
+        torch.manual_seed(5)
+        out = layer(x)[0]
+        results.append(everything(layer, out.data if packed else out, []))
+    agree(results[1], results[0])
+    assert not torch.equal(ours(x)[0].data, ours.eval()(x)[0].data)
+    agree([ours(x)[0].data], [theirs.eval()(x)[0].data])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_constructor_keys_and_first_weights_are_those_of_torch(kind: str) -> None:
+    theirs, ours = DROP_INS[kind]
+    made = []
+    for layer in (theirs, ours):
+        torch.manual_seed(3)
+        made.append(layer(WIDTH, HIDDEN, num_layers=2, bidirectional=True).state_dict())
+    assert list(made[0]) == list(made[1])
+    assert all(torch.equal(made[0][key], made[1][key]) for key in made[0])
+    assert isinstance(ours(WIDTH, HIDDEN), theirs)
+    for arguments in ({"hidden_size": 0}, {"hidden_size": HIDDEN, "dropout": 2.0}):
+        with pytest.raises(ValueError) as wanted:
+            theirs(WIDTH, **arguments)
+        with pytest.raises(ValueError) as seen:
+            ours(WIDTH, **arguments)
+        assert str(seen.value) == str(wanted.value)
+
+
+def test_what_is_handed_on_to_the_engine_is_checked_and_shown() -> None:
+    with pytest.raises(UsageError, match="truncate is 0"):
+        DROP_INS["GRU"][1](WIDTH, HIDDEN, truncate=0)
+    assert "backend='python'" in repr(DROP_INS["GRU"][1](WIDTH, HIDDEN, backend="python"))
+
+
+def cast(layer: nn.Module) -> nn.Module:
+    return layer.float().double()
+
+
+def assigned(layer: nn.Module) -> nn.Module:
+    layer.load_state_dict({key: value.clone() for key, value in layer.state_dict().items()}, assign=True)
+    return layer
+
+
+WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "cast": cast, "assign": assigned}
+
+
+@pytest.mark.parametrize("backend", ["eager", "python"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_computes_with_its_own_weights(kind: str, way: str, backend: str) -> None:
+    _, ours = pair(kind, {"backend": backend})
+    x = torch.randn(4, 2, WIDTH).double()
+    ours(x)
+    again = WAYS[way](ours)
+    theirs = DROP_INS[kind][0](WIDTH, HIDDEN).double()
+    with torch.no_grad():
+        for weight in again.parameters():
+            weight.mul_(1.5)
+    theirs.load_state_dict(again.state_dict())
+    agree(everything(again, again(x), []), everything(theirs, theirs(x), []))
+    if again is not ours:
+        assert not {id(p) for p in again.parameters()} & {id(p) for p in ours.parameters()}
+        assert not torch.equal(again(x)[0], ours(x)[0])
+    assert list(again.state_dict()) == list(theirs.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_made_anew_for_every_call_work(kind: str) -> None:
+    for change in (
+        lambda layer: parametrizations.weight_norm(layer, "weight_hh_l0"),
+        lambda layer: prune.l1_unstructured(layer, "weight_hh_l0", 0.5),
+    ):
+        theirs, ours = map(change, pair(kind, {"backend": "python"}))
+        for _ in range(2):
+            x = torch.randn(4, 2, WIDTH).double().requires_grad_()
+            agree(everything(ours, ours(x), [x]), everything(theirs, theirs(x), [x]))
+        assert "torch's own forward" in ours.explain()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_functional_call_uses_the_weights_that_it_is_given(kind: str) -> None:
+    theirs, ours = pair(kind)
+    x = torch.randn(4, 2, WIDTH).double()
+    wanted = theirs(x)[0]
+    others = {key: 2 * value.detach().requires_grad_() for key, value in ours.named_parameters()}
+    seen = torch.func.functional_call(ours, others, (x,))[0]
+    agree([ours(x)[0]], [wanted])
+    theirs.load_state_dict(others)
+    agree([seen], [theirs(x)[0]])
+
+
+def test_no_steps_give_no_output_and_the_first_state() -> None:
+    _, ours = pair("LSTM")
+    hx = first_state(ours, 2)
+    out, (h, c) = ours(torch.zeros(0, 2, WIDTH).double(), hx)
+    assert out.shape == (0, 2, HIDDEN) and torch.equal(h, hx[0]) and torch.equal(c, hx[1])
+
+
+def test_an_error_of_a_layer_names_it() -> None:
+    _, ours = pair("GRU", num_layers=2, bidirectional=True)
+    ours._made()[1].backward_net.cell.forward = None
+    with pytest.raises(TypeError) as caught:
+        ours(torch.randn(4, 2, WIDTH).double())
+    assert "weft: in layer 1" in caught.value.__notes__
+    assert any("backward network" in note for note in caught.value.__notes__)

@@ -1,0 +1,87 @@
+"""What runs step by step and what in bulk: the structure of well-known cells."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from tests.recurrent.cells_for_tests import Told
+from weft.recurrent import zoo
+from weft.recurrent.capture import capture
+from weft.recurrent.native.build import Build, build
+from weft.recurrent.native.operators import composed
+from weft.recurrent.native.order import order
+from weft.recurrent.native.values import Point, Product, Reduce, Ref, Total, Value, sources
+
+ROWS, INPUT, HIDDEN = 6, 3, 5
+
+
+def built(cell: nn.Module) -> Build:
+    x = torch.zeros(ROWS, INPUT)
+    state = torch.zeros(ROWS, HIDDEN)
+    return build(capture(cell, x, (state, state) if "LSTM" in repr(cell) else state, composed=composed()))
+
+
+CELLS = {
+    "torch's LSTM": (lambda: Told(nn.LSTMCell(INPUT, HIDDEN)), 4),
+    "torch's GRU": (lambda: Told(nn.GRUCell(INPUT, HIDDEN)), 4),
+    "torch's RNN": (lambda: Told(nn.RNNCell(INPUT, HIDDEN)), 4),
+    "zoo's LSTM": (lambda: zoo.LSTMCell(INPUT, HIDDEN), 3),
+    "zoo's GRU": (lambda: zoo.GRUCell(INPUT, HIDDEN), 4),
+    "layer norm LSTM": (lambda: zoo.LayerNormLSTMCell(INPUT, HIDDEN), 3),
+}
+every = pytest.mark.parametrize("name", CELLS)
+
+
+def products(values: Sequence[Value]) -> int:
+    return sum(isinstance(each.made, Product) for each in values)
+
+
+@every
+def test_a_loop_holds_one_product_and_no_gradient_of_a_parameter(name: str) -> None:
+    it = built(CELLS[name][0]())
+    for function in (it.forward, it.backward):
+        (main,) = [each for each in function.phases.phases if each.main]
+        assert products(main.loop) == 1
+        assert not any(isinstance(each.made, Total) for each in main.loop)
+
+
+@every
+def test_rows_of_the_batch_never_meet_so_threads_may_take_some_each(name: str) -> None:
+    it = built(CELLS[name][0]())
+    assert order(it.forward).axes is not None and order(it.backward).axes is not None
+
+
+@every
+def test_a_weights_gradient_is_a_product_and_a_biass_a_sum_of_rows(name: str) -> None:
+    kinds = [
+        type(value.made.of) for value, _ in built(CELLS[name][0]()).backward.totals if isinstance(value.made, Total)
+    ]
+    assert kinds.count(Product) == 2 and Ref not in kinds and set(kinds) <= {Product, Reduce}
+
+
+@every
+def test_where_all_states_are_known_no_loop_carries(name: str) -> None:
+    again = built(CELLS[name][0]()).again
+    assert not any(each.main for each in again.phases.phases)
+    assert products([value for each in again.phases.phases for value in each.bulk]) == products(again.values)
+
+
+@every
+def test_a_phase_reads_only_what_was_made_before(name: str) -> None:
+    for function in built(CELLS[name][0]()).functions:
+        done = set(function.homes) - set(function.values)
+        for step in order(function).steps:
+            for made in [[each] for each in step.bulk] + list(step.groups):
+                for value in made:
+                    reads = sources(value.made)
+                    assert all(each in done or (each in made and isinstance(value.made, Point)) for each in reads)
+                    done.add(value)
+
+
+def test_gates_before_their_functions_are_never_stored_and_pieces_are_made_in_place() -> None:
+    it = built(zoo.LSTMCell(INPUT, HIDDEN))
+    stored = [each for step in order(it.forward).steps for group in step.groups for each in group if len(group) > 1]
+    assert sum(it.forward.stored(each, stored) for each in stored) == 7  # 5 that backward reads, h and c
+    assert len(it.backward.slots) == 4  # the gates' gradients, within their concatenation

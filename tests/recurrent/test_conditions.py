@@ -1,0 +1,152 @@
+"""Lengths, masks with holes, resets, truncation and the step number: on every backend, the eager loop's numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import (
+    WIDTH,
+    Awkward,
+    by_plan,
+    close,
+    eagerly,
+    floats,
+    gradients,
+    learned,
+    per_row,
+    planned,
+    run_by,
+)
+from weft.core.tree import map_leaves
+from weft.recurrent import Recurrent
+from weft.recurrent.cells import adapt
+from weft.recurrent.conditions import conditions_of
+from weft.recurrent.rows import Rows
+
+STEPS, ROWS = 6, 3
+
+
+class Timed(Awkward):
+    """Reads the number of the step as an int may be read."""
+
+    def forward(self, x: Any, state: Any, t: int) -> Any:
+        y, (h, more) = super().forward(x, state)
+        del y["nothing"]
+        return y, (h * (1 + t), {"n": more["n"] + t})
+
+
+class Plain(Awkward):
+    """Without the output that is None, which no plan knows."""
+
+    def forward(self, x: Any, state: Any) -> Any:
+        y, after = super().forward(x, state)
+        del y["nothing"]
+        return y, after
+
+
+NETS: dict[tuple[str, str], Recurrent] = {}
+
+
+def network(kind: str, backend: str) -> Recurrent:
+    """One network for all examples, so that its plans are made once; its weights are fixed."""
+    if (kind, backend) not in NETS:
+        torch.manual_seed(3)
+        options: dict[str, Any] = {"time_step": True, "truncate": 2} if kind == "timed" else {}
+        cell = Timed() if kind == "timed" else Plain()
+        NETS[kind, backend] = planned(cell, backend, **options)
+    return NETS[kind, backend]
+
+
+def sequence(seed: int) -> tuple[Any, Any]:
+    """Inputs and an initial state, all that can be learned with gradients."""
+    torch.manual_seed(seed)
+    x = {"x": torch.randn(STEPS, ROWS, WIDTH).double() + 3, "gate": torch.rand(STEPS, ROWS).double()}
+    state = (torch.randn(ROWS, 4).double(), {"n": torch.randint(9, (ROWS,))})
+    return map_leaves(learned, x), map_leaves(learned, state)
+
+
+def spoiled(x: Any, valid: Tensor) -> Any:
+    """NaN wherever inputs do not count."""
+    with torch.no_grad():
+        found = map_leaves(
+            lambda leaf: leaf.masked_fill(~valid.view(*valid.shape, *[1] * (leaf.dim() - 2)), torch.nan), x
+        )
+    return map_leaves(lambda leaf: leaf.requires_grad_(), found)
+
+
+tables = st.lists(st.booleans(), min_size=STEPS * ROWS, max_size=STEPS * ROWS).map(
+    lambda bits: torch.tensor(bits).view(STEPS, ROWS)
+)
+
+
+@by_plan
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.integers(0, STEPS), min_size=ROWS, max_size=ROWS),
+    mask=tables,
+    reset=st.none() | tables,
+    seed=st.integers(0, 99),
+)
+def test_every_row_runs_as_if_alone_and_padding_of_nan_leaks_nowhere(
+    lengths: list[int], mask: Tensor, reset: Tensor | None, seed: int, backend: str
+) -> None:
+    net, (x, state) = network("plain", backend), sequence(seed)
+    within = torch.arange(STEPS)[:, None] < torch.tensor(lengths)
+    valid = within & mask
+    wanted = per_row(net.cell, x, state, valid, None if reset is None else within & reset)
+    padded = spoiled(x, valid)
+    seen = net(padded, state, lengths=lengths, mask=mask, reset=reset)
+    close(tuple(seen), tuple(wanted))
+    for leaf in floats(seen.outputs):
+        assert torch.equal(leaf[~valid], torch.zeros_like(leaf[~valid]))
+    learn = [*net.cell.parameters(), *floats(state)]
+    close(gradients(tuple(seen), [*learn, *floats(padded)]), gradients(wanted, [*learn, *floats(x)]), 1e-10)
+    assert run_by(net) == {backend}
+
+
+@by_plan
+@settings(max_examples=8)
+@given(start=st.integers(0, 3), every=st.integers(1, 7), seed=st.integers(0, 99), reset=st.none() | tables)
+def test_truncation_the_step_number_and_resets_are_as_in_the_loop(
+    start: int, every: int, seed: int, reset: Tensor | None, backend: str
+) -> None:
+    net, (x, state) = network("timed", backend), sequence(seed)
+    net.truncate = every
+    loop = eagerly(net.cell, time_step=True, truncate=every)
+    fresh = map_leaves(lambda leaf: leaf.detach().clone() + 1, state)
+    wrt = [*net.parameters(), *floats(x), *floats(state)]
+    found: list[Any] = []
+    for each in (net, loop):
+        each.initial = lambda first: fresh
+        result = tuple(each(x, state, reset=reset, start=start))
+        found.append((result, gradients(result, wrt)))
+    close(found[0], found[1], 1e-10)
+    assert run_by(net) == {backend}
+
+
+class OneOver(nn.Module):
+    """Divides by the step's number, which in float64 has more digits as a number than as a tensor of integers."""
+
+    def forward(self, x: Tensor, state: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        after = state + x / (1 - 0.9 ** (t + 1))
+        return after, after
+
+
+@by_plan
+@pytest.mark.filterwarnings("ignore:cell OneOver runs by the eager loop")
+def test_a_step_number_that_a_plan_would_round_is_left_to_the_loop(backend: str) -> None:
+    net = planned(OneOver(), backend, time_step=True)
+    x, state = torch.randn(4, 2, 3).double(), torch.zeros(2, 3).double()
+    close(net(x, state).outputs, eagerly(OneOver(), time_step=True)(x, state).outputs, 1e-14)
+    assert run_by(net) == {"eager"}
+
+
+def test_tables_that_change_nothing_count_as_absent() -> None:
+    cell, yes = adapt(nn.GRUCell(2, 2)), torch.ones(3, 2, dtype=torch.bool)
+    none = conditions_of(cell, Rows(), None)
+    assert conditions_of(cell, Rows(yes, ~yes), None) == none
+    assert conditions_of(cell, Rows(~yes, yes), 2) != none

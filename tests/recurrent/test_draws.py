@@ -1,0 +1,89 @@
+"""What a cell draws under a plan are the numbers that the eager loop would draw."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import by_plan, eagerly, planned, run_by
+from weft.recurrent.capture import capture
+from weft.recurrent.draws import drawn
+
+
+class Drawing(nn.Module):
+    """Adds to its state what a function draws."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = 0.5 * state + x * self.draw(x)
+        return after, after
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: nn.functional.dropout(x, 0.5),
+    "bernoulli": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "rand": lambda x: torch.rand(x.shape[1], dtype=x.dtype),
+    "rand like, twice": lambda x: torch.rand_like(x) - torch.rand_like(x),
+    "randn": lambda x: torch.randn(x.shape, dtype=x.dtype),
+    "randint": lambda x: torch.randint(5, x.shape),
+    "normal": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
+    "uniform": lambda x: torch.empty_like(x).uniform_(-1, 1),
+    "a draw within a draw's reach": lambda x: nn.functional.dropout(torch.randn_like(x).exp(), 0.3),
+}
+
+
+@by_plan
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_the_same_seed_gives_the_numbers_of_the_eager_loop_and_leaves_the_generator_as_it_does(
+    draw: Callable[[Tensor], Tensor], backend: str
+) -> None:
+    cell = Drawing(draw)
+    x, state = torch.randn(5, 2, 3).double(), torch.zeros(2, 3).double()
+    net, found = planned(cell, backend), []
+    for each in (eagerly(cell), net, net):  # the second call has its plan: nothing is drawn to make one
+        torch.manual_seed(7)
+        leaf = x.clone().requires_grad_()
+        outputs = each(leaf, state).outputs
+        after = torch.get_rng_state()
+        found.append((outputs.detach(), torch.autograd.grad(outputs.sin().sum(), leaf)[0], after))
+    assert run_by(net) == {backend}
+    for seen in found[1:]:
+        torch.testing.assert_close(seen[:2], found[0][:2], rtol=1e-12, atol=1e-14)
+        assert torch.equal(seen[2], found[0][2])
+
+
+def test_each_step_draws_anew_and_a_step_is_filled_in_order() -> None:
+    cell = Drawing(DRAWS["rand like, twice"])
+    x = torch.randn(2, 3).double()
+    captured = capture(cell, x, x)
+    torch.manual_seed(1)
+    one, other = drawn(captured.draws, 3, x.device)
+    torch.manual_seed(1)
+    for t in range(3):
+        assert torch.equal(one[t], torch.rand_like(x)) and torch.equal(other[t], torch.rand_like(x))
+
+
+@by_plan
+def test_a_new_dropout_rate_or_evaluation_makes_another_plan(backend: str) -> None:
+    cell = Drawing(nn.Dropout(0.5))
+    net = planned(cell, backend)
+    x, state = torch.randn(3, 2, 3).double(), torch.zeros(2, 3).double()
+
+    def alike() -> Any:
+        seen: list[Tensor] = []
+        for each in (eagerly(cell), net):
+            torch.manual_seed(7)
+            seen.append(each(x, state).outputs)
+        torch.testing.assert_close(seen[1], seen[0], rtol=1e-12, atol=1e-14)
+
+    alike()
+    cell.draw.p = 0.1
+    alike()
+    cell.eval()
+    alike()
+    assert len(net.why()) == 3 and run_by(net) == {backend}

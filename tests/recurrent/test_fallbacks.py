@@ -1,0 +1,149 @@
+"""What no plan can run: the eager loop steps in, with one warning that says why, or without a word."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import close, eagerly, equal, run_by
+from weft.core.errors import SpecError
+from weft.recurrent import Recurrent
+from weft.recurrent.backends import NoPlanWarning
+
+ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = state + x if x.sum() > 0 else state - x
+        return after, after
+
+
+class Measuring(nn.Module):
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = state + x * x.sum().item()
+        return after, after
+
+
+class Sampling(nn.Module):
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = state + torch.bernoulli(x.sigmoid())
+        return after, after
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen.add_(x.sum(0).detach())
+        return x + self.seen, state
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Any, Tensor]:
+        return {"y": x + state, "nothing": None}, state + x
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+        self.inner.register_forward_hook(lambda module, given, out: out * 2)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x) + state, state
+
+
+def reading(words: Iterator[str]) -> Callable[..., Any]:
+    return lambda x, s: (x + s + len(str(words)) * 0, s)
+
+
+CANNOT: dict[str, tuple[Any, str]] = {
+    "a branch on data": (Branching, "torch.where"),
+    "an item": (Measuring, "value of a tensor"),
+    "a draw that depends on values": (Sampling, "random numbers"),
+    "a write into a buffer": (Remembering, "carry them as a state"),
+    "an output that is None": (Nothing, "NoneType"),
+    "hooks": (Hooked, "the hooks of Identity"),
+    "an iterator": (lambda: reading(iter("ab")), "may change unseen"),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "python"])
+@pytest.mark.parametrize(("make", "words"), CANNOT.values(), ids=CANNOT)
+def test_a_cell_without_a_plan_gets_the_eager_loop_and_one_warning_that_says_why(
+    make: Any, words: str, backend: str
+) -> None:
+    net, other = Recurrent(make(), backend=backend), eagerly(make())
+    with pytest.warns(NoPlanWarning, match=words) as told:
+        torch.manual_seed(0)
+        seen = net(ONE, ZERO)
+    assert len(told) == 1
+    torch.manual_seed(0)
+    assert equal(tuple(seen), tuple(other(ONE, ZERO)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(ONE, ZERO)
+    assert run_by(net) == {"eager"} and words in net.explain()
+
+
+class Named(Tensor):
+    """A subclass, as users have them."""
+
+
+def add(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    after = torch.tanh(x + state)
+    return after, after
+
+
+SILENT: dict[str, Callable[[Recurrent, Recurrent], None]] = {
+    "vmap": lambda net, loop: close(
+        *(torch.func.vmap(lambda x, h, n=n: n(x, h).outputs, (1, 0))(ONE, ZERO) for n in (net, loop))
+    ),
+    "jvp": lambda net, loop: close(
+        *(torch.func.jvp(lambda x, n=n: n(x, ZERO).outputs, (ONE,), (torch.ones_like(ONE),)) for n in (net, loop))
+    ),
+    "grad of torch.func": lambda net, loop: close(
+        *(torch.func.grad(lambda h, n=n: n(ONE, h).outputs.sum())(ZERO) for n in (net, loop))
+    ),
+    "a subclass": lambda net, loop: close(
+        *(n(ONE.as_subclass(Named), ZERO).outputs.as_subclass(Tensor) for n in (net, loop))
+    ),
+    "no steps": lambda net, loop: close(*(tuple(n(ONE[:0], ZERO)) for n in (net, loop))),
+}
+
+
+@pytest.mark.parametrize("run", SILENT.values(), ids=SILENT)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, on first use
+def test_a_call_that_no_plan_can_run_is_run_by_the_eager_loop_without_a_word(run: Any) -> None:
+    net = Recurrent(add)
+    run(net, eagerly(add))
+    assert run_by(net) == {"eager"}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, on first use
+def test_forward_mode_gradients_go_through_the_eager_loop() -> None:
+    net = Recurrent(add)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(ONE, torch.ones_like(ONE))
+        tangents = [torch.autograd.forward_ad.unpack_dual(n(dual, ZERO).outputs).tangent for n in (net, eagerly(add))]
+    assert torch.equal(*tangents) and run_by(net) == {"eager"}
+
+
+def test_a_leaf_that_is_no_tensor_goes_to_every_step_by_the_eager_loop() -> None:
+    net = Recurrent(lambda x, h: (x[0] * x[1] + h, h))
+    assert equal(net((ONE, 2.0), ZERO).outputs, ONE * 2)
+    assert run_by(net) == {"eager"}
+
+
+def test_a_cell_that_is_wrong_is_told_by_the_eager_loop_without_a_warning() -> None:
+    for cell in (lambda x, h: x, lambda x, h: (x, h[:1]), lambda x, h: (x, (h, h))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(SpecError):
+                Recurrent(cell)(ONE, ZERO)

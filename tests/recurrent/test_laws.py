@@ -1,0 +1,118 @@
+"""What holds for every cell of the zoo, whatever runs it, in chunks of two steps and whatever is kept of them."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.recurrent.recurrent_cases import (
+    by_plan,
+    close,
+    eagerly,
+    equal,
+    floats,
+    gradients,
+    learned,
+    needs_compiler,
+    planned,
+    run_by,
+)
+from tests.recurrent.zoo.zoo_cases import ZOO, ZooCase
+from weft.core.tree import flatten, map_leaves
+from weft.recurrent import Recurrent, engine
+
+STEPS, ROWS = 4, 2
+everyone = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+
+
+def begun(case: ZooCase, cell: Any, x: Tensor) -> Any:
+    """An initial state, each tensor a leaf with a gradient, and none of them zero."""
+    given = case.state(cell, x)
+    state = cell.initial_state(x[0]) if given is None else given
+    draw = torch.Generator().manual_seed(1)
+
+    def leaf(each: Tensor) -> Tensor:
+        if not each.is_floating_point():
+            return each.clone()
+        return learned(each.detach() + 0.3 * torch.rand(each.shape, generator=draw, dtype=each.dtype))
+
+    return map_leaves(leaf, state)
+
+
+@cache
+def network(case: ZooCase, backend: str) -> tuple[Recurrent, Any]:
+    """A network and a state to begin with; its plans are made once for all laws."""
+    cell, x = case.cell(), case.inputs(STEPS, ROWS)
+    net, state = planned(cell, backend, verify="never"), begun(case, cell, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "CHUNK_BYTES", 0)
+        patch.setattr(engine, "CHUNK_ROWS", 2 * ROWS)
+        net(x, state)
+    return net, state
+
+
+def results(net: Recurrent, x: Tensor, state: Any, lengths: Any = None) -> tuple[Any, list[Tensor]]:
+    """All that comes out, and all gradients; what the cell draws, and so every mask, is the same each time."""
+    torch.manual_seed(5)
+    result = tuple(net(x, state, lengths=lengths))
+    return result, gradients(result, [x, *floats(state), *net.parameters()])
+
+
+@by_plan
+@everyone
+def test_gradients_are_those_of_finite_differences(case: ZooCase, backend: str) -> None:
+    (net, state), x = network(case, backend), case.inputs(3, ROWS)
+
+    def run(*_: Tensor) -> list[Tensor]:  # gradcheck moves the very tensors that the network reads
+        torch.manual_seed(0)
+        return [leaf for leaf in flatten(net(x, state)[:2])[0] if leaf.requires_grad]
+
+    assert torch.autograd.gradcheck(run, (x, *floats(state), *net.parameters()), fast_mode=True)
+    assert run_by(net) == {backend}
+
+
+@by_plan
+@everyone
+def test_all_results_and_gradients_are_those_of_the_eager_loop(case: ZooCase, backend: str) -> None:
+    (net, state), x = network(case, backend), case.inputs(STEPS, ROWS)
+    seen, wanted = results(net, x, state), results(eagerly(net.cell), x, state)
+    assert run_by(net) == {backend}
+    close(seen[0], wanted[0], 1e-12)
+    close(seen[1], wanted[1], 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(case, backend, marks=[needs_compiler] if backend == "c" else [], id=f"{case.name}-{backend}")
+        for backend, cases in (("c", ZOO), ("python", ZOO[::4]))
+        for case in cases
+    ],
+)
+def test_lengths_give_the_results_and_gradients_of_the_eager_loop(case: ZooCase, backend: str) -> None:
+    cell, x = case.cell(), case.inputs(STEPS, ROWS)
+    net, state = planned(cell, backend, verify="never"), begun(case, cell, x)
+    seen, wanted = results(net, x, state, [2, STEPS]), results(eagerly(cell), x, state, [2, STEPS])
+    assert run_by(net) == {backend}
+    close(seen[0], wanted[0], 1e-12)
+    close(seen[1], wanted[1], 1e-10)
+
+
+@by_plan
+@everyone
+def test_whatever_is_kept_the_bits_are_the_same(case: ZooCase, backend: str) -> None:
+    (net, state), x = network(case, backend), case.inputs(11, ROWS)
+    found: dict[Any, tuple[Any, Any]] = {}
+    for memory in ("full", "states", "sqrt", 1 << 30):
+        net._plans._memory = memory  # one plan for all of them
+        torch.manual_seed(5)
+        result = net(x, state)
+        parts = tuple(result[:2])
+        found[memory] = parts, gradients(parts, [x, *floats(state), *net.parameters()])
+        assert (result.states is None) == (memory == "sqrt")
+    net._plans._memory = "full"
+    assert len(net.why()) == 1 and run_by(net) == {backend}
+    for each in found.values():
+        assert equal(each, found["full"])

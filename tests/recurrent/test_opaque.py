@@ -1,0 +1,234 @@
+"""A model with a recurrent network compiles as one graph, exports, and gives the numbers that it gives otherwise."""
+
+import copy
+import gc
+import inspect
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.core import tree
+from weft.core.errors import BackwardTwiceError, UsageError
+from weft.core.tree import flatten
+from weft.recurrent import Recurrent, opaque, traced
+
+T, N, D, H = 5, 3, 3, 4
+
+
+class Nested(nn.Module):
+    """Nested values, an integer state, a buffer, an output that is a state, dropout where it is asked for."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(D, H)
+        self.dropout = dropout
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: dict[str, Tensor], state: Any) -> Any:
+        h, more = state
+        h, c = self.cell(x["x"] * self.scale, (h, more["c"]))
+        h = nn.functional.dropout(h, self.dropout)
+        return {"y": (h, h.cos())}, (h, {"c": c, "n": more["n"] + 1})
+
+    def initial_state(self, x: dict[str, Tensor]) -> Any:
+        zeros = x["x"].new_zeros(x["x"].shape[0], H)
+        return zeros, {"c": zeros.clone(), "n": torch.zeros(zeros.shape[0], dtype=torch.int64)}
+
+
+class Model(nn.Module):
+    """A network between two layers."""
+
+    def __init__(self, dropout: float = 0.0, **options: Any) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(D, D), nn.Linear(H, 2)
+        self.net = Recurrent(Nested(dropout), **{"backend": "python", **options})
+        self.double()
+
+    def forward(self, x: Tensor, **call: Any) -> Any:
+        result = self.net({"x": self.before(x)}, **call)
+        return self.after(result.outputs["y"][0]), result.outputs["y"][1], result.last, result.states
+
+
+def results(model: Any, x: Tensor, **call: Any) -> list[Tensor]:
+    """All that comes out, and all gradients."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(7)
+    leaves = [leaf for leaf in flatten(model(x, **call))[0] if leaf is not None]
+    loss = sum(leaf.sin().sum() for leaf in leaves if leaf.is_floating_point())
+    return [*(leaf.detach() for leaf in leaves), *torch.autograd.grad(loss, [x, *model.parameters()])]
+
+
+def alike(model: Model, compiled: Any, x: Tensor, **call: Any) -> None:
+    for one, other in zip(results(model, x, **call), results(compiled, x, **call), strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo cannot trace the checks of types around what it traces; behind the operator they stay."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    monkeypatch.setattr(Recurrent, "forward", inspect.unwrap(Recurrent.forward))
+    for module in (traced, tree):
+        for name, value in list(vars(module).items()):
+            if inspect.isfunction(value) and name != "_one_operator":
+                monkeypatch.setattr(module, name, inspect.unwrap(value))
+
+
+CHECKED = hasattr(Recurrent.forward, "__wrapped__")
+symbolic = pytest.mark.skipif(CHECKED, reason="a symbolic size is no int, so the checks of types must be off")
+
+
+@pytest.mark.skipif(not CHECKED, reason="they run here")
+def test_those_with_symbolic_sizes_pass_in_an_interpreter_without_checks_of_types() -> None:
+    marked = "another_length_no_new_graph or export_runs_for_other_lengths"
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-k", marked, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-3000:]
+
+
+def sequence(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (T, N, D)), dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # within the import of inductor
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_one_graph_gives_equal_results_and_gradients(backend: str) -> None:
+    model = Model()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    alike(model, compiled, sequence())
+    alike(model, compiled, sequence())
+    assert all(used == "python" for _, used, _ in model.net.why())
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lengths, dropout": ({"dropout": 0.5}, {"lengths": torch.tensor([2, 5, 0])}),
+    "mask, reset, truncated": ({"truncate": 2}, {"mask": torch.rand(T, N) > 0.4, "reset": torch.rand(T, N) > 0.6}),
+    "batch first, list of lengths": ({"batch_first": True, "memory": "states"}, {"lengths": [2, 5, 1]}),
+    "eager loop": ({"backend": "eager"}, {"lengths": torch.tensor([2, 5, 0]), "start": 3}),
+}
+
+
+@pytest.mark.parametrize(("options", "call"), CALLS.values(), ids=CALLS)
+def test_every_way_of_calling_compiles(options: dict[str, Any], call: dict[str, Any]) -> None:
+    model = Model(**options)
+    x = sequence(N, T, D) if "batch_first" in options else sequence()
+    alike(model, torch.compile(model, fullgraph=True, backend="aot_eager"), x, **call)
+
+
+@symbolic
+def test_a_given_state_gets_its_gradient_and_another_length_no_new_graph() -> None:
+    net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)
+    for steps in (5, 7, 9):
+        with torch._dynamo.config.patch(error_on_recompile=steps > 5):
+            x, state = sequence(steps, N, D), sequence(N, H).requires_grad_()
+            found = [
+                torch.autograd.grad(run(x, state).outputs.sin().sum(), [state, *net.parameters()])
+                for run in (net, compiled)
+            ]
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+
+
+def test_where_not_all_states_are_kept_there_are_none() -> None:
+    net = Recurrent(nn.GRUCell(D, H).double(), memory="sqrt", backend="python")
+    assert torch.compile(net, fullgraph=True, backend="aot_eager")(sequence()).states is None
+
+
+class Passing(nn.Module):
+    """Its output is its input, and a state goes on as it is."""
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+        return (x, x), (state[0], state[1] + x)
+
+
+@pytest.mark.parametrize("loop", ["eager", "python"])
+def test_results_lie_in_memory_of_their_own(loop: Any) -> None:
+    net = Recurrent(Passing(), backend=loop)
+    x, state = sequence(), (sequence(N, D), sequence(N, D))
+    result = torch.compile(net, fullgraph=True, backend="aot_eager")(x, state)
+    for one, other in zip(flatten(result)[0], flatten(net(x, state))[0], strict=True):
+        assert torch.equal(one, other)
+    distinct = [result.outputs[0], *result.last, *result.states, x, *state]
+    assert len({each.untyped_storage().data_ptr() for each in distinct}) == len(distinct)
+
+
+def test_the_optimizer_is_seen_and_a_copy_is_another_network() -> None:
+    net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
+    other, x = copy.deepcopy(net), sequence()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    compiled(x)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(compiled(x).outputs, net(x).outputs) and len(net.why()) == 1
+    again = torch.compile(other, fullgraph=True, backend="aot_eager")
+    assert torch.equal(again(x).outputs, other(x).outputs)
+    assert not torch.equal(again(x).outputs, compiled(x).outputs)
+
+
+def test_without_gradients_nothing_is_kept_and_with_them_until_backward() -> None:
+    net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        held = compiled(sequence()).outputs
+    assert not opaque._sequences
+    held = compiled(sequence()).outputs.sum()
+    assert len(opaque._sequences) == 1
+    held.backward()
+    del held
+    gc.collect()
+    assert not opaque._sequences
+
+
+def test_a_copied_token_is_refused_by_name() -> None:
+    net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda each: each):
+        loss = compiled(sequence()).outputs.sum()
+    with pytest.raises(BackwardTwiceError, match="copied"):
+        loss.backward()
+
+
+@symbolic
+def test_an_export_runs_for_other_lengths_and_is_saved_and_loaded() -> None:
+    model = Model()
+    dims = {0: torch.export.Dim("T", min=2), 1: torch.export.Dim("N", min=2)}
+    exported = torch.export.export(model, (sequence(),), dynamic_shapes={"x": dims})
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for x in (sequence(), sequence(9, 2, D)):
+        for one, other in zip(flatten(model(x))[0], flatten(loaded(x))[0], strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in (*changed.parameters(), *loaded.parameters()):
+            parameter.mul_(2)
+    x = sequence()
+    torch.testing.assert_close(loaded(x)[0], changed(x)[0], rtol=0, atol=1e-12)
+
+
+def test_a_graph_without_its_network_says_so() -> None:
+    exported = torch.export.export(Model(), (sequence(),)).module()
+    gc.collect()
+    with pytest.raises(UsageError, match="keep the module"):
+        exported(sequence())
+
+
+def test_a_function_that_closes_over_parameters_is_refused() -> None:
+    weight = torch.randn(D, D, dtype=torch.float64, requires_grad=True)
+
+    def cell(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ weight, state + x
+
+    net = Recurrent(cell, backend="python")
+    with pytest.raises(UsageError, match="make the cell a module"):
+        torch.export.export(net, (sequence(), sequence(N, D)))

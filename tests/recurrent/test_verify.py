@@ -1,0 +1,73 @@
+"""Nothing that computes something else than its cell is let through."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.recurrent.cells_for_tests import CASES, Case, engine_of, every_case
+from tests.recurrent.recurrent_cases import by_plan
+from tests.recurrent.test_derived import sequence
+from weft.recurrent.capture import capture
+from weft.recurrent.parts import cut
+from weft.recurrent.python_engine import PythonEngine
+from weft.recurrent.verify import PlanError, verify
+
+
+@by_plan
+@every_case
+def test_a_right_plan_passes_the_check_and_leaves_no_gradient_behind(make: Callable[[], Case], backend: str) -> None:
+    case = make()
+    xs, states = sequence(case)
+    for memory in ("full", "states", "sqrt", 10_000_000):
+        verify(engine_of(backend, case), case.cell, xs, states, memory)
+    assert all(tensor.grad is None for tensor in [*xs, *states, *case.parameters])
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [("loop", "output 0 differs"), ("loop_back", "gradient of initial state"), ("after_back", "gradient of parameter")],
+)
+def test_a_wrong_plan_is_refused_and_every_wrong_value_named(part: str, words: str) -> None:
+    """One operator of the plan is replaced by another: what a fault of the analysis would look like."""
+    case = CASES["RNN"]()
+    captured = capture(case.cell, case.x, case.state, case.parameters)
+    swap: dict[str, tuple[Any, Any]] = {
+        "loop": (torch.ops.aten.tanh.default, torch.ops.aten.sin.default),
+        "loop_back": (torch.ops.aten.mul.Tensor, torch.ops.aten.sub.Tensor),
+        "after_back": (torch.ops.aten.sum.dim_IntList, torch.ops.aten.amax.default),
+    }
+    right, wrong = swap[part]
+    node = next(node for node in getattr(cut(captured), part) if node.target is right)
+    node.target = wrong
+    xs, states = sequence(case)
+    with pytest.raises(PlanError, match=words):
+        verify(PythonEngine(captured), case.cell, xs, states)
+
+
+@by_plan
+def test_nan_in_the_same_places_is_no_difference(backend: str) -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            return (x - 10).sqrt() + state, state + x
+
+    x = torch.randn(2, 3, dtype=torch.float64)
+    engine = engine_of(backend, Case(Root(), x, x, []))
+    verify(engine, Root(), [torch.randn(4, 2, 3, dtype=torch.float64)], [x])
+
+
+@by_plan
+def test_the_check_draws_what_the_cell_draws_and_puts_the_generator_back(backend: str) -> None:
+    class Dropping(nn.Module):
+        def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+            after = state + nn.functional.dropout(x, 0.5)
+            return after, after
+
+    x = torch.randn(2, 3, dtype=torch.float64)
+    engine = engine_of(backend, Case(Dropping(), x, x, []))
+    xs = torch.randn(4, 2, 3, dtype=torch.float64)
+    before = torch.get_rng_state()
+    verify(engine, Dropping(), [xs], [x])
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,109 @@
+"""Memory between calls: used again, bounded, given back; and a network takes no more of it from call to call."""
+
+import gc
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.recurrent.recurrent_cases import by_plan, planned
+from weft.recurrent import workspace
+from weft.recurrent.workspace import Workspaces, pool
+
+
+def test_a_buffer_that_was_given_back_is_used_again_for_what_is_not_much_smaller() -> None:
+    pool = Workspaces()
+    one, other = pool.take(100_000), pool.take(150_000)
+    pool.give(other)
+    pool.give(one)
+    assert pool.take(99_000) is one, "the smallest that is large enough"
+    assert pool.take(90_000) is other
+    pool.give(other)
+    assert pool.take(30_000) is not other
+    assert pool.take(150_000, "work") is not other
+    assert pool.statistics()["made"] == 4 and pool.statistics()["reused"] == 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 20)), max_size=30))
+def test_a_buffer_has_one_owner_is_large_enough_and_what_is_idle_is_counted(steps: list[tuple[int, int]]) -> None:
+    pool = Workspaces()
+    out: list[torch.Tensor] = []
+    idle: dict[int, int] = {}
+    for what, size in steps:
+        if what < 3 or not out:
+            buffer = pool.take(size)
+            assert buffer.numel() >= size
+            assert buffer.numel() <= 2 * max(1.125 * size + 64, 128)
+            assert all(buffer is not each for each in out)
+            idle.pop(id(buffer), None)
+            out.append(buffer)
+        else:
+            buffer = out.pop()
+            pool.give(buffer)
+            idle[id(buffer)] = buffer.numel()
+    assert pool.statistics()["held_bytes"] == sum(idle.values())
+    pool.release()
+    assert pool.statistics()["held_bytes"] == 0
+
+
+def test_what_is_more_than_a_share_of_the_free_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 8_000_000
+    monkeypatch.setattr(workspace, "_free_memory", lambda: free)
+    monkeypatch.setattr(workspace, "ASK_AGAIN", -1.0)
+    pool = Workspaces()
+    buffers = [pool.take(400_000) for _ in range(4)]
+    for each in buffers:
+        pool.give(each)
+    assert pool.statistics()["limit_bytes"] == 1_000_000
+    assert 400_000 < pool.statistics()["held_bytes"] <= 1_000_000, "two of the four"
+    free = 800_000
+    pool.give(torch.empty(1024, dtype=torch.uint8))
+    assert pool.statistics()["held_bytes"] == 1024, "under pressure what was idle goes first"
+
+
+def test_when_memory_runs_out_the_idle_is_given_up_and_it_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Workspaces()
+    pool.give(pool.take(1000))
+    empty, tries = torch.empty, []
+
+    def failing(*args: object, **kwargs: object) -> torch.Tensor:
+        tries.append(pool.statistics()["held_bytes"])
+        if len(tries) == 1:
+            raise RuntimeError("not enough memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", failing)
+    assert pool.take(50_000).numel() >= 50_000
+    assert tries[0] > 0 and tries[1] == 0
+
+
+@pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
+@by_plan
+def test_calls_leave_nothing_behind(backend: str, memory: str) -> None:
+    net = planned(nn.GRUCell(3, 4), backend, memory=memory)
+    x = torch.randn(140, 2, 3, requires_grad=True)
+
+    def call() -> None:
+        net(x).outputs.sum().backward()
+        net(x)  # a graph that is never walked
+        with torch.no_grad():
+            net(x)
+
+    def standing() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+        return tensors, len(os.listdir("/proc/self/fd")), pool.statistics()["held_bytes"]
+
+    for _ in range(3):
+        call()
+    before, made = standing(), pool.statistics()["made"]
+    for _ in range(5):
+        call()
+    after = standing()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] + 1
+    if backend == "c" and memory != "full":
+        assert pool.statistics()["made"] == made, "every workspace is one that was there"
