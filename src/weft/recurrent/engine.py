@@ -17,7 +17,7 @@ from weft.recurrent.captured import Captured
 
 CHUNK_BYTES = 4 << 20
 """About what the values of one chunk may take."""
-CHUNK_ROWS = 256
+CHUNK_ROWS = 1024
 """A chunk has at least so many rows, steps times batch, so that products over it are worth their name."""
 
 
