@@ -188,9 +188,10 @@ class PlannedCall:
     def race(self, engine: Engine) -> tuple[float, float]:
         """Seconds that a short part of this sequence takes by the engine, and by the eager loop; drawing nothing."""
         short = min(self._inputs.steps, RACE_STEPS)
-        part = replace(self._inputs, leaves=[each[:short] for each in self._inputs.leaves], steps=short)
+        part = replace(self._inputs, leaves=[each[:short].detach() for each in self._inputs.leaves], steps=short)
         rows = Rows(*(None if each is None else each[:short] for each in (self._rows.valid, self._rows.reset)))
-        state, fresh, _ = unflatten(self._structure, self._states)
+        # Cut from the caller's graph, which its own backward will want whole.
+        state, fresh, _ = unflatten(self._structure, [each.detach() for each in self._states])
         again = fresh if self._on.reset else None
         call = PlannedCall(self.cell, part, rows, state, again, self._start, self._truncate)
 

@@ -117,7 +117,10 @@ def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
     wanted, seen = wanted.nan_to_num(), seen.nan_to_num()
     gap, size = _largest(seen - wanted), _largest(wanted)
     # What cancels to nearly nothing is as wrong as the sums that it is the difference of: a few units of rounding.
-    if gap <= TOLERANCE.get(wanted.dtype, 1e-4) * size + ROUNDINGS * torch.finfo(wanted.dtype).eps:
+    kind = wanted.device.type
+    coarse = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else wanted.dtype
+    allowed = max(TOLERANCE.get(each, 1e-4) for each in (wanted.dtype, coarse))
+    if gap <= allowed * size + ROUNDINGS * torch.finfo(coarse).eps:
         return None
     return f"{name} differs by {gap:.1e} at most (its largest value is {size:.1e})"
 

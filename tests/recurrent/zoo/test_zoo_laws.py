@@ -44,7 +44,7 @@ def test_gradients_are_those_of_finite_differences(case: ZooCase) -> None:
 @everyone
 def test_steps_give_the_bits_of_the_whole(case: ZooCase) -> None:
     cell, x = case.cell(), case.inputs(STEPS, ROWS)
-    net = Recurrent(cell)
+    net = Recurrent(cell, backend="eager")  # a plan gives the same but for rounding
     state = case.state(cell, x)
     torch.manual_seed(0)
     whole = net(x, state)
@@ -105,6 +105,8 @@ def test_a_cell_keeps_to_the_dtype_of_its_weights(case: ZooCase, dtype: torch.dt
     assert all(leaf.isfinite().all() for leaf in leaves)
 
 
+# The loop may run instead: in bfloat16 a plan may round beyond what the first check allows.
+@pytest.mark.filterwarnings("ignore::weft.recurrent.NoPlanWarning")
 @everyone
 def test_under_autocast_a_cell_runs_and_its_state_goes_round(case: ZooCase) -> None:
     cell, x = case.cell(torch.float32), case.inputs(STEPS, ROWS, torch.float32)
