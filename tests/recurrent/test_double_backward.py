@@ -1,4 +1,5 @@
 """A gradient of a gradient through a derived sequence is that of plain autograd, whatever is kept import warnings
+import warnings
 from forward."""
 
 from collections.abc import Callable
