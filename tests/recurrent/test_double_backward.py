@@ -1,7 +1,7 @@
 """A gradient of a gradient through a derived sequence is that of plain autograd, whatever is kept import warnings
-import warnings
 from forward."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
