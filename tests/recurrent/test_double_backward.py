@@ -1,4 +1,4 @@
-"""A gradient of a gradient through a derived sequence is that of plain autograd, whatever is kept import warnings
+"""A gradient of a gradient through a derived sequence is that of plain autograd, whatever is kept
 from forward."""
 
 import warnings
