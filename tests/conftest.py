@@ -4,6 +4,7 @@
     one intra-op thread     so that equal means bit-equal, whoever computes
     hypothesis profiles     "weft" here, "ci" where CI is set
     cuda marker             skipped, by name, where there is no GPU
+    Ctrl-C                  as in a shell, also where the tests were started in the background, which ignores it
     no thread left behind   a test that leaves a thread of weft alive fails
 
 The import hook must be in place before anything imports weft, hence at the top of this file.
@@ -12,6 +13,7 @@ The import hook must be in place before anything imports weft, hence at the top 
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -33,6 +35,10 @@ install_import_hook("weft", "beartype.beartype")
 # How torch splits one operator over threads decides how it rounds. The laws compare executors bit by bit, and
 # a worker thread must not round otherwise than the main thread just because the pool was busy.
 torch.set_num_threads(1)
+
+# A shell starts a command in the background with SIGINT ignored, and Python keeps that, for its children too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: the machine may be shared. CI draws the same examples every time, so that it fails for a change
 # and not by chance; elsewhere new examples keep coming.
@@ -88,3 +94,14 @@ def no_thread_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         return  # the traceback holds the test's objects, and so their threads; one failure is enough
     if left := survivors(threads_of_weft() - before):
         pytest.fail(f"threads outlive the test by {GRACE:g} s: {', '.join(left)}", pytrace=False)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """End the process even if a failed test left a thread that Python would wait for, for ever; all is reported."""
+    main = threading.main_thread()
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    if left:
+        print(f"these threads would keep the process from ending: {', '.join(left)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)

@@ -6,11 +6,13 @@ without ever stacking it, where it can: the sum goes through linear operators, u
 both depend on time becomes one product whose inner axis is T x N. So a weight's gradient is one matrix product.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+
+from weft.recurrent.parts import leading_to
 
 _aten = cast(Any, torch.ops.aten)
 _LINEAR_VIEWS = (
@@ -36,7 +38,7 @@ class Bulk:
         """Compute `wanted`, all of them among `nodes`, for all steps, and nothing that they do not need."""
         if not wanted:
             return
-        inside = _needed(wanted, set(nodes))
+        inside = leading_to(wanted, set(nodes))
         nodes = [node for node in nodes if node in inside]
         given = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
         dims = tuple(0 if self.varies(node) else None for node in given)
@@ -104,15 +106,3 @@ def _vmap(function: Callable[..., Any], dims: tuple[int | None, ...]) -> Callabl
 
 def _shape(node: fx.Node) -> Any:
     return getattr(node.meta.get("val"), "shape", None)
-
-
-def _needed(wanted: Sequence[fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes among `inside` that the wanted ones are computed from, and these."""
-    found: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node in inside and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found

@@ -7,7 +7,6 @@ Sequences are always run in chunks of a length that depends on the plan alone. S
 the cache when they are read again, and what is recomputed for want of memory has the bits of what was computed first.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -107,8 +106,3 @@ def borders(steps: int, chunk: int) -> list[int]:
 def chunk_length(step_bytes: int, rows: int) -> int:
     """Steps in a chunk, out of the bytes that a step takes and its rows."""
     return max(CHUNK_BYTES // max(step_bytes, 1), -(-CHUNK_ROWS // max(rows, 1)), 1)
-
-
-def row_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of one row each."""
-    return sum(each[0].numel() * each.element_size() for each in tensors)

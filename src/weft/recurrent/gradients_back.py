@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from weft.core.segment import differentiable
 from weft.recurrent.captured import Captured
 from weft.recurrent.engine import Gradients
 
@@ -47,10 +48,10 @@ class GradientsBack:
         self._given, self._device = given, device
         self._looks = captured.outputs
         self._carried = [
-            torch.zeros_like(s) if each is None else each.clone(memory_format=torch.contiguous_format)
+            torch.zeros_like(s) if each is None else each.resolve_neg().clone(memory_format=torch.contiguous_format)
             for s, each in zip(states, given.last, strict=True)
         ]
-        self._moving = [s.is_floating_point() for s in states]
+        self._moving = [differentiable(s) for s in states]
         self._inputs = [None if look is None else look.over(steps, device) for look in captured.input_gradients]
         self._parameters = [
             None if node is None else torch.zeros_like(p, memory_format=torch.contiguous_format)
@@ -60,12 +61,12 @@ class GradientsBack:
     def chunk(self, start: int, end: int) -> Gradients:
         """Those of a chunk; chunks are asked for from the last to the first."""
         outputs = [
-            look.over(end - start, self._device).zero_() if each is None else each[start:end].contiguous()
+            look.over(end - start, self._device).zero_() if each is None else _plain(each[start:end])
             for look, each in zip(self._looks, self._given.outputs, strict=True)
         ]
         states: list[Tensor | None] = [None] * len(self._carried)
         if self._given.states:
-            states = [None if each is None else each[start:end].contiguous() for each in self._given.states]
+            states = [None if each is None else _plain(each[start:end]) for each in self._given.states]
         inputs = [None if each is None else each[start:end] for each in self._inputs]
         return Gradients(outputs, states, self._carried, inputs, self._parameters)
 
@@ -73,3 +74,8 @@ class GradientsBack:
         """The gradients of inputs, initial states and parameters."""
         states = [each if moving else None for each, moving in zip(self._carried, self._moving, strict=True)]
         return [*self._inputs, *states, *self._parameters]
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """As compiled code reads it: contiguous, and negated in memory where autograd only marked it as negative."""
+    return gradient.resolve_neg().contiguous()

@@ -13,7 +13,7 @@ per step. Hand-written kernels do so for the LSTM (cuDNN: Appleyard et al., arXi
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 
 from torch import fx
@@ -56,9 +56,9 @@ def dependences(captured: Captured) -> dict[fx.Node, frozenset[str]]:
 def cut(captured: Captured) -> Parts:
     """Put every operator into its part."""
     roles, on = captured.roles, dependences(captured)
-    to_state = _leading_to(roles.new_states)
-    to_carry = _leading_to(roles.state_gradients)
-    to_output = _leading_to(roles.outputs)
+    to_state = leading_to(roles.new_states)
+    to_carry = leading_to(roles.state_gradients)
+    to_output = leading_to(roles.outputs)
     parts = Parts([], [], [], [], [], [], [])
     placed: dict[fx.Node, str] = {}
     for node in captured.nodes:
@@ -79,13 +79,13 @@ def _part_of(on: frozenset[str], to_state: bool, to_output: bool, to_carry: bool
     return "before" if on else "once"
 
 
-def _leading_to(ends: Iterable[Value]) -> set[fx.Node]:
-    """The nodes that some end is computed from, and the ends."""
+def leading_to(ends: Iterable[Value], inside: Collection[fx.Node] | None = None) -> set[fx.Node]:
+    """The nodes that some end is computed from, and the ends; looked for among `inside` only, if that is given."""
     found: set[fx.Node] = set()
     stack = [end for end in ends if end is not None]
     while stack:
         node = stack.pop()
-        if node not in found:
+        if node not in found and (inside is None or node in inside):
             found.add(node)
             stack += node.all_input_nodes
     return found

@@ -119,12 +119,7 @@ class PlannedCall:
         return [*leaves, *more_inputs(self._on, self._inputs, self._rows, self._start, self._truncate)]
 
     def _step(self) -> Callable[..., Any]:
-        step = self._on.step(self.cell, self._inputs.rows)
-
-        def run(inputs: Any, states: Any) -> Any:
-            return step(inputs, states)
-
-        return run
+        return self._on.step(self.cell, self._inputs.rows)
 
     def engine(self, name: str) -> Engine:
         """A new engine. Raises CaptureError, Unsupported and CompileError."""

@@ -1,6 +1,5 @@
 """A compiled program as an engine: memory by address, threads where they pay."""
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -12,7 +11,7 @@ from weft.recurrent.engine import Chunk, Gradients, chunk_length
 from weft.recurrent.native.function import Argument
 from weft.recurrent.native.packs import ALIGN, aligned
 from weft.recurrent.native.program import Program, Routine
-from weft.recurrent.parts import explain
+from weft.recurrent.parts import explain, leading_to
 from weft.recurrent.workspace import pool, rounded
 
 WORTH = 4e6
@@ -32,7 +31,8 @@ class NativeEngine:
         shape = states[0].meta["val"].shape if states else ()
         self._chunk = chunk_length(sum(self._saved) + stacks, shape[0] if shape else 1)
         self._made_once = [each for each in self.program.build.constants if each.op == "call_function"]
-        self._once = leading_to(self._made_once, captured.nodes)
+        once = leading_to(self._made_once)
+        self._once = [node for node in captured.nodes if node in once]
 
     def chunk_steps(self) -> int:
         """See `Engine`."""
@@ -45,7 +45,7 @@ class NativeEngine:
         bulk.env.update({node: getattr(module, str(node.target)).detach() for node in self.captured.roles.references})
         with torch.no_grad():
             bulk.evaluate(self._once, self._made_once)
-        return [cast(Tensor, bulk.env[node]).contiguous() for node in self.program.build.constants]
+        return [cast(Tensor, bulk.env[node]).resolve_neg().contiguous() for node in self.program.build.constants]
 
     def forward(self, constants: list[Tensor], chunk: Chunk, keep: bool) -> Tensor | None:
         """See `Engine`."""
@@ -120,15 +120,6 @@ class NativeEngine:
         work = pool.take(self.work_bytes(steps), "work")  # of one size for all routines, so that they share it
         routine.call(steps, threads, addresses, work)
         pool.give(work, "work")
-
-
-def leading_to(ends: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Of the nodes, in their order, those that the ends are made of."""
-    found = set(ends)
-    for node in reversed(nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
-    return [node for node in nodes if node in found]
 
 
 def _address(argument: Argument, tables: "dict[str, list[Tensor] | list[Tensor | None]]", saved: list[int]) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from weft.recurrent.native.phases import Phases, arrange
 from weft.recurrent.native.place import Place, Row
-from weft.recurrent.native.values import Cat, Point, Ref, Total, Value, natural, refs, replaced, seen, sources
+from weft.recurrent.native.values import Cat, Point, Ref, Total, Value, leading, natural, refs, replaced, seen, sources
 
 
 @dataclass(eq=False)
@@ -92,7 +92,8 @@ class Function:
         values = list(made)
         targets = self._targets(values)
         ends = [value for value, argument in targets.items() if argument.row in ("next", "out")]
-        values = _needed(values, [*targets, *(total for total, _ in self.totals)])
+        wanted = leading([*targets, *(total for total, _ in self.totals)])
+        values = [value for value in values if value in wanted]
         self.phases = arrange(values, [start for start, _ in self.carried], ends)
         self._copy_carried(values)
         self.values = values = self._copies_of_passing(values, targets)
@@ -182,14 +183,3 @@ class Function:
 
 def _copy(name: str, ref: Ref) -> Value:
     return Value(name, ref.shape, ref.value.dtype, Point("{0}", [ref], ref.value.dtype))
-
-
-def _needed(values: Sequence[Value], ends: Sequence[Value]) -> list[Value]:
-    wanted: set[Value] = set()
-    stack = list(ends)
-    while stack:
-        value = stack.pop()
-        if value not in wanted:
-            wanted.add(value)
-            stack += sources(value.made)
-    return [value for value in values if value in wanted]

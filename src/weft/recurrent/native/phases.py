@@ -13,7 +13,7 @@ they are made of numbers that are still in the cache.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.recurrent.native.values import Product, Total, Value, sources
+from weft.recurrent.native.values import Product, Total, Value, leading, sources
 
 
 @dataclass
@@ -56,7 +56,7 @@ def arrange(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Va
     """Give every value its phase. `values` are in order of making, `carried` come from the step before, `ends` are what
     that step becomes."""
     from_carry = _reached(values, carried)
-    to_ends = _leading(ends)
+    to_ends = leading(ends)
     recurrent = {each for each in values if each in from_carry and each in to_ends}
     heavy = {v for v in values if isinstance(v.made, Total) or (isinstance(v.made, Product) and v not in recurrent)}
     level: dict[Value, int] = {}
@@ -101,14 +101,3 @@ def _reached(values: Sequence[Value], starts: Sequence[Value]) -> set[Value]:
         if any(each in found for each in sources(value.made)):
             found.add(value)
     return found - set(starts)
-
-
-def _leading(ends: Iterable[Value]) -> set[Value]:
-    found: set[Value] = set()
-    stack = list(ends)
-    while stack:
-        value = stack.pop()
-        if value not in found:
-            found.add(value)
-            stack += sources(value.made)
-    return found

@@ -7,7 +7,7 @@ A view costs nothing: PyTorch itself works out its strides, on a tensor of the "
 Values of the graph that are only views therefore never become values here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -138,6 +138,18 @@ def refs(made: Made | None) -> list[Ref]:
 def sources(made: Made | None) -> list[Value]:
     """The values that are read to make a value."""
     return [each.value for each in refs(made)]
+
+
+def leading(ends: Iterable[Value]) -> set[Value]:
+    """The values that some end is made of, and the ends."""
+    found: set[Value] = set()
+    stack = list(ends)
+    while stack:
+        value = stack.pop()
+        if value not in found:
+            found.add(value)
+            stack += sources(value.made)
+    return found
 
 
 def replaced(made: Made, old: Value, new: Value) -> Made:
