@@ -6,6 +6,7 @@
     cuda marker             skipped, by name, where there is no GPU
     Ctrl-C                  as in a shell, also where the tests were started in the background, which ignores it
     no thread left behind   a test that leaves a thread of weft alive fails
+    signals                 a test that leaves another handler for SIGINT or SIGTERM fails
 
 The import hook must be in place before anything imports weft, hence at the top of this file.
 """
@@ -94,6 +95,14 @@ def no_thread_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         return  # the traceback holds the test's objects, and so their threads; one failure is enough
     if left := survivors(threads_of_weft() - before):
         pytest.fail(f"threads outlive the test by {GRACE:g} s: {', '.join(left)}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """Fail a test that takes Ctrl-C from those behind it."""
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)], "a handler was left behind"
 
 
 @pytest.hookimpl(trylast=True)

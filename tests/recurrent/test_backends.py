@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import by_plan, close, eagerly, needs_compiler, planned, run_by
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
-from weft.recurrent.backends import KINDS
+from weft.recurrent.backends import KINDS, NoPlanWarning, Plans
+from weft.recurrent.native.engine import NativeEngine
 from weft.recurrent.network import _check
+from weft.recurrent.planned import PlannedCall
+from weft.recurrent.verify import PlanError
 
 ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
 
@@ -88,6 +91,41 @@ def test_the_optimizer_is_seen_and_a_copy_has_plans_of_its_own(backend: str) -> 
                 parameter.mul_(2)
         close(other(x).outputs, eagerly(other.cell)(x).outputs)
         close(net(x).outputs, eagerly(net.cell)(x).outputs)
+
+
+def test_new_shapes_of_one_cell_are_no_waste_and_a_cell_that_is_new_every_time_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.recurrent.backends.IN_VAIN", 2)
+    net = planned(nn.RNNCell(3, 4), "python", verify="never")
+    for rows in range(1, 6):
+        net(torch.randn(2, rows, 3))
+    assert run_by(net) == {"python"}
+    plans = Plans("python", "full", "never")
+    nets = [Recurrent(lambda x, h, k=k: (x + h * k, h)) for k in range(4)]
+    for net in nets[:2]:
+        net.run_plainly(ONE, ZERO, plans=plans)
+    with pytest.warns(NoPlanWarning, match="new every time") as told:
+        for net in nets[2:]:
+            net.run_plainly(ONE, ZERO, plans=plans)
+    assert len(told) == 1
+
+
+@needs_compiler
+def test_a_plan_that_computes_something_else_is_told_though_another_one_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = PlannedCall.verify
+
+    def suspicious(call: PlannedCall, engine: Any, memory: Any) -> None:
+        check(call, engine, memory)
+        if isinstance(engine, NativeEngine):
+            raise PlanError("state 0 differs")
+
+    monkeypatch.setattr(PlannedCall, "verify", suspicious)
+    net = Recurrent(nn.GRUCell(3, 64))
+    with pytest.warns(NoPlanWarning, match=r"runs by the (python plan|eager loop): not c: state 0 differs") as told:
+        net(torch.randn(200, 2, 3))
+    assert len(told) == 1
+    net(torch.randn(200, 2, 3))
 
 
 # -- calls of every form ------------------------------------------------------------------------------------------
@@ -191,3 +229,31 @@ def test_unknown_backends_checks_and_memory_are_refused_at_once() -> None:
         _check(nn.GRUCell(2, 2), None, None, False, None, "none", "cuda", "later")
     text = str(caught.value)
     assert "backend is 'cuda'" in text and "verify is 'later'" in text and "memory is 'none'" in text
+
+
+@by_plan
+def test_a_gradient_that_is_only_marked_as_negative_counts_with_its_sign(backend: str) -> None:
+    cell = nn.GRUCell(3, 4).double()
+    x, found = ONE.double(), []
+    marked = torch._neg_view(torch.randn(4, 2, 4).double())
+    assert marked.is_neg()
+    for net in (planned(cell, backend), eagerly(cell)):
+        result = net(x)
+        gradients = [marked, marked[-1], marked]
+        found.append(torch.autograd.grad([result.outputs, result.last, result.states], [*cell.parameters()], gradients))
+    close(found[0], found[1], 1e-12)
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+def test_a_complex_state_has_its_gradient(verify: Any) -> None:
+    h = torch.randn(2, 3, dtype=torch.complex128, requires_grad=True)
+    x, found = torch.randn(4, 2, 3, dtype=torch.complex128), []
+    for net in (planned(rotate, "python", verify=verify), eagerly(rotate)):
+        result = net(x, h)
+        found.append(torch.autograd.grad(result.outputs.abs().sum(), [h])[0])
+    close(found[0], found[1], 1e-12)
+
+
+def rotate(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = h * x + 1j
+    return h, h

@@ -1,5 +1,6 @@
 """What a cell reads is the key of its plan: whatever changes makes another, and what cannot be known is told."""
 
+import copy
 import enum
 import functools
 import logging
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import eagerly, planned
-from weft.recurrent.owned import owned, put_back
+from weft.recurrent.owned import Owned, owned
+from weft.recurrent.trial import put_back
 
 RATE = 2.0
 
@@ -177,7 +179,78 @@ def test_what_holds_itself_is_looked_at_once() -> None:
 
 def test_a_trial_run_leaves_buffers_as_they_were() -> None:
     kept, other = torch.ones(3), torch.ones(3)
-    with pytest.raises(ZeroDivisionError), put_back([kept, other]):
+    with pytest.raises(ZeroDivisionError), put_back(Owned(tensors=[kept, other])):
         kept.add_(1)
         raise ZeroDivisionError
     assert kept.tolist() == [1, 1, 1] and other._version == 0
+
+
+class Rates:
+    """What a user's module of code may hold settings in."""
+
+    scale = 2.0
+    steps = (1.0,)
+
+    @staticmethod
+    def more(x: Tensor) -> Tensor:
+        return x * Rates.steps[0]
+
+
+def by_rates(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.tanh(Rates.more(x) * Rates.scale + h)
+    return h, h
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 5.0), ("steps", (3.0,)), ("more", staticmethod(torch.neg))])
+def test_what_a_function_reads_of_a_class_may_change(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, loop = planned(by_rates, "python"), eagerly(by_rates)
+    x, h = torch.randn(3, 2, 3), torch.zeros(2, 3)
+    before = net(x, h).outputs
+    monkeypatch.setattr(Rates, name, value)
+    assert torch.allclose(net(x, h).outputs, loop(x, h).outputs) and not torch.allclose(net(x, h).outputs, before)
+
+
+class Counting(nn.Module):
+    """Changes attributes of its own in every step, so no plan can stand for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.cache = 0, [], None
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        self.seen.append(x)
+        if self.cache is None:
+            self.cache = torch.ones(3)
+            self.late = 1
+        return x + h * self.cache, h + 1
+
+
+@pytest.mark.filterwarnings("ignore::weft.recurrent.NoPlanWarning")
+@pytest.mark.parametrize("backend", ["auto", "python"])
+def test_a_refused_cell_was_run_for_trial_without_a_trace(backend: str) -> None:
+    cell = Counting()
+    net = planned(cell, backend)
+    for number in (1, 2):
+        net(torch.randn(4, 2, 3), torch.zeros(2, 3))
+        assert cell.calls == len(cell.seen) == 4 * number
+    assert all(type(each) is Tensor for each in cell.seen)
+
+
+@pytest.mark.parametrize("change", ["new", "gone", "other", "within"])
+def test_a_trial_run_leaves_attributes_as_they_were(change: str) -> None:
+    cell = Reader()
+    before = {name: copy.copy(value) for name, value in vars(cell).items()}
+    with put_back(owned(cell)):
+        if change == "new":
+            cell.another = 1
+        elif change == "gone":
+            del cell.word
+        elif change == "other":
+            cell.number, cell.settings.scale = 7, 9.0
+        else:
+            cell.listed.append(3.0)
+            cell.table["b"] = 4.0
+            cell.settings.more.append(5.0)
+    assert vars(cell).keys() == before.keys() and cell.settings == Settings()
+    assert all(vars(cell)[name] == before[name] for name in ("word", "number", "listed", "table"))

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, per_row, random_case, told
 from weft.core.errors import SpecError
 from weft.core.tree import map_leaves
+from weft.recurrent.faults import Faults, truncate_fault
+from weft.recurrent.rows import read_rows
+from weft.recurrent.sequence import read_inputs
 
 
 @st.composite
@@ -139,3 +142,31 @@ def test_what_is_chosen_by_row_must_have_rows() -> None:
         eagerly(lambda x, s: (x.sum(), s))(x, torch.ones(2, 1), lengths=[1, 2])
     with pytest.raises(SpecError, match="wanted 2 rows"):
         eagerly(lambda x, s: (x, s.mean(0)))(x, torch.ones(2, 4), lengths=[1, 2])
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths is a number": ({"lengths": 3}, "lengths"),
+    "lengths are words": (
+        {"lengths": ["a", "b"]},
+        "lengths is ['a', 'b'], wanted a tensor or a sequence of 2 integers",
+    ),
+    "lengths are ragged": ({"lengths": [[1], [1, 2]]}, "lengths is [[1], [1, 2]]"),
+    "lengths are too large for any integer": ({"lengths": [2**70, 1]}, "lengths is ["),
+    "a mask is a list": ({"mask": [[True]]}, "mask is of type list, wanted a tensor of torch.bool"),
+    "a reset is a flag": ({"reset": True}, "reset is of type bool, wanted a tensor of torch.bool"),
+}
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
+def test_what_is_no_table_at_all_is_told_too(given: dict[str, Any], words: str) -> None:
+    faults = Faults()
+    inputs = read_inputs(torch.zeros(3, 2, 1), batch_first=False, certain=True, faults=faults)
+    tables = {"lengths": None, "mask": None, "reset": None, **given}
+    read_rows(inputs, **tables, batch_first=False, faults=faults)
+    assert len(faults.spec) == 1 and faults.spec[0].startswith(words)
+
+
+@pytest.mark.parametrize("truncate", ["2", 1.5, 0, -1, True])
+def test_a_window_that_is_no_number_of_steps_is_told(truncate: Any) -> None:
+    assert truncate_fault(truncate) == [f"truncate is {truncate!r}, wanted at least 1 step, or None"]
+    assert truncate_fault(None) == truncate_fault(3) == []

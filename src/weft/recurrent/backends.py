@@ -14,8 +14,8 @@ why, once. `Recurrent.explain()` tells what was chosen for which kind, and why.
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -57,7 +57,7 @@ def settings_faults(memory: object, backend: object, verify: object) -> list[str
 
 
 class NoPlanWarning(UserWarning):
-    """A recurrent network runs by the eager loop, although a plan was asked for."""
+    """A recurrent network does not run by the plan that was asked for; the warning says by what, and why."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Choice:
     engine: Engine | None
     backend: str
     why: str
+    warning: str | None = None
+    """What its user should be told."""
 
     def explain(self) -> str:
         """For a person."""
@@ -83,52 +85,78 @@ class Plans:
         self._backend = backend
         self._memory: Memory = memory
         self._verify = verify
-        self._known: OrderedDict[Hashable, Choice] = OrderedDict()
+        self._known: OrderedDict[tuple[Hashable, Hashable], Choice] = OrderedDict()
         self._told: set[str] = set()
-        self._pending: list[str] = []
         self._lock = threading.RLock()
         self._wasted = 0
 
     def run(
-        self, cell: Cell, inputs: Inputs, rows: Rows, state: Any, fresh: Any, *, start: int, truncate: int | None
-    ) -> eager.Unrolled | None:
-        """As `eager.unroll`, by a plan; None if the eager loop must do it."""
+        self,
+        cell: Cell,
+        inputs: Inputs,
+        rows: Rows,
+        state: Any,
+        fresh: Any,
+        *,
+        start: int,
+        truncate: int | None,
+        by_loop: Callable[[], eager.Unrolled],
+    ) -> eager.Unrolled:
+        """As `eager.unroll`: by a plan, or `by_loop`; with a warning, once, if it is not by the plan asked for."""
         if self._backend == "eager":
-            return None
+            return by_loop()
         reason = unfit(inputs, state)
         if reason is not None:
-            self._known.setdefault(reason, Choice(f"calls where {reason}", None, "eager", "no plan can run those"))
-            return None
+            with self._lock:
+                choice = Choice(f"calls where {reason}", None, "eager", "no plan can run those")
+                self._known.setdefault((reason, None), choice)
+            return by_loop()
+        arguments = (cell, inputs, rows, state, fresh, start, truncate)
         if torch.is_inference_mode_enabled():  # a plan that is made in it could not be used outside
             with torch.inference_mode(False), torch.no_grad():
-                return self.run(cell, inputs, rows, state, fresh, start=start, truncate=truncate)
-        call = PlannedCall(cell, inputs, rows, state, fresh, start, truncate)
+                found, warning = self._by_plan(*arguments)
+        else:
+            found, warning = self._by_plan(*arguments)
+        found = by_loop() if found is None else found
+        if warning is not None:
+            self._say(warning)  # now that it ran: a cell that is faulty fails in the loop, which tells more
+        return found
+
+    def _by_plan(self, *arguments: Any) -> tuple[eager.Unrolled | None, str | None]:
+        """The results, None if the eager loop must do it; and what is to be told."""
+        call = PlannedCall(*arguments)
         choice = self._choice(call)
-        return None if choice.engine is None else call.run(choice.engine, self._memory)
+        return None if choice.engine is None else call.run(choice.engine, self._memory), choice.warning
 
     def explanations(self) -> list[str]:
         """What was chosen for every kind, in words."""
-        return [each.explain() for each in self._known.values()]
+        return [each.explain() for each in self._choices()]
 
     def reasons(self) -> list[tuple[str, str, str]]:
         """For every kind of sequence seen: the kind, what runs it, and why."""
-        return [(each.kind, each.backend, each.why) for each in self._known.values()]
+        return [(each.kind, each.backend, each.why) for each in self._choices()]
 
-    def say(self) -> None:
-        """Warn of what runs by the eager loop, once for each reason: after it ran, since a faulty cell fails there."""
-        while self._pending:
-            warnings.warn(self._pending.pop(0), NoPlanWarning, stacklevel=2)
+    def _say(self, warning: str) -> None:
+        if warning not in self._told:
+            self._told.add(warning)
+            warnings.warn(warning, NoPlanWarning, stacklevel=2)
+
+    def _choices(self) -> list[Choice]:
+        with self._lock:
+            return list(self._known.values())
 
     def _choice(self, call: PlannedCall) -> Choice:
-        key = call.key()
+        key = (call.looks(), call.reads)
         with self._lock:
             found = self._known.get(key)
-            if found is None and self._wasted >= IN_VAIN:
-                why = f"the last {IN_VAIN} plans were used once each: what the cell is or reads is new at every call"
-                self._tell(call, why)
-                return Choice(call.kind, None, "eager", why)
             if found is None:
-                self._wasted += 1
+                # New shapes of the same cell are no waste; a cell that reads something new at every call is.
+                new = all(call.reads != read for _, read in self._known)
+                if new and self._wasted >= IN_VAIN:
+                    why = f"the last {IN_VAIN} plans were used once each: what the cell is or reads is new every time"
+                    words = f"cell {call.cell.name} runs by the eager loop: {why}"
+                    return Choice(call.kind, None, "eager", why, words)
+                self._wasted += new
                 found = self._known[key] = self._made(call)
                 if len(self._known) > KINDS:
                     self._known.popitem(last=False)
@@ -139,6 +167,7 @@ class Plans:
 
     def _made(self, call: PlannedCall) -> Choice:
         refused: list[str] = []
+        wrong = False
         rivals: dict[str, Engine] = {}
         automatic = ("inductor", "python") if call.on_cuda else ("c", "python")
         names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
@@ -154,7 +183,7 @@ class Plans:
                 refused.append(f"not {name}: {error}")
             except PlanError as error:
                 refused.append(f"not {name}: {error}")
-                self._tell(call, f"{name}: {error}")
+                wrong = True  # worth a word, even where another plan is right
             except Exception as error:  # whatever tracing a user's code may raise: the eager loop is there
                 refused.append(f"no plan could be made: {_words(error)}")
                 break
@@ -162,10 +191,12 @@ class Plans:
                 rivals[name] = engine
                 if name != "inductor":
                     break
-        if rivals:
-            return self._chosen(call, rivals, refused)
-        self._tell(call, "; ".join(refused))
-        return Choice(call.kind, None, "eager", "; ".join(refused))
+        why = "; ".join(refused)
+        choice = self._chosen(call, rivals, refused) if rivals else Choice(call.kind, None, "eager", why)
+        if wrong or not rivals:
+            way = "the eager loop" if choice.engine is None else f"the {choice.backend} plan"
+            return replace(choice, warning=f"cell {call.cell.name} runs by {way}: {why}")
+        return choice
 
     def _chosen(self, call: PlannedCall, rivals: dict[str, Engine], refused: list[str]) -> Choice:
         name, engine = next(iter(rivals.items()))
@@ -180,11 +211,6 @@ class Plans:
         why = "; ".join([f"a few steps took {told} and {1e3 * loop:.2f} ms by the eager loop", *refused])
         faster = times[best][0] < loop
         return Choice(call.kind, rivals[best], best, why) if faster else Choice(call.kind, None, "eager", why)
-
-    def _tell(self, call: PlannedCall, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
-            self._pending.append(f"cell {call.cell.name} runs by the eager loop: {why}")
 
 
 def _words(error: Exception) -> str:

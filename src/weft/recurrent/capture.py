@@ -9,9 +9,10 @@
 
 The graph holds PyTorch's own operators, without mutation, duplicates or dead ends. Parameters and other tensors that
 the cell reads are its *references*: constants of the graph that are looked up anew at every use, so an optimizer may
-change them. What cannot be captured is refused here, loudly: a branch on data, random numbers, a write into a tensor
-that outlives the step. Capturing is `make_fx` over `torch.autograd.grad`; of the ways that PyTorch offers it takes the
-most cells. The idea of deriving the backward net of the step net once is that of Caffe2's ``recurrent_net``.
+change them. What cannot be captured is refused here, loudly: a branch on data, random numbers that depend on what the
+step computes, a write into a tensor that outlives the step. Capturing is `make_fx` over `torch.autograd.grad`; of the
+ways that PyTorch offers it takes the most cells. The idea of deriving the backward net of the step net once is that of
+Caffe2's ``recurrent_net``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,21 +75,7 @@ def capture(
     _check_tensors([("output", outputs)])
 
     wants = [*(wanted_inputs or [True] * len(inputs)), *[True] * len(states)]
-
-    def joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
-        leaves = [_leaf(each, want) for each, want in zip((*xs, *ss), wants, strict=True)]
-        with torch.enable_grad():
-            out, after = cell(
-                unflatten(input_structure, leaves[: len(xs)]), unflatten(state_structure, leaves[len(xs) :])
-            )
-            ends = [*flatten(after)[0], *flatten(out)[0]]
-            found = iter(_gradients(ends, [*leaves, *wanted], [*gs, *gy]))
-        return [*ends, *found]
-
-    def forward(xs: list[Tensor], ss: list[Tensor]) -> list[Tensor]:
-        out, after = cell(unflatten(input_structure, xs), unflatten(state_structure, ss))
-        return [*flatten(after)[0], *flatten(out)[0]]
-
+    forward, joint = _over_leaves(cell, input_structure, state_structure, wants, wanted)
     _check_pure(forward, (inputs, states))
     example = (inputs, states, [torch.zeros_like(each) for each in new_states], [torch.zeros_like(o) for o in outputs])
     module = _traced(joint, example, wanted, composed)
@@ -99,6 +86,27 @@ def capture(
     roles.input_gradients.extend([None] * len(random))
     asked = tuple(wants[: len(inputs)]) + (False,) * len(random)
     return Captured(module, roles, wanted, input_structure, state_structure, output_structure, asked, draws)
+
+
+def _over_leaves(
+    cell: Cell, of_inputs: Structure, of_states: Structure, wants: Sequence[bool], parameters: Sequence[Tensor]
+) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor | None]]]:
+    """The cell over flat leaves: its forward, and its forward with its backward.
+
+    `wants`: which leaves of inputs and states want a gradient.
+    """
+
+    def forward(xs: list[Tensor], ss: list[Tensor]) -> list[Tensor]:
+        out, after = cell(unflatten(of_inputs, xs), unflatten(of_states, ss))
+        return [*flatten(after)[0], *flatten(out)[0]]
+
+    def joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
+        leaves = [_leaf(each, want) for each, want in zip((*xs, *ss), wants, strict=True)]
+        with torch.enable_grad():
+            ends = forward(leaves[: len(xs)], leaves[len(xs) :])
+            return [*ends, *_gradients(ends, [*leaves, *parameters], [*gs, *gy])]
+
+    return forward, joint
 
 
 class _Watch(TorchDispatchMode):

@@ -110,7 +110,7 @@ def conditions_of(cell: Cell, rows: Rows, truncate: int | None) -> Conditions:
 def more_inputs(on: Conditions, inputs: Inputs, rows: Rows, start: int, truncate: int | None) -> list[Tensor]:
     """The inputs that the conditions add, T x ..."""
     found: list[Tensor] = []
-    steps = torch.arange(start, start + inputs.steps, device=inputs.device)
+    steps = torch.arange(start, start + inputs.steps, device=inputs.device) if on.cut or on.time else None
     if on.valid:
         assert rows.valid is not None
         found.append(rows.valid)
@@ -118,9 +118,10 @@ def more_inputs(on: Conditions, inputs: Inputs, rows: Rows, start: int, truncate
         assert rows.reset is not None
         found.append(rows.reset)
     if on.cut:
-        assert truncate is not None
+        assert truncate is not None and steps is not None
         found.append((steps % truncate == 0) & (steps > 0))
     if on.time:
+        assert steps is not None
         found.append(steps)
     return found
 

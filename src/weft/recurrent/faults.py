@@ -5,6 +5,9 @@ shows everything that there is to repair.
 """
 
 from dataclasses import dataclass, field
+from numbers import Integral
+
+import torch
 
 from weft.core.errors import SpecError, UsageError, listed
 
@@ -21,3 +24,15 @@ class Faults:
         if self.spec or self.usage:
             kind = SpecError if self.spec else UsageError
             raise kind(listed(headline, [*self.usage, *self.spec]))
+
+
+def whole(value: object) -> bool:
+    """Whether it is a whole number: Python's, numpy's, or the symbol of one in a graph that is being traced."""
+    return type(value) is not bool and isinstance(value, Integral | torch.SymInt)
+
+
+def truncate_fault(truncate: object) -> list[str]:
+    """What is wrong with a window of truncated backpropagation."""
+    if truncate is None or (whole(truncate) and truncate >= 1):  # pyright: ignore[reportOperatorIssue]
+        return []
+    return [f"truncate is {truncate!r}, wanted at least 1 step, or None"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.recurrent.backends import Name, Plans, Verify, settings_faults
+from weft.recurrent.faults import truncate_fault
 from weft.recurrent.links import Linked, Links, link_faults
 from weft.recurrent.memory import Memory
 from weft.recurrent.rows import Lengths
@@ -57,10 +58,7 @@ def recurrent_net(
     Returns ``Result(outputs, last, states)`` with dicts by name; ``result.all`` is ``result.states``.
     Raises as :class:`Recurrent` does.
     """
-    faults = link_faults(links)
-    if truncate is not None and truncate < 1:
-        faults.append(f"truncate is {truncate}, wanted at least 1 step, or None")
-    faults += settings_faults(memory, backend, verify)
+    faults = [*link_faults(links), *truncate_fault(truncate), *settings_faults(memory, backend, verify)]
     if faults:
         raise UsageError(listed("recurrent_net cannot run with these arguments:", faults))
     cell = Linked(step, links, references=references, time_step=time_step)

@@ -4,6 +4,7 @@
 comes out is stretched to T steps. T and N may be symbols.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +22,20 @@ class Looks(Plans):
     """In place of a network's plans: it runs one step, and says what T steps would have looked like."""
 
     def run(
-        self, cell: Cell, inputs: Inputs, rows: Rows, state: Any, fresh: Any, *, start: int, truncate: int | None
-    ) -> eager.Unrolled | None:
+        self,
+        cell: Cell,
+        inputs: Inputs,
+        rows: Rows,
+        state: Any,
+        fresh: Any,
+        *,
+        start: int,
+        truncate: int | None,
+        by_loop: Callable[[], eager.Unrolled],
+    ) -> eager.Unrolled:
         """See `Plans.run`; the values that it returns are arbitrary."""
         if not inputs.steps:
-            return None
+            return by_loop()
         steps = inputs.steps
         one = replace(
             inputs, leaves=[leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves], steps=1

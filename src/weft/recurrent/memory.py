@@ -81,7 +81,7 @@ def size_of(engine: Engine, steps: int, states: Sequence[Tensor]) -> Size:
     """What a sequence of so many steps takes by this engine."""
     roles = engine.captured.roles
     still, same = engine.captured.passing, engine.captured.aliases
-    chunk = max(b - a for a, b in _pairs(borders(steps, engine.chunk_steps())))
+    chunk = max(b - a for a, b in pairwise(borders(steps, engine.chunk_steps())))
     moving = [each for k, each in enumerate(states) if k not in still]
     lone = [each for k, each in enumerate(states) if k not in still and k not in same.values()]
     outputs = [node.meta["val"] for i, node in enumerate(roles.outputs) if node is not None and i not in same]
@@ -125,10 +125,6 @@ def _segments(size: Size) -> list[Keeping]:
     best = math.sqrt(chunks * size.state_row / max(inside, 1))
     near = {min(max(each, 1), chunks) for each in (math.floor(best), math.ceil(best))}
     return [Keeping(values=False, segment=each) for each in sorted(near)]
-
-
-def _pairs(marks: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(marks))
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -18,7 +18,7 @@ from weft.core.errors import UsageError, listed
 from weft.core.tree import flatten, unflatten
 from weft.recurrent import backends, eager
 from weft.recurrent.cells import Cell, StoredState, adapt
-from weft.recurrent.faults import Faults
+from weft.recurrent.faults import Faults, truncate_fault
 from weft.recurrent.forms import enrol
 from weft.recurrent.links import Linked, Links, link_faults
 from weft.recurrent.memory import Memory
@@ -220,7 +220,7 @@ class Recurrent(nn.Module):
 
 
 def _check(
-    cell: Any, links: Any, initial: Any, time_step: bool, truncate: int | None, memory: Any, backend: str, verify: str
+    cell: Any, links: Any, initial: Any, time_step: bool, truncate: Any, memory: Any, backend: Any, verify: Any
 ) -> None:
     """Raise UsageError that lists all that is wrong with the arguments of a network."""
     faults = [] if links is None else link_faults(links)
@@ -230,8 +230,7 @@ def _check(
     if torch_cell and time_step:
         faults.append(f"time_step=True, but torch's {type(cell).__name__} takes no step number")
     faults += backends.settings_faults(memory, backend, verify)
-    if truncate is not None and truncate < 1:
-        faults.append(f"truncate is {truncate}, wanted at least 1 step, or None")
+    faults += truncate_fault(truncate)
     if initial is not None and not callable(initial):
         kinds = sorted({type(leaf).__name__ for leaf in flatten(initial)[0] if not isinstance(leaf, Tensor)})
         if kinds:

@@ -1,7 +1,8 @@
 """What a cell reads besides its arguments: tensors, which a plan looks up anew, and settings, which it was made for.
 
-    module      its parameters and buffers; its and its children's attributes
+    module      its parameters and buffers; its and its children's attributes; what its methods name
     function    what it closes over, has as defaults, and names in its module
+    class       the attributes and methods that code names, of the module's own class or of one named in its module
     any of them may be, or hold in lists, tuples, dicts and plain objects:
                 tensors, modules, numbers, words, flags, functions
 
@@ -15,8 +16,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -36,7 +36,8 @@ _CONSTANTS = (torch.layout, torch.memory_format)
 _DEEP = 8
 _MISSING = object()
 _torch_module = cast(Any, nn.modules.module)
-_OF_MODULES = frozenset(nn.Module().__dict__)
+OF_MODULES = frozenset(nn.Module().__dict__)
+"""What every module has; the other attributes are the user's."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -47,6 +48,8 @@ class Owned:
     tensors: list[Tensor] = field(default_factory=list[Tensor])
     key: list[Hashable] = field(default_factory=list[Hashable])
     unknown: list[str] = field(default_factory=list[str])
+    holders: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """The attributes of modules and objects."""
     _seen: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
@@ -78,6 +81,7 @@ class Owned:
         if self._again(module):
             return
         inside, kind = module.__dict__, type(module)
+        self.holders.append(inside)
         self.key += (kind, inside["training"])
         if any([inside[name] for name in _HOOKS]):
             self._give_up(f"the hooks of {kind.__name__}")
@@ -92,7 +96,7 @@ class Owned:
             if child is not None:
                 self.module(child)
         for name, value in inside.items():
-            if name not in _OF_MODULES:
+            if name not in OF_MODULES:
                 self.key.append(name)
                 self.add(f"{name} of {kind.__name__}", value, 1)
         if not _known(kind.__module__):
@@ -100,20 +104,24 @@ class Owned:
 
     def _method(self, kind: type[Any], name: str, instance: Mapping[str, Any], depth: int) -> None:
         """A method of the user's class, with the class's attributes and the other methods that it names."""
-        found = inspect.getattr_static(kind, name, None)
-        function = inspect.unwrap(found) if isinstance(found, types.FunctionType) else None
+        found = _function_of(inspect.getattr_static(kind, name, None))
+        function = None if found is None else inspect.unwrap(found)
         if not isinstance(function, types.FunctionType) or _known(function.__module__) or self._again(function):
             return
         code = function.__code__
         self.key.append(code)
         self._globals(code, function, depth)
+        self._of_class(kind, code, instance, depth)
+
+    def _of_class(self, kind: type[Any], code: types.CodeType, instance: Mapping[str, Any], depth: int) -> None:
+        """What code names of a user's class and an instance does not have itself."""
         for each in code.co_names:
             value = inspect.getattr_static(kind, each, _MISSING)
             if each in instance or value is _MISSING or depth >= _DEEP:
                 continue
-            if isinstance(value, types.FunctionType):
+            if _function_of(value) is not None:
                 self._method(kind, each, instance, depth + 1)
-            elif isinstance(value, (*_PLAIN, Tensor, nn.Module)):
+            elif isinstance(value, (*_PLAIN, Tensor, nn.Module, list, tuple, dict)):
                 self.key.append(each)
                 self.add(f"{each} of {kind.__name__}", value, depth)
 
@@ -162,6 +170,8 @@ class Owned:
                 self.add(name, value, depth)
                 if isinstance(value, types.ModuleType) and not _known(value.__name__):
                     self._module_of_code(value, code, depth)
+                elif isinstance(value, type) and not _known(value.__module__):
+                    self._of_class(value, code, {}, depth)
         for each in code.co_consts:
             if isinstance(each, types.CodeType):
                 self._globals(each, function, depth)
@@ -194,7 +204,9 @@ class Owned:
             self._give_up(f"{name} ({kind.__name__})")
             return
         self.key.append(kind)
-        for inner, each in cast("dict[str, Any]", vars(value)).items():
+        inside = cast("dict[str, Any]", vars(value))
+        self.holders.append(inside)
+        for inner, each in inside.items():
             self.key.append(inner)
             self.add(f"{name}.{inner}", each, depth)
 
@@ -222,27 +234,17 @@ def owned(cell: Callable[..., Any]) -> Owned:
     return found
 
 
-@contextmanager
-def put_back(tensors: Iterable[Tensor]) -> Generator[None]:
-    """Inside, the cell is run for trial: what it writes into buffers is undone. Parameters it cannot write into."""
-    kept = [(each, each._version, each.detach().clone()) for each in tensors if not each.requires_grad]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for each, version, before in kept:
-                if each._version != version or _changed(each, before):
-                    each.copy_(before)
+def _function_of(found: object) -> types.FunctionType | None:
+    """The function behind what stands in a class under the name of a method or property; None for anything else."""
+    if isinstance(found, staticmethod | classmethod):
+        found = cast(Any, found).__func__
+    elif isinstance(found, property):
+        found = found.fget
+    return found if isinstance(found, types.FunctionType) else None
 
 
 _HEAP = 1 << 9
 """The flag of a class that was written in Python (`Py_TPFLAGS_HEAPTYPE`)."""
-
-
-def _changed(now: Tensor, before: Tensor) -> bool:
-    """By value: batch norm writes without telling the version."""
-    both_nan = now.isnan() & before.isnan() if now.is_floating_point() else torch.zeros_like(now, dtype=torch.bool)
-    return bool(((now != before) & ~both_nan).any())
 
 
 def _known(module: str | None) -> bool:

@@ -25,10 +25,11 @@ from weft.recurrent.memory import Memory
 from weft.recurrent.native.engine import NativeEngine
 from weft.recurrent.native.lower import Unsupported
 from weft.recurrent.native.operators import composed
-from weft.recurrent.owned import Owned, owned, put_back
+from weft.recurrent.owned import Owned, owned
 from weft.recurrent.python_engine import PythonEngine
 from weft.recurrent.rows import Rows
 from weft.recurrent.sequence import Inputs
+from weft.recurrent.trial import put_back
 from weft.recurrent.verify import verify
 
 RACE_STEPS = 32
@@ -82,13 +83,18 @@ class PlannedCall:
     def kind(self) -> str:
         """For a person: the looks of a step."""
         looks = ", ".join(
-            f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape[1:])}" for each in self._leaves()
+            f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape[1:])}" for each in self._inputs.leaves
         )
         flags = [name for name in ("valid", "reset", "cut", "time") if getattr(self._on, name)]
         return f"steps of {looks}" + (f" with {', '.join(flags)}" if flags else "")
 
-    def key(self) -> Hashable:
-        """What a plan depends on."""
+    @property
+    def reads(self) -> Hashable:
+        """What the cell is and reads, as it is now: a plan was made for just that."""
+        return tuple(self._owned.key)
+
+    def looks(self) -> Hashable:
+        """What else a plan depends on: how a step looks."""
         step = tuple([(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self._inputs.leaves])
         before = tuple([_looks(leaf) for leaf in self._states])
         casting = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
@@ -100,7 +106,6 @@ class PlannedCall:
             step,
             before,
             self._wants(),
-            *self._owned.key,
             *casting,
             torch.get_default_dtype(),
         )
@@ -138,7 +143,7 @@ class PlannedCall:
         if name == "c" and any(each.device.type != "cpu" for each in leaves):
             raise Unsupported(f"loops in C run on the CPU, and the inputs are on {leaves[0].device}")
         # Making a plan draws nothing that the caller would miss. Tracing patches modules for the whole process.
-        with torch.random.fork_rng(self._devices()), _CAPTURING, put_back(self._owned.tensors):
+        with torch.random.fork_rng(self._devices()), _CAPTURING, put_back(self._owned):
             captured = capture(
                 self._step(),
                 nest,
@@ -148,7 +153,8 @@ class PlannedCall:
                 composed=composed() if name == "c" else None,
                 watched=self._owned.tensors,
             )
-        if owned(self.cell.function).key != self._owned.key:
+            changed = owned(self.cell.function).key != self._owned.key
+        if changed:
             raise CaptureError("the cell changes its own attributes in a step; carry what changes as a state")
         own = {id(each) for each in self._owned.tensors}
         read = [getattr(captured.module, str(node.target)) for node in captured.roles.references]
@@ -162,7 +168,7 @@ class PlannedCall:
 
     def verify(self, engine: Engine, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
-        with put_back(self._owned.tensors):
+        with put_back(self._owned):
             verify(engine, self._step(), self._leaves(), self._states, memory)
 
     def run(self, engine: Engine, memory: Memory) -> eager.Unrolled:
@@ -196,7 +202,7 @@ class PlannedCall:
         def by_loop() -> eager.Unrolled:
             return eager.unroll(self.cell, part, rows, state, again, start=self._start, truncate=self._truncate)
 
-        with torch.random.fork_rng(self._devices()):
+        with torch.random.fork_rng(self._devices()), put_back(self._owned):
             ours, loop = (min(_seconds(each, self._owned.parameters) for _ in range(2)) for each in (by_plan, by_loop))
         return ours, loop
 

@@ -43,14 +43,17 @@ class Rows:
 
 def read_rows(
     inputs: Inputs | None,
-    lengths: Lengths | None,
-    mask: Tensor | None,
-    reset: Tensor | None,
+    lengths: object,
+    mask: object,
+    reset: object,
     *,
     batch_first: bool,
     faults: Faults,
 ) -> Rows:
-    """The two tables. A reset past a row's length is dropped, since its state must stay; one in a hole counts."""
+    """The two tables, out of whatever was given for them.
+
+    A reset past a row's length is dropped, since its state must stay; one in a hole counts.
+    """
     if lengths is None and mask is None and reset is None:
         return Rows()
     if inputs is None or inputs.rows is None:
@@ -98,9 +101,14 @@ def replaced(step: list[Any], valid: Tensor | None, stand_in: list[Any]) -> tupl
     return step, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in step]
 
 
-def _within(lengths: Lengths, inputs: Inputs, faults: Faults) -> Tensor | None:
+def _within(lengths: object, inputs: Inputs, faults: Faults) -> Tensor | None:
     """T x N: whether the step is before the row's end."""
-    given = torch.as_tensor(lengths) if len(lengths) else torch.zeros(0, dtype=torch.int64)
+    try:
+        given = lengths if isinstance(lengths, Tensor) else torch.as_tensor(cast(Any, lengths))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        faults.spec.append(f"lengths is {lengths!r}, wanted a tensor or a sequence of {inputs.rows} integers")
+        return None
+    given = given.long() if not given.numel() else given  # an empty list has no dtype of its own
     if given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
         faults.spec.append(f"lengths has dtype {given.dtype}, wanted integers")
         return None
@@ -115,8 +123,11 @@ def _within(lengths: Lengths, inputs: Inputs, faults: Faults) -> Tensor | None:
     return torch.arange(inputs.steps, device=inputs.device)[:, None] < given.to(inputs.device)
 
 
-def _table(name: str, table: Tensor, inputs: Inputs, batch_first: bool, faults: Faults) -> Tensor | None:
+def _table(name: str, table: object, inputs: Inputs, batch_first: bool, faults: Faults) -> Tensor | None:
     """A user's table of truth values, time first."""
+    if not isinstance(table, Tensor):
+        faults.spec.append(f"{name} is of type {type(table).__name__}, wanted a tensor of torch.bool")
+        return None
     wanted = (inputs.rows, inputs.steps) if batch_first else (inputs.steps, inputs.rows)
     axes = "N x T" if batch_first else "T x N"
     fine = True

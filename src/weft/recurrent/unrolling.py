@@ -20,7 +20,7 @@ from weft.core.tree import difference, flatten, map_leaves, unflatten
 from weft.recurrent import eager
 from weft.recurrent.backends import Plans
 from weft.recurrent.cells import Cell
-from weft.recurrent.faults import Faults
+from weft.recurrent.faults import Faults, whole
 from weft.recurrent.packed import pack_like, unpack
 from weft.recurrent.rows import Lengths, Rows, read_rows, replaced, stand_ins
 from weft.recurrent.sequence import Inputs, batch_first_again, read_inputs
@@ -84,8 +84,8 @@ def run(
     batch_first = settings.batch_first and packed is None
     read = read_inputs(inputs, batch_first=batch_first, certain=batch_first or by_row, faults=faults)
     rows = read_rows(read, lengths, mask, reset, batch_first=settings.batch_first, faults=faults)
-    if start < 0:
-        faults.usage.append(f"start is {start}, wanted the number of the first step, 0 or more")
+    if not whole(start) or start < 0:
+        faults.usage.append(f"start is {start!r}, wanted the number of the first step, 0 or more")
     begin = _given(cell, settings, state, read, faults)
     faults.check(f"the recurrent network of cell {cell.name} cannot run on these arguments:")
     assert read is not None
@@ -95,14 +95,13 @@ def run(
         _alike(cell, begin, fresh)
     begin = fresh if state is None else begin
     truncate = settings.truncate
-    found = None
-    if settings.plans is not None:
-        found = settings.plans.run(cell, read, rows, begin, fresh, start=start, truncate=truncate)
-    if found is None:
-        found = eager.unroll(cell, read, rows, begin, fresh, start=start, truncate=truncate)
-        if settings.plans is not None:
-            settings.plans.say()
-    outputs, last, states = found
+    by_loop = partial(eager.unroll, cell, read, rows, begin, fresh, start=start, truncate=truncate)
+    if settings.plans is None:
+        outputs, last, states = by_loop()
+    else:
+        outputs, last, states = settings.plans.run(
+            cell, read, rows, begin, fresh, start=start, truncate=truncate, by_loop=by_loop
+        )
     if settings.batch_first and states is not None:
         states = map_leaves(partial(batch_first_again, rows=read.rows), states)
     if packed is not None and isinstance(lengths, Tensor):

@@ -19,6 +19,7 @@ from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert, Retry
 from weft.experts.client.command import status
 from weft.experts.server import Role, Server
+from weft.experts.server.command import serve
 from weft.experts.server.config import build, parse_expert, read_config
 from weft.experts.wire import RemoteError
 
@@ -176,6 +177,16 @@ def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.Cap
     assert main(["serve", "--expert", "f=ffn:hidden=8", "--address", "127.0.0.1:0"]) == 0
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before and "draining" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["f=nothing-like-it", "f"])
+def test_what_cannot_be_served_leaves_the_signals_as_they_were(wrong: str) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(SystemExit):
+        main(["serve", "--expert", wrong, "--address", "127.0.0.1:0"])
+    with pytest.raises(Exception):  # noqa: B017  (whichever it is: the signals are what counts)
+        serve({"experts": [{"name": "f", "kind": "nothing-like-it"}]})
+    assert before == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
 
 def test_the_process_says_what_is_wrong_with_its_port() -> None:

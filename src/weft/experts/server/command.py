@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.experts.errors import ExpertError
 from weft.experts.server.config import build
+from weft.experts.server.server import Server
 
 
 def serve(config: Mapping[str, Any]) -> None:
@@ -25,7 +26,14 @@ def serve(config: Mapping[str, Any]) -> None:
         stop.set()
 
     before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
-    server = build(config)
+    try:
+        _until(stop, build(config))
+    finally:  # also where the configuration was refused: Ctrl-C is the caller's again
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _until(stop: threading.Event, server: Server) -> None:
     try:
         server.start()
         print(f"weft: serving {len(server.experts)} experts at {server.address}", flush=True)
@@ -35,5 +43,3 @@ def serve(config: Mapping[str, Any]) -> None:
             raise ExpertError("a module did not end in time; what it worked on was not answered")
     finally:
         server.shutdown()
-        for each, handler in before.items():
-            signal.signal(each, handler)
