@@ -114,6 +114,8 @@ SILENT: dict[str, Callable[[Recurrent, Recurrent], None]] = {
     "a subclass": lambda net, loop: close(
         *(n(ONE.as_subclass(Named), ZERO).outputs.as_subclass(Tensor) for n in (net, loop))
     ),
+    "no rows": lambda net, loop: close(*(tuple(n(ONE[:, :0], ZERO[:0])) for n in (net, loop))),
+    "no features": lambda net, loop: close(*(tuple(n(ONE[..., :0], ZERO[:, :0])) for n in (net, loop))),
     "no steps": lambda net, loop: close(*(tuple(n(ONE[:0], ZERO)) for n in (net, loop))),
 }
 

@@ -226,6 +226,8 @@ def unfit(inputs: Inputs, state: Any) -> str | None:
         return "an input is no tensor"
     if any(type(leaf) not in (Tensor, nn.Parameter) for leaf in leaves):
         return "a tensor is of a subclass"
+    if not all(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)):
+        return "a tensor is empty"
     if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
         return "it is being transformed by torch.func"
     if torch.autograd.forward_ad._current_level >= 0:

@@ -10,7 +10,6 @@ reader falls behind the queue's length is lost, instead of memory growing with t
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -20,14 +19,14 @@ from weft.experts.directory.errors import AwayError, WatchLostError
 from weft.experts.directory.etcd_endpoints import Endpoints
 from weft.experts.directory.etcd_keys import Keys
 from weft.experts.directory.etcd_messages import WATCH
-from weft.experts.directory.protocol import Event
+from weft.experts.directory.protocol import Event, Watch
 
 _grpc = cast("Any", grpc)
 _JOIN = 5.0
 _PAUSE = 0.02  # seconds between two rounds, for members that accept and then end the stream
 
 
-class EtcdWatch:
+class EtcdWatch(Watch):
     """The protocol `Watch`. Made by `EtcdDirectory.watch`; raises ``AwayError`` if no member answers in time."""
 
     def __init__(self, endpoints: Endpoints, keys: Keys, prefix: str, after: int | None, most: int) -> None:
@@ -78,21 +77,6 @@ class EtcdWatch:
             call.cancel()
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN)
-
-    def __iter__(self) -> Iterator[Event]:
-        while True:
-            try:
-                event = self.next()
-            except AwayError:
-                return
-            if event is not None:
-                yield event
-
-    def __enter__(self) -> "EtcdWatch":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _fault(self) -> AwayError | None:
         """Why nothing can be told any more, if that is for want of etcd."""

@@ -11,12 +11,12 @@ A watch that falls more than the history behind is lost, instead of memory growi
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import UsageError, listed
 from weft.experts.directory.errors import AwayError, LeaseLostError, OwnedError, WatchLostError
-from weft.experts.directory.protocol import Event, EventKind, Lease
+from weft.experts.directory.protocol import Event, EventKind, Lease, Watch
 from weft.experts.directory.snapshot import Ownership, Snapshot
 
 
@@ -167,7 +167,7 @@ class LocalDirectory:
         self._changed.notify_all()
 
 
-class LocalWatch:
+class LocalWatch(Watch):
     """The protocol `Watch`: a place in the history of a `LocalDirectory`. Nothing grows while nobody reads."""
 
     def __init__(self, directory: LocalDirectory, prefix: str, after: int) -> None:
@@ -198,21 +198,6 @@ class LocalWatch:
         with self._directory._changed:
             self._closed = True
             self._directory._changed.notify_all()
-
-    def __iter__(self) -> Iterator[Event]:
-        while True:
-            try:
-                event = self.next()
-            except AwayError:
-                return
-            if event is not None:
-                yield event
-
-    def __enter__(self) -> "LocalWatch":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _found(self) -> Event | None:
         """The next event of these experts; the place moves past it, and past those of others."""

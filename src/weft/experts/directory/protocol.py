@@ -17,10 +17,12 @@ behind this protocol as it is.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
+from weft.experts.directory.errors import AwayError
 from weft.experts.directory.snapshot import Ownership, Snapshot
 
+Each = TypeVar("Each", bound="Watch")
 EventKind = Literal["joined", "left", "owned", "released"]
 
 
@@ -47,7 +49,10 @@ class Event:
 
 @runtime_checkable
 class Watch(Protocol):
-    """The changes after some revision, each once and in order. A context manager; closing it wakes who waits."""
+    """The changes after some revision, each once and in order. A context manager; closing it wakes who waits.
+
+    Implementations inherit what follows from `next` and `close`.
+    """
 
     def next(self, timeout: float | None = None) -> Event | None:
         """The next event, or ``None`` if none came within ``timeout`` seconds (``None``: until closed).
@@ -60,11 +65,19 @@ class Watch(Protocol):
 
     def __iter__(self) -> Iterator[Event]:
         """Every event until the watch or the directory is closed."""
-        ...
+        while True:
+            try:
+                event = self.next()
+            except AwayError:
+                return
+            if event is not None:
+                yield event
 
-    def __enter__(self) -> "Watch": ...
+    def __enter__(self: Each) -> Each:
+        return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @runtime_checkable

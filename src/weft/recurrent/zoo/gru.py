@@ -55,7 +55,18 @@ class GRUCell(HiddenCell):
         return h, h
 
 
-class ResetBeforeGRUCell(HiddenCell):
+class OneBiasCell(HiddenCell):
+    """Base of those with one ``bias``, GATES * H values. Raises ``UsageError`` for a size below 1."""
+
+    def __init__(
+        self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(input_size, hidden_size, device, dtype)
+        self.bias = self.parameter(len(self.weight_ih))
+        self.reset_parameters()
+
+
+class ResetBeforeGRUCell(OneBiasCell):
     """The GRU as it was published: the reset gate acts on the hidden state, before the product.
 
     ``x_t`` N x D; state and output ``h`` N x H. One ``bias``; blocks in the order r, z, n. It needs two products per
@@ -67,13 +78,6 @@ class ResetBeforeGRUCell(HiddenCell):
 
     GATES = 3
 
-    def __init__(
-        self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        self.bias = self.parameter(3 * hidden_size)
-        self.reset_parameters()
-
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """One step: ``(h', h')``."""
         r, z, n = F.linear(x, self.weight_ih, self.bias).chunk(3, -1)
@@ -84,7 +88,7 @@ class ResetBeforeGRUCell(HiddenCell):
         return h, h
 
 
-class MinimalGatedCell(HiddenCell):
+class MinimalGatedCell(OneBiasCell):
     """A GRU with one gate, which resets the state before the candidate and then mixes the two.
 
     ``x_t`` N x D; state and output ``h`` N x H. One ``bias``; blocks in the order f, n. Zhou, Wu, Zhang and Zhou,
@@ -94,13 +98,6 @@ class MinimalGatedCell(HiddenCell):
     """
 
     GATES = 2
-
-    def __init__(
-        self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        self.bias = self.parameter(2 * hidden_size)
-        self.reset_parameters()
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """One step: ``(h', h')``."""
@@ -112,7 +109,7 @@ class MinimalGatedCell(HiddenCell):
         return h, h
 
 
-class LightGRUCell(HiddenCell):
+class LightGRUCell(OneBiasCell):
     """A GRU without a reset gate and with relu in place of tanh.
 
     ``x_t`` N x D; state and output ``h`` N x H. One ``bias``; blocks in the order z, n. Ravanelli, Brakel, Omologo and
@@ -126,13 +123,6 @@ class LightGRUCell(HiddenCell):
     """
 
     GATES = 2
-
-    def __init__(
-        self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        self.bias = self.parameter(2 * hidden_size)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """As other cells, but each block of ``weight_hh`` orthogonal and the bias zero."""
