@@ -70,6 +70,8 @@ class Choice:
     why: str
     warning: str | None = None
     """What its user should be told."""
+    held: tuple[object, ...] = ()
+    """What the plan is found by, as far as that is a place in memory."""
 
     def explain(self) -> str:
         """For a person."""
@@ -157,7 +159,7 @@ class Plans:
                     words = f"cell {call.cell.name} runs by the eager loop: {why}"
                     return Choice(call.kind, None, "eager", why, words)
                 self._wasted += new
-                found = self._known[key] = self._made(call)
+                found = self._known[key] = replace(self._made(call), held=call.held)
                 if len(self._known) > KINDS:
                     self._known.popitem(last=False)
             else:

@@ -48,6 +48,8 @@ class Owned:
     tensors: list[Tensor] = field(default_factory=list[Tensor])
     key: list[Hashable] = field(default_factory=list[Hashable])
     unknown: list[str] = field(default_factory=list[str])
+    held: list[object] = field(default_factory=list[object])
+    """What the key knows by its place in memory; to be kept alive as long as the key."""
     holders: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """The attributes of modules and objects."""
     _seen: dict[int, int] = field(default_factory=dict[int, int])
@@ -104,19 +106,19 @@ class Owned:
 
     def _method(self, kind: type[Any], name: str, instance: Mapping[str, Any], depth: int) -> None:
         """A method of the user's class, with the class's attributes and the other methods that it names."""
-        found = _function_of(inspect.getattr_static(kind, name, None))
+        found = _function_of(_static(kind, name))
         function = None if found is None else inspect.unwrap(found)
         if not isinstance(function, types.FunctionType) or _known(function.__module__) or self._again(function):
             return
         code = function.__code__
-        self.key.append(code)
+        self._code(code)
         self._globals(code, function, depth)
         self._of_class(kind, code, instance, depth)
 
     def _of_class(self, kind: type[Any], code: types.CodeType, instance: Mapping[str, Any], depth: int) -> None:
         """What code names of a user's class and an instance does not have itself."""
         for each in code.co_names:
-            value = inspect.getattr_static(kind, each, _MISSING)
+            value = _static(kind, each)
             if each in instance or value is _MISSING or depth >= _DEEP:
                 continue
             if _function_of(value) is not None:
@@ -152,7 +154,7 @@ class Owned:
             self._give_up(type(function).__name__)
             return
         code = function.__code__
-        self.key.append(code)
+        self._code(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 self.add(name, cell.cell_contents, depth)
@@ -210,6 +212,11 @@ class Owned:
             self.key.append(inner)
             self.add(f"{name}.{inner}", each, depth)
 
+    def _code(self, code: types.CodeType) -> None:
+        """By identity, which is quick to compare; it is held, so that no other takes its place in memory."""
+        self.held.append(code)
+        self.key.append(id(code))
+
     def _give_up(self, name: str) -> None:
         self.unknown.append(name)
         self.key.append(name)
@@ -232,6 +239,14 @@ def owned(cell: Callable[..., Any]) -> Owned:
     else:
         found.add("cell", cell)
     return found
+
+
+def _static(kind: type[Any], name: str) -> object:
+    """What a class has under a name, as it stands there; quicker than `inspect.getattr_static`."""
+    for each in kind.__mro__:
+        if name in each.__dict__:
+            return each.__dict__[name]
+    return _MISSING
 
 
 def _function_of(found: object) -> types.FunctionType | None:

@@ -93,6 +93,11 @@ class PlannedCall:
         """What the cell is and reads, as it is now: a plan was made for just that."""
         return tuple(self._owned.key)
 
+    @property
+    def held(self) -> tuple[object, ...]:
+        """What must live as long as `reads` is to be compared with."""
+        return tuple(self._owned.held)
+
     def looks(self) -> Hashable:
         """What else a plan depends on: how a step looks."""
         step = tuple([(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self._inputs.leaves])
@@ -183,8 +188,8 @@ class PlannedCall:
 
     def _checker(self) -> Callable[[], bool]:
         """Tells whether the cell still is as it was; it must not keep the inputs alive."""
-        function, before = self.cell.function, self._owned.key
-        return lambda: owned(function).key == before
+        function, before = self.cell.function, self._owned
+        return lambda: owned(function).key == before.key
 
     def race(self, engine: Engine) -> tuple[float, float]:
         """Seconds that a short part of this sequence takes by the engine, and by the eager loop; drawing nothing."""
