@@ -108,9 +108,13 @@ def signals_as_they_were() -> Iterator[None]:
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
     """End the process even if a failed test left a thread that Python would wait for, for ever; all is reported."""
-    main = threading.main_thread()
-    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if left:
-        print(f"these threads would keep the process from ending: {', '.join(left)}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+
+    def end() -> None:
+        main = threading.main_thread()
+        left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
+        print(f"these threads keep the process from ending: {', '.join(left)}", file=sys.stderr, flush=True)
         os._exit(1)
+
+    watchdog = threading.Timer(60.0, end)
+    watchdog.daemon = True
+    watchdog.start()

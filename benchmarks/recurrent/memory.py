@@ -38,7 +38,7 @@ def run(quick: bool) -> Table:
     race = _race(size, ways, 0.0 if quick else 20.0)
     peaks = {way: _peak(way, *size) for way in (*ways, PEER)}
     rows = [_row(way, size, peaks, race) for way in peaks]
-    rows += [_long_row(*each, width=WIDTH) for each in (((2000, 1, 8 * MB),) if quick else LONG)]
+    rows += [_long_row(*each, width=WIDTH) for each in (((2000, 1, 16 * MB),) if quick else LONG)]
     notes = [f"  {count} thread(s): {each.note()}" for count, each in race.items()]
     return Table("peak of one step of training of an LSTM, in MB of 1000000 bytes", rows, notes)
 
