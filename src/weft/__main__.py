@@ -73,6 +73,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=_cost, help="its learning rate")
     parser.add_argument("--address", metavar="HOST:PORT", help="to listen at (127.0.0.1:7070)")
     parser.add_argument("--checkpoints", metavar="DIR", help="where experts are saved, and restored from")
+    parser.add_argument("--panel", metavar="HOST:PORT", help="of a status page and metrics, over plain HTTP (none)")
     parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE", help="with kinds")
     parser.set_defaults(command=_serve)
 
@@ -90,7 +91,7 @@ def _serve(chosen: argparse.Namespace) -> None:
     server = _experts("weft.experts.server.command")
     config: Any = _experts("weft.experts.server.config")
     table: dict[str, Any] = {} if chosen.config is None else config.read_config(chosen.config)
-    for name in ("address", "checkpoints"):
+    for name in ("address", "checkpoints", "panel"):
         table |= {} if getattr(chosen, name) is None else {name: getattr(chosen, name)}
     how = {} if chosen.optimizer is None else {"optimizer": chosen.optimizer}
     how |= {} if chosen.lr is None else {"optimizer_arguments": {"lr": chosen.lr}}

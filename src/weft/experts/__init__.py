@@ -11,7 +11,9 @@ journal.py, replay.py                           the log, and running it again
 wire/, compression.py                           tensors as bytes, behind a checked header
 checkpoint/                                     what survives the process
 directory/                                      who serves what, with leases
+replica/                                        one expert at several servers: one steps, the others follow
 server/, client/, service/                      over gRPC: Server, RemoteExpert, and what both know
+panel/, tracing/                                what people and their tools see of it
 mixture/                                        the best k of many experts for each row
 optimizers.py, counts.py, errors.py             fused steps, statistics, what can go wrong
 """

@@ -54,6 +54,7 @@ class Engine:
         self._backward_buffers = BatchBuffers(backward, runner.device)
         self._inputs = len(forward.columns)
         self._seed: int | None = None
+        self.permit: Callable[[], None] = _granted  # raises where nothing may change now; asked before every change
 
     @property
     def buffer_bytes(self) -> int:
@@ -176,6 +177,7 @@ class Engine:
         copies = _copies(tasks, results)
 
         def apply() -> None:
+            self.permit()
             self.parts.sums.drop(owner)
             try:
                 self._step(total.parameters, total.total.totals)
@@ -236,6 +238,7 @@ class Engine:
         after: Snapshot,
         seed: int,
     ) -> None:
+        self.permit()
         after.restore()
         self.backward_batches += 1
         if tasks[0].mini_batch is not None:
@@ -272,3 +275,7 @@ def _copies(tasks: Sequence[Task], results: Sequence[Results]) -> list[Results |
     """What is recorded of the tasks with a key."""
     pairs = zip(tasks, results, strict=True)
     return [[tensor.clone() for tensor in found] if task.key is not None else None for task, found in pairs]
+
+
+def _granted() -> None:
+    """Everything may change."""

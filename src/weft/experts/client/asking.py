@@ -21,7 +21,7 @@ from weft.experts.client.signature import Signature
 from weft.experts.compression import Policy
 from weft.experts.errors import CommitError
 from weft.experts.service import Description, Receipt, read_description, read_receipt
-from weft.experts.wire import Call, Flags, Header, Kind, Received
+from weft.experts.wire import Call, Flags, Header, Kind, NotOwnerError, Received
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Asker:
             reply=policy.choose("outputs", 1)[0],
         )
         call = Call(header, inputs, policy.choose("inputs", len(inputs)))
-        answer = self._told(self.line.ask(call, self.options.timeout, repeatable=True))
+        answer = self._told(self._answer(call))
         return signature.results(answer, _device(inputs))
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str) -> list[Tensor]:
@@ -101,11 +101,12 @@ class Asker:
             key=key,
             mini_batch=mini_batch,
             reply=policy.choose("input_gradients", 1)[0],
+            data=self._known(0),
         )
         ways = [*policy.choose("inputs", len(inputs)), *policy.choose("output_gradients", len(gradients))]
         call = Call(header, [*inputs, *gradients], ways)
         try:
-            answer = self._told(self.line.ask(call, self.options.timeout, repeatable=True))
+            answer = self._told(self._answer(call))
         except BaseException as error:
             self.accumulation.failed(mini_batch, error)
             raise
@@ -119,17 +120,33 @@ class Asker:
         if ready is None:
             return False
         name, incarnation = ready
-        data = Receipt(None, incarnation).to_bytes()
+        data = self._known(incarnation)
         header = Header(
             kind=Kind.COMMIT, call_id=0, uid=self.uid, client=self.client, key=name, mini_batch=name, data=data
         )
         try:
-            self._told(self.line.ask(Call(header), self.options.timeout, repeatable=True))
+            self._told(self._answer(Call(header)))
         except CommitError as error:
             self.accumulation.failed(name, error)
             raise
         self.accumulation.end(name)
         return True
+
+    def _known(self, incarnation: int) -> bytes:
+        """What goes with a call that steps: an owner that was replaced, and does not know, hears of it."""
+        return Receipt(None, incarnation, self.line.route.token()).to_bytes()
+
+    def _answer(self, call: Call) -> Received:
+        return self.line.ask(call, self.options.timeout, repeatable=True, accept=self._fenced)
+
+    def _fenced(self, answer: Received) -> None:
+        """Refuse what an owner answers that the directory has replaced: its steps are lost."""
+        seen, known = read_receipt(answer.header.data).token, self.line.route.token()
+        if seen < known:
+            raise NotOwnerError(
+                f"expert {self.uid!r} was answered by a server with fencing token {seen}, but its owner has {known}: "
+                "what it stepped does not count, and the call is to be sent to the owner"
+            )
 
     def _told(self, answer: Received) -> Received:
         receipt = read_receipt(answer.header.data)

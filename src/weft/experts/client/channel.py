@@ -9,6 +9,7 @@ No threads but the stream's reader and the clock of `Pending`, both of which end
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from weft.core.errors import UsageError, WeftError
 from weft.experts.client.pending import Entry, Pending
 from weft.experts.client.stream import Stream
 from weft.experts.client.transport import TransportStatistics
-from weft.experts.service.names import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, client_options
+from weft.experts.service.names import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
 from weft.experts.service.pem import Pem, read_pem
 from weft.experts.wire import (
     LIMITS,
@@ -75,17 +76,26 @@ class GrpcTransport:
         tls: certificates; None: nothing is encrypted.
         token: who this client is, where certificates do not say it.
         limits: of a frame; the server's are kept to as well.
+        trace: asked for a traceparent, in the thread of the caller, whenever a stream is opened; its calls belong to
+            that trace. Such as ``current`` of a `weft.experts.tracing.Observer`.
     """
 
     def __init__(
-        self, address: str, *, tls: ClientTls | None = None, token: str | None = None, limits: Limits = LIMITS
+        self,
+        address: str,
+        *,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+        limits: Limits = LIMITS,
+        trace: Callable[[], str | None] | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise UsageError(f"a server's address is {address!r}, wanted host:port, such as 127.0.0.1:7070")
         self._limits = limits
         self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
-        self._channel = _channel(address, tls, limits)
+        self._channel = open_channel(address, tls, limits)
+        self._trace = trace
         self._pending = Pending(address)
         self._lock = threading.Lock()
         self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
@@ -147,7 +157,9 @@ class GrpcTransport:
         with self._lock:
             if not self._streams or self._streams[0].gone:
                 method = self._channel.stream_stream(STREAM)
-                self._streams[:] = [Stream(partial(method, metadata=self._metadata), self._pending, self._limits)]
+                trace = None if self._trace is None else self._trace()
+                metadata = self._metadata if trace is None else (*self._metadata, (TRACEPARENT, trace))
+                self._streams[:] = [Stream(partial(method, metadata=metadata), self._pending, self._limits)]
                 self._opened += 1
             return self._streams[0]
 
@@ -186,7 +198,8 @@ def _failure(error: Any, address: str, what: str) -> WeftError:
     return UnreachableError(f"{address} cannot be asked for its {what}: {text}")
 
 
-def _channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
+def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
+    """A channel of gRPC to a server of experts."""
     options = client_options(limits)
     if tls is None:
         return _grpc.insecure_channel(address, options)

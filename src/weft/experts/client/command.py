@@ -7,9 +7,10 @@ ffn.0      412       400     1033          0        2
 
 import json
 from datetime import timedelta
-from typing import Any
 
 from weft.experts.client.channel import ClientTls, GrpcTransport
+from weft.experts.panel.summary import ExpertLine, Status, summary
+from weft.experts.replica.statistics import line
 
 
 def status(address: str, *, tls: ClientTls | None = None, token: str | None = None, as_json: bool = False) -> str:
@@ -19,27 +20,24 @@ def status(address: str, *, tls: ClientTls | None = None, token: str | None = No
     return told.decode() if as_json else shown(json.loads(told))
 
 
-def shown(found: dict[str, Any]) -> str:
-    """A status as lines."""
-    up = timedelta(seconds=round(found["seconds"]))
-    state = f", draining: {found['draining']}" if found["draining"] else ""
+def shown(status: Status) -> str:
+    """A status as lines: the numbers of the status page."""
+    seen = summary(status)
+    state = f", draining: {seen.draining}" if seen.draining else ""
     head = (
-        f"weft server {found['address']}, up {up}, {found['connections']} connections, "
-        f"{found['calls']} calls under way{state}"
+        f"weft server {seen.address}, up {timedelta(seconds=round(seen.seconds))}, {seen.connections} connections, "
+        f"{seen.calls} calls under way{state}"
     )
-    rows = [("expert", "steps", "durable", "batches", "waiting", "refused")]
-    rows += [_row(uid, one, found["keeping"][uid]) for uid, one in sorted(found["experts"].items())]
+    rows = [("expert", "steps", "durable", "batches", "waiting", "refused"), *map(_row, seen.experts)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
-    lines += [f"{name} goes wrong: {why}" for name, why in found["failures"].items()]
-    lines += [f"refused {count} calls: {kind}" for kind, count in found["refusals"].items()]
+    lines += [f"{name} goes wrong: {why}" for name, why in seen.failures.items()]
+    lines += [f"refused {count} times: {reason} ({where})" for where, reason, count in seen.refusals]
+    lines += [line(uid, one) for uid, one in sorted(status.get("replicas", {}).items())]
+    lines += [f"alive: {one.address}, {one.experts} experts" for one in seen.servers if not one.here]
     return "\n".join([head, *lines])
 
 
-def _row(uid: str, one: dict[str, Any], keeping: dict[str, Any]) -> tuple[str, ...]:
-    pools = one["pools"].values()
-    durable = "-" if keeping["durable"] is None else str(keeping["durable"])
-    batches = one["forward_batches"] + one["backward_batches"]
-    refused = sum(sum(pool["refused"].values()) for pool in pools) + sum(one["refused_gradients"].values())
-    waiting = sum(pool["waiting_tasks"] for pool in pools)
-    return (uid, str(one["steps"]), durable, str(batches), str(waiting), str(refused))
+def _row(one: ExpertLine) -> tuple[str, ...]:
+    durable = "-" if one.durable is None else str(one.durable)
+    return (one.name, str(one.steps), durable, str(one.batches), str(one.waiting), str(one.refused))

@@ -7,6 +7,7 @@ ask ── route ── submit ── wait ──┬── answer
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -29,13 +30,21 @@ class Line:
     retry: Retry = field(default_factory=Retry)
     closed: threading.Event = field(default_factory=threading.Event)
 
-    def ask(self, call: Call, timeout: float, *, repeatable: bool) -> Received:
+    def ask(
+        self,
+        call: Call,
+        timeout: float,
+        *,
+        repeatable: bool,
+        accept: Callable[[Received], None] | None = None,
+    ) -> Received:
         """The answer. ``repeatable``: it may be sent again although it may have been carried out.
 
+        ``accept`` may raise for an answer that is not to be taken, which counts as if that had been the answer.
         Raises what the server answered, ``DeadlineError`` after ``timeout`` seconds, ``LostError``,
         ``UnreachableError``, each with a note that tells of attempts before it; ``UsageError`` once it is closed.
         """
-        end, attempt = time.monotonic() + timeout, 0
+        end, attempt, counted = time.monotonic() + timeout, 0, 0
         last: WeftError | None = None
         while True:
             left = end - time.monotonic()
@@ -45,12 +54,16 @@ class Line:
                 if left <= 0:
                     raise DeadlineError(f"{named(call)} found no time to be sent again within {timeout:g} s")
                 seconds = left if self.retry.attempt_seconds is None else min(left, self.retry.attempt_seconds)
-                return _answer(self.route.transport(attempt, last), call, seconds)
+                answer = _answer(self.route.transport(attempt, last), call, seconds)
+                if accept is not None:
+                    accept(answer)
+                return answer
             except WeftError as error:
                 attempt += 1
+                counted = 1 if self.route.hopeful(error) else counted + 1
                 pause = self.retry.pause(attempt)
                 over = time.monotonic() + pause >= end
-                if over or not self.retry.again(error, attempt, repeatable=repeatable):
+                if over or not self.retry.again(error, counted, repeatable=repeatable):
                     _tell(error, last, attempt)
                     raise
                 last = error

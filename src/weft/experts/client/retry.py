@@ -1,6 +1,7 @@
 """The one rule by which calls are repeated.
 
     overloaded, draining, no connection, another owner     surely not carried out      repeat
+    a follower answers, where there is a directory         an owner comes soon         repeat; not counted
     expired in the server's queue                          surely not carried out      repeat
     connection lost, no answer in time                     nobody knows                repeat only what may be
     all else                                               would fail again            do not

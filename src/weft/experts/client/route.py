@@ -3,7 +3,8 @@
     FixedRoute        one transport
     DirectoryRoute    snapshot ── owner, else any that serves it ──> address ──> transport of the shared connections
 
-A dead address stays in the directory until its lease ends; so every further attempt takes the next address.
+A dead address stays in the directory until its lease ends; so every further attempt takes the next address. Who
+follows an expert says so (`NotOwnerError`): it lives, and takes over when that lease has ended.
 """
 
 from typing import Protocol, runtime_checkable
@@ -24,6 +25,14 @@ class Route(Protocol):
         """
         ...
 
+    def token(self) -> int:
+        """The fencing token of the expert's owner, as far as is known; 0: none."""
+        ...
+
+    def hopeful(self, error: BaseException) -> bool:
+        """Whether, after this error, somebody is sure to answer soon."""
+        ...
+
 
 class FixedRoute:
     """Always this transport."""
@@ -34,6 +43,14 @@ class FixedRoute:
     def transport(self, attempt: int, last: BaseException | None) -> Transport:
         """See `Route.transport`."""
         return self._transport
+
+    def token(self) -> int:
+        """See `Route.token`."""
+        return 0
+
+    def hopeful(self, error: BaseException) -> bool:
+        """See `Route.hopeful`."""
+        return False
 
 
 class DirectoryRoute:
@@ -55,3 +72,12 @@ class DirectoryRoute:
         if not addresses:
             raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
         return self.connections.to(addresses[attempt % len(addresses)])
+
+    def token(self) -> int:
+        """See `Route.token`."""
+        owner = self.connections.snapshot().owner(self._uid)
+        return 0 if owner is None else owner.token
+
+    def hopeful(self, error: BaseException) -> bool:
+        """See `Route.hopeful`."""
+        return isinstance(error, NotOwnerError)

@@ -6,6 +6,9 @@ endpoint.py    gRPC: streams, health, reflection      identity.py   who a connec
 connection.py  one stream, and its answers            served.py     one expert, restored and saved
 presence.py    the entry in the directory             repeat.py, loop.py   its threads
 statistics.py  what it says of itself                 command.py    ``weft serve`` and ``weft status``
+observed.py    a desk that an observer listens to
+replicas.py    experts that others serve too, see weft.experts.replica
+neighbours.py  who else is alive                      panel_thread.py   its status page, see weft.experts.panel
 """
 
 from weft.experts.server.access import Access, Audit, Caller, Grant, Refusal, Role

@@ -49,10 +49,14 @@ OPEN = (Grant(role=Role.ADMIN),)
 
 @dataclass(frozen=True)
 class Caller:
-    """Who is at the other end: a proven ``name`` (empty: nobody proved anything), and ``peer``, an address."""
+    """Who is at the other end: a proven ``name`` (empty: nobody proved anything), and ``peer``, an address.
+
+    ``trace``: the W3C traceparent that its connection came with; empty without one.
+    """
 
     name: str
     peer: str
+    trace: str = ""
 
 
 @dataclass(frozen=True)

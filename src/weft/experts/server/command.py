@@ -37,6 +37,8 @@ def _until(stop: threading.Event, server: Server) -> None:
     try:
         server.start()
         print(f"weft: serving {len(server.experts)} experts at {server.address}", flush=True)
+        if server.panel_url is not None:
+            print(f"weft: status page at {server.panel_url}", flush=True)
         stop.wait()
         print("weft: draining", flush=True)
         if not server.shutdown():

@@ -3,6 +3,7 @@
     address = "0.0.0.0:7070"                     checkpoints = "/var/lib/weft"
     directory = "etcd://host:2379/weft"          where the experts are listed, with [directory_tls] if it wants TLS
     imports = ["my_package.my_experts"]          modules that register kinds of experts
+    panel = "127.0.0.1:9090"                     a status page and metrics, over plain HTTP
 
     [[experts]]
     name = "ffn.{}"                              with count: ffn.0 ffn.1 ffn.2 ffn.3
@@ -14,6 +15,7 @@
     options = { max_batch_size = 1024 }          of the task pools
 
     [options]   see ServerOptions     [limits]  see Limits     [tls]  key, certificate, authority
+    [replicas]  see ReplicaOptions    experts = ["ffn.*"], token = "secret", tls = { authority = ..., ... }
     [tokens]    secret = "client"     [[grants]]  client, expert, role = "forward" | "train" | "admin"
 
 Whoever writes this file runs the server: it may name any module to import.
@@ -32,11 +34,13 @@ import torch
 from weft.core.errors import UsageError, listed
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client.channel import ClientTls
 from weft.experts.directory import Directory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.optimizers import OptimizerLike
 from weft.experts.registry import make_expert
+from weft.experts.replica import ReplicaOptions
 from weft.experts.server.access import OPEN, Access, Grant, Role
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.server import Server
@@ -45,6 +49,7 @@ from weft.experts.wire.limits import Limits
 _TOP = {
     "address": str,
     "advertise": str,
+    "panel": str,
     "directory": str,
     "directory_tls": dict,
     "checkpoints": str,
@@ -54,6 +59,7 @@ _TOP = {
     "options": dict,
     "limits": dict,
     "tls": dict,
+    "replicas": dict,
     "tokens": dict,
     "grants": list,
 }
@@ -66,6 +72,15 @@ _EXPERT = {
     "optimizer_arguments": dict,
     "options": dict,
     "clip_grad_norm": (int, float),
+}
+_REPLICAS = {
+    "experts": list,
+    "follow_seconds": (int, float),
+    "follow_steps": int,
+    "first_seconds": (int, float),
+    "state_bytes": int,
+    "tls": dict,
+    "token": str,
 }
 _GRANT = {"client": str, "expert": str, "role": str}
 _ROLES = {role.name.lower(): role for role in Role}
@@ -106,6 +121,9 @@ def build(config: Mapping[str, Any]) -> Server:
     faults += _unknown(config.get("limits", {}), [f.name for f in fields(Limits)], "limits")
     faults += _unknown(config.get("directory_tls", {}), [f.name for f in fields(EtcdTls)], "directory_tls")
     faults += _unknown(config.get("tls", {}), [f.name for f in fields(ServerTls)], "tls")
+    faults += _faults(config.get("replicas", {}), _REPLICAS, "replicas")
+    if "replicas" in config and "directory" not in config:
+        faults.append("there are [replicas] and no directory, which says who owns them")
     if not config.get("experts"):
         faults.append("there are no experts, wanted at least one")
     if faults:
@@ -117,12 +135,14 @@ def build(config: Mapping[str, Any]) -> Server:
         [backend for entry in config["experts"] for backend in _backends(entry)],
         address=config.get("address", "127.0.0.1:7070"),
         advertise=config.get("advertise"),
+        panel=config.get("panel"),
         access=_access(config),
         directory=directory,
         tls=ServerTls(**config["tls"]) if "tls" in config else None,
         checkpoints=CheckpointStore(config["checkpoints"], keep=config.get("keep", 3))
         if "checkpoints" in config
         else None,
+        replicas=_replicas(config),
         options=ServerOptions(limits=Limits(**config.get("limits", {})), **config.get("options", {})),
     )
     if directory is not None:
@@ -135,6 +155,20 @@ def _directory(config: Mapping[str, Any]) -> Directory | None:
         return None
     tls = EtcdTls(**config["directory_tls"]) if "directory_tls" in config else None
     return open_directory(config["directory"], tls=tls)
+
+
+def _replicas(config: Mapping[str, Any]) -> ReplicaOptions | None:
+    if "replicas" not in config:
+        return None
+    table = dict(config["replicas"])
+    faults = _unknown(table.get("tls", {}), [f.name for f in fields(ClientTls)], "replicas.tls")
+    if faults:
+        raise UsageError(listed("the server cannot be made:", faults))
+    tls = ClientTls(**table.pop("tls")) if "tls" in table else None
+    for name in ("follow_seconds", "first_seconds"):
+        if name in table:
+            table[name] = float(table[name])
+    return ReplicaOptions(**table, tls=tls)
 
 
 def _backends(entry: Mapping[str, Any]) -> list[ExpertBackend]:

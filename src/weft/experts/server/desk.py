@@ -1,8 +1,8 @@
 """Takes calls in and sees to it that each gets exactly one answer. It knows nothing of networks.
 
-    call ── may he? ── draining? ── known? ── tensors ── pool.submit_task ──> future ──> RESULT, steps, receipt
-      |        |           |           |         |             |                |
-      '────────┴───────────┴───────────┴─────────┴─────────────┴────────────────┴──────> ERROR, to its author only
+    call ── may he? ── draining? ── known? ── its owner? ── tensors ── pool.submit_task ──> RESULT, steps, receipt
+      |        |           |           |          |            |             |
+      '────────┴───────────┴───────────┴──────────┴────────────┴─────────────┴────────────> ERROR, to its author only
 
 Everything that can be refused is refused before a tensor is made. A task takes its call's deadline along, and is
 dropped if its turn comes later.
@@ -126,6 +126,7 @@ class Desk:
         if header.kind is Kind.INFO:
             reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=served.describe())))
             return None
+        served.admit(header)
         future = self._submit(call, caller, served)
         future.add_done_callback(partial(self._answer, header, served, reply))
         return future
@@ -152,10 +153,10 @@ class Desk:
         """Refuse a commit whose gradients were sent, in part, to this server before it was started again."""
         if not data or served.backend.records.step_of("commit", client, mini_batch) is not None:
             return
-        if read_receipt(data).incarnation != self.incarnation:
+        if read_receipt(data).incarnation != served.incarnation:
             raise CommitError(
-                f"the server was started again while mini-batch {mini_batch!r} was open, and its gradients are gone; "
-                "run its micro-batches again"
+                f"the server was started again, or another took the expert over, while mini-batch {mini_batch!r} was "
+                "open, and its gradients are gone; run its micro-batches again"
             )
 
     def _answer(self, header: Header, served: Served, reply: Reply, done: "Future[Results]") -> None:

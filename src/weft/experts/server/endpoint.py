@@ -4,6 +4,7 @@
                 '── no: refused before a frame is read       '── a broken frame: error of call 0, and the end
     Info     frame of INFO calls -> frame of answers
     Status   -> JSON, for those with role ADMIN
+    State    states of experts, for servers that follow and have role ADMIN; see `weft.experts.replica.Feed`
     grpc.health.v1.Health, grpc.reflection.v1alpha.ServerReflection     as published
 
 What a stranger sends is decoded with the server's limits, and nothing that it can send reaches another stream.
@@ -20,6 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from weft.core.errors import UsageError
+from weft.experts.replica import Feed
 from weft.experts.server.access import Caller, Role
 from weft.experts.server.connection import Connection, goaway
 from weft.experts.server.desk import Desk, fault
@@ -40,14 +42,22 @@ class Endpoint:
         desk: takes the calls.
         options: limits.
         status: what a status call answers, as JSON.
+        feed: gives states away; None: nobody may ask.
     """
 
-    def __init__(self, desk: Desk, options: ServerOptions, status: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        options: ServerOptions,
+        status: Callable[[], Mapping[str, Any]],
+        feed: Feed | None = None,
+    ) -> None:
         self.connections: set[Connection] = set()
         self.accepted = self.turned_away = self.broken = 0
         self._desk = desk
         self._options = options
         self._status = status
+        self._feed = feed
         self._server: Any = None
         self._health: Any = None
 
@@ -94,6 +104,8 @@ class Endpoint:
             "Info": _grpc.unary_unary_rpc_method_handler(self._info),
             "Status": _grpc.unary_unary_rpc_method_handler(self._tell_status),
         }
+        if self._feed is not None:
+            table["State"] = _grpc.stream_stream_rpc_method_handler(self._states)
         return _grpc.method_handlers_generic_handler(SERVICE, table)
 
     async def _serving(self, yes: bool) -> None:
@@ -173,6 +185,25 @@ class Endpoint:
             await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
         loop = asyncio.get_running_loop()
         return json.dumps(await loop.run_in_executor(None, self._status)).encode()
+
+    async def _states(self, _: Any, context: Any) -> None:
+        caller = await self._admitted(context, "state")
+
+        def admit(uid: str) -> None:
+            try:
+                self._desk.access.check(caller, uid, Role.ADMIN, "its state")
+            except ForbiddenError as error:
+                self._desk.audit.refused(caller, uid, "STATE", str(error))
+                raise
+
+        async def read() -> bytes | None:
+            message = await context.read()
+            return None if message is _aio.EOF else message
+
+        if self._feed is not None:
+            if self._feed.streams >= self._options.connections:
+                await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
+            await self._feed.serve(read, context.write, admit)
 
     async def _admitted(self, context: Any, what: str) -> Caller:
         """Who calls; strangers are refused here, before anything of theirs is read."""

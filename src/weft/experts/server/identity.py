@@ -7,21 +7,31 @@
 A connection is refused as a whole if its token is unknown, or if nothing is granted to whoever it is.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weft.experts.server.access import Access, Caller
-from weft.experts.service.names import AUTHORIZATION, BEARER
+from weft.experts.service.names import AUTHORIZATION, BEARER, TRACEPARENT
 from weft.experts.wire.errors import ForbiddenError
+
+_FORM = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def identify(access: Access, tls: Mapping[Any, Any], metadata: Iterable[tuple[Any, Any]] | None, peer: str) -> Caller:
     """The caller. Raises ``ForbiddenError`` for an unknown token, and for whom no grant is meant."""
-    caller = Caller(_certified(tls) or _by_token(access, metadata), peer)
+    found = tuple(metadata or ())
+    caller = Caller(_certified(tls) or _by_token(access, found), peer, _trace(found))
     if not access.admits(caller.name):
         who = f"client {caller.name!r}" if caller.name else "a client without certificate or token"
         raise ForbiddenError(f"nothing is granted to {who}; ask whoever runs the server for a grant")
     return caller
+
+
+def _trace(metadata: Iterable[tuple[Any, Any]]) -> str:
+    """The traceparent; empty if there is none, or what is no traceparent."""
+    words = [str(value) for key, value in metadata if key == TRACEPARENT]
+    return words[-1] if words and _FORM.fullmatch(words[-1]) else ""
 
 
 def _certified(tls: Mapping[Any, Any]) -> str:

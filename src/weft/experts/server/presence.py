@@ -6,6 +6,7 @@ While the directory is away the server serves on: clients that know it need no d
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from weft.experts.directory import AwayError, Directory, Lease, LeaseLostError
@@ -14,13 +15,23 @@ from weft.experts.directory import AwayError, Directory, Lease, LeaseLostError
 class Presence:
     """Lists experts at an address. Thread-safe.
 
-    ``uids`` is asked at every turn: experts may be added and removed while the server runs.
+    ``uids`` is asked at every turn: experts may be added and removed while the server runs. ``moved`` is told of a
+    new lease while the one before it still lasts: what was claimed under that is to be claimed under this.
     """
 
-    def __init__(self, directory: Directory, uids: Callable[[], Sequence[str]], address: str, ttl: float) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        uids: Callable[[], Sequence[str]],
+        address: str,
+        ttl: float,
+        moved: Callable[[Lease, Lease], None] | None = None,
+    ) -> None:
+        self.address = address
         self._directory = directory
         self._uids = uids
-        self._address = address
+        self._moved = moved
+        self._until = float("-inf")
         self._ttl = ttl
         self._lock = threading.Lock()
         self._lease: Lease | None = None
@@ -32,21 +43,39 @@ class Presence:
         lease = self._lease
         return () if lease is None else lease.uids
 
+    @property
+    def lease(self) -> Lease | None:
+        """Under which it is listed now, as far as is known."""
+        return self._lease
+
+    def until(self, lease: Lease) -> float:
+        """Until when (`time.monotonic`) this lease surely lasts; minus infinity if it is not the one of now.
+
+        Counted from before the directory was asked to renew it, so that the directory cannot have ended it sooner.
+        """
+        now, until = self._lease, self._until
+        return until if now is not None and now.number == lease.number else float("-inf")
+
     def turn(self) -> None:
         """Declare or renew, whichever is due. Raises ``AwayError`` if the directory does not answer."""
         with self._lock:
             if self._ended:
                 return
-            uids = tuple(self._uids())
+            uids, start = tuple(self._uids()), time.monotonic()
             if self._lease is not None and set(self._lease.uids) == set(uids):
                 try:
                     self._directory.renew(self._lease)
+                    self._until = start + self._lease.ttl
                     return
                 except LeaseLostError:
                     self._lease = None
             # What is listed twice for a moment is found; what is not listed for a moment is not.
-            before, self._lease = self._lease, self._directory.declare(uids, self._address, self._ttl) if uids else None
+            lasted = time.monotonic() < self._until
+            lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
+            before, self._lease, self._until = self._lease, lease, start + (0.0 if lease is None else lease.ttl)
             if before is not None:
+                if lease is not None and self._moved is not None and lasted:
+                    self._moved(before, lease)
                 self._directory.withdraw(before)
 
     def withdraw(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 class Repeat:
     """Calls ``act`` every ``seconds`` from `start` to `stop`."""
 
-    def __init__(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+    def __init__(self, name: str, seconds: float, act: Callable[[], object]) -> None:
         self.failures = 0
         self.last_failure: Exception | None = None
         self._seconds = seconds

@@ -4,41 +4,74 @@
     save      the same, all of one step, under the expert's lock; written outside of it
     durable   the step of the last checkpoint that is on the disk: what a crash cannot take back
 
+An expert that other servers have too is a replica; only its owner saves, with the token under which it owns it.
+
 Keys and weights are saved together. So a backward that is sent again after a crash either finds its key, and its
 step is in the weights, or finds neither, and is applied now: once in both cases.
 """
 
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, WeftError
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.service import Description, Receipt, describe, read_description
+from weft.experts.directory import Lease
+from weft.experts.replica import Replica
+from weft.experts.service import Description, Receipt, describe, read_description, read_receipt
+from weft.experts.wire import Header, Kind
 
 
 class Served:
-    """A backend, and where it is saved (None: nowhere). ``incarnation`` is the server's."""
+    """A backend, and where it is saved (None: nowhere). ``incarnation`` is the server's.
 
-    def __init__(self, backend: ExpertBackend, store: CheckpointStore | None, incarnation: int) -> None:
+    ``until`` makes it a replica: until when a lease of the server lasts; see `weft.experts.replica.Standing`.
+    """
+
+    def __init__(
+        self,
+        backend: ExpertBackend,
+        store: CheckpointStore | None,
+        incarnation: int,
+        until: Callable[[Lease], float] | None = None,
+    ) -> None:
         self.backend = backend
         self.durable: int | None = None
         self.restored: int | None = None
         self._store = store
         self._incarnation = incarnation
         self._saving = threading.Lock()
+        self.replica = (
+            None if until is None else Replica(backend, until, save=self.save, store=store, loaded=self._replaced)
+        )
         self._check()
+
+    @property
+    def incarnation(self) -> int:
+        """The server's; or that of the time since it owns this replica."""
+        return self._incarnation if self.replica is None else self.replica.incarnation
 
     def describe(self) -> bytes:
         """What an ``info`` call answers."""
-        return describe(self.backend.get_info(), self.durable, self._incarnation)
+        return describe(self.backend.get_info(), self.durable, self.incarnation)
 
     def receipt(self) -> bytes:
         """What goes with every result."""
-        return Receipt(self.durable, self._incarnation).to_bytes()
+        token = 0 if self.replica is None else self.replica.standing.token
+        return Receipt(self.durable, self.incarnation, token).to_bytes()
+
+    def admit(self, header: Header) -> None:
+        """Raise ``NotOwnerError`` if this call is for another server."""
+        if self.replica is not None:
+            steps = header.kind is not Kind.FORWARD
+            carried = read_receipt(header.data).token if steps and header.data else 0
+            self.replica.standing.check(steps=steps, carried=carried)
 
     def restore(self) -> None:
         """Go on from the newest checkpoint; or make the first one, so that a crash keeps even the first weights.
+
+        A replica makes none: it is not its owner yet.
 
         Raises what `CheckpointStore` raises, ``UsageError`` if the checkpoint is of another kind of expert, and what
         module and optimizer raise when they load it.
@@ -47,7 +80,7 @@ class Served:
             return
         found = self._store.load_newest(self.backend.name)
         if found is None:
-            self.save()
+            self.save()  # a replica refuses
             return
         try:
             self.backend.load_state_dict(found.state)
@@ -56,18 +89,27 @@ class Served:
             raise
         self.backend.records.load_state_dict(found.extra["records"])
         self.durable = self.restored = found.step
+        if self.replica is not None:
+            self.replica.restored(found.extra.get("token", 0))
 
     def save(self) -> bool:
-        """Make what was reached durable; False if it is already. Raises what `CheckpointStore.save` raises."""
+        """Make what was reached durable; False if it is already, or is another server's to do.
+
+        Raises what `CheckpointStore.save` raises.
+        """
         if self._store is None:
             return False
         with self._saving:
-            if self.durable == self.backend.steps:
+            if self.durable == self.backend.steps or not self._owns:
                 return False
             with self.backend.engine.lock:
                 state, keys = self.backend.state_dict(), self.backend.records.state_dict()
+                token = 0 if self.replica is None else self.replica.mark.token
             step: int = state["steps"]
-            self._store.save(self.backend.name, state, step, {"records": keys})
+            taken = self._store.take(self.backend.name, state, step, {"records": keys, "token": token})
+            if not self._owns:  # the lease may have lapsed meanwhile
+                return False
+            self._store.write(taken)
             self.durable = step
             return True
 
@@ -75,8 +117,29 @@ class Served:
         """What the checkpoints of this expert are at."""
         return {"durable": self.durable, "restored": self.restored}
 
+    @property
+    def _owns(self) -> bool:
+        return self.replica is None or self.replica.standing.may_step
+
+    def _replaced(self) -> None:
+        """Another server's state was loaded: what is on the disk is not of it."""
+        self.durable = None
+
     def _check(self) -> None:
         """What cannot be told to a client had better be known before one asks."""
         found: Description = read_description(self.describe())
         if found.name != self.backend.name:
             raise UsageError(f"expert {self.backend.name!r} has a name that does not survive the wire")
+
+
+def save_all(experts: Iterable[Served]) -> int:
+    """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong."""
+    saved, failure = 0, None
+    for served in experts:
+        try:
+            saved += served.save()
+        except WeftError as error:  # the others are to be saved all the same
+            failure = error
+    if failure is not None:
+        raise failure
+    return saved

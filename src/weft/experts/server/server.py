@@ -15,22 +15,29 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from weft.core.errors import UsageError, WeftError
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Directory
+from weft.experts.replica import ReplicaOptions
 from weft.experts.runtime import Runtime
 from weft.experts.server.access import Access, Audit, Caller
-from weft.experts.server.desk import Desk, Reply
+from weft.experts.server.desk import Reply
 from weft.experts.server.endpoint import Endpoint
 from weft.experts.server.loop import LoopThread
+from weft.experts.server.neighbours import Neighbours
+from weft.experts.server.observed import make_desk
 from weft.experts.server.options import ServerOptions, ServerTls
+from weft.experts.server.panel_thread import PanelThread
 from weft.experts.server.presence import Presence
 from weft.experts.server.repeat import Repeat
-from weft.experts.server.served import Served
-from weft.experts.server.statistics import KeepingStatistics, ServerStatistics
+from weft.experts.server.replicas import Replicas
+from weft.experts.server.served import save_all
+from weft.experts.server.statistics import Reporter, ServerStatistics
+from weft.experts.tracing.spans import Observer
 from weft.experts.wire import Received
 
 _START = 30.0  # seconds that listening may take
@@ -49,8 +56,13 @@ class Server:
         directory: where the experts are listed.
         checkpoints: where they are saved, and restored from at the start.
         options: see `ServerOptions`.
+        replicas: which of the experts other servers of the directory have too; one of them owns each, and steps it.
+            None: none. See `weft.experts.replica`.
+        panel: host and port of a status page and metrics, see `weft.experts.panel`; port 0 takes a free one, see
+            `panel_url`. Plain HTTP without passwords: whoever reaches it reads it. None: no panel.
+        observer: hears of calls, queues, batches and steps; see `weft.experts.tracing`.
 
-    Raises ``UsageError`` for two experts of one name, or one whose schemas cannot be told to clients.
+    Raises ``UsageError`` for two experts of one name, schemas that cannot be told, and replicas without a directory.
     """
 
     def __init__(
@@ -64,6 +76,9 @@ class Server:
         directory: Directory | None = None,
         checkpoints: CheckpointStore | None = None,
         options: ServerOptions | None = None,
+        replicas: ReplicaOptions | None = None,
+        panel: str | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.options = options or ServerOptions()
         self.audit = Audit()
@@ -74,17 +89,21 @@ class Server:
         self._directory = directory
         self._owned: list[Callable[[], None]] = []
         self._store = checkpoints
-        self._desk = Desk(access, self.audit, self.options.longest_seconds)
-        self._endpoint = Endpoint(self._desk, self.options, self.status)
+        self._desk = make_desk(access, self.audit, self.options.longest_seconds, observer, self.own)
+        self._replicas = Replicas(replicas, directory, self.options.limits)
+        self._endpoint = Endpoint(self._desk, self.options, self.status, self._replicas.feed)
         self._runtimes: dict[str, Runtime] = {}
         self._presence: Presence | None = None
+        self._neighbours: Neighbours | None = None
         self._repeats: dict[str, Repeat] = {}
+        self._reporter = Reporter(self._desk, self._endpoint, self._runtimes, self._repeats)
+        self._reporter.replicas = self._replicas.statistics
+        self._panel = None if panel is None else PanelThread(panel, self.status)
         self._loop: LoopThread | None = None
         self._lock = threading.RLock()
-        self._began = 0.0
         self._running = self._ended = False
         for backend in experts:
-            self._desk.add(Served(backend, checkpoints, self._desk.incarnation))
+            self._desk.add(self._replicas.served(backend, checkpoints, self._desk.incarnation))
 
     @property
     def address(self) -> str:
@@ -92,6 +111,11 @@ class Server:
         if not self.port:
             raise UsageError("the server has no address before it is started; use it in a with block, or call start()")
         return f"{self._wanted.rpartition(':')[0]}:{self.port}"
+
+    @property
+    def panel_url(self) -> str | None:
+        """Where the status page is, once it is started; None without one."""
+        return None if self._panel is None else self._panel.url
 
     @property
     def experts(self) -> list[str]:
@@ -117,12 +141,13 @@ class Server:
         """Serve one more expert, restored from its checkpoint if there is one. Raises as constructor and `start`."""
         with self._lock:
             self._desk.check_new(backend.name)
-            served = Served(backend, self._store, self._desk.incarnation)
+            served = self._replicas.served(backend, self._store, self._desk.incarnation)
             if self._running:
                 served.restore()
                 self._run(backend)
             self._desk.add(served)
         self._announce()
+        self._replicas.wait()
 
     def remove(self, uid: str, timeout: float = 30.0) -> bool:
         """Finish what this expert has accepted, save it, and serve it no more; whether all was finished in time.
@@ -134,21 +159,15 @@ class Server:
             finished = True
             if self._running:
                 finished = self._runtimes[str(served.backend.device)].remove(served.backend, timeout=timeout)
+            self._replicas.remove(uid, timeout, finished)
         self._announce()
+        self._replicas.raise_failure()
         served.save()
         return finished
 
     def checkpoint(self) -> int:
         """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong."""
-        saved, failure = 0, None
-        for served in self._desk.experts().values():
-            try:
-                saved += served.save()
-            except WeftError as error:  # the others are to be saved all the same
-                failure = error
-        if failure is not None:
-            raise failure
-        return saved
+        return save_all(self._desk.experts().values())
 
     def drain(self, why: str = "it is shutting down") -> bool:
         """Leave the directory, refuse new work, and finish what was accepted; whether that ended in time."""
@@ -156,14 +175,15 @@ class Server:
             if not self._running:
                 return True
             self._desk.draining = why
-            self._stop("lease")
-            if self._presence is not None:
-                with suppress(WeftError):
-                    self._presence.withdraw()
+            if not self._replicas.retire():  # with replicas it is left last, when others have the last state
+                self._leave()
             if self._loop is not None:
                 self._loop.run(self._endpoint.drain(), _LAST)
             end = time.monotonic() + self.options.drain_seconds
-            return all([r.shutdown(timeout=max(0.0, end - time.monotonic())) for r in self._runtimes.values()])
+            finished = all([r.shutdown(timeout=max(0.0, end - time.monotonic())) for r in self._runtimes.values()])
+            self._replicas.hand_over(end, finished)
+            self._leave()
+            return finished
 
     def shutdown(self) -> bool:
         """`drain`, save, let the answers leave, and end all threads; False if a module still runs. May be called twice.
@@ -179,6 +199,7 @@ class Server:
             try:
                 if finished and self._store is not None:
                     self.checkpoint()
+                self._replicas.raise_failure()
             finally:
                 self._running, self._ended = False, True
                 self._close(_LAST)
@@ -191,30 +212,7 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         """What was done since the start, and what is under way."""
-        endpoint, served = self._endpoint, self._desk.experts()
-        connections = list(endpoint.connections)
-        answered, errors = self._desk.counts()
-        failures = {name: str(each.last_failure) for name, each in self._repeats.items() if each.last_failure}
-        return ServerStatistics(
-            address=self.address if self.port else self._wanted,
-            seconds=time.monotonic() - self._began if self._running else 0.0,
-            draining=self._desk.draining,
-            incarnation=self._desk.incarnation,
-            connections=len(connections),
-            calls=sum(each.calls for each in connections),
-            nbytes=sum(each.nbytes for each in connections),
-            accepted=endpoint.accepted,
-            turned_away=endpoint.turned_away,
-            broken=endpoint.broken,
-            answered=answered,
-            errors=errors,
-            refusals=self.audit.counts(),
-            failures=failures,
-            listed=() if self._presence is None else self._presence.listed,
-            experts={uid: one.backend.statistics() for uid, one in served.items()},
-            keeping={uid: KeepingStatistics(one.durable, one.restored) for uid, one in served.items()},
-            runtimes={name: runtime.statistics() for name, runtime in self._runtimes.items()},
-        )
+        return self._reporter.statistics(self.address if self.port else self._wanted)
 
     def status(self) -> dict[str, Any]:
         """`statistics` as JSON has it, and the last refusals: what ``weft status`` and pages show."""
@@ -238,14 +236,22 @@ class Server:
             self._run(served.backend)
         self._loop = LoopThread("server")
         self.port = self._loop.run(self._endpoint.start(self._wanted, self._tls), _START)
-        self._began, self._running = time.monotonic(), True
+        self._reporter.began, self._running = time.monotonic(), True
         if self._store is not None:
-            self._repeat("checkpoints", self.options.checkpoint_seconds, self._save)
+            self._repeat("checkpoints", self.options.checkpoint_seconds, self.checkpoint)
         if self._directory is not None:
             ttl = self.options.lease_seconds
-            self._presence = Presence(self._directory, lambda: self.experts, self._advertise or self.address, ttl)
+            here = self._advertise or self.address
+            self._presence = Presence(self._directory, lambda: self.experts, here, ttl, self._replicas.moved)
+            self._neighbours = Neighbours(self._directory, here, self._presence.turn)
+            self.own(self._neighbours.close)
+            self._reporter.presence, self._reporter.neighbours = self._presence, self._neighbours
             self._announce()
-            self._repeat("lease", ttl / 3, self._presence.turn)
+            self._repeat("lease", ttl / 3, self._neighbours.turn)
+            self._replicas.start(self._presence)
+        if self._panel is not None:
+            self.own(partial(self._panel.stop, _LAST))
+            self._panel.start(_START)
 
     def _run(self, backend: ExpertBackend) -> None:
         name = str(backend.device)
@@ -256,16 +262,20 @@ class Server:
 
     def _announce(self) -> None:
         """Tell the directory now; if it is away, the lease thread goes on trying."""
-        if self._presence is not None:
+        if self._neighbours is not None:
             with suppress(ConnectionError):
-                self._presence.turn()
+                self._neighbours.turn()
 
-    def _repeat(self, name: str, seconds: float, act: Callable[[], None]) -> None:
+    def _leave(self) -> None:
+        """Be listed no more. May be called twice."""
+        self._stop("lease")
+        if self._presence is not None:
+            with suppress(WeftError):
+                self._presence.withdraw()
+
+    def _repeat(self, name: str, seconds: float, act: Callable[[], object]) -> None:
         self._repeats[name] = Repeat(name, seconds, act)
         self._repeats[name].start()
-
-    def _save(self) -> None:
-        self.checkpoint()
 
     def _stop(self, name: str) -> None:
         if name in self._repeats:
@@ -275,6 +285,8 @@ class Server:
         """End whatever runs."""
         for name in self._repeats:
             self._stop(name)
+        self._reporter.began = None
+        self._replicas.stop()
         if self._loop is not None:
             with suppress(TimeoutError):
                 self._loop.run(self._endpoint.stop(seconds), 2 * seconds)

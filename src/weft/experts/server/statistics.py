@@ -1,10 +1,25 @@
-"""What a server says of itself: one value of plain numbers, and the same as JSON for people and pages."""
+"""What a server says of itself: one value of plain numbers, and the same as JSON for people, pages and Prometheus.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+    desk, endpoint, experts, devices, directory ──> Reporter ──> ServerStatistics ──> JSON
+
+Nothing here waits for a module. Its expert's lock is held while it computes, so the numbers that only this lock keeps
+together are read under it where it is free, and one by one where it is not. So a module that hangs can be seen.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, cast
 
+from weft.experts.backend import ExpertBackend
 from weft.experts.counts import BackendStatistics, RuntimeStatistics
+from weft.experts.replica import ReplicaStatistics
+from weft.experts.runtime import Runtime
+from weft.experts.server.desk import Desk
+from weft.experts.server.endpoint import Endpoint
+from weft.experts.server.neighbours import DirectoryStatistics, Neighbours
+from weft.experts.server.presence import Presence
+from weft.experts.server.repeat import Repeat
 
 
 @dataclass(frozen=True)
@@ -21,7 +36,7 @@ class ServerStatistics:
 
     ``turned_away`` clients found the server full, ``broken`` ones sent what is no frame, ``refusals`` were forbidden;
     all by kind of call, ``errors`` by reason. ``seconds`` since the start. ``failures``: what last went wrong with
-    the directory or the checkpoints, empty if nothing does now.
+    the directory or the checkpoints, empty if nothing does now. ``directory``: who else is alive; None without one.
     """
 
     address: str
@@ -42,13 +57,102 @@ class ServerStatistics:
     experts: Mapping[str, BackendStatistics]
     keeping: Mapping[str, KeepingStatistics]
     runtimes: Mapping[str, RuntimeStatistics]
+    directory: DirectoryStatistics | None = None
+    replicas: Mapping[str, ReplicaStatistics] = field(default_factory=dict[str, ReplicaStatistics])
 
     def to_json(self) -> dict[str, Any]:
         """The same as dicts, lists, numbers and texts."""
-        return _plain(asdict(self))
+        return _plain(self)
+
+
+class Reporter:
+    """Asks the parts of one server. Thread-safe; never waits for a module, a disk or a network."""
+
+    def __init__(
+        self, desk: Desk, endpoint: Endpoint, runtimes: dict[str, Runtime], repeats: dict[str, Repeat]
+    ) -> None:
+        self.began: float | None = None
+        self.presence: Presence | None = None
+        self.neighbours: Neighbours | None = None
+        self.replicas: Callable[[], dict[str, ReplicaStatistics]] = dict
+        self._desk = desk
+        self._endpoint = endpoint
+        self._runtimes = runtimes
+        self._repeats = repeats
+        self._last: dict[str, BackendStatistics] = {}
+
+    def statistics(self, address: str) -> ServerStatistics:
+        """What was done since the start, and what is under way."""
+        endpoint, desk, served = self._endpoint, self._desk, self._desk.experts()
+        connections = list(endpoint.connections)
+        answered, errors = desk.counts()
+        failures = {name: str(each.last_failure) for name, each in dict(self._repeats).items() if each.last_failure}
+        self._last = {uid: self._expert(one.backend) for uid, one in served.items()}
+        return ServerStatistics(
+            address=address,
+            seconds=0.0 if self.began is None else time.monotonic() - self.began,
+            draining=desk.draining,
+            incarnation=desk.incarnation,
+            connections=len(connections),
+            calls=sum(each.calls for each in connections),
+            nbytes=sum(each.nbytes for each in connections),
+            accepted=endpoint.accepted,
+            turned_away=endpoint.turned_away,
+            broken=endpoint.broken,
+            answered=answered,
+            errors=errors,
+            refusals=desk.audit.counts(),
+            failures=failures,
+            listed=() if self.presence is None else self.presence.listed,
+            experts=dict(self._last),
+            keeping={uid: KeepingStatistics(one.durable, one.restored) for uid, one in served.items()},
+            runtimes={name: runtime.statistics() for name, runtime in dict(self._runtimes).items()},
+            directory=None if self.neighbours is None else self.neighbours.statistics(),
+            replicas=self.replicas(),
+        )
+
+    def _expert(self, backend: ExpertBackend) -> BackendStatistics:
+        engine = backend.engine
+        if engine.lock.acquire(blocking=False):
+            try:
+                return backend.statistics()
+            finally:
+                engine.lock.release()
+        return _while_busy(backend, self._last.get(backend.name))
+
+
+def _while_busy(backend: ExpertBackend, last: BackendStatistics | None) -> BackendStatistics:
+    """Without the expert's lock: each number is true by itself, and may be of another moment than its neighbour.
+
+    The memory of open mini-batches is a sum over what the batch may change, so it is that of the last look.
+    """
+    engine = backend.engine
+    kept = engine.parts.kept
+    live: dict[str, Any] = {
+        "steps": backend.steps,
+        "forward_batches": engine.forward_batches,
+        "backward_batches": engine.backward_batches,
+        "retried_batches": engine.retried,
+        "refused_gradients": dict(engine.refused),
+        "open_mini_batches": len(engine.parts.sums),
+        "kept_graphs": len(kept),
+        "kept_graph_bytes": kept.nbytes,
+        "used_graphs": kept.used,
+        "buffer_bytes": engine.buffer_bytes,
+        "records": backend.records.statistics(),
+        "pools": {pool.name: pool.statistics() for pool in backend.pools},
+    }
+    if last is None or last.name != backend.name:
+        return BackendStatistics(name=backend.name, open_mini_batch_bytes=0, journal_failures=0, **live)
+    return replace(last, **live)
 
 
 def _plain(value: Any) -> Any:
+    """By hand: `dataclasses.asdict` copies deeply, and the panel asks again and again."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if is_dataclass(value):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):

@@ -3,6 +3,7 @@
     /weft.Experts/Stream    stream of frames <-> stream of frames     calls and their answers, in any order
     /weft.Experts/Info      one frame of INFO calls -> one frame      what a client must know of experts
     /weft.Experts/Status    nothing -> JSON                           what the server says of itself
+    /weft.Experts/State     stream of frames <-> stream of frames     states of experts, for servers that follow
 
 Messages are the frames of `weft.experts.wire`, not protobuf: a serializer of the identity, on both ends.
 """
@@ -13,12 +14,15 @@ SERVICE = "weft.Experts"
 STREAM = f"/{SERVICE}/Stream"
 INFO = f"/{SERVICE}/Info"
 STATUS = f"/{SERVICE}/Status"
+STATE = f"/{SERVICE}/State"
 
 FRAME_BYTES = "weft-frame-bytes"
 """Metadata that opens a stream: the largest frame that the server takes. When it is there, the server listens."""
 AUTHORIZATION = "authorization"
 """Metadata of a client: ``Bearer TOKEN``."""
 BEARER = "Bearer "
+TRACEPARENT = "traceparent"
+"""Metadata of a client's stream, as W3C's Trace Context has it: the trace that its calls belong to."""
 
 COALESCED = 1 << 20
 """Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame."""

@@ -2,7 +2,10 @@
 
 step 40      in the header: optimizer steps taken
 durable 35   a crash of the server loses at most the steps 36 to 40; None: it keeps no checkpoints
-incarnation  another number after every start of the server: sums of mini-batches do not outlive one
+incarnation  another number after every start of the server, and when it takes a replica over: sums of mini-batches
+             do not outlive one
+token 12     the fencing token of the expert's owner; 0: it has no replicas. In a call: the largest that its author
+             knows, so that an owner that was replaced hears of it
 """
 
 import struct
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 
 from weft.experts.wire.errors import MalformedError
 
-_FORMAT = struct.Struct("<QQ")
+_FORMAT = struct.Struct("<QQQ")
 _NEVER = (1 << 64) - 1
 
 
@@ -20,15 +23,16 @@ class Receipt:
 
     durable: int | None
     incarnation: int
+    token: int = 0
 
     def to_bytes(self) -> bytes:
-        """16 bytes, the data of a result."""
-        return _FORMAT.pack(_NEVER if self.durable is None else self.durable, self.incarnation)
+        """24 bytes, the data of a result."""
+        return _FORMAT.pack(_NEVER if self.durable is None else self.durable, self.incarnation, self.token)
 
 
 def read_receipt(data: bytes) -> Receipt:
     """The inverse. Raises ``MalformedError`` for other bytes."""
     if len(data) != _FORMAT.size:
         raise MalformedError(f"a receipt of {len(data)} bytes, wanted {_FORMAT.size}", reason="receipt")
-    durable, incarnation = _FORMAT.unpack(data)
-    return Receipt(None if durable == _NEVER else durable, incarnation)
+    durable, incarnation, token = _FORMAT.unpack(data)
+    return Receipt(None if durable == _NEVER else durable, incarnation, token)

@@ -47,6 +47,7 @@ class Kind(IntEnum):
     INFO = 6
     PING = 7
     GOAWAY = 8
+    STATE = 9
 
 
 WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})

@@ -1,0 +1,170 @@
+"""One replicated expert at one server: its state, given away and taken in.
+
+    take     mark, module, optimizer, schedule, steps, idempotency keys ──> safetensors bytes       (see checkpoint/)
+    receive  the same bytes from its owner, if no newer owner was heard of ──> loaded, all of one step
+    improve  the newest checkpoint, if that is newer than what is here
+
+What is loaded comes from servers that may own the expert, and is still read as a stranger's: no code is run.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from weft.experts.backend import ExpertBackend
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.checkpoint.content import from_file, to_file
+from weft.experts.directory import Fence, Lease, Ownership
+from weft.experts.replica.mark import Mark
+from weft.experts.replica.standing import Standing
+
+
+class Replica:
+    """A backend that others have too. Thread-safe.
+
+    Args:
+        backend: the expert. It is told to ask for a permit before every step.
+        until: see `Standing`.
+        save: makes durable what was reached, where that is wanted.
+        store: where checkpoints lie.
+        loaded: called when the state was replaced.
+
+    ``failure`` is what last went wrong with following or taking over; None if nothing does now.
+    """
+
+    def __init__(
+        self,
+        backend: ExpertBackend,
+        until: Callable[[Lease], float],
+        *,
+        save: Callable[[], object] | None = None,
+        store: CheckpointStore | None = None,
+        loaded: Callable[[], None] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.uid = backend.name
+        self.standing = Standing(backend.name, until)
+        self.lock = threading.RLock()  # between a state that comes in and a change of the standing
+        self.fence = Fence()
+        self.save = save or (lambda: None)
+        self.incarnation = secrets.randbits(63)
+        self.failure: Exception | None = None
+        self.ahead = Mark()  # how far the owner is, as it last told
+        self.heard = 0.0  # when it last told
+        self.has_state = False  # is there more here than first weights
+        self.taken = self.received = self.received_bytes = 0
+        self.broken = False  # a state could not be loaded, or only in part
+        self.final = False  # nothing steps it here any more
+        self._seen_owner = False
+        self._token = 0
+        self._store = store
+        self._loaded = loaded or (lambda: None)
+        backend.engine.permit = self.standing.permit
+
+    @property
+    def mark(self) -> Mark:
+        """How far the state here is."""
+        token = self.standing.token if self.standing.role == "owner" else self._token
+        return Mark(token, self.backend.steps, self.backend.engine.backward_batches)
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether to claim it when it is free: not where its state was never seen, or cannot be loaded."""
+        return not self.broken and (self.has_state or not self._seen_owner)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is owned here, or the owner's state is here."""
+        standing, owner = self.standing, self.standing.owner
+        return standing.role == "owner" or (owner is not None and self.heard > 0 and self._token >= owner.token)
+
+    @property
+    def behind(self) -> int | None:
+        """Steps that the owner is ahead, as it last told; None if it has told nothing yet."""
+        if self.standing.role != "follower":
+            return 0
+        return max(0, self.ahead.steps - self.backend.steps) if self.heard else None
+
+    def restored(self, token: int) -> None:
+        """The state was loaded from a checkpoint that was made under this token."""
+        self._token, self.has_state = token, True
+
+    def follow(self, owner: Ownership | None) -> None:
+        """Another owns it, or nobody."""
+        with self.lock:
+            if self.standing.role != "follower":
+                self._token = self.mark.token
+            self._seen_owner = self._seen_owner or owner is not None
+            if owner is not None and owner.token > (self.fence.largest(self.uid) or 0):
+                self.fence.admit(self.uid, owner.token)
+            self.standing.follow(owner)
+
+    def claimed(self, ownership: Ownership, lease: Lease) -> None:
+        """It is ours, but not ready; from now on no older owner's state is let in."""
+        with self.lock:
+            self._token = self.mark.token
+            self.standing.claim(ownership, lease, "taking over")
+            self.fence.admit(self.uid, ownership.token)
+
+    def lead(self, ownership: Ownership, lease: Lease) -> None:
+        """It is ours and ready. Mini-batches that were open under an earlier owner do not go on."""
+        with self.lock:
+            self.has_state, self.failure = True, None
+            self.incarnation = secrets.randbits(63)
+            self.standing.claim(ownership, lease, "owner")
+
+    def take(self, patience: float = 1.0) -> tuple[Mark, bytes] | None:
+        """The state as of now; None if a batch is under way for longer than ``patience`` seconds."""
+        lock = self.backend.engine.lock
+        if not lock.acquire(timeout=patience):
+            return None
+        try:
+            mark = self.mark
+            value = {"state": self.backend.state_dict(), "records": self.backend.records.state_dict()}
+        finally:
+            lock.release()
+        self.taken += 1
+        return mark, to_file(value)
+
+    def receive(self, mark: Mark, data: bytes, *, taking_over: bool = False) -> bool:
+        """Take in what an owner has sent; False if it is not wanted any more.
+
+        Raises ``FencedError`` for the state of an owner that was replaced, ``DamagedError`` for bytes that are no
+        state, and what module and optimizer raise; then nobody makes this replica the owner any more.
+        """
+        value = from_file(data)
+        with self.lock:
+            if not taking_over:
+                self.fence.admit(self.uid, mark.token)
+            if (self.standing.role == "taking over") != taking_over or self.standing.role == "owner":
+                return False
+            self._load(mark, value["state"], value["records"])
+            self.received += 1
+            self.received_bytes += len(data)
+            return True
+
+    def improve(self) -> bool:
+        """Load the newest checkpoint if it is newer than what is here. Raises what `CheckpointStore` raises."""
+        found = None if self._store is None else self._store.load_newest(self.uid)
+        if found is None:
+            return False
+        mark = Mark(found.extra.get("token", 0), found.step, found.state["backward_batches"])
+        with self.lock:
+            newer = mark > self.mark or not self.has_state or self.broken
+            if newer:
+                self._load(mark, found.state, found.extra["records"])
+            return newer
+
+    def told(self, mark: Mark) -> None:
+        """The owner is as far as this."""
+        self.ahead, self.heard = mark, time.monotonic()
+
+    def _load(self, mark: Mark, state: Any, records: Any) -> None:
+        self.broken = True  # until all of it is loaded
+        with self.backend.engine.lock:
+            self.backend.load_state_dict(state)
+            self.backend.records.load_state_dict(records)
+        self.broken, self.has_state, self._token = False, True, mark.token
+        self._loaded()

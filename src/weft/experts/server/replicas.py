@@ -1,0 +1,119 @@
+"""What a server does about its replicas, whether it has any or not; see `weft.experts.replica`.
+
+options given ──> each covered expert becomes a `Replica`; one `Keeper` for all; a `Feed` for who follows
+none given    ──> nothing: every method does nothing
+"""
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from weft.core.errors import UsageError, WeftError
+from weft.experts.backend import ExpertBackend
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.directory import Directory, Lease
+from weft.experts.replica import Feed, Keeper, ReplicaOptions, ReplicaStatistics
+from weft.experts.server.presence import Presence
+from weft.experts.server.served import Served
+from weft.experts.wire import Limits
+
+_LEAST = 0.5  # seconds that followers have for the last state, also if the work took all of its time
+
+
+class Replicas:
+    """Of one server. Raises ``UsageError`` for options without a directory: it says who owns what."""
+
+    def __init__(self, options: ReplicaOptions | None, directory: Directory | None, limits: Limits) -> None:
+        self._options = options
+        self._presence: Presence | None = None
+        self._keeper: Keeper | None = None
+        self._failure: WeftError | None = None
+        self._started = False
+        if options is not None:
+            if directory is None:
+                raise UsageError("replicas= wants directory= as well: the directory says which server owns an expert")
+            self._keeper = Keeper(directory, self._here, self._lease, options, limits)
+
+    @property
+    def feed(self) -> Feed | None:
+        """What answers those who follow."""
+        return None if self._keeper is None else self._keeper.feed
+
+    def served(self, backend: ExpertBackend, store: CheckpointStore | None, incarnation: int) -> Served:
+        """An expert as its server keeps it; a replica, if it is one."""
+        covered = self._options is not None and self._options.covers(backend.name)
+        served = Served(backend, store, incarnation, self._until if covered else None)
+        if self._keeper is not None and served.replica is not None:
+            self._keeper.add(served.replica)
+        return served
+
+    def moved(self, before: Lease, lease: Lease) -> None:
+        """See `Keeper.moved`."""
+        if self._keeper is not None:
+            self._keeper.moved(before, lease)
+
+    def start(self, presence: Presence) -> None:
+        """Claim and follow, and wait for the first states; see `ReplicaOptions.first_seconds`."""
+        self._presence = presence
+        if self._keeper is not None:
+            self._started = True
+            self._keeper.start()
+
+    def wait(self) -> None:
+        """After one more expert was added: as in `start`."""
+        if self._keeper is not None and self._started:
+            self._keeper.wait()
+
+    def remove(self, uid: str, timeout: float, finished: bool) -> None:
+        """Hand one expert over. ``finished``: its module runs no more. `raise_failure` raises what saving raised."""
+        if self._keeper is not None and uid in self._keeper.replicas:
+            with self._kept():
+                self._keeper.remove(uid, timeout, save=finished)
+
+    def retire(self) -> bool:
+        """Claim nothing more; whether there are replicas, which are listed until `hand_over`."""
+        if self._keeper is not None:
+            self._keeper.retire()
+        return self._keeper is not None
+
+    def hand_over(self, end: float, finished: bool) -> None:
+        """Nothing steps any more: let followers have the last states, until ``end`` (`time.monotonic`), and let go.
+
+        ``finished``: no module runs any more.
+        """
+        if self._keeper is not None:
+            with self._kept():
+                seconds = max(_LEAST, end - time.monotonic())
+                self._keeper.hand_over(list(self._keeper.replicas), seconds, save=finished)
+
+    def raise_failure(self) -> None:
+        """Raise what saving raised while experts were handed over, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def stop(self) -> None:
+        """End its threads. May be called twice."""
+        if self._keeper is not None:
+            self._keeper.stop()
+
+    def statistics(self) -> dict[str, ReplicaStatistics]:
+        """How every replica stands."""
+        return {} if self._keeper is None else self._keeper.statistics()
+
+    @contextmanager
+    def _kept(self) -> Generator[None]:
+        """What saving raises is told later: the rest of an end goes on."""
+        try:
+            yield
+        except WeftError as error:
+            self._failure = error
+
+    def _here(self) -> str:
+        return "" if self._presence is None else self._presence.address
+
+    def _lease(self) -> Lease | None:
+        return None if self._presence is None else self._presence.lease
+
+    def _until(self, lease: Lease) -> float:
+        return float("-inf") if self._presence is None else self._presence.until(lease)

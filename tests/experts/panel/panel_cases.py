@@ -1,0 +1,59 @@
+"""What several tests of the panel need: a server, its status, and a client that speaks plain bytes."""
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.experts.expert_cases import X, adam
+from weft.experts import ExpertBackend
+from weft.experts.client import LocalTransport, RemoteExpert
+from weft.experts.server import Server
+
+PATIENCE = 10.0
+NASTY = "</title><script>alert(1)</script>\"'&\u202e\x00\ud800"
+
+
+def layer(name: str) -> ExpertBackend:
+    return ExpertBackend(name, nn.Linear(4, 4, dtype=torch.float64), adam, args_schema=(X,))
+
+
+def train(server: Server, name: str, steps: int = 1) -> None:
+    with LocalTransport(server.handler()) as transport:
+        remote = RemoteExpert(name, transport)
+        for _ in range(steps):
+            remote(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+
+
+def status(names: Sequence[str] = ("a",), **changes: Any) -> dict[str, Any]:
+    """The status of a server that was never started, with the name of its first expert replaced throughout."""
+    found = Server([layer(f"expert{i}") for i in range(len(names))]).status()
+    for field in ("experts", "keeping"):
+        found[field] = {name: found[field][f"expert{i}"] for i, name in enumerate(names)}
+    return {**found, **changes}
+
+
+def address(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").rstrip("/").rpartition(":")
+    return host, int(port)
+
+
+def exchange(url: str, sent: bytes, timeout: float = PATIENCE) -> bytes:
+    """Send bytes, and all that comes back until the other side closes."""
+    with socket.create_connection(address(url), timeout=timeout) as stream:
+        stream.sendall(sent)
+        found = b""
+        while chunk := stream.recv(65536):
+            found += chunk
+    return found
+
+
+def get(url: str, path: str = "/", *, method: str = "GET", **fields: str) -> tuple[int, dict[str, str], str]:
+    """Status, header fields in lower case, and body."""
+    lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in {"Host": "127.0.0.1", **fields}.items())]
+    head, _, body = exchange(url, ("\r\n".join(lines) + "\r\n\r\n").encode()).partition(b"\r\n\r\n")
+    first, *rest = head.decode().split("\r\n")
+    pairs = [line.partition(": ") for line in rest]
+    return int(first.split()[1]), {key.lower(): value for key, _, value in pairs}, body.decode()

@@ -1,0 +1,102 @@
+"""The page in a real browser: Chromium, without a window. Skipped by name where there is none."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experts.panel.panel_cases import layer, train
+from weft.experts.panel import panel
+from weft.experts.panel.page import page
+from weft.experts.server import Server
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.timeout(100),
+    pytest.mark.skipif(CHROMIUM is None, reason="test_browser: needs Chromium, and there is no chromium on the PATH"),
+]
+QUIET = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"),
+    *("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
+    "--disable-sync",
+]
+NAMES = ["ffn.0", "ffn.1", "<img src=x onerror=console.log('x')>"]
+
+
+def browse(url: str, profile: Path, *words: str) -> tuple[str, list[str]]:
+    """The document as it stands at the end, and what the console said."""
+    assert CHROMIUM is not None
+    argv = [CHROMIUM, *QUIET, f"--user-data-dir={profile}", *words, url]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=80, check=False)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, server: Server, between: Callable[[int], None]) -> list[int]:
+    """Call ``between`` with the number of each status that is asked for, before it is told."""
+    count: list[int] = []
+    tell = server._reporter.statistics
+
+    def told(address: str) -> Any:
+        between(len(count))
+        count.append(1)
+        return tell(address)
+
+    monkeypatch.setattr(server._reporter, "statistics", told)
+    monkeypatch.setattr(panel, "FRESH", 0.0)  # the browser's clock runs ahead of ours
+    return count
+
+
+def test_the_page_shows_the_experts_and_what_changes_without_being_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server([layer(name) for name in NAMES], panel="127.0.0.1:0") as server:
+        url = server.panel_url or ""
+        # The third expert steps after the page was told, and before its script asks: only the script can show it.
+        count = watched(monkeypatch, server, lambda number: train(server, NAMES[2], 7) if number == 1 else None)
+        document, said = browse(url, tmp_path / "a", "--virtual-time-budget=9000", "--dump-dom")
+    assert said == []
+    assert len(count) >= 2
+    assert "ffn.0" in document and "ffn.1" in document and "&lt;img src=x" in document and "<img" not in document
+    assert document.count("<svg") == 1 and 'aria-label="batches by tasks: 14 of 1 task"' in document
+    assert re.findall(r'data-column="steps" role="cell">(\d+)<', document) == ["7", "0", "0"]
+    assert 'data-state="live">live<' in document
+
+
+def test_a_server_that_is_gone_is_told_to_who_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server([layer("a")], panel="127.0.0.1:0") as server:
+
+        def fail(number: int) -> None:
+            if number >= 1:
+                raise RuntimeError("gone")
+
+        watched(monkeypatch, server, fail)
+        document, _ = browse(server.panel_url or "", tmp_path / "a", "--virtual-time-budget=9000", "--dump-dom")
+    assert 'data-state="lost">no answer since' in document and 'role="rowheader"' in document
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
+    wide = "an.expert.with.a.name.that.does.not.want.to.end." * 4
+    with Server([layer(wide), layer("b")], panel="127.0.0.1:0") as server:
+        train(server, "b")
+        # A frame of that width, since a browser's own window may not be narrower than 500: the panel forbids frames,
+        # so its page is looked at as a file.
+        (tmp_path / "page.html").write_text(_measured(server), "utf-8")
+        frame = tmp_path / "frame.html"
+        frame.write_text(f'<iframe src="page.html" width="{width}" height="900"></iframe><p id="said"></p>' + LISTEN)
+        document, _ = browse(frame.as_uri(), tmp_path / "p", "--virtual-time-budget=3000", "--dump-dom")
+    inner, outer = map(int, re.findall(r'id="said">(\d+) (\d+)<', document)[0])
+    assert inner <= outer <= width
+
+
+LISTEN = "<script>onmessage = e => document.getElementById('said').textContent = e.data</script>"
+
+
+def _measured(server: Server) -> str:
+    root = "document.documentElement"
+    tell = f"<script>parent.postMessage({root}.scrollWidth + ' ' + {root}.clientWidth, '*')</script>"
+    return page(server.status()).replace("</body>", f"{tell}</body>")

@@ -1,0 +1,76 @@
+"""Metrics as Prometheus reads them: names, types, labels and numbers."""
+
+import re
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.experts.panel.panel_cases import NASTY, layer, status, train
+from weft.experts.panel.metrics import exposition
+from weft.experts.server import Server
+
+LABELS = {"expert", "direction", "reason", "kind", "device", "what", "le"}
+
+
+class Samples(dict[tuple[str, frozenset[str]], float]):
+    """Numbers by name and values of labels, in any order."""
+
+    def __getitem__(self, key: Any) -> float:
+        return super().__getitem__((key[0], frozenset(key[1:])))
+
+
+def samples(found: dict[str, Any]) -> Samples:
+    text = exposition(found, openmetrics=False)[0].decode()
+    families = text_string_to_metric_families(text)
+    return Samples({(s.name, frozenset(s.labels.values())): s.value for family in families for s in family.samples})
+
+
+def test_numbers_types_and_labels_are_those_of_the_status() -> None:
+    before = {family.name for family in REGISTRY.collect()}
+    with Server([layer("a"), layer("b")]) as server:
+        train(server, "a", 3)
+        found = server.status()
+    seen = samples(found)
+    assert seen["weft_expert_steps_total", "a"] == 3.0 and seen["weft_expert_steps_total", "b"] == 0.0
+    assert seen["weft_expert_batches_total", "a", "backward"] == 3.0
+    assert seen["weft_tasks_answered_total", "a", "forward"] == 3.0
+    assert seen["weft_batch_rows_total", "a", "backward"] == 9.0
+    assert seen["weft_calls_total", "BACKWARD"] == 3.0
+    assert seen["weft_queue_oldest_age_seconds", "b", "forward"] == 0.0
+    assert seen["weft_runtime_busy_seconds_total", "cpu"] > 0.0
+    buckets = [seen["weft_batch_tasks_bucket", "a", "forward", str(float(1 << n))] for n in range(13)]
+    assert buckets == [3.0] * 13 == [seen["weft_batch_tasks_bucket", "a", "forward", "+Inf"]] * 13
+    assert seen["weft_batch_tasks_count", "a", "forward"] == seen["weft_batch_tasks_sum", "a", "forward"] == 3.0
+    assert {family.name for family in REGISTRY.collect()} == before  # nothing of it is global
+
+
+def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
+    text, kind = exposition(status(), openmetrics=True)
+    assert kind.startswith("application/openmetrics-text")
+    families = list(open_families(text.decode()))
+    assert len(families) > 35
+    for family in families:
+        assert family.name.startswith("weft_") and family.documentation
+        assert family.type in ("counter", "gauge", "histogram")
+        assert re.fullmatch("[a-z_]+", family.name)
+        assert all(set(sample.labels) <= LABELS for sample in family.samples)
+        assert all((s.name == f"{family.name}_total") for s in family.samples if family.type == "counter")
+
+
+def test_any_name_is_a_label_and_two_names_stay_two() -> None:
+    names = [NASTY, "\udc00", "\udc01", 'a\\b"\n']
+    seen = samples(status(names))
+    assert sum(key[0] == "weft_expert_steps_total" for key in seen) == 4
+
+
+def test_a_directory_and_checkpoints_are_told_where_they_are() -> None:
+    assert not any("directory" in key[0] or "durable" in key[0] for key in samples(status()))
+    directory = {"here": "", "away_seconds": 2.5, "servers": {"b:2": {"experts": 3, "owns": 2}}}
+    found = status(directory=directory, keeping={"a": {"durable": 7, "restored": None}}, failures={"lease": "x"})
+    found["replicas"] = {"a": {"role": "follower", "behind": 3, "token": 7}}
+    seen = samples(found)
+    assert seen["weft_replica_behind_steps", "a"] == 3.0 and seen["weft_replica_owned", "a"] == 0.0
+    assert seen["weft_directory_servers",] == 1.0 and seen["weft_directory_away_seconds",] == 2.5
+    assert seen["weft_expert_durable_step", "a"] == 7.0 and seen["weft_failing", "lease"] == 1.0

@@ -1,0 +1,230 @@
+"""The panel of a real server: what it tells, whom it answers, and that it never waits for a module."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experts.client.test_transport import gated
+from tests.experts.panel.panel_cases import NASTY, PATIENCE, address, get, layer, train
+from weft.__main__ import main
+from weft.core.errors import UsageError
+from weft.experts.client import LocalTransport, RemoteExpert
+from weft.experts.client.command import status
+from weft.experts.directory import LocalDirectory
+from weft.experts.panel.panel import FRESH, split
+from weft.experts.server import Server, ServerOptions
+from weft.experts.server.config import build, parse_expert
+from weft.experts.wire import Call, Header, Kind
+
+pytestmark = pytest.mark.timeout(40)
+LOCAL = "127.0.0.1:0"
+
+
+def url(server: Server) -> str:
+    found = server.panel_url
+    assert found is not None
+    return found
+
+
+def seen(server: Server) -> dict[str, Any]:
+    time.sleep(FRESH)
+    return json.loads(get(url(server), "/status.json")[2])
+
+
+def test_the_page_the_json_the_metrics_and_the_terminal_tell_the_same() -> None:
+    with Server([layer("a"), layer("b")], panel=LOCAL) as server:
+        train(server, "a", 2)
+        time.sleep(FRESH)
+        code, fields, page = get(url(server))
+        assert code == 200 and fields["content-type"] == "text/html; charset=utf-8"
+        assert "default-src 'none'" in fields["content-security-policy"]
+        assert '<td data-column="steps" role="cell">2</td>' in page
+        found = json.loads(get(url(server), "/status.json")[2])
+        assert found["experts"] == json.loads(status(server.address, as_json=True))["experts"]
+        assert 'weft_expert_steps_total{expert="a"} 2.0' in get(url(server), "/metrics")[2]
+        told = json.loads(get(url(server), "/status.json?page")[2])
+        assert told["status"] == found and told["parts"] in page and f"<title>{told['title']}</title>" in page
+        assert status(server.address).splitlines()[2].split() == ["a", "2", "-", "4", "0", "0"]
+    assert server.panel_url is not None
+
+
+def test_openmetrics_is_spoken_to_who_asks_for_it() -> None:
+    with Server([layer("a")], panel=LOCAL) as server:
+        wanted = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+        assert get(url(server), "/metrics", Accept=wanted)[1]["content-type"].startswith("application/openmetrics-text")
+        assert get(url(server), "/metrics")[1]["content-type"].startswith("text/plain")
+
+
+def test_there_is_nothing_else_and_nothing_changes_anything() -> None:
+    with Server([layer("a")], panel=LOCAL) as server:
+        codes = [get(url(server), path)[0] for path in ("/x", "/metrics/", "//", "/status.json?page=1", "/?page")]
+        assert codes == [404, 404, 404, 200, 200]
+        assert get(url(server), method="POST")[0] == 405
+        code, fields, body = get(url(server), method="HEAD")
+        assert code == 200 and int(fields["content-length"]) > 1000 and body == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "code"), [("evil.example", 421), ("127.0.0.1.evil.example", 421), ("localhost:1", 200), ("[::1]:5", 200)]
+)
+def test_on_loopback_it_answers_to_names_of_this_machine_only(host: str, code: int) -> None:
+    with Server([layer("a")], panel=LOCAL) as server:
+        assert get(url(server), Host=host)[0] == code
+
+
+def test_where_it_was_told_to_listen_for_others_it_has_any_name() -> None:
+    with Server([layer("a")], panel="0.0.0.0:0") as server:
+        assert get(url(server).replace("0.0.0.0", "127.0.0.1"), Host="gpu7.example")[0] == 200
+
+
+def test_a_module_that_hangs_hides_nothing() -> None:
+    gate, backend = gated()
+    with Server([backend, layer("a")], panel=LOCAL) as server, LocalTransport(server.handler()) as transport:
+        train(server, "a", 2)
+        x = torch.ones(1, 4, dtype=torch.float64)
+        calls = [transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [x]), 20.0)]
+        assert gate.entered.wait(PATIENCE)
+        calls += [transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [x]), 20.0) for _ in range(3)]
+        try:
+            time.sleep(0.3)
+            start = time.monotonic()
+            found = json.loads(get(url(server), "/status.json")[2])
+            assert get(url(server))[0] == 200
+            metrics = get(url(server), "/metrics")[2]
+            told = status(server.address)
+            assert time.monotonic() - start < 5.0
+            pool = found["experts"]["gate"]["pools"]["gate.forward"]
+            assert pool["running_tasks"] == 1 and pool["waiting_tasks"] == 3 and pool["oldest_age"] > 0.2
+            assert found["runtimes"]["cpu"]["working_on"] == "gate.forward" and found["experts"]["a"]["steps"] == 2
+            assert 'weft_queue_tasks{direction="forward",expert="gate"} 3.0' in metrics
+            assert told.splitlines()[3].split() == ["gate", "0", "-", "0", "3", "0"]
+        finally:
+            gate.let.set()
+        for call in calls:
+            assert call.result(PATIENCE) is not None
+        end = time.monotonic() + PATIENCE
+        while (found := seen(server))["experts"]["gate"]["forward_batches"] != 2:
+            assert time.monotonic() < end
+
+
+def test_any_name_may_be_shown() -> None:
+    with Server([layer(NASTY.replace("\ud800", ""))], panel=LOCAL) as server:
+        assert "<script>alert" not in get(url(server))[2] and get(url(server), "/metrics")[0] == 200
+
+
+def test_the_directory_says_who_else_is_alive() -> None:
+    directory = LocalDirectory()
+    options = ServerOptions(lease_seconds=0.3)
+    with Server([layer("a")], directory=directory, panel=LOCAL, options=options) as server:
+        with Server([layer("b"), layer("c")], directory=directory, options=options) as other:
+            end = time.monotonic() + PATIENCE
+            while other.address not in (servers := seen(server)["directory"]["servers"]):
+                assert time.monotonic() < end
+            assert servers == {server.address: {"experts": 1, "owns": 0}, other.address: {"experts": 2, "owns": 0}}
+            assert f"alive: {other.address}, 2 experts" in status(server.address)
+            assert f"{server.address} (this one)" in get(url(server))[2]
+        while other.address in seen(server)["directory"]["servers"]:
+            assert time.monotonic() < end
+    directory.close()
+
+
+def test_a_directory_that_is_away_is_told_and_who_was_there_is_still_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = LocalDirectory()
+    with Server([layer("a")], directory=directory, options=ServerOptions(lease_seconds=0.3), panel=LOCAL) as server:
+        directory.close()
+        end = time.monotonic() + PATIENCE
+        while not (found := seen(server)["directory"])["away_seconds"]:
+            assert time.monotonic() < end
+        assert list(found["servers"]) == [server.address] and "directory: away for" in get(url(server))[2]
+
+
+def test_bad_clients_of_the_panel_do_not_hold_up_the_experts() -> None:
+    stop = threading.Event()
+
+    def flood(place: tuple[str, int]) -> None:
+        while not stop.is_set():
+            with suppress(OSError), socket.create_connection(place, timeout=1.0) as stream:
+                stream.sendall(b"\x00" * 9000 + b"\r\n\r\n")
+
+    with Server([layer("a")], panel=LOCAL) as server, RemoteExpert("a", server.address) as remote:
+        place = address(url(server))
+        held = [socket.create_connection(place, timeout=PATIENCE) for _ in range(80)]  # more than it takes
+        threads = [threading.Thread(target=flood, args=(place,)) for _ in range(2)]
+        for each in threads:
+            each.start()
+        took: list[float] = []
+        for _ in range(40):
+            start = time.monotonic()
+            remote(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+            took.append(time.monotonic() - start)
+        stop.set()
+        for each in threads:
+            each.join()
+        for each in held:
+            each.close()
+        assert sorted(took)[len(took) // 2] < 0.5  # a thousandth is usual; what it must not do is wait for them
+        end = time.monotonic() + PATIENCE
+        answered = False
+        while not answered:
+            assert time.monotonic() < end
+            with suppress(OSError, ValueError, IndexError):
+                answered = get(url(server))[0] == 200
+        assert server.statistics().experts["a"].steps == 40
+
+
+def test_a_served_process_says_where_its_page_is() -> None:
+    words = ["serve", "--expert", "f=ffn:hidden=8", "--address", LOCAL, "--panel", LOCAL]
+    with subprocess.Popen([sys.executable, "-m", "weft", *words], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline().startswith("weft: serving 1 experts")
+            line = child.stdout.readline()
+            assert line.startswith("weft: status page at http://127.0.0.1:")
+            assert "weft server" in get(line.split()[-1])[2]
+        finally:
+            child.terminate()
+
+
+def test_an_error_in_telling_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Server([layer("a")], panel=LOCAL) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(server._reporter, "statistics", lambda address: 1 / 0)
+            assert get(url(server))[0] == 500
+        assert get(url(server))[0] == 200
+        train(server, "a")
+
+
+def test_it_ends_with_its_server_and_a_port_that_is_taken_starts_nothing() -> None:
+    with Server([layer("a")], panel=LOCAL) as server:
+        taken = url(server).removeprefix("http://").rstrip("/")
+        second = Server([layer("b")], panel=taken)
+        with pytest.raises(UsageError, match="taken"):
+            second.start()
+    with pytest.raises(OSError, match="refused"):
+        get(url(server))
+
+
+@pytest.mark.parametrize("where", ["9090", ":9090", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:99999"])
+def test_an_address_that_is_none_is_misuse(where: str) -> None:
+    with pytest.raises(UsageError, match="wanted host:port"):
+        Server([layer("a")], panel=where)
+    assert split("[::1]:80") == ("::1", 80)
+
+
+def test_a_file_and_the_command_line_name_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"address": LOCAL, "panel": LOCAL, "experts": [parse_expert("f=ffn:hidden=8")]}
+    with build(config) as server, RemoteExpert("f", server.address) as remote:
+        remote(torch.ones(2, 8))
+        assert "weft server" in get(url(server))[2]
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", "--expert", "f=ffn:hidden=8", "--address", LOCAL, "--panel", "nowhere"])
+    assert stop.value.code == 2 and "a panel's address is 'nowhere'" in capsys.readouterr().err

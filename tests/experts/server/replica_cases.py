@@ -1,0 +1,148 @@
+"""Servers with the same experts, a client that calls in a loop, and a directory that can be away."""
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tests.experts.expert_cases import fussy_backend, rows
+from weft.experts import ExpertBackend
+from weft.experts.client import Connections, RemoteExpert
+from weft.experts.directory import AwayError, Directory, Event, Lease, LocalDirectory, Ownership, Snapshot
+from weft.experts.directory.local import LocalWatch
+from weft.experts.replica import ReplicaOptions
+from weft.experts.server import Server, ServerOptions
+
+PATIENCE = 15.0
+LEASE = 1.0
+CLOSELY = ReplicaOptions(follow_seconds=0.05, follow_steps=1)
+
+
+def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Away(LocalDirectory):
+    """A directory that does not answer while ``away``, and whose leases end meanwhile."""
+
+    away = False
+
+    def _look(self) -> None:
+        if self.away:
+            raise AwayError("away")
+        super()._look()
+
+
+class CutWatch(LocalWatch):
+    """A watch of a directory that may be cut off."""
+
+    def __init__(self, directory: "Cut", prefix: str, after: int) -> None:
+        super().__init__(directory.inner, prefix, after)
+        self._outer = directory
+
+    def next(self, timeout: float | None = None) -> Event | None:
+        self._outer._there()
+        return super().next(timeout)
+
+
+class Cut(LocalDirectory):
+    """What one server sees of a directory: it can be cut off from it, and from it alone."""
+
+    def __init__(self, inner: LocalDirectory) -> None:
+        super().__init__()
+        self.inner = inner
+        self.cut = False
+
+    def _there(self) -> LocalDirectory:
+        if self.cut:
+            raise AwayError("cut off")
+        return self.inner
+
+    def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
+        return self._there().declare(uids, address, ttl)
+
+    def renew(self, lease: Lease) -> None:
+        self._there().renew(lease)
+
+    def withdraw(self, lease: Lease) -> None:
+        self._there().withdraw(lease)
+
+    def get(self, prefix: str = "") -> Snapshot:
+        return self._there().get(prefix)
+
+    def watch(self, prefix: str = "", after: int | None = None) -> CutWatch:
+        return CutWatch(self, prefix, self._there().get().revision if after is None else after)
+
+    def claim(self, uid: str, lease: Lease) -> Ownership:
+        return self._there().claim(uid, lease)
+
+    def release(self, ownership: Ownership) -> None:
+        self._there().release(ownership)
+
+
+def expert(name: str = "fussy", **options: Any) -> ExpertBackend:
+    backend = fussy_backend(**options)
+    if name != "fussy":
+        backend = ExpertBackend(name, backend.module, backend.optimizer, args_schema=(backend._call.specs[0],))
+    return backend
+
+
+def make(directory: Directory, *backends: ExpertBackend, replicas: ReplicaOptions = CLOSELY, **more: Any) -> Server:
+    options = more.pop("options", ServerOptions(lease_seconds=LEASE))
+    return Server(backends or [expert()], directory=directory, replicas=replicas, options=options, **more)
+
+
+def role(server: Server, uid: str = "fussy") -> str:
+    return server.statistics().replicas[uid].role
+
+
+def backend_of(server: Server, uid: str = "fussy") -> ExpertBackend:
+    return server._desk.experts()[uid].backend
+
+
+def step(remote: RemoteExpert, seed: int = 0) -> None:
+    remote(rows(2, seed)).square().sum().backward()
+
+
+def same(one: Server, other: Server, uid: str = "fussy") -> bool:
+    return backend_of(one, uid).steps == backend_of(other, uid).steps
+
+
+def die(server: Server) -> None:
+    """As SIGKILL: it renews no more, answers no more, and tells nobody."""
+    server._replicas.stop()
+    server._stop("lease")
+    server._running, server._ended = False, True
+    server._owned[:] = [close for close in server._owned if "Neighbours" in repr(close)]
+    server._close(1.0)
+
+
+@contextmanager
+def calling(connections: Connections, uids: Sequence[str]) -> Generator[dict[str, int]]:
+    """A client that trains these experts in a loop; it fails at the end if any call did."""
+    done = dict.fromkeys(uids, 0)
+    stop, failures = threading.Event(), []
+
+    def run(uid: str) -> None:
+        remote = RemoteExpert(uid, connections, timeout=PATIENCE)
+        try:
+            while not stop.is_set():
+                step(remote, done[uid] % 7)
+                done[uid] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(uid,), name=f"weft-test-{uid}") for uid in uids]
+    for thread in threads:
+        thread.start()
+    try:
+        yield done
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(2 * PATIENCE)
+    assert failures == []

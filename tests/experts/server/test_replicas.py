@@ -1,0 +1,332 @@
+"""Several servers with one expert: one owns it and steps, the others follow, take over, and never step."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.experts.client.test_transport import gated
+from tests.experts.expert_cases import adam, rows, weights
+from tests.experts.server.replica_cases import (
+    CLOSELY,
+    LEASE,
+    PATIENCE,
+    Away,
+    Cut,
+    backend_of,
+    calling,
+    die,
+    expert,
+    make,
+    role,
+    same,
+    step,
+    until,
+)
+from weft.core.errors import UsageError
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert
+from weft.experts.client.command import shown
+from weft.experts.directory import LocalDirectory
+from weft.experts.errors import CommitError
+from weft.experts.replica import ReplicaOptions
+from weft.experts.server import Access, Grant, Role, Server, ServerOptions
+from weft.experts.server.config import build
+from weft.experts.service import Receipt
+from weft.experts.wire import Call, Header, Kind, NotOwnerError
+
+pytestmark = pytest.mark.timeout(40)
+
+
+def backward(key: str, token: int = 0, seed: int = 0) -> Call:
+    data = Receipt(None, 0, token).to_bytes() if token else b""
+    header = Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", client="c", key=key, data=data)
+    return Call(header, [rows(2, seed), rows(2, seed + 1)])
+
+
+def test_a_follower_becomes_equal_to_its_owner_and_never_steps() -> None:
+    directory = LocalDirectory()
+    with make(directory) as owner, make(directory, expert()) as follower, Connections(directory) as connections:
+        assert (role(owner), role(follower)) == ("owner", "follower")
+        remote = RemoteExpert("fussy", connections)
+        for seed in range(5):
+            step(remote, seed)
+        until(lambda: same(owner, follower))
+        assert backend_of(owner).steps == 5 and weights(backend_of(owner)) == weights(backend_of(follower))
+        with LocalTransport(follower.handler()) as transport:
+            for call in (backward("k"), Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [rows(1, 0)])):
+                error = transport.submit(call, PATIENCE).exception(PATIENCE)
+                assert isinstance(error, NotOwnerError) and error.details["address"] == owner.address
+        found = owner.statistics().replicas["fussy"]
+        assert found.followers == {follower.address: 0} and found.token > 0
+        assert follower.statistics().replicas["fussy"].behind == 0
+        assert f"follows {owner.address}" in shown(follower.status()) and "owner" in shown(owner.status())
+
+
+def test_replicas_want_a_directory() -> None:
+    with pytest.raises(UsageError, match="directory="):
+        Server([expert()], replicas=CLOSELY)
+    with pytest.raises(UsageError) as caught:
+        ReplicaOptions(experts="ffn", follow_steps=0)
+    assert "follow_steps" in str(caught.value) and "experts" in str(caught.value)
+
+
+def test_only_what_the_patterns_name_is_a_replica() -> None:
+    directory = LocalDirectory()
+    with make(directory, expert(), expert("other"), replicas=ReplicaOptions(["oth*"])) as server:
+        assert list(server.statistics().replicas) == ["other"] and list(directory.get().owners) == ["other"]
+
+
+def test_when_the_owner_dies_a_follower_takes_over_and_clients_go_there_by_themselves() -> None:
+    directory = LocalDirectory()
+    first = make(directory)
+    first.start()
+    with make(directory, expert()) as second, Connections(directory) as connections:
+        remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
+        for seed in range(3):
+            step(remote, seed)
+        until(lambda: same(first, second))
+        before, token = weights(backend_of(second)), first.statistics().replicas["fussy"].token
+        die(first)
+        assert weights(backend_of(second)) == before
+        step(remote, 3)
+        assert role(second) == "owner" and second.statistics().replicas["fussy"].token > token
+        assert remote.steps == 4 == backend_of(second).steps
+
+
+def test_a_key_that_the_old_owner_recorded_is_not_stepped_again() -> None:
+    directory = LocalDirectory()
+    first = make(directory)
+    first.start()
+    with make(directory, expert()) as second:
+        with LocalTransport(first.handler()) as transport:
+            answer = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors(copy=True)
+        until(lambda: same(first, second))
+        die(first)
+        until(lambda: role(second) == "owner")
+        with LocalTransport(second.handler()) as transport:
+            again = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors()
+        assert torch.equal(answer[0], again[0]) and backend_of(second).steps == 1
+
+
+def test_an_owner_that_ends_hands_everything_over() -> None:
+    directory, seldom = LocalDirectory(), ReplicaOptions(follow_seconds=600.0, follow_steps=10**6)
+    first = make(directory, replicas=seldom)
+    first.start()
+    with make(directory, expert(), replicas=seldom) as second, Connections(directory) as connections:
+        remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
+        for seed in range(4):
+            step(remote, seed)
+        assert backend_of(second).steps == 0
+        last, start = backend_of(first), time.monotonic()
+        assert first.shutdown() and time.monotonic() - start < 5.0
+        assert weights(backend_of(second)) == weights(last)
+        step(remote, 4)
+        assert backend_of(second).steps == 5
+
+
+def test_a_rolling_restart_fails_no_call() -> None:
+    directory, uids = LocalDirectory(), ["a", "b", "c"]
+    places = [("a", "b"), ("b", "c"), ("c", "a")]
+    servers = [make(directory, *[expert(uid) for uid in place]) for place in places]
+    for server in servers:
+        server.start()
+    with Connections(directory) as connections, calling(connections, uids) as done:
+        for number, place in enumerate(places):
+            before = dict(done)
+            until(lambda before=before: all(done[uid] > before[uid] + 5 for uid in uids))
+            servers[number].shutdown()
+            servers[number] = make(directory, *[expert(uid) for uid in place])
+            servers[number].start()
+        before = dict(done)
+        until(lambda before=before: all(done[uid] > before[uid] + 5 for uid in uids))
+    steps = {uid: max(backend_of(s, uid).steps for s in servers if uid in s.experts) for uid in uids}
+    assert steps == done  # nothing was lost, and nothing was stepped twice
+    for server in servers:
+        server.shutdown()
+
+
+def test_an_owner_whose_lease_lapsed_refuses_to_step_and_answers_forwards() -> None:
+    directory = Away()
+    with make(directory) as owner, Connections(directory) as connections:
+        remote = RemoteExpert("fussy", connections, retry=NEVER)
+        step(remote)
+        directory.away = True
+        step(remote)  # the lease still lasts
+        until(lambda: not owner.statistics().replicas["fussy"].lasts)
+        y = remote(rows(2, 0))
+        with pytest.raises(NotOwnerError, match="lapsed"):
+            y.sum().backward()
+        assert backend_of(owner).steps == 2
+        directory.away = False
+        until(lambda: owner.statistics().replicas["fussy"].lasts)
+        step(remote)
+        assert backend_of(owner).steps == 3
+
+
+def test_of_two_owners_the_one_whose_fence_is_outdated_is_refused_and_follows() -> None:
+    directory = LocalDirectory()
+    cut = Cut(directory)
+    with (
+        make(cut) as old,
+        make(directory, expert()) as new,
+        Connections(directory) as connections,
+        LocalTransport(old.handler()) as transport,
+    ):
+        transport.submit(backward("a"), PATIENCE).result(PATIENCE)
+        until(lambda: same(old, new))
+        cut.cut = True
+        until(lambda: role(new) == "owner")
+        assert role(old) == "owner"  # it cannot know
+        error = transport.submit(backward("b", seed=3), PATIENCE).exception(PATIENCE)
+        assert isinstance(error, NotOwnerError) and backend_of(old).steps == 1
+        remote = RemoteExpert("fussy", connections)
+        step(remote, 5)
+        assert remote.steps == 2
+        cut.cut = False
+        until(lambda: role(old) == "follower" and same(old, new))
+        assert weights(backend_of(old)) == weights(backend_of(new))
+
+
+def test_a_call_that_knows_of_a_newer_owner_is_refused_and_hurts_nobody_else() -> None:
+    directory = LocalDirectory()
+    with make(directory) as server, LocalTransport(server.handler()) as transport:
+        token = server.statistics().replicas["fussy"].token
+        error = transport.submit(backward("x", token + 1), PATIENCE).exception(PATIENCE)
+        assert isinstance(error, NotOwnerError) and "replaced" in str(error)
+        transport.submit(backward("y", token), PATIENCE).result(PATIENCE)
+        assert backend_of(server).steps == 1 and role(server) == "owner"
+
+
+def test_an_answer_under_a_stale_fence_is_not_taken() -> None:
+    directory = LocalDirectory()
+    lease = directory.declare("fussy", "elsewhere:1", 60.0)
+    with Server([expert()]) as stale, Connections(directory) as connections:
+        directory.declare("fussy", stale.address, 60.0)
+        directory.claim("fussy", lease)
+        remote = RemoteExpert("fussy", connections, retry=NEVER)
+        connections._transports["elsewhere:1"] = connections.to(stale.address)
+        with pytest.raises(NotOwnerError, match="fencing token 0"):
+            remote(rows(1, 0))
+
+
+def test_an_open_mini_batch_does_not_survive_its_owner_by_half() -> None:
+    directory = LocalDirectory()
+    first = make(directory)
+    first.start()
+    with make(directory, expert()) as second, Connections(directory) as connections:
+        remote = RemoteExpert("fussy", connections, accumulate=True, timeout=PATIENCE)
+        step(remote, 0)
+        first.shutdown()
+        step(remote, 1)
+        with pytest.raises(CommitError):
+            remote.commit()
+        assert backend_of(second).steps == 0
+
+
+def test_who_takes_over_goes_on_from_a_checkpoint_that_is_newer(tmp_path: Path) -> None:
+    directory, seldom = LocalDirectory(), ReplicaOptions(follow_seconds=600.0, follow_steps=10**6)
+    first = make(directory, replicas=seldom, checkpoints=CheckpointStore(tmp_path))
+    first.start()
+    with make(directory, expert(), replicas=seldom, checkpoints=CheckpointStore(tmp_path)) as second:
+        with LocalTransport(first.handler()) as transport:
+            for turn in range(3):
+                transport.submit(backward(str(turn), seed=turn), PATIENCE).result(PATIENCE)
+        first.checkpoint()
+        saved = weights(backend_of(first))
+        assert backend_of(second).steps == 0 and not second.checkpoint()
+        die(first)
+        until(lambda: role(second) == "owner")
+        assert weights(backend_of(second)) == saved
+
+
+def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed() -> None:
+    directory = LocalDirectory()
+    first = make(directory)
+    first.start()
+    with make(directory, expert()) as second:
+        with LocalTransport(first.handler()) as transport:
+            transport.submit(backward("a"), PATIENCE).result(PATIENCE)
+        until(lambda: same(first, second))
+        die(first)
+        with make(directory, expert(), address=first.address) as again:  # before its old lease ends
+            until(lambda: "owner" in (role(again), role(second)) and same(again, second))
+            assert backend_of(again).steps == 1
+
+
+def test_a_state_of_another_kind_of_expert_is_told_and_nobody_owns_by_it() -> None:
+    directory = LocalDirectory()
+    quick = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.3)
+    first = make(directory)
+    first.start()
+    with make(directory, expert(optimizer=None), replicas=quick) as other:
+        until(lambda: "UsageError" in other.statistics().replicas["fussy"].failure)
+        die(first)
+        time.sleep(2 * LEASE)
+        assert role(other) == "follower" and "fussy" not in directory.get().owners
+
+
+def test_a_state_beyond_the_limit_is_refused_before_it_is_held() -> None:
+    directory = LocalDirectory()
+    small = ReplicaOptions(state_bytes=100, first_seconds=0.3)
+    with make(directory), make(directory, expert(), replicas=small) as follower:
+        until(lambda: "state_bytes" in follower.statistics().replicas["fussy"].failure)
+
+
+def test_a_state_is_for_those_with_role_admin() -> None:
+    directory = LocalDirectory()
+    access = Access([Grant("peer", "*", Role.ADMIN), Grant("thief", "*", Role.TRAIN)], {"s": "peer", "t": "thief"})
+    with make(directory, access=access) as owner:
+        for token, fine in (("t", False), ("s", True)):
+            mine = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=1.0, token=token)
+            with make(directory, expert(optimizer=adam), replicas=mine) as follower:
+                found = follower.statistics().replicas["fussy"]
+                assert (found.received > 0) is fine and ("ForbiddenError" in found.failure) is not fine
+        assert owner.audit.counts()["STATE"] > 0
+
+
+def test_experts_that_come_and_go_leave_the_claims_of_the_others_in_place() -> None:
+    directory = LocalDirectory()
+    with make(directory, expert("a")) as one, make(directory, expert("a"), expert("b")) as two:
+        assert role(one, "a") == "owner" and role(two, "b") == "owner"
+        with directory.watch("a") as watch:
+            one.add(expert("b"))
+            kinds = [event.kind for event in iter(lambda: watch.next(0.0), None)]
+        assert "owned" in kinds and "released" not in kinds  # it moved to the new lease, and nobody could come between
+        assert role(one, "a") == "owner" and role(one, "b") == "follower"
+        two.remove("b")
+        until(lambda: role(one, "b") == "owner")
+        assert role(one, "a") == "owner" and role(two, "a") == "follower"
+
+
+def test_a_file_says_which_experts_are_replicas() -> None:
+    expert_table = {"name": "ffn.0", "kind": "ffn", "arguments": {"hidden": 4}}
+    table = {"experts": ["ffn.*"], "follow_seconds": 1, "token": "s"}
+    with build(
+        {"address": "127.0.0.1:0", "directory": "local", "experts": [expert_table], "replicas": table}
+    ) as server:
+        assert role(server, "ffn.0") == "owner"
+    with pytest.raises(UsageError) as caught:
+        build({"experts": [expert_table], "replicas": {"follow": 1, "token": 3}})
+    assert all(word in str(caught.value) for word in ("'follow'", "token of replicas", "no directory"))
+    with pytest.raises(UsageError, match="'autority'"):
+        build({"directory": "local", "experts": [expert_table], "replicas": {"tls": {"autority": "x"}}})
+
+
+def test_a_module_that_does_not_end_holds_the_handing_over_up_no_longer_than_it_may() -> None:
+    directory, (gate, backend) = LocalDirectory(), gated()
+    options = ServerOptions(lease_seconds=LEASE, drain_seconds=0.3)
+    server = make(directory, backend, options=options)
+    server.start()
+    transport = LocalTransport(server.handler())
+    try:
+        transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)]), PATIENCE)
+        assert gate.entered.wait(PATIENCE)
+        start = time.monotonic()
+        assert not server.shutdown() and time.monotonic() - start < 4.5
+        assert "gate" not in directory.get().owners
+    finally:
+        gate.let.set()
+        transport.close()
+        server._runtimes["cpu"].shutdown(timeout=PATIENCE)

@@ -1,0 +1,165 @@
+"""The small parts of replicas: marks and what is said of them, standings, states that come in."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from weft.experts.checkpoint.errors import DamagedError
+from weft.experts.directory import FencedError, Lease, Ownership
+from weft.experts.replica import Replica, Standing
+from weft.experts.replica.mark import Ask, Mark, News, Told, read_ask, read_told
+from weft.experts.wire import MalformedError, NotOwnerError
+
+numbers = st.integers(0, 2**64 - 1)
+marks = st.builds(Mark, numbers, numbers, numbers)
+LEASE = Lease(1, ("fussy",), "here:1", 5.0)
+MINE = Ownership("fussy", "here:1", 7)
+THEIRS = Ownership("fussy", "there:1", 12)
+
+
+@given(marks, numbers, numbers, numbers, st.sampled_from(News), st.binary(min_size=16, max_size=16))
+def test_what_is_said_of_a_mark_survives_the_wire(
+    mark: Mark, one: int, two: int, three: int, news: News, digest: bytes
+) -> None:
+    ask, told = Ask(mark, one, two, three), Told(news, mark, one, digest)
+    assert read_ask(ask.to_bytes()) == ask and read_told(told.to_bytes()) == told
+
+
+@given(st.binary(max_size=100))
+def test_other_bytes_are_refused(data: bytes) -> None:
+    for read in (read_ask, read_told):
+        try:
+            found = read(data)
+        except MalformedError:
+            continue
+        assert found.to_bytes() == data
+
+
+def test_the_state_of_a_later_owner_is_newer_even_with_fewer_steps() -> None:
+    assert Mark(7, 20) < Mark(7, 21) < Mark(12, 15)
+
+
+def test_a_standing_follows_the_directory_and_its_lease() -> None:
+    end = [float("inf")]
+    standing = Standing("fussy", lambda lease: end[0])
+    with pytest.raises(NotOwnerError, match="nobody"):
+        standing.check(steps=False)
+    standing.claim(MINE, LEASE, "taking over")
+    with pytest.raises(NotOwnerError, match="taking over"):
+        standing.check(steps=False)
+    standing.claim(MINE, LEASE, "owner")
+    standing.permit()
+    standing.check(steps=True, carried=7)
+    with pytest.raises(NotOwnerError, match="token 8"):
+        standing.check(steps=True, carried=8)
+    end[0] = time.monotonic()
+    standing.check(steps=False)
+    with pytest.raises(NotOwnerError, match="lapsed"):
+        standing.permit()
+    standing.follow(THEIRS)
+    with pytest.raises(NotOwnerError) as caught:
+        standing.permit()
+    assert caught.value.details == {"address": "there:1"} and standing.token == 0
+
+
+def stepped(replica: Replica, key: str) -> None:
+    future = replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key=key)
+    work(replica.backend)
+    future.result(0)
+
+
+def owner() -> Replica:
+    replica = Replica(fussy_backend(), lambda lease: float("inf"))
+    replica.claimed(MINE, LEASE)
+    replica.lead(MINE, LEASE)
+    return replica
+
+
+def follower() -> Replica:
+    replica = Replica(fussy_backend(), lambda lease: float("inf"))
+    replica.follow(MINE)
+    return replica
+
+
+def test_a_state_is_taken_in_whole_with_its_keys_and_its_mark() -> None:
+    one, other = owner(), follower()
+    assert not other.may_lead  # it knows of an owner, and has nothing of it
+    stepped(one, "k")
+    taken = one.take()
+    assert taken is not None and other.receive(*taken) and other.may_lead
+    assert weights(one.backend) == weights(other.backend) and other.mark == one.mark == Mark(7, 1, 1)
+    assert other.backend.records.step_of("backward", "c", "k") == 1
+
+
+def test_a_follower_never_steps_even_what_had_been_accepted() -> None:
+    replica = owner()
+    future = replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
+    before = weights(replica.backend)
+    replica.follow(THEIRS)
+    work(replica.backend)
+    assert isinstance(future.exception(0), NotOwnerError) and weights(replica.backend) == before
+    assert replica.backend.records.step_of("backward", "c", "k") is None
+
+
+def test_a_commit_is_not_applied_by_who_was_replaced() -> None:
+    replica = owner()
+    replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k", mini_batch="m")
+    work(replica.backend)
+    future = replica.backend.commit("m", client="c")
+    replica.follow(THEIRS)
+    work(replica.backend)
+    assert isinstance(future.exception(0), NotOwnerError) and replica.backend.steps == 0
+
+
+def test_the_state_of_an_owner_that_was_replaced_is_refused() -> None:
+    one, other = owner(), follower()
+    stepped(one, "k")
+    taken = one.take()
+    assert taken is not None
+    before = weights(other.backend)
+    other.follow(THEIRS)
+    with pytest.raises(FencedError, match="token 7"):
+        other.receive(*taken)
+    assert weights(other.backend) == before
+
+
+def test_who_claims_lets_no_older_state_in() -> None:
+    one, other = owner(), follower()
+    stepped(one, "k")
+    taken = one.take()
+    assert taken is not None
+    other.claimed(THEIRS, LEASE)
+    with pytest.raises(FencedError):
+        other.receive(*taken)
+    assert other.receive(*taken, taking_over=True)
+
+
+def test_bytes_that_are_no_state_change_nothing() -> None:
+    other = follower()
+    before = weights(other.backend)
+    with pytest.raises(DamagedError):
+        other.receive(Mark(7, 1, 1), b"nonsense")
+    assert weights(other.backend) == before and not other.broken
+
+
+def test_a_state_waits_for_no_batch_that_hangs() -> None:
+    replica = owner()
+    with replica.backend.engine.lock:
+        found: list[object] = [1]
+        thread = threading.Thread(target=lambda: found.append(replica.take(0.05)))
+        thread.start()
+        thread.join(5.0)
+    assert found == [1, None]
+
+
+def test_a_mini_batch_that_was_open_under_an_earlier_ownership_is_of_another_incarnation() -> None:
+    replica = owner()
+    before = replica.incarnation
+    replica.follow(None)
+    replica.claimed(THEIRS, LEASE)
+    replica.lead(THEIRS, LEASE)
+    assert replica.incarnation != before

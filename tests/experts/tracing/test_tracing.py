@@ -1,0 +1,210 @@
+"""What an observer hears, whose trace it belongs to, and that its faults hurt nobody."""
+
+import logging
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experts.panel.panel_cases import PATIENCE, layer, train
+from weft.core.errors import UsageError
+from weft.experts.client import GrpcTransport, RemoteExpert
+from weft.experts.server import Server
+from weft.experts.tracing import Attributes, Observer, OpenTelemetryObserver, Shielded
+from weft.experts.tracing import opentelemetry as adapter
+
+pytestmark = pytest.mark.timeout(40)
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+X = torch.ones(3, 4, dtype=torch.float64)
+
+
+class Notes:
+    """An observer that writes down what it hears; spans have numbers for traceparents."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.spans: list[dict[str, Any]] = []
+        self.here = threading.local()
+
+    @contextmanager
+    def span(
+        self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
+    ) -> Generator[None]:
+        outer: str | None = getattr(self.here, "now", None)
+        with self.lock:
+            number = f"{len(self.spans)}"
+            told = {"name": name, "outer": outer, "parents": list(parents), "waited": waited, "failed": False}
+            self.spans.append({**told, **attributes})
+        self.here.now = number
+        try:
+            yield
+        except BaseException:
+            self.spans[int(number)]["failed"] = True
+            raise
+        finally:
+            self.here.now = outer
+
+    def current(self) -> str | None:
+        return getattr(self.here, "now", None)
+
+    def called(self, name: str) -> list[dict[str, Any]]:
+        return [span for span in self.spans if span["name"] == f"weft.{name}"]
+
+
+def test_a_backward_is_received_waits_runs_and_steps() -> None:
+    notes = Notes()
+    assert isinstance(notes, Observer) and isinstance(Shielded(notes), Observer)
+    with Server([layer("a")], observer=notes) as server:
+        train(server, "a", 2)
+    received, queued = notes.called("receive"), notes.called("queue")
+    assert [one["weft.direction"] for one in received] == ["info"] + ["forward", "backward"] * 2
+    assert all(one["weft.expert"] == "a" and one["weft.client"] for one in received)
+    numbers = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "weft.receive"][1:]
+    assert [one["parents"] for one in queued] == [[number] for number in numbers]
+    assert [one["parents"] for one in notes.called("batch")] == [[number] for number in numbers]
+    assert all(one["waited"] >= 0.0 and one["weft.rows"] == 3 for one in queued)
+    backwards = [str(i) for i, one in enumerate(notes.spans) if one["name"] == "weft.batch"][1::2]
+    assert [(one["outer"], one["weft.steps"]) for one in notes.called("step")] == list(
+        zip(backwards, (1, 2), strict=True)
+    )
+
+
+def test_a_batch_of_several_tasks_names_them_all() -> None:
+    notes, backend = Notes(), layer("a")
+    with Server([backend], observer=notes) as server:
+        with backend.engine.lock:  # the first is being worked on, and the others wait
+            threads = [threading.Thread(target=train, args=(server, "a")) for _ in range(4)]
+            for each in threads:
+                each.start()
+            end = time.monotonic() + PATIENCE
+            while backend.forward_pool.statistics().waiting_tasks < 3:
+                assert time.monotonic() < end
+                time.sleep(0.005)
+        for each in threads:
+            each.join()
+    merged = next(one for one in notes.called("batch") if one["weft.tasks"] > 1)
+    assert merged["weft.tasks"] == 3 == len(merged["parents"]) and merged["weft.rows"] == 9
+    assert {notes.spans[int(number)]["name"] for number in merged["parents"]} == {"weft.receive"}
+
+
+def test_the_trace_of_a_client_comes_with_its_connection() -> None:
+    notes = Notes()
+    with Server([layer("a")], observer=notes) as server:
+        for trace in (lambda: TRACE, None, lambda: None, lambda: "no traceparent"):
+            with GrpcTransport(server.address, trace=trace) as transport, torch.no_grad():
+                RemoteExpert("a", transport)(X)
+    found = [one["parents"] for one in notes.called("receive") if one["weft.direction"] == "forward"]
+    assert found == [[TRACE], [], [], []]
+
+
+def test_nothing_is_left_on_the_experts_and_nothing_is_there_without_an_observer() -> None:
+    backend = layer("a")
+    before = [pool._process for pool in backend.pools]
+
+    def replaced() -> None:
+        type(backend).apply_gradients(backend)
+
+    backend.apply_gradients = replaced  # type: ignore[method-assign]
+    with Server([backend], observer=Notes()) as server:
+        assert [pool._process for pool in backend.pools] != before
+        train(server, "a")
+        assert not server._desk._traces  # type: ignore[attr-defined]
+        assert server.remove("a")
+        assert [pool._process for pool in backend.pools] == before and backend.apply_gradients is replaced
+    other = layer("b")
+    with Server([other], observer=Notes()):
+        pass
+    assert "apply_gradients" not in vars(other)
+    with Server([layer("c")]) as server:
+        assert type(server._desk).__name__ == "Desk"
+
+
+class Faulty:
+    """Raises wherever it can."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    @contextmanager
+    def span(
+        self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
+    ) -> Generator[None]:
+        self.fail("enter")
+        try:
+            yield
+        finally:
+            self.fail("leave")
+
+    def current(self) -> str | None:
+        self.fail("current")
+        return None
+
+    def fail(self, place: str) -> None:
+        if place == self.place:
+            raise RuntimeError(f"in {place}")
+
+
+@pytest.mark.parametrize("place", ["enter", "leave", "current"])
+def test_an_observer_that_fails_is_logged_and_hurts_nobody(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "weft.experts.tracing"), Server([layer("a")], observer=Faulty(place)) as server:
+        train(server, "a")
+        assert server.statistics().experts["a"].steps == 1
+    assert f"in {place}" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["enter", "leave", "nowhere"])
+def test_what_the_work_raises_goes_through(place: str) -> None:
+    with pytest.raises(ValueError, match="mine"), Shielded(Faulty(place)).span("weft.batch", {}):
+        raise ValueError("mine")
+
+
+def exported() -> tuple[OpenTelemetryObserver, Any]:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="test_tracing: needs opentelemetry-sdk")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(memory))
+    return OpenTelemetryObserver(provider.get_tracer("test")), memory
+
+
+def test_opentelemetry_gets_one_trace_from_the_client_to_the_step() -> None:
+    observer, memory = exported()
+    with (
+        Server([layer("a")], observer=observer) as server,
+        observer.span("epoch", {}),
+        GrpcTransport(server.address, trace=observer.current) as transport,
+    ):
+        RemoteExpert("a", transport)(X).sum().backward()
+    spans = memory.get_finished_spans()
+    by_name = {span.name: span for span in spans if span.attributes.get("weft.direction") != "forward"}
+    (epoch,) = [span for span in spans if span.name == "epoch"]
+    chain = [by_name[f"weft.{name}"] for name in ("step", "batch", "receive")] + [epoch]
+    for child, parent in pairwise(chain):
+        assert child.parent.span_id == parent.context.span_id
+    of_one = [span for span in spans if span.attributes.get("weft.direction") != "info"]
+    assert {span.context.trace_id for span in of_one} == {epoch.context.trace_id}
+    queue = by_name["weft.queue"]
+    assert queue.start_time <= queue.end_time and queue.attributes["weft.rows"] == 3
+
+
+def test_opentelemetry_links_a_batch_to_all_that_it_joined() -> None:
+    observer, memory = exported()
+    other = TRACE.replace("0af7", "1bf7")
+    with observer.span("outside", {}), observer.span("weft.batch", {}, parents=[TRACE, other]):
+        pass
+    batch, _ = memory.get_finished_spans()
+    assert batch.parent is None and [f"{link.context.trace_id:032x}"[:4] for link in batch.links] == ["0af7", "1bf7"]
+    with observer.span("weft.receive", {}, parents=["no traceparent"]):
+        assert observer.current() is not None
+    assert observer.current() is None
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_trace", None)
+    with pytest.raises(UsageError, match="pip install opentelemetry-api"):
+        OpenTelemetryObserver()
