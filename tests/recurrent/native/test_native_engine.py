@@ -1,5 +1,6 @@
 """The compiled plan on threads, with NaN and infinity, and where it hands a cell on to another backend."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,19 @@ WIDE: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
+@pytest.fixture(params=["of torch", "own"])
+def pool(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whose threads they are."""
+    nobody = (ctypes.c_void_p * 3)()
+    if request.param == "own":
+        program.kernels().weft_team(nobody)
+    elif None in program._team():
+        pytest.skip("this torch has no OpenMP")
+    yield
+    program.kernels().weft_team((ctypes.c_void_p * 3)(*program._team()))
+
+
+@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize(("make", "rows"), WIDE.values(), ids=WIDE)
 def test_results_are_the_same_bits_on_any_number_of_threads(
     make: Callable[[], nn.Module], rows: int, threads: Callable[[int], None], used: list[int]

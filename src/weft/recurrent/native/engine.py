@@ -15,7 +15,7 @@ from weft.recurrent.parts import explain, leading_to
 from weft.recurrent.workspace import pool, rounded
 
 WORTH = 4e6
-"""Operations of a chunk from which more than one thread pays: making one costs about as long as a million."""
+"""Operations of a chunk from which more than one thread pays: to be woken, and to meet, costs them microseconds."""
 
 
 class NativeEngine:

@@ -199,31 +199,51 @@ extern "C" void weft_meet(int *gate, long threads) {
         if (n > 4000) sched_yield();
 }
 
-// Run the body once on each thread; fewer where the system grants no more. They are told how many they are: those that
-// were started wait until that is known.
+// Run the body once on each thread, each told which one it is and how many they are. The threads are those of torch's
+// own OpenMP, if it has one: a second pool would fight with it for the cores, since its threads wait for work spinning.
 typedef void (*Body)(long thread, long threads, long steps, void **values, int *gate);
-struct Start { Body body; long thread, threads, steps; void **values; int *gate; pthread_t id; };
+typedef void (*Parallel)(void (*member)(void *), void *given, unsigned threads, unsigned flags);
+struct Call { Body body; long steps; void **values; int gate[2]; };
+static struct { Parallel parallel; int (*thread)(), (*threads)(); } team;
+
+extern "C" void weft_team(void **found) {
+    team = {(Parallel)found[0], (int (*)())found[1], (int (*)())found[2]};
+}
+
+static void member(void *given) {
+    Call *call = (Call *)given;
+    call->body(team.thread(), team.threads(), call->steps, call->values, call->gate);
+}
+
+// Without OpenMP, threads of our own; fewer where the system grants no more: they wait until it is known how many.
+struct Start { Call *call; long thread, threads; pthread_t id; };
 
 static void *begin(void *given) {
     Start *start = (Start *)given;
     long threads;
     for (long n = 0; (threads = __atomic_load_n(&start->threads, __ATOMIC_ACQUIRE)) == 0; n++)
         if (n > 4000) sched_yield();
-    start->body(start->thread, threads, start->steps, start->values, start->gate);
+    start->call->body(start->thread, threads, start->call->steps, start->call->values, start->call->gate);
     return 0;
 }
 
-extern "C" void weft_run(Body body, long threads, long steps, void **values) {
+static void started(Call *call, long threads) {
     enum { MOST = 64 };
-    int gate[2] = {0, 0};
     Start starts[MOST];
     if (threads > MOST) threads = MOST;
     long made = 1;
     for (; made < threads; made++) {
-        starts[made] = Start{body, made, 0, steps, values, gate, {}};
+        starts[made] = Start{call, made, 0, {}};
         if (pthread_create(&starts[made].id, 0, begin, &starts[made])) break;
     }
     for (long n = 1; n < made; n++) __atomic_store_n(&starts[n].threads, made, __ATOMIC_RELEASE);
-    body(0, made, steps, values, gate);
+    call->body(0, made, call->steps, call->values, call->gate);
     for (long n = 1; n < made; n++) pthread_join(starts[n].id, 0);
+}
+
+extern "C" void weft_run(Body body, long threads, long steps, void **values) {
+    Call call{body, steps, values, {0, 0}};
+    if (threads <= 1) body(0, 1, steps, values, call.gate);
+    else if (team.parallel) team.parallel(member, &call, (unsigned)threads, 0);
+    else started(&call, threads);
 }

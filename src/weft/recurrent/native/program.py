@@ -18,6 +18,7 @@ from weft.recurrent.native.outline import outline
 from weft.recurrent.native.values import Product, Total
 
 _HERE = Path(__file__).parent
+_TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _KERNELS = ("pack_f", "pack_d", "product_f", "product_d", "gather_f", "gather_d", "columns_f", "columns_d", "meet")
 
 
@@ -25,7 +26,22 @@ _KERNELS = ("pack_f", "pack_d", "product_f", "product_d", "gather_f", "gather_d"
 def kernels() -> ctypes.CDLL:
     """The library of matrix products, compiled once for this machine. Raises CompileError."""
     text = f"#define WEFT_BYTES {compiler.vector_bytes()}\n{_file('kernels.cpp')}"
-    return compiler.load(text, exact=False)
+    library = compiler.load(text, exact=False)
+    library.weft_team((ctypes.c_void_p * len(_TEAM))(*_team()))
+    return library
+
+
+def _team() -> list[int | None]:
+    """OpenMP as torch uses it: how to run a function on all threads, and to ask which one this is. None: there is none.
+
+    GNU's, LLVM's and Intel's libraries all have these names.
+    """
+    found = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
+    try:
+        library = ctypes.CDLL(str(found))  # a name is looked for in what it links to as well
+        return [_address(library, name) for name in _TEAM]
+    except (OSError, AttributeError):
+        return [None] * len(_TEAM)
 
 
 def panel_width() -> dict[torch.dtype, int]:
