@@ -16,8 +16,9 @@ from weft.core.errors import UsageError
 from weft.core.tree import flatten
 from weft.recurrent import workspace, zoo
 from weft.recurrent.cells import adapt
-from weft.recurrent.engine import borders
+from weft.recurrent.engine import Chunk, borders
 from weft.recurrent.memory import Keeping, Size, keeping, size_of
+from weft.recurrent.native.engine import NativeEngine
 from weft.recurrent.workspace import pool
 
 TOLD = 0.1  # how far a prediction may be off
@@ -136,6 +137,24 @@ def test_a_network_keeps_its_budget_and_uses_it() -> None:
         needed = measured(cell, "c", memory, 2000)
         taken, told = measured(cell, "c", needed[1], 2000)
         assert told == needed[1] and abs(taken - told) <= TOLD * told
+
+
+@needs_compiler
+def test_all_chunks_of_a_sequence_use_the_same_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would find its place taken by something small, and a long sequence would grow the process."""
+    places: dict[int, set[int]] = {}
+    forward = NativeEngine.forward
+
+    def noted(self: NativeEngine, constants: Any, chunk: Chunk, keep: bool) -> Any:
+        places.setdefault(int(keep), set()).add(chunk.states[1].data_ptr())
+        return forward(self, constants, chunk, keep)
+
+    monkeypatch.setattr(NativeEngine, "forward", noted)
+    net = planned(nn.LSTMCell(24, 32), "c", memory="sqrt", verify="never")
+    x = torch.randn(9000, 1, 24, requires_grad=True)
+    net(x).outputs.sum().backward()
+    marks = len(borders(9000, next(iter(net._plans._known.values())).engine.chunk_steps())) - 1
+    assert marks > 3 and len(places[0]) == 1 and len(places[1]) < marks
 
 
 @by_plan

@@ -28,7 +28,8 @@ from weft.core.errors import WeftError
 from weft.core.tree import Structure, flatten, map_leaves, unflatten
 from weft.recurrent.captured import Captured, Roles
 from weft.recurrent.draws import bound, lifted
-from weft.recurrent.tidy import factor, tidy
+from weft.recurrent.shorten import shorten
+from weft.recurrent.tidy import tidy
 
 _make_fx = cast("Callable[..., Callable[..., fx.GraphModule]]", proxy_tensor.make_fx)
 _functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functionalize)
@@ -85,7 +86,10 @@ def capture(
     roles.inputs.extend(random)
     roles.input_gradients.extend([None] * len(random))
     asked = tuple(wants[: len(inputs)]) + (False,) * len(random)
-    return Captured(module, roles, wanted, input_structure, state_structure, output_structure, asked, draws)
+    found = Captured(module, roles, wanted, input_structure, state_structure, output_structure, asked, draws)
+    if composed is None:
+        shorten(found)
+    return found
 
 
 def _over_leaves(
@@ -154,8 +158,6 @@ def _traced(
         pure = _make_fx(_functionalize(seen, remove="mutations"), decomposition_table=composed)(*example)
     _refuse_random(pure)
     tidy(pure)
-    if composed is None:
-        factor(pure)
     return pure
 
 

@@ -1,15 +1,16 @@
 """Lengths, masks, resets, truncation and the step number, as part of the step that is captured.
 
     x, valid, reset, cut, t        more inputs of a step, so that a plan knows nothing of T
-    state, fresh, references       the state that a reset brings back, and what a step net reads besides, are handed on
-                                   from step to step as they are
+    state, fresh, references, held the state that a reset brings back, what a step net reads besides, and what stands in
+                                   for padding, are handed on from step to step as they are
 
+    x = where(valid, x, held)
     state = where(cut, state without gradient, state)
     state = where(reset, fresh, state)
     y, new = cell(x, state, t)
     new = where(valid, new, state),  y = where(valid, y, 0)
 
-The same order as in the eager loop. Padding is replaced before the plan sees it, for all steps at once.
+The same order as in the eager loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,9 +47,9 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Step:
-    """A step as it is captured: ``((x, more), (state, fresh, references)) -> (y, (new, fresh, references))``.
+    """A step as it is captured: ``((x, more), (state, fresh, references, held)) -> (y, (new, and these))``.
 
-    `fresh` is () without resets, `references` () without references.
+    `fresh` is () without resets, `references` () without references, `held` () without rows that do not count.
     """
 
     cell: Cell
@@ -56,12 +57,14 @@ class Step:
     rows: int | None
 
     def __call__(
-        self, inputs: tuple[Any, Sequence[Tensor]], states: tuple[Any, Any, Any]
-    ) -> tuple[Any, tuple[Any, Any, Any]]:
-        (x, more), (state, fresh, references) = inputs, states
+        self, inputs: tuple[Any, Sequence[Tensor]], states: tuple[Any, Any, Any, Sequence[Tensor]]
+    ) -> tuple[Any, tuple[Any, Any, Any, Sequence[Tensor]]]:
+        (x, more), (state, fresh, references, held) = inputs, states
         cell = self.cell.bound(references) if isinstance(self.cell, Linked) and references != () else self.cell
         rest = iter(more)
         valid = next(rest) if self.on.valid else None
+        if valid is not None:
+            x = _covered(valid, x, held)
         if self.on.reset:
             flags = next(rest)
             state = _picked(flags, fresh, state)
@@ -75,12 +78,22 @@ class Step:
             self._check(y, new)
             new = _picked(valid, new, state)
             y = _picked(valid, y, map_leaves(torch.zeros_like, y))
-        return y, (new, fresh, references)
+        return y, (new, fresh, references, held)
 
     def _check(self, y: Any, new: Any) -> None:
         faults = [leaf for leaf in (*flatten(y)[0], *flatten(new)[0]) if leaf.shape[:1] != (self.rows,)]
         if faults:
             raise CaptureError("rows are masked, but not all that the cell returns has rows")
+
+
+def _covered(valid: Tensor, x: Any, held: Sequence[Tensor]) -> Any:
+    """The input with what is held in place of padding; no gradient goes there."""
+    rest = iter(held)
+
+    def one(leaf: Any) -> Any:
+        return pick(valid, leaf, next(rest).detach(), leaf.dtype) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    return map_leaves(one, x)
 
 
 def _picked(flags: Tensor, yes: Any, no: Any) -> Any:
@@ -126,15 +139,10 @@ def more_inputs(on: Conditions, inputs: Inputs, rows: Rows, start: int, truncate
     return found
 
 
-def without_padding(inputs: Inputs, valid: Tensor) -> list[Any]:
-    """The leaves with stand-ins where a row does not count: the first input of the row that does, in every step."""
-
-    def filled(leaf: Any, held: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
-            return leaf
-        return torch.where(valid.view(*valid.shape, *[1] * (leaf.dim() - 2)), leaf, held)
-
-    return [filled(leaf, held) for leaf, held in zip(inputs.leaves, stand_ins(inputs, valid), strict=True)]
+def held_inputs(inputs: Inputs, valid: Tensor) -> list[Tensor]:
+    """What stands in for padding: for every leaf with rows, the first input of each row that counts, N x ..."""
+    found = zip(inputs.leaves, stand_ins(inputs, valid), strict=True)
+    return [held for leaf, held in found if isinstance(leaf, Tensor) and leaf.dim() >= 2]
 
 
 def nested(structure: Any, leaves: Sequence[Any], more: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:

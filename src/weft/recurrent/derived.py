@@ -93,11 +93,12 @@ class _Journey:
         memory, engine = self._memory_for(self._steps, whole=self._way.segment is None), self._engine
         constants = engine.begin()
         passed = [each.clone() for each in self._states]
+        spare = self._spare(memory)
         length = self._way.segment or len(self._marks)
         for first in range(0, len(self._marks) - 1, length):
             memory.heads.append([each.clone() for each in passed] if self._way.segment else [])
             for i in range(first, min(first + length, len(self._marks) - 1)):
-                chunk = self._chunk(memory, self._marks[i], self._marks[i + 1], passed)
+                chunk = self._chunk(memory, self._marks[i], self._marks[i + 1], passed, spare=spare)
                 kept = engine.forward(constants, chunk, keep=self._way.values and self._tracked)
                 if self._way.values and self._tracked:
                     self._kept.append(kept)
@@ -129,19 +130,43 @@ class _Journey:
     def _device(self) -> torch.device:
         return self._inputs[0].device
 
-    def _chunk(self, memory: _Memory, start: int, end: int, first: Sequence[Tensor], offset: int = 0) -> Chunk:
-        """The chunk's memory. `first` are the states that it begins with; `offset` the step where `memory` begins."""
+    def _spare(self, memory: _Memory) -> list[Tensor | None]:
+        """Room for one chunk of every state that is not kept whole.
+
+        Used for all chunks: blocks of this size, freed and asked for again between small ones, would never fit where
+        the last one lay, and a process would grow by one for each chunk.
+        """
+        longest = max(end - start for start, end in pairwise(self._marks))
+        return [
+            each.new_empty(longest + 1, *each.shape) if rows is None and k not in self._still else None
+            for k, (each, rows) in enumerate(zip(self._states, memory.rows, strict=True))
+        ]
+
+    def _chunk(
+        self,
+        memory: _Memory,
+        start: int,
+        end: int,
+        first: Sequence[Tensor],
+        offset: int = 0,
+        spare: Sequence[Tensor | None] = (),
+    ) -> Chunk:
+        """The chunk's memory. `first` are the states that it begins with; `offset` the step where `memory` begins.
+
+        `spare`: rows of the states that `memory` has none of.
+        """
         inputs = [each[start:end].contiguous() for each in self._inputs]
         states: list[Tensor] = []
         for k, (state, rows) in enumerate(zip(first, memory.rows, strict=True)):
             if k in self._still:
                 states.append(self._states[k])
                 continue
-            part = (
-                state.new_empty(end - start + 1, *state.shape)
-                if rows is None
-                else rows[start - offset : end - offset + 1]
-            )
+            if rows is None:
+                room = spare[k]
+                assert room is not None
+                part = room[: end - start + 1]
+            else:
+                part = rows[start - offset : end - offset + 1]
             part[0].copy_(state)
             states.append(part)
         outputs = [
@@ -232,9 +257,9 @@ class _Journey:
         """Each segment forward once more, in memory of its own, and back; the last one first."""
         engine = self._engine
         constants = engine.begin()
+        room = self._memory_for(self._marks[min(length, len(self._marks) - 1)], whole=True)
         for n in range(len(memory.heads) - 1, -1, -1):
             marks = self._marks[n * length : (n + 1) * length + 1]
-            room = self._memory_for(marks[-1] - marks[0], whole=True)
             first: Sequence[Tensor] = memory.heads[n]
             made: list[tuple[int, int, Chunk, Any]] = []
             for start, end in pairwise(marks):

@@ -14,7 +14,7 @@ from weft.core.tree import flatten, unflatten
 from weft.recurrent import eager
 from weft.recurrent.capture import CaptureError, capture
 from weft.recurrent.cells import Cell
-from weft.recurrent.conditions import conditions_of, more_inputs, nested, without_padding
+from weft.recurrent.conditions import conditions_of, held_inputs, more_inputs, nested
 from weft.recurrent.derived import run_derived
 from weft.recurrent.double_backward import Again
 from weft.recurrent.draws import drawn
@@ -76,7 +76,8 @@ class PlannedCall:
         self._on = conditions_of(cell, rows, truncate)
         again = (state if fresh is None else fresh) if self._on.reset else ()
         references = cell.references if isinstance(cell, Linked) and cell.references is not None else ()
-        self._states, self._structure = flatten((state, again, references))
+        held = [] if rows.valid is None or not self._on.valid else held_inputs(inputs, rows.valid)
+        self._states, self._structure = flatten((state, again, references, held))
         self._owned: Owned = owned(cell.function)
 
     @property
@@ -122,11 +123,7 @@ class PlannedCall:
 
     def _leaves(self) -> list[Tensor]:
         """The inputs, T x ..., with those that conditions add."""
-        leaves = self._inputs.leaves
-        if self._on.valid:
-            assert self._rows.valid is not None
-            leaves = without_padding(self._inputs, self._rows.valid)
-        return [*leaves, *more_inputs(self._on, self._inputs, self._rows, self._start, self._truncate)]
+        return [*self._inputs.leaves, *more_inputs(self._on, self._inputs, self._rows, self._start, self._truncate)]
 
     def _step(self) -> Callable[..., Any]:
         return self._on.step(self.cell, self._inputs.rows)
@@ -197,7 +194,7 @@ class PlannedCall:
         part = replace(self._inputs, leaves=[each[:short].detach() for each in self._inputs.leaves], steps=short)
         rows = Rows(*(None if each is None else each[:short] for each in (self._rows.valid, self._rows.reset)))
         # Cut from the caller's graph, which its own backward will want whole.
-        state, fresh, _ = unflatten(self._structure, [each.detach() for each in self._states])
+        state, fresh, *_ = unflatten(self._structure, [each.detach() for each in self._states])
         again = fresh if self._on.reset else None
         call = PlannedCall(self.cell, part, rows, state, again, self._start, self._truncate)
 

@@ -5,7 +5,6 @@ t(t(x))                     x
 the same thing said twice   once
 view                        reshape: stacked over time, a value may have other strides
 (gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
-sigmoid_backward(g, y)      g * (y * (1 - y)): the factor is known before the backward loop, for all steps at once
 """
 
 from typing import Any, cast
@@ -44,31 +43,6 @@ def tidy(module: fx.GraphModule) -> None:
             seen[key] = node
     _separate(graph)
     graph.eliminate_dead_code()
-    module.recompile()
-
-
-def factor(module: fx.GraphModule) -> None:
-    """Write the gradients of sigmoid and tanh as a product with a factor that does not depend on the gradient.
-
-    For loops in Python, which pay for every operator; a compiled loop makes the factor where it uses it.
-    """
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.target not in (_aten.sigmoid_backward.default, _aten.tanh_backward.default):
-            continue
-        gradient, y = node.args
-        with graph.inserting_before(node):
-            if node.target is _aten.sigmoid_backward.default:
-                rest = graph.call_function(_aten.rsub.Scalar, (y, 1))
-                known = graph.call_function(_aten.mul.Tensor, (y, rest))
-            else:
-                rest = graph.call_function(_aten.mul.Tensor, (y, y))
-                known = graph.call_function(_aten.rsub.Scalar, (rest, 1))
-            product = graph.call_function(_aten.mul.Tensor, (gradient, known))
-        for each, like in ((rest, y), (known, y), (product, node)):
-            each.meta = dict(like.meta)
-        node.replace_all_uses_with(product)
-        graph.erase_node(node)
     module.recompile()
 
 
