@@ -36,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("weft", description="Trains PyTorch models in parts.")
     parser.add_argument("--version", action="version", version=f"weft {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_demo(commands.add_parser("demo", help="train a U-Net in stages and write a report"))
+    _add_demo(commands.add_parser("demo", help="train in parts, three ways, and write a report"))
     _add_plan(commands.add_parser("plan", help="print a schedule, what it keeps alive, and its forecast"))
     _add_serve(commands.add_parser("serve", help="serve experts until SIGTERM"))
     _add_status(commands.add_parser("status", help="ask a server what it does"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weft import demo
-from weft.demo import characters, devices, recording
+from weft.demo import characters, devices, machines, recording
 from weft.demo.stage import ProofError
 from weft.report import Section, paragraph
 
@@ -30,7 +30,8 @@ def test_the_demo_trains_proves_and_writes_its_files(
 ) -> None:
     monkeypatch.setattr(devices, "ROWS", 16)
     monkeypatch.setattr(recording, "_RECORDED", 1)
-    report = demo.run(demo.Options(tmp_path / "new", steps=2, seed=1))
+    acts = [devices.act, characters.act]  # the third is played in test_machines.py
+    report = demo.run(demo.Options(tmp_path / "new", steps=2, seed=1), acts)
     said = capsys.readouterr().out
     assert "held-out PSNR" in said and "largest difference of any gradient" in said and "speed" in said
     assert str(report.resolve()) in said and str(report.with_name("trace.json").resolve()) in said
@@ -70,5 +71,5 @@ def test_every_act_runs_as_the_options_say_and_adds_its_sections_in_order(tmp_pa
     assert html.index("<h2>first</h2><p>7, 2</p>") < html.index("<h2>second</h2>")
 
 
-def test_devices_come_before_time() -> None:
-    assert (devices.act, characters.act) == demo.ACTS
+def test_devices_come_before_time_and_machines_last() -> None:
+    assert (devices.act, characters.act, machines.act) == demo.ACTS

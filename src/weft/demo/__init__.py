@@ -1,7 +1,8 @@
 """The demo: acts that train something real, prove a claim with a number, and leave a report.
 
     run ──> Stagehand ──> act "devices"    ──> sections ──┐
-                   └────> act "characters" ──> sections ──┴──> report.html, and traces
+                   |────> act "characters" ──> sections ──┼──> report.html, and traces
+                   └────> act "machines"   ──> sections ──┘
 
 An act is a function from a `Stagehand` to the sections that it adds to the page. A new one is a file here with
 its `act`, and an entry in `ACTS`.
@@ -12,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from weft.demo import characters, devices
+from weft.demo import characters, devices, machines
 from weft.demo.stage import Options, Stagehand
 from weft.report import Section, page
 
 Act = Callable[[Stagehand], list[Section]]
-ACTS: tuple[Act, ...] = (devices.act, characters.act)
+ACTS: tuple[Act, ...] = (devices.act, characters.act, machines.act)
 
 __all__ = ["ACTS", "Act", "Options", "Stagehand", "run"]
 

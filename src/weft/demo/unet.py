@@ -148,11 +148,8 @@ class Digits(NamedTuple):
     noisy: Tensor
 
 
-def load_digits() -> Digits:
-    """scikit-learn's bundled digits (1797 of 8 x 8), made twice as large and cut at random in two.
-
-    Draws from the caller's generator. Raises UsageError when scikit-learn is not installed.
-    """
+def bundled() -> Any:
+    """scikit-learn's digits as it gives them: ``images`` and ``target``. Raises UsageError when it is not installed."""
     try:
         datasets: Any = import_module("sklearn.datasets")  # only here, so that the rest works without it
     except ModuleNotFoundError as error:
@@ -160,7 +157,15 @@ def load_digits() -> Digits:
             f"the demo trains on scikit-learn's bundled digits, but there is no module {error.name!r}; "
             "install the extra: pip install 'weft[demo]'"
         ) from None
-    small = torch.as_tensor(datasets.load_digits().images, dtype=torch.float32).unsqueeze(1) / 16
+    return datasets.load_digits()
+
+
+def load_digits() -> Digits:
+    """scikit-learn's bundled digits (1797 of 8 x 8), made twice as large and cut at random in two.
+
+    Draws from the caller's generator. Raises UsageError when scikit-learn is not installed.
+    """
+    small = torch.as_tensor(bundled().images, dtype=torch.float32).unsqueeze(1) / 16
     images = functional.interpolate(small, size=(SIDE, SIDE), mode="bilinear")
     images = images[torch.randperm(len(images))]
     held_out = images[:_HELD_OUT]

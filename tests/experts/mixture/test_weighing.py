@@ -73,3 +73,10 @@ def test_the_router_reads_the_mean_over_all_axes_between() -> None:
     x = numbers(2, 3, 4, 5)
     torch.testing.assert_close(gating_input(x), x.mean((1, 2)))
     assert gating_input(x[:, 0, 0]).shape == (2, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_balancing_loss_is_as_exact_as_the_probabilities(dtype: torch.dtype) -> None:
+    probabilities, chosen = torch.rand(3, 3, dtype=dtype).softmax(1), torch.tensor([[0], [1], [0]])
+    share = torch.tensor([2, 1, 0], dtype=dtype) / 3  # thirds, which no float holds
+    assert torch.equal(load_balancing_loss(probabilities, chosen), 3 * (share * probabilities.mean(0)).sum())

@@ -34,7 +34,8 @@ def load_balancing_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:
     From Fedus et al., "Switch Transformers" (2021), equation 4; with k > 1 every choice counts.
     """
     experts = probabilities.shape[1]
-    share = torch.bincount(chosen.reshape(-1), minlength=experts) / max(1, chosen.numel())
+    exact = torch.promote_types(probabilities.dtype, torch.float32)  # a division of integers would be of float32
+    share = torch.bincount(chosen.reshape(-1), minlength=experts).to(exact) / max(1, chosen.numel())
     return experts * (share.to(probabilities.dtype) * probabilities.mean(0)).sum()
 
 
