@@ -104,7 +104,7 @@ def test_a_product_over_many_rows_is_added_whoever_shares_it(
     room = torch.empty(256 * (columns + panel_width()[dtype] + 12), dtype=dtype)
     for thread in range(threads):
         strides = (*a.stride(), b, *b.stride(), c, *c.stride())
-        run("gather", dtype, rows, columns, inner, a, *strides, room, thread, threads)
+        run("gather", dtype, rows, columns, inner, a, *strides, room, thread, threads, None)
     near(c, wanted, inner)
 
 
@@ -129,5 +129,37 @@ def test_a_long_sum_of_small_numbers_is_not_lost_in_a_large_one() -> None:
     assert abs(float(c) / (rows * float(tenth)) - 1) < 1e-4  # added one by one: off by 3e-2
     c.zero_()
     one, room = torch.ones(rows, 1), torch.empty(256 * 64)
-    run("gather", torch.float32, 1, 1, rows, a, 1, 1, one, 1, 1, c, 1, 1, room, 0, 1)
+    run("gather", torch.float32, 1, 1, rows, a, 1, 1, one, 1, 1, c, 1, 1, room, 0, 1, None)
     assert abs(float(c) / (rows * float(tenth)) - 1) < 1e-4
+
+
+@everywhere
+@given(sizes, sizes, sizes, st.booleans(), st.booleans(), st.booleans(), st.data())
+def test_rows_that_do_not_count_get_what_their_sums_start_with(
+    dtype: torch.dtype, rows: int, columns: int, inner: int, turned: bool, far: bool, starts: bool, data: st.DataObject
+) -> None:
+    live = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)), dtype=torch.bool)
+    a, b = matrix(rows, inner, dtype, turned), torch.randn(inner, columns, dtype=dtype)
+    start = matrix(rows, columns, dtype, turned) if starts else None
+    c = matrix(rows, columns, dtype, far)
+    strides = (0, 0) if start is None else start.stride()
+    count = panels(columns, dtype)
+    run("some", dtype, rows, columns, inner, a, *a.stride(), packed(b), c, *c.stride(), start, *strides, 0, count, live)
+    begun = torch.zeros(rows, columns, dtype=dtype) if start is None else start
+    near(c, torch.where(live[:, None], begun + a @ b, begun), inner)
+    assert torch.equal(c[~live], begun[~live])
+
+
+@everywhere
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 600), st.integers(1, 3))
+def test_a_sum_over_rows_leaves_out_those_that_do_not_count(
+    dtype: torch.dtype, rows: int, columns: int, inner: int, threads: int
+) -> None:
+    live = torch.rand(inner) < 0.6
+    a, b, c = (torch.randn(*shape, dtype=dtype) for shape in ((rows, inner), (inner, columns), (rows, columns)))
+    wanted = c + a[:, live] @ b[live]
+    room = torch.empty(256 * (columns + panel_width()[dtype] + 12) + 64, dtype=dtype)
+    for thread in range(threads):
+        strides = (inner, 1, b, columns, 1, c, columns, 1)
+        run("gather", dtype, rows, columns, inner, a, *strides, room, thread, threads, live)
+    near(c, wanted, inner)

@@ -1,7 +1,7 @@
 """Whole loops in C++: a captured step becomes three functions that run over time without coming back to Python.
 
-captured step   halves.py, totals.py   which operators run forward, which backward, what is summed over time
-     |
+captured step   halves.py, totals.py   which operators run forward, which backward, what is summed over time;
+     |           live.py              which products may skip rows
   values        lower.py               operators become values and views of values; with maker.py, handlers.py,
      |                                 operators.py, convolution.py
  functions      build.py               forward, again, backward: what each reads and writes

@@ -111,7 +111,9 @@ class _Maker:
 
     def run(self, nodes: set[fx.Node]) -> None:
         """Lower these operators."""
-        self.lower = Lowering(self.refs)
+        live = self.halves.live
+        mask = None if live.mask is None else self.refs[live.mask]
+        self.lower = Lowering(self.refs, {} if mask is None else dict.fromkeys(live.products, mask))
         for node in self.captured.nodes:
             if node in nodes:
                 for each in node.all_input_nodes:
@@ -249,7 +251,9 @@ class _Backward(_Maker):
         sides = [self.end(each) for each in piece.read]
         match piece.kind:
             case "product":
-                return Product(*sides)
+                live = self.halves.live
+                mask = self.refs[live.mask] if live.mask is not None and piece.node in live.totals else None
+                return Product(*sides, live=mask)
             case "sum":
                 return Reduce("sum", sides[0], piece.axes, piece.keep)
             case "value":

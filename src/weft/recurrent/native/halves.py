@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from weft.recurrent.captured import Captured
+from weft.recurrent.native.live import live
 from weft.recurrent.native.operators import aten
 from weft.recurrent.native.totals import Sought, place_of, sought
 from weft.recurrent.parts import dependences
@@ -40,6 +41,7 @@ class Halves:
         """Operators of `front` that only view what is saved: backward views it once more."""
         self.bases = self._bases({each for node in self.back for each in node.all_input_nodes} | {*wanted})
         """Of `front`, what `back` reads; to be saved, unless it is a new state or an output."""
+        self.live = live(captured, self.varies)
         kept = {*roles.new_states, *roles.outputs}
         self.saved = [node for node in self.bases if node not in kept]
 

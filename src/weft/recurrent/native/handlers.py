@@ -196,7 +196,7 @@ def _product(maker: Maker, node: fx.Node) -> Ref:
     alpha, beta = given.get("alpha", 1), given.get("beta", 1)
     plain = alpha == 1 and beta == 1
     begin = Ref(start[0].value, start[0].at.expand(value.shape)) if start and plain else None
-    made = maker.store.add(value.shape, value.dtype, Product(left, right, begin))
+    made = maker.store.add(value.shape, value.dtype, Product(left, right, begin, maker.live.get(node)))
     if plain:
         return made
     scaled = maker.like(node, "({0}*{1})", [made, maker.operand(alpha)])

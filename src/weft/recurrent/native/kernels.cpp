@@ -17,6 +17,7 @@
 // The compiler is told what to unroll, so that it need not be asked for its highest and slowest level.
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <sched.h>
 
 // WEFT_BYTES, what a vector register holds, is given: who lays out memory for panels must know it as well.
@@ -114,6 +115,68 @@ template <class R, long SIZE> inline void take(long count, const R *from, long a
         for (long n = 0; n < SIZE; n++) to[n] = n < count ? from[n * apart] : 0;
 }
 
+// Memory of one thread, which goes with it.
+struct Room {
+    void *at = 0;
+    size_t size = 0;
+    void *of(size_t wanted) {
+        if (wanted > size) free(at), at = malloc(size = wanted);
+        return at;
+    }
+    ~Room() { free(at); }
+};
+static thread_local Room packed_rows;
+
+// `count` of at most SIZE numbers from one place to another.
+template <class R, long SIZE> inline void move(long count, const R *from, long apart, R *to, long there) {
+    if (count == SIZE && apart == 1 && there == 1) __builtin_memcpy(to, from, SIZE * sizeof(R));
+    else
+        for (long n = 0; n < count; n++) to[n * there] = from[n * apart];
+}
+
+// As product, but for the rows that are `live`: the others are what their sums start with. Live rows are packed one behind
+// the other, so that tiles are full wherever they lie.
+template <class R>
+void some(long M, long N, long K, const R *a, long a_row, long a_col, const R *packed, R *c, long c_row, long c_col,
+          const R *start, long s_row, long s_col, long first, long last, const unsigned char *live) {
+    constexpr long NR = wide<R>(), MANY = 4 * TALL;
+    static const R zeros[NR] = {};
+    long count = 0, at[MANY];
+    for (long i = 0; i < M; i++) count += live[i];
+    R *const own_a = count < M ? (R *)packed_rows.of(MANY * K * sizeof(R)) : 0;
+    if (!own_a) return product<R>(M, N, K, a, a_row, a_col, packed, c, c_row, c_col, start, s_row, s_col, first, last);
+    const auto begun = [&](long i, long j) { return start ? start + i * s_row + j * s_col : zeros; };
+    for (long i = 0; i < M;) {
+        long n = 0;
+        for (; i < M && n < MANY; i++) {
+            if (!live[i])
+                for (long p = first, j = p * NR; p < last; p++, j += NR)
+                    move<R, NR>(N - j < NR ? N - j : NR, begun(i, j), start ? s_col : 1, c + i * c_row + j * c_col, c_col);
+            else {
+                const R *from = a + i * a_row;
+                if (a_col == 1) __builtin_memcpy(own_a + n * K, from, K * sizeof(R));
+                else
+                    for (long k = 0; k < K; k++) own_a[n * K + k] = from[k * a_col];
+                at[n++] = i;
+            }
+        }
+        const long tiles = (n + TALL - 1) / TALL;
+        for (long p = first, j = p * NR; n && p < last; p++, j += NR) {
+            const long columns = N - j < NR ? N - j : NR;
+            for (long tile = 0, m = 0; tile < tiles; tile++) {
+                const long rows = n / tiles + (tile < n % tiles);
+                alignas(64) R own[TALL * NR];
+                if (start)
+                    for (long r = 0; r < rows; r++) move<R, NR>(columns, begun(at[m + r], j), s_col, own + r * NR, 1);
+                tile_for<R>(rows, 1)(K, own_a + m * K, K, 1, packed + j * K, own, NR, start ? own : 0, NR);
+                for (long r = 0; r < rows; r++)
+                    move<R, NR>(columns, own + r * NR, 1, c + at[m + r] * c_row + j * c_col, c_col);
+                m += rows;
+            }
+        }
+    }
+}
+
 // B[K x N] into panels.
 template <class R> void pack(long K, long N, const R *b, long row, long col, R *panels) {
     constexpr long NR = wide<R>();
@@ -122,21 +185,25 @@ template <class R> void pack(long K, long N, const R *b, long row, long col, R *
 }
 
 // C += A B over a long inner axis: in blocks of it, each packed. `room` holds BLOCK x (N + NR) + BLOCK x TALL numbers
-// of this thread's own. Rows of C are shared out over threads.
+// of this thread's own. Rows of C are shared out over threads. With `live`, only so much of the inner axis counts.
 template <class R>
 void gather(long M, long N, long K, const R *a, long a_row, long a_col, const R *b, long b_row, long b_col, R *c,
-            long c_row, long c_col, R *room, long thread, long threads) {
+            long c_row, long c_col, R *room, long thread, long threads, const unsigned char *live) {
     constexpr long NR = wide<R>();
     const long panels = (N + NR - 1) / NR, tiles = (M + TALL - 1) / TALL;
     const long from = tiles * thread / threads, to = tiles * (thread + 1) / threads;
     R *const packed_a = room + BLOCK * panels * NR;
-    for (long k = 0; k < K && from < to; k += BLOCK) {
-        const long inner = K - k < BLOCK ? K - k : BLOCK;
-        pack<R>(inner, N, b + k * b_row, b_row, b_col, room);
-        for (long n = from; n < to; n++) {
+    for (long k = 0; k < K && from < to;) {
+        long inner = 0, at[BLOCK];
+        for (; k < K && inner < BLOCK; k++)
+            if (!live || live[k]) at[inner++] = k;
+        for (long j = 0; j < N; j += NR)
+            for (long q = 0; q < inner; q++)
+                take<R, NR>(N - j < NR ? N - j : NR, b + at[q] * b_row + j * b_col, b_col, room + j * inner + q * NR);
+        for (long n = from; n < to && inner; n++) {
             const long i = n * TALL, rows = M - i < TALL ? M - i : TALL;
-            const R *const begin = a + i * a_row + k * a_col;
-            for (long q = 0; q < inner; q++) take<R, TALL>(rows, begin + q * a_col, a_row, packed_a + q * TALL);
+            const R *const begin = a + i * a_row;
+            for (long q = 0; q < inner; q++) take<R, TALL>(rows, begin + at[q] * a_col, a_row, packed_a + q * TALL);
             R *const sum = c + i * c_row;
             product<R>(rows, N, inner, packed_a, 1, TALL, room, sum, c_row, c_col, sum, c_row, c_col, 0, panels);
         }
@@ -175,10 +242,15 @@ template <class R> void columns(long M, long N, const R *a, long a_row, R *c, lo
                                      long last) {                                                                      \
         product<R>(M, N, K, a, a_row, a_col, packed, c, c_row, c_col, start, s_row, s_col, first, last);               \
     }                                                                                                                  \
+    extern "C" void weft_some_##X(long M, long N, long K, const R *a, long a_row, long a_col, const R *packed, R *c,   \
+                                  long c_row, long c_col, const R *start, long s_row, long s_col, long first,          \
+                                  long last, const unsigned char *live) {                                              \
+        some<R>(M, N, K, a, a_row, a_col, packed, c, c_row, c_col, start, s_row, s_col, first, last, live);            \
+    }                                                                                                                  \
     extern "C" void weft_gather_##X(long M, long N, long K, const R *a, long a_row, long a_col, const R *b,            \
                                     long b_row, long b_col, R *c, long c_row, long c_col, R *room, long thread,        \
-                                    long threads) {                                                                    \
-        gather<R>(M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads);                  \
+                                    long threads, const unsigned char *live) {                                         \
+        gather<R>(M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live);            \
     }                                                                                                                  \
     extern "C" void weft_columns_##X(long M, long N, const R *a, long a_row, R *c, long thread, long threads) {        \
         columns<R>(M, N, a, a_row, c, thread, threads);                                                                \

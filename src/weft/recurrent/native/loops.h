@@ -212,7 +212,10 @@ static __attribute__((noinline, noclone)) void w_small(long M, long N, long K, c
      long s_row, long s_col, long first, long last)
 #define GATHER(R)                                                                                                      \
     (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, long b_row, long b_col, R *c, long c_row, \
-     long c_col, R *room, long thread, long threads)
+     long c_col, R *room, long thread, long threads, const boolean *live)
+#define SOME(R)                                                                                                        \
+    (long M, long N, long K, const R *a, long a_row, long a_col, const R *b, R *c, long c_row, long c_col, const R *s, \
+     long s_row, long s_col, long first, long last, const boolean *live)
 #define COLUMNS(R) (long M, long N, const R *a, long a_row, R *c, long thread, long threads)
 
 struct Kernels {  // in the order in which program.py gives them
@@ -220,6 +223,8 @@ struct Kernels {  // in the order in which program.py gives them
     void(*pack_d) PACK(double);
     void(*product_f) PRODUCT(float);
     void(*product_d) PRODUCT(double);
+    void(*some_f) SOME(float);
+    void(*some_d) SOME(double);
     void(*gather_f) GATHER(float);
     void(*gather_d) GATHER(double);
     void(*columns_f) COLUMNS(float);
@@ -234,7 +239,8 @@ extern "C" void weft_bind(const Kernels *given) { kernels = *given; }
     F void w_##name ARGUMENTS(double) { kernels.name##_d(__VA_ARGS__); }
 EITHER(pack, PACK, K, N, b, row, col, to)
 EITHER(product, PRODUCT, M, N, K, a, a_row, a_col, b, c, c_row, c_col, s, s_row, s_col, first, last)
-EITHER(gather, GATHER, M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads)
+EITHER(some, SOME, M, N, K, a, a_row, a_col, b, c, c_row, c_col, s, s_row, s_col, first, last, live)
+EITHER(gather, GATHER, M, N, K, a, a_row, a_col, b, b_row, b_col, c, c_row, c_col, room, thread, threads, live)
 EITHER(columns, COLUMNS, M, N, a, a_row, c, thread, threads)
 
 F char *w_align(char *at) { return (char *)(((uintptr_t)at + 63) & ~(uintptr_t)63); }

@@ -22,8 +22,10 @@ View = Callable[[Tensor], Any]
 class Maker:
     """Holds what was given and what was made, by node."""
 
-    def __init__(self, given: Mapping[fx.Node, Ref]) -> None:
+    def __init__(self, given: Mapping[fx.Node, Ref], live: Mapping[fx.Node, Ref] | None = None) -> None:
         self.store = Store()
+        self.live = live or {}
+        """By product, a mask of the only rows that anybody wants."""
         self.refs: dict[fx.Node, Ref | list[Ref]] = dict(given)
 
     def ref(self, node: fx.Node) -> Ref:

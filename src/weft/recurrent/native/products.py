@@ -1,6 +1,7 @@
 """The C text of matrix products: in one step, or of all steps at once.
 
     w_product   by a packed weight, by kernels.cpp; threads share its rows, or its panels
+    w_some      the same for some of the rows, see live.py
     w_small     of two matrices that both change from step to step, by loops.h
 
 A product whose left side is the fixed one is written as its transpose, (A B)' = B' A'.
@@ -35,6 +36,8 @@ class _Oriented:
     turned: bool
     kind: str
     """The type in C."""
+    live: Place | None
+    """A mask of the rows of A."""
 
     def starting(self, low: str, left: str = "0") -> tuple[str, int, int]:
         """The start's address and strides in a step; a null pointer if there is none."""
@@ -79,10 +82,11 @@ class Products:
         kind = TYPES[value.dtype]
         if made.fixed != "left":
             fixed = made.right if made.fixed else None
-            return _Oriented(a, b, c, start, batch, rows, columns, inner, dims - 2, fixed, False, kind)
+            live = None if made.live is None else place(made.live)
+            return _Oriented(a, b, c, start, batch, rows, columns, inner, dims - 2, fixed, False, kind, live)
         start = None if start is None else start.turned()
         turned = (b.turned(), a.turned(), c.turned(), start)
-        return _Oriented(*turned, batch, columns, rows, inner, dims - 1, made.left, True, kind)
+        return _Oriented(*turned, batch, columns, rows, inner, dims - 1, made.left, True, kind, None)
 
     def _weight(self, it: _Oriented) -> tuple[str, bool]:
         """The packed weight."""
@@ -98,12 +102,13 @@ class Products:
         panels = self._packs.panels(it.columns, dtype)
         share = (f"{panels} * thread / threads", f"{panels} * (thread + 1) / threads") if by_panels else (0, panels)
         return call(
-            "w_product",
+            "w_product" if it.live is None else "w_some",
             *(f"{high} - {low}", it.columns, it.inner),
             *(it.a.at(it.batch, low), *it.a.strides[-2:], packed),
             *(it.c.at(it.batch, low), *it.c.strides[-2:]),
             *it.starting(low),
             *share,
+            *([] if it.live is None else [f"{it.live.pointer} + {low}"]),
         )
 
     def _small(self, it: _Oriented, low: str, high: str, by_columns: bool) -> str:
@@ -132,13 +137,15 @@ class Products:
         start = it.starting("0")
         if it.start is not None:
             start = (f"{it.start.first} + m0 * {start_row}L", start_row, it.start.strides[1])
+        live = it.live if it.live is not None and it.live.lasting and it.live.size == it.rows else None
         line = call(
-            "w_product",
+            "w_product" if live is None else "w_some",
             *("m1 - m0", it.columns, it.inner),
             *(f"{it.a.first} + m0 * {a_row}L", a_row, it.a.strides[1], packed),
             *(f"{it.c.first} + m0 * {c_row}L", c_row, it.c.strides[1]),
             *start,
             *(0, self._packs.panels(it.columns, value.dtype)),
+            *([] if live is None else [f"{live.first} + m0"]),
         )
         m0, m1 = (f"{it.rows} * steps * {each} / threads" for each in ("thread", "(thread + 1)"))
         return [f"{{ const long m0 = {m0}, m1 = {m1};", line, "}"]

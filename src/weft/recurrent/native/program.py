@@ -19,7 +19,19 @@ from weft.recurrent.native.values import Product, Total
 
 _HERE = Path(__file__).parent
 _TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-_KERNELS = ("pack_f", "pack_d", "product_f", "product_d", "gather_f", "gather_d", "columns_f", "columns_d", "meet")
+_KERNELS = (
+    "pack_f",
+    "pack_d",
+    "product_f",
+    "product_d",
+    "some_f",
+    "some_d",
+    "gather_f",
+    "gather_d",
+    "columns_f",
+    "columns_d",
+    "meet",
+)
 
 
 @cache

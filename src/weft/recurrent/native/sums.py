@@ -78,11 +78,13 @@ class Sums:
         if to.strides[1] != 1 and to.strides[0] == 1:  # as its transpose, so that columns are neighbours
             sides.reverse()
         (M, a, a_row, a_col, c_row), (N, b, b_col, b_row, c_col) = sides
+        live = None if made.live is None else self._function.place(made.live)
+        mask = "(const boolean *)0" if live is None else live.first if merged else live.pointer
         line = call(
             "w_gather",
             *(M, N, f"{inner} * steps" if merged else inner),
             *(a, a_row, a_col, b, b_row, b_col),
-            *(to.first, c_row, c_col, f"({TYPES[made.left.value.dtype]} *)room", "thread", "threads"),
+            *(to.first, c_row, c_col, f"({TYPES[made.left.value.dtype]} *)room", "thread", "threads", mask),
         )
         return line if merged else f"for (long t = 0; t < steps; t++) {line}"
 

@@ -86,11 +86,15 @@ class Reduce:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A matrix product, ... x M x K by ... x K x N, plus what its sums start with."""
+    """A matrix product, ... x M x K by ... x K x N, plus what its sums start with.
+
+    With `live`, a mask of the batch's rows, nobody wants the others: rows on the left, or the inner axis of a total.
+    """
 
     left: Ref
     right: Ref
     start: Ref | None = None
+    live: Ref | None = None
 
     @property
     def fixed(self) -> Literal["left", "right"] | None:
@@ -164,7 +168,7 @@ def replaced(made: Made, old: Value, new: Value) -> Made:
         case Reduce(source=source):
             return replace(made, source=ref(source))
         case Product(left=left, right=right, start=start):
-            return Product(ref(left), ref(right), None if start is None else ref(start))
+            return replace(made, left=ref(left), right=ref(right), start=None if start is None else ref(start))
         case Cat(pieces=pieces):
             return replace(made, pieces=[ref(each) for each in pieces])
         case Total(of=of):
