@@ -20,6 +20,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,9 +79,12 @@ def capture(
 
     wants = [*(wanted_inputs or [True] * len(inputs)), *[True] * len(states)]
     forward, joint = _over_leaves(cell, input_structure, state_structure, wants, wanted)
-    _check_pure(forward, (inputs, states))
     example = (inputs, states, [torch.zeros_like(each) for each in new_states], [torch.zeros_like(o) for o in outputs])
-    module = _traced(joint, example, wanted, composed)
+    try:
+        module = _traced(joint, example, wanted, composed)
+    except Exception:  # the forward alone tells better what is wrong: gradients may stumble over it in their own way
+        _check_pure(forward, (inputs, states))
+        raise
     counts = (len(inputs), len(states), len(new_states), len(outputs))
     roles = _roles(module, counts)
     random, draws = lifted(module)
@@ -153,8 +158,11 @@ def _traced(
     composed: Mapping[Any, Any] | None,
 ) -> fx.GraphModule:
     """The graph, made of pure operators: traced, without mutations, and tidied."""
-    with torch.no_grad(), quiet_hooks(parameters):
+    # With a mode to make looks of values in, the tracer does not make one anew for each: a third of its time.
+    looks = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
+    with torch.no_grad(), quiet_hooks(parameters), tracing(looks):
         seen = _make_fx(joint)(*example)
+        _refuse_writes(seen)
         pure = _make_fx(_functionalize(seen, remove="mutations"), decomposition_table=composed)(*example)
     _refuse_random(pure)
     tidy(pure)
