@@ -15,13 +15,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks import pipeline, recurrent
+from benchmarks import experts, pipeline, recurrent
 from benchmarks.harness import progress
 from benchmarks.table import Table, environment
 
 BENCHMARKS: dict[str, Callable[[bool], Table]] = {
     f"{capability}.{name}": benchmark
-    for capability, benchmarks in (("pipeline", pipeline.BENCHMARKS), ("recurrent", recurrent.BENCHMARKS))
+    for capability, benchmarks in (
+        ("pipeline", pipeline.BENCHMARKS),
+        ("recurrent", recurrent.BENCHMARKS),
+        ("experts", experts.BENCHMARKS),
+    )
     for name, benchmark in benchmarks.items()
 }
 
@@ -42,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run what the arguments name."""
     parser = argparse.ArgumentParser(prog="benchmarks", description="Ratios against peers, as tables.")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"pipeline, recurrent, or one of {', '.join(BENCHMARKS)}"
+        "names", nargs="*", metavar="NAME", help=f"pipeline, recurrent, experts, or one of {', '.join(BENCHMARKS)}"
     )
     parser.add_argument("--quick", action="store_true", help="small and few; shows that they run")
     options = parser.parse_args(argv)

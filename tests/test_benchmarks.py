@@ -4,8 +4,11 @@ Peers that are not installed are left out by the benchmarks themselves.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,9 @@ from torch import nn
 
 from benchmarks import __main__ as command
 from benchmarks import load
+from benchmarks.experts import helper, peer, throughput
+from benchmarks.experts.processes.callers import rate
+from benchmarks.experts.rounds import laps
 from benchmarks.harness import race
 from benchmarks.recurrent import cells
 from benchmarks.recurrent.apart import _seconds_of_children, in_a_fresh_process
@@ -43,7 +49,7 @@ def test_the_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixt
 
 
 def test_a_name_stands_for_a_capability_or_for_one_benchmark() -> None:
-    assert command.chosen([]) == command.chosen(["pipeline", "recurrent"]) == list(command.BENCHMARKS)
+    assert command.chosen([]) == command.chosen(["pipeline", "recurrent", "experts"]) == list(command.BENCHMARKS)
     assert {each.partition(".")[0] for each in command.chosen(["recurrent"])} == {"recurrent"}
     assert command.chosen(["pipeline.sleep", "pipeline.sleep"]) == ["pipeline.sleep"]
 
@@ -133,12 +139,12 @@ def test_candidates_that_find_other_gradients_are_not_raced() -> None:
         agree({"a": same, "b": training(lambda: [x * 3], [x], seeds)})
 
 
-@pytest.mark.parametrize(("make", "peer"), [(cells.LSTMCell, nn.LSTM), (cells.GRUCell, nn.GRU)])
-def test_the_hand_written_cells_are_those_of_torch(make: type[nn.Module], peer: type[nn.RNNBase]) -> None:
-    net = peer(3, 3)
+@pytest.mark.parametrize(("make", "of_torch"), [(cells.LSTMCell, nn.LSTM), (cells.GRUCell, nn.GRU)])
+def test_the_hand_written_cells_are_those_of_torch(make: type[nn.Module], of_torch: type[nn.RNNBase]) -> None:
+    net = of_torch(3, 3)
     cell = cells.with_weights_of(net, make(3, 3))
     x = torch.randn(5, 2, 3)
-    state = (torch.randn(2, 3), torch.randn(2, 3)) if peer is nn.LSTM else torch.randn(2, 3)
+    state = (torch.randn(2, 3), torch.randn(2, 3)) if of_torch is nn.LSTM else torch.randn(2, 3)
     ours, theirs = cells.eager(cell, x, state)(), cells.by_torch(net, x, state)()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.view_as(one))
@@ -175,6 +181,69 @@ def test_a_peak_counts_the_outputs_and_the_gradients_that_are_returned() -> None
 @pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc/stat")
 def test_the_time_of_a_process_is_read_from_behind_its_name() -> None:
     assert load._seconds_of(os.getpid()) == pytest.approx(time.process_time(), abs=0.5)
+
+
+def test_the_rate_of_many_callers_is_the_sum_of_theirs() -> None:
+    slow, fast = (lambda: time.sleep(0.04)), (lambda: time.sleep(0.01))
+    assert rate([slow, fast, fast], 0.3) == pytest.approx(25 + 100 + 100, rel=0.35)
+
+
+def test_a_caller_that_fails_is_told_and_the_others_end() -> None:
+    begun = time.perf_counter()
+    with pytest.raises(ZeroDivisionError):
+        rate([lambda: None, lambda: 1 // 0], 0.1)
+    assert time.perf_counter() - begun < 5
+
+
+def test_a_disturbed_round_of_laps_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([0.5, 0.0, 0.02])
+    monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: next(readings))
+    found = laps({"a": lambda seconds: seconds, "b": lambda seconds: 2 * seconds}, 0.1, 2)
+    assert found.note() == "2 rounds, 1 rejected"
+    assert found.ratio("b", "a") == 2.0
+
+
+def test_a_helper_that_dies_says_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dying.py").write_text("raise SystemExit('no more')")
+    monkeypatch.setattr(helper, "PROGRAMS", tmp_path)
+    with (
+        helper.Helper("dying", {}, python=sys.executable) as dying,
+        pytest.raises(helper.HelperLost, match=r"dying ended: no more"),
+    ):
+        dying.hear()
+
+
+@pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc")
+def test_nothing_that_a_helper_started_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    (tmp_path / "parent.py").write_text(child + "\nprint('{}', flush=True); sys.stdin.read()")
+    monkeypatch.setattr(helper, "PROGRAMS", tmp_path)
+    with helper.Helper("parent", {}, python=sys.executable) as parent:
+        assert parent.hear() == {}
+        processes = parent.processes
+        assert len(processes) == 2
+    end = time.monotonic() + 5
+    while any(_runs(each) for each in processes) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not any(_runs(each) for each in processes)
+
+
+def _runs(process: int) -> bool:
+    """Whether it is there, and not just waiting to be forgotten by who inherited it."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_peer_that_cannot_be_installed_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_way() -> str:
+        raise peer.NoPeer("cannot be installed: no network")
+
+    monkeypatch.setattr(peer, "python", no_way)
+    with ExitStack() as stack:
+        servers = throughput.Servers(stack, 8, with_peer=True)
+        found = servers.race(throughput.Point(1, 1, False), 0.01, 1)
+    assert servers.peer is None and servers.why == "cannot be installed: no network"
+    assert set(found.seconds) == {throughput.IDEAL, throughput.WEFT}
 
 
 @pytest.mark.parametrize(("value", "small", "large"), [(1.0, "holds", "falls short"), (3.0, "falls short", "holds")])

@@ -6,6 +6,7 @@ carry a scale outside their bytes and crash when made from a buffer, and `comple
 and warns about at every allocation.
 """
 
+import numpy as np
 import torch
 
 DTYPES: dict[int, torch.dtype] = {
@@ -31,3 +32,9 @@ DTYPES: dict[int, torch.dtype] = {
     52: torch.float8_e8m0fnu,
 }
 CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+NUMPY: dict[torch.dtype, "np.dtype[np.generic]"] = {
+    dtype: np.dtype(str(dtype).removeprefix("torch.").replace("bool", "bool_"))
+    for code, dtype in DTYPES.items()
+    if code < 48 and dtype is not torch.bfloat16
+}
+"""The same dtype of numpy, where there is one."""

@@ -22,6 +22,7 @@ from weft.experts.wire.errors import LimitError
 from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION, Descriptor, Header, aligned, write_call
 from weft.experts.wire.limits import LIMITS, Limits
 from weft.experts.wire.parse import parse
+from weft.experts.wire.tensors import Bytes as Body
 from weft.experts.wire.tensors import into, memory, to_bytes, to_tensor
 
 Bytes = bytes | bytearray | memoryview
@@ -42,7 +43,7 @@ class Received:
 
     header: Header
     descriptors: tuple[Descriptor, ...]
-    _body: Tensor = field(repr=False)
+    _body: Body = field(repr=False)
 
     def tensors(self, *, copy: bool = False) -> list[Tensor]:
         """The tensors on the CPU, as sent. Without ``copy`` they are views of the message where they can be.

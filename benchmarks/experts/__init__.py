@@ -1,0 +1,18 @@
+"""Benchmarks of experts behind a server, by name.
+
+helper.py    processes of our own, asked by words     peer.py      hivemind, in a venv of its own
+rounds.py    calls per second, by turns               local.py     the same work without a server
+processes/   what runs in those processes: by path, for the peer's Python does not know this package
+"""
+
+from collections.abc import Callable
+
+from benchmarks.experts import many, mixture, routing, throughput
+from benchmarks.table import Table
+
+BENCHMARKS: dict[str, Callable[[bool], Table]] = {
+    "throughput": throughput.run,
+    "mixture": mixture.run,
+    "routing": routing.run,
+    "many": many.run,
+}
