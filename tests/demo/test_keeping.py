@@ -30,6 +30,12 @@ def test_less_is_kept_in_each_mode_and_measured_so(backend: Planned, monkeypatch
     assert [steps for steps, _ in found.loop] == [] and LOOP not in found.predicted
 
 
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+def test_large_buffers_are_measured_as_well() -> None:
+    for each in curves(IntegratingCell(64, 96), "c", (128,)).measured:
+        assert 0.9 < each.measured / each.predicted < 1.1, f"{each.mode}: {each.measured} of {each.predicted} bytes"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_longer_sequences_are_predicted_to_take_more_and_a_budget_is_kept(
     backend: Planned, monkeypatch: pytest.MonkeyPatch
