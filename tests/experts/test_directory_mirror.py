@@ -1,5 +1,8 @@
 """A mirror follows the directory, and serves on while it is away."""
 
+import threading
+import time
+
 import pytest
 
 from weft.experts.directory import AwayError, Event, LocalDirectory, Mirror, Snapshot, Watch
@@ -101,3 +104,76 @@ def test_a_closed_mirror_or_directory_leaves_the_last_snapshot() -> None:
     with pytest.raises(AwayError):
         Mirror(directory)
     other.close()
+
+
+def test_a_directory_that_takes_long_to_be_away_delays_nobody_longer_than_a_moment() -> None:
+    gate = threading.Event()
+
+    class Slow(Flaky):
+        def get(self, prefix: str = "") -> Snapshot:
+            if self.away:
+                gate.wait(20.0)
+            return super().get(prefix)
+
+    directory = Slow()
+    directory.declare("a", "x:1", 60.0)
+    mirror = Mirror(directory, retry=0.0, patience=0.05)
+    try:
+        directory.away = True
+        start = time.monotonic()
+        for _ in range(20):
+            assert mirror.snapshot().addresses("a") == ("x:1",)
+        assert time.monotonic() - start < 2.0 and mirror.away_seconds > 0  # one try, which one of the 20 waited for
+        directory.away = False
+        directory.declare("b", "y:1", 60.0)
+        gate.set()
+        end = time.monotonic() + 10.0
+        while "b" not in mirror.snapshot() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert "b" in mirror.snapshot() and mirror.away_seconds == 0
+    finally:
+        gate.set()
+        mirror.close()
+        directory.close()
+
+
+def test_a_watch_that_begins_after_the_end_is_closed() -> None:
+    gate, begun = threading.Event(), threading.Event()
+    watches: list[Watch] = []
+
+    class Slow(Flaky):
+        def watch(self, prefix: str = "", after: int | None = None) -> Watch:
+            found = super().watch(prefix, after)
+            if watches:
+                begun.set()
+                gate.wait(20.0)
+            watches.append(found)
+            return found
+
+    directory = Slow()
+    mirror = Mirror(directory, retry=0.0, patience=0.05)
+    directory.away = True
+    mirror.snapshot()
+    directory.away = False
+    mirror.snapshot()
+    assert begun.wait(10.0)
+    threading.Timer(0.05, gate.set).start()
+    mirror.close()
+    with pytest.raises(AwayError):
+        watches[-1].next(timeout=0.0)
+    directory.close()
+
+
+def test_what_is_no_absence_reaches_a_caller() -> None:
+    class Broken(Flaky):
+        def get(self, prefix: str = "") -> Snapshot:
+            if self.away:
+                raise ZeroDivisionError
+            return super().get(prefix)
+
+    directory = Broken()
+    with Mirror(directory, retry=0.0, patience=5.0) as mirror:
+        directory.away = True
+        with pytest.raises(ZeroDivisionError):
+            mirror.snapshot()
+    directory.close()

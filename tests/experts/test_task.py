@@ -1,6 +1,6 @@
 """A task has waiters, who come and go by themselves."""
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
@@ -43,6 +43,15 @@ def test_a_task_that_nobody_waits_for_is_not_taken() -> None:
     task = Task((), 1)
     task.join(None, ignore).cancel()
     assert not task.wanted() and not task.take()
+
+
+def test_who_waits_for_a_cancelled_future_among_others_is_woken() -> None:
+    for taken in (False, True):
+        task = Task((), 1)
+        future = task.join(None, ignore)
+        future.cancel()
+        assert not (task.take() if taken else task.wanted())
+        assert wait([future], timeout=5.0).not_done == set()
 
 
 def test_an_answer_reaches_those_who_were_never_taken_and_skips_those_who_left() -> None:

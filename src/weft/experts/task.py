@@ -70,14 +70,15 @@ class Task:
 
     def wanted(self) -> bool:
         """Whether anybody still waits. Forgets those who gave up."""
-        self.waiters = [waiter for waiter in self.waiters if not waiter.cancelled()]
+        gone = [waiter for waiter in self.waiters if waiter.cancelled()]
+        self.waiters = [waiter for waiter in self.waiters if waiter not in gone]
+        for waiter in gone:  # else `concurrent.futures.wait` would go on waiting for it
+            waiter.set_running_or_notify_cancel()
         return bool(self.waiters)
 
     def take(self) -> bool:
         """Whether somebody still waits; if so nobody can cancel from here on."""
-        running = [
-            waiter for waiter in self.waiters if not waiter.cancelled() and waiter.set_running_or_notify_cancel()
-        ]
+        running = [waiter for waiter in self.waiters if waiter.set_running_or_notify_cancel()]
         self.waiters = running
         self.taken = bool(running)
         return self.taken
@@ -95,7 +96,7 @@ class Task:
 def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
     """Give the result to everyone who still waits."""
     for waiter in waiters:
-        if waiter.cancelled() or (not waiter.running() and not waiter.set_running_or_notify_cancel()):
+        if not waiter.running() and not waiter.set_running_or_notify_cancel():
             continue
         if isinstance(result, BaseException):
             waiter.set_exception(result)

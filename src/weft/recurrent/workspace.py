@@ -107,7 +107,9 @@ def _fresh(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
     # Private: shared pages would be the same memory in a forked child. By an operator in the end, so that who counts
     # the memory of PyTorch's tensors sees this one too.
-    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8).detach()
+    return torch.frombuffer(
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    ).detach()
 
 
 def _free_memory() -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from tests.experts.expert_cases import rows
 from weft.experts.server import Caller, Desk, ServerOptions
+from weft.experts.server.budget import Budget
 from weft.experts.server.connection import Connection
 from weft.experts.wire import Call, Header, Kind, LimitError, Limits, decode, encode, read_fault
 
@@ -35,7 +36,7 @@ async def written(connection: Connection) -> list[list[int]]:
 
 
 def connection(limits: Limits | None = None) -> Connection:
-    return Connection(Caller("", "test"), Desk(), ServerOptions(limits=limits or Limits()))
+    return Connection(Caller("", "test"), Desk(), ServerOptions(limits=limits or Limits()), Budget(1 << 30))
 
 
 def test_what_waits_together_leaves_together() -> None:
@@ -106,7 +107,7 @@ def test_answers_of_many_threads_all_arrive_once() -> None:
 
 def test_a_call_is_under_way_until_its_answer_has_left() -> None:
     async def run() -> list[tuple[int, bool]]:
-        one = Connection(Caller("", "test"), Desk(), ServerOptions(connection_calls=2))
+        one = Connection(Caller("", "test"), Desk(), ServerOptions(connection_calls=2), Budget(1 << 30))
         (question,) = decode(b"".join(encode([ping(7)])))
         seen = list[tuple[int, bool]]()
         for _ in range(2):

@@ -1,10 +1,13 @@
-"""A snapshot that keeps itself up to date, and goes on serving while the directory is away. It has no thread.
+"""A snapshot that keeps itself up to date, and goes on serving while the directory is away.
 
     snapshot() ── read the events that came ──> the snapshot of now
                        |
                        directory away: the last one, and a new try after a while;  events missed: a new one
 
-An address in it may be dead: whoever calls it learns that soonest, and tries another one.
+A directory that is away may take seconds to say so. So a try is made by a thread of its own, which ends with it; the
+one caller that began it waits for a moment, the others not at all. While the directory is there, there is no thread.
+
+An address in the snapshot may be dead: whoever calls it learns that soonest, and tries another one.
 """
 
 import threading
@@ -16,11 +19,14 @@ from weft.experts.directory.errors import AwayError, WatchLostError
 from weft.experts.directory.protocol import Directory, Event, Watch
 from weft.experts.directory.snapshot import Snapshot
 
+_JOIN = 10.0  # seconds that `close` waits for a try; a directory ends its calls sooner
+
 
 class Mirror:
     """The experts with one prefix, as the directory last told. Thread-safe. A context manager.
 
-    ``retry`` is how many seconds pass between two tries to reach a directory that is away.
+    ``retry`` is how many seconds pass between two tries to reach a directory that is away; ``patience`` how many
+    `snapshot` waits at most for the try that it begins.
     """
 
     def __init__(
@@ -29,20 +35,24 @@ class Mirror:
         prefix: str = "",
         *,
         retry: float = 0.5,
+        patience: float = 0.2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ``AwayError`` if the directory cannot be reached: there is nothing to go on with yet."""
         self._directory = directory
         self._prefix = prefix
         self._retry = retry
+        self._patience = patience
         self._clock = clock
         self._lock = threading.Lock()
         self._away_since: float | None = None
         self._next_try = 0.0
-        self._watch: Watch | None = None
         self._closed = False
+        self._trying: threading.Thread | None = None
+        self._fault: Exception | None = None
         self._snapshot = Snapshot()
-        self._start()
+        self._watch: Watch | None = None
+        self._snapshot, self._watch = self._look()
 
     @property
     def away_seconds(self) -> float:
@@ -51,23 +61,27 @@ class Mirror:
         return 0.0 if since is None else self._clock() - since
 
     def snapshot(self) -> Snapshot:
-        """The newest that is known. Never waits for a directory that is in this process; never raises `AwayError`."""
+        """The newest that is known. Never waits longer than ``patience`` seconds; never raises `AwayError`."""
         with self._lock:
-            if self._closed:
-                return self._snapshot
-            try:
-                self._catch_up()
-            except AwayError:
-                self._lose()
+            if self._watch is not None:
+                self._catch_up(self._watch)
+            begun = self._begin()
+        if begun is not None:
+            begun.join(self._patience)
+        with self._lock:
+            fault, self._fault = self._fault, None
+            if fault is not None:
+                raise fault
             return self._snapshot
 
     def close(self) -> None:
         """Watch no more. The last snapshot still serves."""
         with self._lock:
             self._closed = True
-            if self._watch is not None:
-                self._watch.close()
-                self._watch = None
+            self._unwatch()
+            trying = self._trying
+        if trying is not None and trying is not threading.current_thread():
+            trying.join(_JOIN)
 
     def __enter__(self) -> "Mirror":
         return self
@@ -77,32 +91,60 @@ class Mirror:
     ) -> None:
         self.close()
 
-    def _start(self) -> None:
-        self._snapshot = self._directory.get(self._prefix)
-        self._watch = self._directory.watch(self._prefix, after=self._snapshot.revision)
-        self._away_since = None
+    def _look(self) -> tuple[Snapshot, Watch]:
+        snapshot = self._directory.get(self._prefix)
+        return snapshot, self._directory.watch(self._prefix, after=snapshot.revision)
 
-    def _catch_up(self) -> None:
-        if self._watch is None:
-            if self._clock() < self._next_try:
-                return
-            self._start()
-            return
+    # Under the lock.
+
+    def _catch_up(self, watch: Watch) -> None:
         events: list[Event] = []
         try:
-            while (event := self._watch.next(timeout=0.0)) is not None:
+            while (event := watch.next(timeout=0.0)) is not None:
                 events.append(event)
-        except WatchLostError:
-            self._watch.close()
-            self._start()
+        except WatchLostError:  # the directory is there, and is asked anew at once
+            self._unwatch()
+            self._next_try = self._clock()
+        except AwayError:
+            self._unwatch()
+            self._away()
         finally:  # what was read is gone from the watch, whatever came after it
             if events:
                 self._snapshot = self._snapshot.after(events)
 
-    def _lose(self) -> None:
-        now = self._clock()
-        self._away_since = now if self._away_since is None else self._away_since
-        self._next_try = now + self._retry
+    def _begin(self) -> threading.Thread | None:
+        """A new try, if one is due."""
+        if self._closed or self._watch is not None or self._trying is not None or self._clock() < self._next_try:
+            return None
+        self._trying = threading.Thread(target=self._try, name="weft-mirror", daemon=True)
+        self._trying.start()
+        return self._trying
+
+    def _unwatch(self) -> None:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+    def _away(self) -> None:
+        now = self._clock()
+        self._away_since = now if self._away_since is None else self._away_since
+        self._next_try = now + self._retry
+
+    # In the thread of a try.
+
+    def _try(self) -> None:
+        found, fault = None, None
+        try:
+            found = self._look()
+        except Exception as error:
+            fault = error
+        with self._lock:
+            self._trying = None
+            if found is None:
+                self._away()
+                self._fault = None if isinstance(fault, AwayError) else fault  # a caller is to hear of it
+            elif self._closed:
+                found[1].close()
+            else:
+                self._snapshot, self._watch = found
+                self._away_since = None

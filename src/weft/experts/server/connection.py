@@ -17,7 +17,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from weft.experts.errors import OverloadError
 from weft.experts.server.access import Caller
+from weft.experts.server.budget import Budget
 from weft.experts.server.desk import Desk, fault
 from weft.experts.server.options import ServerOptions
 from weft.experts.service.names import COALESCED
@@ -29,14 +31,19 @@ Send = Callable[[bytes], Awaitable[Any]]
 
 
 class Connection:
-    """Made in the loop's thread; `answer` may be called in any, all else belongs to the loop."""
+    """Made in the loop's thread; `answer` may be called in any, all else belongs to the loop.
 
-    def __init__(self, caller: Caller, desk: Desk, options: ServerOptions) -> None:
+    ``budget`` is shared by all connections of a server.
+    """
+
+    def __init__(self, caller: Caller, desk: Desk, options: ServerOptions, budget: Budget) -> None:
         self.caller = caller
         self.calls = 0
         self.nbytes = 0
         self._desk = desk
         self._options = options
+        self._budget = budget
+        self._held = 0
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
@@ -49,8 +56,14 @@ class Connection:
 
     def take(self, call: Received) -> None:
         """Have a call answered."""
-        cost = sum(one.nbytes for one in call.descriptors)
+        cost = sum(max(one.nbytes, one.decoded_bytes) for one in call.descriptors)
         self.calls += 1
+        try:
+            self._budget.admit(cost)
+        except OverloadError as error:
+            self._desk.refuse(call.header.call_id, error, partial(self.answer, cost=0))
+            return
+        self._held += cost
         with self._lock:
             self.nbytes += cost
         future = self._desk.take(call, self.caller, partial(self.answer, cost=cost))
@@ -95,6 +108,8 @@ class Connection:
         """Nobody is there any more to answer to: let what still waits leave the queues."""
         for future in list(self._futures):
             future.cancel()
+        self._budget.leave(self._held)
+        self._held = 0
 
     def _batch(self) -> list[tuple[Call, int]]:
         """The answers of the next frame."""
@@ -112,6 +127,9 @@ class Connection:
             for call, cost in batch:
                 self.nbytes -= _size(call) + max(0, cost)
                 self.calls -= cost >= 0
+        given_back = sum(max(0, cost) for _, cost in batch)
+        self._budget.leave(given_back)
+        self._held -= given_back
         self._room.set()
 
     def _call(self, what: Callable[[], None]) -> None:

@@ -99,8 +99,14 @@ class Desk:
         except Exception as error:
             if isinstance(error, ForbiddenError):
                 self.audit.refused(caller, header.uid, header.kind.name, str(error))
-            self._refuse(header.call_id, error, reply)
+            self.refuse(header.call_id, error, reply)
             return None
+
+    def refuse(self, call_id: int, error: BaseException, reply: Reply) -> None:
+        """Answer with an error, and count it."""
+        with self._lock:
+            self._errors["wire" if isinstance(error, WireError) else reason_of(error)] += 1
+        reply(fault(call_id, error))
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
         """Calls by kind, and errors answered by reason."""
@@ -164,14 +170,9 @@ class Desk:
             return
         error = done.exception()
         if error is not None:
-            self._refuse(header.call_id, error, reply)
+            self.refuse(header.call_id, error, reply)
             return
         reply(result(header, done.result(), served.backend.steps, served.receipt()))
-
-    def _refuse(self, call_id: int, error: BaseException, reply: Reply) -> None:
-        with self._lock:
-            self._errors["wire" if isinstance(error, WireError) else reason_of(error)] += 1
-        reply(fault(call_id, error))
 
     def _unknown(self, uid: str) -> UnknownExpertError:
         known = sorted(self._experts)

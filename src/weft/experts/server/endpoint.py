@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from weft.core.errors import UsageError
 from weft.experts.replica import Feed
 from weft.experts.server.access import Caller, Role
+from weft.experts.server.budget import Budget
 from weft.experts.server.connection import Connection, goaway
 from weft.experts.server.desk import Desk, fault
 from weft.experts.server.identity import identify
@@ -56,6 +57,7 @@ class Endpoint:
         self.accepted = self.turned_away = self.broken = 0
         self._desk = desk
         self._options = options
+        self.budget = Budget(options.total_bytes)
         self._status = status
         self._feed = feed
         self._server: Any = None
@@ -121,7 +123,7 @@ class Endpoint:
             self.turned_away += 1
             text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
             await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        connection = Connection(caller, self._desk, self._options)
+        connection = Connection(caller, self._desk, self._options, self.budget)
         self.connections.add(connection)
         self.accepted += 1
         tasks: list[asyncio.Task[None]] = []

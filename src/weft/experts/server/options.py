@@ -18,6 +18,8 @@ class ServerOptions:
     connections: streams at a time; one more is turned away.
     connection_calls, connection_bytes: what one stream may have under way, requests and answers. Beyond it the server
         reads no more from it until answers have left, and HTTP/2's flow control slows that client down, nobody else.
+    total_bytes: what all streams together may have under way, in tensors of requests whose answers have not left; a
+        call beyond it is refused with ``OverloadError`` before it is decoded.
     longest_seconds: the deadline of a call that names none, or a later one.
     lease_seconds: how long the directory lists a server that does not renew; it renews three times as often.
     checkpoint_seconds: between two looks for experts that have stepped since they were saved.
@@ -28,6 +30,7 @@ class ServerOptions:
     connections: int = 4096
     connection_calls: int = 1024
     connection_bytes: int = 256 << 20
+    total_bytes: int = 4 << 30
     longest_seconds: float = 600.0
     lease_seconds: float = 5.0
     checkpoint_seconds: float = 30.0

@@ -1,0 +1,74 @@
+"""What experts behind a server survive: hostile clients, crowds, lost replies, crashes. Each line is a promise.
+
+survive_hostile.py    broken requests, broken frames    survive_crowd.py    cancelled, idle, slow, vanished
+survive_replies.py    replies that are lost             survive_crash.py    SIGKILL, and the disk
+survive_gradients.py  NaN, infinity, huge, raising      survive_steps.py, survive_common.py    what they share
+"""
+
+import sys
+from contextlib import ExitStack
+
+from benchmarks.experts import survive_crowd, survive_gradients, survive_hostile, survive_replies
+from benchmarks.experts.survive_common import Verdict
+from benchmarks.experts.survive_crash import Killing, disk_crashes
+from benchmarks.harness import progress
+from benchmarks.table import Table
+
+KILL_SECONDS = 90.0
+
+
+def run(quick: bool) -> Table:
+    """A row for each fault."""
+    times = _QUICK if quick else _WHOLE
+    found: list[Verdict] = []
+    with ExitStack() as stack:
+        killing = Killing(stack, sys.executable)  # it imports while the others run
+        progress("frames broken at random")
+        found.append(survive_hostile.fuzzed(times["fuzz"]))
+        progress("broken requests among good ones")
+        found.append(survive_hostile.among_good_ones(times["broken"]))
+        progress("bad gradients")
+        found += survive_gradients.refused(times["gradients"])
+        progress("submit and cancel")
+        found += survive_crowd.cancelled(times["cancel"])
+        progress("clients that vanish")
+        found.append(survive_crowd.vanished(times["vanish"]))
+        progress("idle connections and slow readers")
+        found += survive_crowd.crowded(times["idle"], times["slow"], times["calls"])
+        progress("lost replies")
+        found += [survive_replies.dropped(times["drop"]), survive_replies.cut(times["cut"])]
+        progress("crashes of the disk")
+        found.append(disk_crashes(times["disk"]))
+        progress("SIGKILL")
+        found.append(killing.run(times["kill"], KILL_SECONDS))
+    return Table("What experts behind a server survive", [each.row() for each in found])
+
+
+_WHOLE = {
+    "fuzz": 100_000,
+    "broken": 10_000,
+    "gradients": 1000,
+    "cancel": 100_000,
+    "vanish": 100,
+    "idle": 1000,
+    "slow": 10,
+    "calls": 3000,
+    "drop": 10_000,
+    "cut": 100,
+    "disk": 5,
+    "kill": 200,
+}
+_QUICK = {
+    "fuzz": 1000,
+    "broken": 60,
+    "gradients": 20,
+    "cancel": 1000,
+    "vanish": 4,
+    "idle": 20,
+    "slow": 2,
+    "calls": 100,
+    "drop": 100,
+    "cut": 2,
+    "disk": 1,
+    "kill": 2,
+}

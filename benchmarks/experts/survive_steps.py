@@ -1,0 +1,113 @@
+"""An expert that counts: each key has a weight of its own, and every step for that key takes 1 from it.
+
+w[i]   0: never applied    -1: applied once    -2: twice, which must not be
+one task is one batch, so the number of steps is minus the sum of all weights
+"""
+
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from weft.experts import ExpertBackend, RecordsOptions, TensorSpec
+from weft.experts.client.line import Line
+from weft.experts.client.retry import Retry
+from weft.experts.client.route import FixedRoute
+from weft.experts.client.transport import Transport
+from weft.experts.service import Receipt, read_receipt
+from weft.experts.wire import Call, Header, Kind
+
+UID = "marks"
+RETRY = Retry(attempts=100_000, first=0.002, longest=0.05)
+_SECONDS = 30.0
+
+
+def marks(keys: int) -> ExpertBackend:
+    """Has so many weights, all 0."""
+    module = nn.Embedding(keys, 1)
+    nn.init.zeros_(module.weight)
+    return ExpertBackend(
+        UID,
+        module,
+        partial(torch.optim.SGD, lr=1.0),
+        args_schema=(TensorSpec((None,), torch.int64),),
+        max_batch_size=1,
+        records=RecordsOptions(keys=2000),
+    )
+
+
+@dataclass
+class Applied:
+    """Key ``number`` was answered: with the step at which it was, or a later one."""
+
+    number: int
+    step: int
+    receipt: Receipt
+
+
+@dataclass
+class Trainers:
+    """Threads that send one key after the other until `stop`, or until so many are done."""
+
+    transport: Transport
+    threads: int
+    most: int
+    heard: list[Applied] = field(default_factory=list[Applied])
+    faults: list[BaseException] = field(default_factory=list[BaseException])
+    _next: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._line = Line(FixedRoute(self.transport), RETRY)
+        self._running = [threading.Thread(target=self._run) for _ in range(self.threads)]
+        for thread in self._running:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until all is done."""
+        for thread in self._running:
+            thread.join()
+
+    def stop(self) -> None:
+        """Begin no more, and wait for what is under way."""
+        self._stop.set()
+        self.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                number = self._next
+                self._next += 1
+            if number >= self.most:
+                return
+            try:
+                answer = self._line.ask(_step(number), _SECONDS, repeatable=True)
+            except BaseException as error:
+                self.faults.append(error)
+                return
+            self.heard.append(Applied(number, answer.header.step, read_receipt(answer.header.data)))
+
+
+def _step(number: int) -> Call:
+    header = Header(kind=Kind.BACKWARD, call_id=0, uid=UID, client="me", key=f"key-{number}")
+    return Call(header, [torch.tensor([number]), torch.ones(1, 1)])
+
+
+@dataclass(frozen=True)
+class Count:
+    """Keys that were applied twice or more, and how many steps there are for none."""
+
+    repeated: int
+    unexplained: int
+
+    @property
+    def good(self) -> bool:
+        """Every step is for one key, and no key had two."""
+        return self.repeated == 0 == self.unexplained
+
+
+def counted(weight: Tensor, steps: int) -> Count:
+    """See the top of this file."""
+    return Count(int((weight < -1).sum()), steps + round(float(weight.sum())))

@@ -1,0 +1,91 @@
+"""What all clients together may have under way."""
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.experts.client.test_transport import gated
+from tests.experts.expert_cases import fussy_backend, rows
+from tests.experts.server.raw import PATIENCE, raw
+from tests.experts.server.test_endpoint import forward, until
+from weft.core.errors import UsageError
+from weft.experts.client import GrpcTransport, RemoteExpert
+from weft.experts.errors import OverloadError
+from weft.experts.server import Server, ServerOptions
+from weft.experts.server.budget import Budget
+from weft.experts.wire import Kind
+
+pytestmark = pytest.mark.timeout(30)
+BYTES = rows(2, 0).nbytes
+
+
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
+def test_no_more_is_held_than_may_be_unless_one_call_alone_is_larger(sizes: list[int], most: int) -> None:
+    budget, held = Budget(most), list[int]()
+    for size in sizes:
+        try:
+            budget.admit(size)
+            held.append(size)
+        except OverloadError:
+            assert size and budget.held + size > most
+            while held:
+                budget.leave(held.pop())
+            assert budget.held == 0
+        assert budget.held == sum(held) <= max(most, *held, 0)
+
+
+def test_what_does_not_fit_beside_the_others_is_refused_to_its_author_and_fits_when_they_are_done() -> None:
+    gate, backend = gated()
+    options = ServerOptions(total_bytes=3 * BYTES)
+    with Server([backend, fussy_backend()], options=options) as server, GrpcTransport(server.address) as other:
+        try:
+            with raw(server.address) as stream:
+                stream.send(*[forward(number, rows(2, 0), "gate") for number in (1, 2, 3)])
+                until(lambda: server._endpoint.budget.held == 3 * BYTES)
+                error = other.submit(forward(0), PATIENCE).exception(PATIENCE)
+                assert isinstance(error, OverloadError) and f"{3 * BYTES} of {3 * BYTES} bytes" in str(error)
+                assert server.statistics().errors["overload"] == 1
+                assert RemoteExpert("fussy", other).describe().name == "fussy"  # it has no tensors
+                gate.let.set()
+                answered: list[Kind] = []
+                while len(answered) < 3:
+                    answered += [answer.header.kind for answer in stream.receive()]
+                assert answered == [Kind.RESULT] * 3
+            until(lambda: server._endpoint.budget.held == 0)
+            other.submit(forward(0), PATIENCE).result(PATIENCE)
+        finally:
+            gate.let.set()
+
+
+def test_a_client_that_vanishes_gives_back_what_it_held() -> None:
+    gate, backend = gated()
+    with Server([backend], options=ServerOptions(total_bytes=BYTES)) as server:
+        try:
+            with raw(server.address) as stream:
+                stream.send(forward(1, rows(2, 0), "gate"))
+                until(lambda: server._endpoint.budget.held == BYTES)
+            until(lambda: server._endpoint.budget.held == 0)
+        finally:
+            gate.let.set()
+
+
+def test_an_expert_is_asked_again_until_there_is_room() -> None:
+    gate, backend = gated()
+    with Server([backend, fussy_backend()], options=ServerOptions(total_bytes=BYTES)) as server:
+        try:
+            with raw(server.address) as stream, RemoteExpert("fussy", server.address) as remote:
+                remote.describe()
+                stream.send(forward(1, rows(2, 0), "gate"))
+                until(lambda: server._endpoint.budget.held == BYTES)
+                threading.Timer(0.1, gate.let.set).start()
+                remote(rows(2, 0)).sum().backward()
+                assert remote.steps == 1 and server.statistics().errors["overload"] >= 1
+        finally:
+            gate.let.set()
+
+
+def test_a_server_without_room_for_anything_is_misuse() -> None:
+    with pytest.raises(UsageError, match="total_bytes is 0"):
+        ServerOptions(total_bytes=0)
