@@ -110,13 +110,13 @@ def test_what_contradicts_itself_is_malformed(change: dict[str, Any]) -> None:
         read_description(json.dumps({**GOOD, **change}).encode())
 
 
-@given(st.none() | st.integers(0, (1 << 64) - 2), st.integers(0, (1 << 64) - 1))
-def test_receipts_survive(durable: int | None, incarnation: int) -> None:
-    receipt = Receipt(durable, incarnation)
+@given(st.none() | st.integers(0, (1 << 64) - 2), st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 64) - 1))
+def test_receipts_survive(durable: int | None, incarnation: int, token: int) -> None:
+    receipt = Receipt(durable, incarnation, token)
     assert read_receipt(receipt.to_bytes()) == receipt
 
 
-@given(st.binary(max_size=40).filter(lambda data: len(data) != 16))
+@given(st.binary(max_size=40).filter(lambda data: len(data) != 24))
 def test_other_receipts_are_malformed(data: bytes) -> None:
     with pytest.raises(MalformedError):
         read_receipt(data)
