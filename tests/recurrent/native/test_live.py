@@ -99,3 +99,23 @@ def test_what_is_infinite_where_nothing_was_computed_leaks_nowhere(bias: bool) -
         results.append((outputs, torch.autograd.grad(outputs.sum(), [x, *cell.parameters()])))
     assert all(each.isfinite().all() for each in results[0][1])
     close(results[0], results[1], 1e-9)
+
+
+def test_an_axis_as_long_as_there_are_rows_is_not_taken_for_the_rows() -> None:
+    """A row of numbers, one for each row of the batch, is added to the columns: every row wants all of it."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.u = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D, D))
+
+        def forward(self, x: Tensor, h: Tensor) -> Pair:
+            h = torch.tanh(torch.addmm((h @ self.u).sum(1), x, self.w))
+            return h, h
+
+    cell, found_by = Mixing().double(), []
+    x, h = torch.randn(T, D, D, dtype=torch.float64).requires_grad_(), torch.randn(D, D, dtype=torch.float64)
+    for net in (planned(cell, "c"), eagerly(cell)):
+        outputs = net(x, h, lengths=torch.tensor([7, 3, 0, 5])).outputs
+        found_by.append((outputs, torch.autograd.grad(outputs.sin().sum(), [x, cell.w, cell.u])))
+    close(found_by[0], found_by[1], 1e-11)
