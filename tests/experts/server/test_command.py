@@ -18,6 +18,7 @@ from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert, Retry
 from weft.experts.client.command import status
+from weft.experts.kept import GraphBudget
 from weft.experts.server import Role, Server
 from weft.experts.server.command import serve
 from weft.experts.server.config import build, parse_expert, read_config
@@ -45,6 +46,7 @@ arguments = {{ hidden = 8 }}
 optimizer = "SGD"
 optimizer_arguments = {{ lr = 0.1 }}
 clip_grad_norm = 1
+keep_graphs = {{ nbytes = 1000, seconds = 2 }}
 options = {{ max_batch_size = 64 }}
 """
 
@@ -58,6 +60,7 @@ def test_a_file_describes_a_server(tmp_path: Path) -> None:
     backend = server._desk.experts()["ffn.1"].backend
     assert isinstance(backend.optimizer, torch.optim.SGD) and backend.clip_grad_norm == 1.0
     assert backend.forward_pool.options.max_batch_size == 64
+    assert backend.engine.parts.kept._budget == GraphBudget(1000, 2.0)
     assert server._desk.access.role("me", "x") is Role.ADMIN and not server._desk.access.admits("")
 
 
@@ -65,7 +68,7 @@ def test_all_faults_of_a_file_are_listed() -> None:
     config: dict[str, Any] = {
         "adress": "x",
         "keep": "three",
-        "experts": [{"name": "a", "hidden": 3}],
+        "experts": [{"name": "a", "hidden": 3, "keep_graphs": {"seconds": "long"}}],
         "grants": [{"role": "king"}],
         "options": {"conections": 1},
         "limits": {"frames": 1},
@@ -73,7 +76,8 @@ def test_all_faults_of_a_file_are_listed() -> None:
     }
     with pytest.raises(UsageError) as caught:
         build(config)
-    for word in ("adress", "'three'", "experts[0] has no kind", "'hidden'", "king", "conections", "frames", "cert"):
+    words = ("adress", "'three'", "experts[0] has no kind", "'hidden'", "king", "conections", "frames", "cert")
+    for word in (*words, "keep_graphs of experts[0] has no nbytes", "'long'"):
         assert word in str(caught.value), word
 
 

@@ -13,6 +13,7 @@
     optimizer = "Adam"                           of torch.optim; left out: the expert is not trained
     optimizer_arguments = { lr = 0.001 }
     options = { max_batch_size = 1024 }          of the task pools
+    keep_graphs = { nbytes = 268435456 }         and seconds = 30: of forwards whose clients say keep_graph=True
 
     [options]   see ServerOptions     [limits]  see Limits     [tls]  key, certificate, authority
     [replicas]  see ReplicaOptions    experts = ["ffn.*"], token = "secret", tls = { authority = ..., ... }
@@ -38,6 +39,7 @@ from weft.experts.client.channel import ClientTls
 from weft.experts.directory import Directory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls
+from weft.experts.kept import GraphBudget
 from weft.experts.optimizers import OptimizerLike
 from weft.experts.registry import make_expert
 from weft.experts.replica import ReplicaOptions
@@ -72,7 +74,9 @@ _EXPERT = {
     "optimizer_arguments": dict,
     "options": dict,
     "clip_grad_norm": (int, float),
+    "keep_graphs": dict,
 }
+_KEPT = {"nbytes": int, "seconds": (int, float)}
 _REPLICAS = {
     "experts": list,
     "follow_seconds": (int, float),
@@ -111,6 +115,8 @@ def build(config: Mapping[str, Any]) -> Server:
     faults = _faults(config, _TOP, "the configuration")
     for number, entry in enumerate(config.get("experts", ())):
         faults += _faults(entry, _EXPERT, f"experts[{number}]", ("name", "kind"))
+        if isinstance(entry, dict) and isinstance(kept := cast("dict[str, Any]", entry).get("keep_graphs"), dict):
+            faults += _faults(kept, _KEPT, f"keep_graphs of experts[{number}]", ("nbytes",))
     for number, entry in enumerate(config.get("grants", ())):
         faults += _faults(entry, _GRANT, f"grants[{number}]")
         role = cast("dict[str, Any]", entry).get("role", "train") if isinstance(entry, dict) else "train"
@@ -176,7 +182,12 @@ def _backends(entry: Mapping[str, Any]) -> list[ExpertBackend]:
     names = [name] if count is None else [name.replace("{}", str(i)) for i in range(count)]
     if len(set(names)) < len(names):
         raise UsageError(f"{len(names)} experts are all called {name!r}; write {{}} where their number goes")
-    more = {} if "clip_grad_norm" not in entry else {"clip_grad_norm": float(entry["clip_grad_norm"])}
+    more: dict[str, Any] = {}
+    if "clip_grad_norm" in entry:
+        more["clip_grad_norm"] = float(entry["clip_grad_norm"])
+    if "keep_graphs" in entry:
+        kept = entry["keep_graphs"]
+        more["keep_graphs"] = GraphBudget(kept["nbytes"], float(kept.get("seconds", GraphBudget.seconds)))
     made: list[ExpertBackend] = []
     for each in names:
         blueprint = make_expert(entry["kind"], **entry.get("arguments", {}))
