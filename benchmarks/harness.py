@@ -7,6 +7,7 @@ A machine's speed drifts; what runs side by side drifts together. So ratios are 
 median over the rounds is reported. A round during which other processes worked is run again (see `load`).
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -61,19 +62,36 @@ def race(candidates: Mapping[str, Work], *, rounds: int, sample: float = 0.1, he
     count as well, and `Race.note` says so. `helpers` are processes of our own that work for a candidate.
     """
     calls = {name: _calls(work, sample) for name, work in candidates.items()}
-    meter = LoadMeter(helpers)
+    return in_turns(candidates, lambda name: _sample(candidates[name], calls[name]), rounds=rounds, helpers=helpers)
+
+
+def in_turns(
+    names: Iterable[str],
+    sample: Callable[[str], float],
+    *,
+    rounds: int,
+    helpers: Iterable[int] = (),
+    patience: float | None = None,
+) -> Race:
+    """So many undisturbed rounds of one `sample` of each name, in seconds; the order turns from round to round.
+
+    Disturbed rounds are run again: up to `PATIENCE` times as many as asked for, or until `patience` seconds have
+    passed. Then the least disturbed count.
+    """
+    meter, order = LoadMeter(helpers), list(names)
     taken: list[tuple[float, dict[str, float]]] = []
-    names = list(candidates)
-    for number in range(rounds * PATIENCE):
-        if sum(foreign <= FOREIGN for foreign, _ in taken) == rounds:
+    end = math.inf if patience is None else time.perf_counter() + patience
+    most = rounds * PATIENCE if patience is None else math.inf
+    while sum(foreign <= FOREIGN for foreign, _ in taken) < rounds:
+        if len(taken) >= most or (len(taken) >= rounds and time.perf_counter() > end):
             break
-        turn = names[number % len(names) :] + names[: number % len(names)]
+        first = len(taken) % len(order)
         meter.start()
-        times = {name: _sample(candidates[name], calls[name]) for name in turn}
+        times = {name: sample(name) for name in order[first:] + order[:first]}
         taken.append((meter.foreign(), times))
     best = sorted(taken, key=lambda one: one[0])[:rounds]
     return Race(
-        {name: [times[name] for _, times in best] for name in names},
+        {name: [times[name] for _, times in best] for name in order},
         rejected=len(taken) - len(best),
         foreign=[foreign for foreign, _ in best],
     )

@@ -6,8 +6,7 @@ timed call by call: each sample says how long a lap took, one call of each calle
 
 from collections.abc import Callable, Iterable, Mapping
 
-from benchmarks.harness import FOREIGN, PATIENCE, Race
-from benchmarks.load import LoadMeter
+from benchmarks.harness import Race, in_turns
 
 Lap = Callable[[float], float]
 """Works for so many seconds, and returns the seconds of a lap."""
@@ -15,18 +14,4 @@ Lap = Callable[[float], float]
 
 def laps(candidates: Mapping[str, Lap], seconds: float, rounds: int, helpers: Iterable[int] = ()) -> Race:
     """So many undisturbed rounds, each with a sample of each candidate. ``helpers`` work for a candidate."""
-    meter, names = LoadMeter(helpers), list(candidates)
-    taken: list[tuple[float, dict[str, float]]] = []
-    for number in range(rounds * PATIENCE):
-        if sum(foreign <= FOREIGN for foreign, _ in taken) == rounds:
-            break
-        first = number % len(names)
-        meter.start()
-        found = {name: candidates[name](seconds) for name in names[first:] + names[:first]}
-        taken.append((meter.foreign(), found))
-    best = sorted(taken, key=lambda one: one[0])[:rounds]
-    return Race(
-        {name: [found[name] for _, found in best] for name in names},
-        rejected=len(taken) - len(best),
-        foreign=[foreign for foreign, _ in best],
-    )
+    return in_turns(candidates, lambda name: candidates[name](seconds), rounds=rounds, helpers=helpers)

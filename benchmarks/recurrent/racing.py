@@ -13,8 +13,7 @@ import time
 from collections.abc import Mapping
 from statistics import median
 
-from benchmarks.harness import FOREIGN, PATIENCE, Race, Work
-from benchmarks.load import LoadMeter
+from benchmarks.harness import PATIENCE, Race, Work, in_turns
 
 SAMPLE = 0.1
 """Seconds that a sample takes at least: ten ticks of the clock that knows what other processes do."""
@@ -39,25 +38,11 @@ def race_for(
     times = expected or {name: _sample(work, 0.0) for name, work in candidates.items()}
     lap = sum(max(each, SAMPLE) for each in times.values())
     rounds = min(max(int(seconds / lap), 1 if lap > LONG else 2), most)
-    return _rounds(candidates, rounds, patience=patience * max(seconds, lap))
-
-
-def _rounds(candidates: Mapping[str, Work], rounds: int, patience: float) -> Race:
-    meter, names = LoadMeter(), list(candidates)
-    taken: list[tuple[float, dict[str, float]]] = []
-    end = time.perf_counter() + patience
-    while sum(foreign <= FOREIGN for foreign, _ in taken) < rounds:
-        if len(taken) >= rounds and time.perf_counter() > end:
-            break
-        first = len(taken) % len(names)
-        meter.start()
-        found = {name: _sample(candidates[name], SAMPLE) for name in names[first:] + names[:first]}
-        taken.append((meter.foreign(), found))
-    best = sorted(taken, key=lambda one: one[0])[:rounds]
-    return Race(
-        {name: [found[name] for _, found in best] for name in names},
-        rejected=len(taken) - len(best),
-        foreign=[foreign for foreign, _ in best],
+    return in_turns(
+        candidates,
+        lambda name: _sample(candidates[name], SAMPLE),
+        rounds=rounds,
+        patience=patience * max(seconds, lap),
     )
 
 

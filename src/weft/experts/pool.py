@@ -60,7 +60,8 @@ class TaskPool:
         self.name = name
         self.options = options or PoolOptions()
         self.columns = columns
-        self._process = process
+        self.process = process
+        """What runs a batch. Who observes puts something around it."""
         self._ledger = ledger
         self._splits = splits
         self._host = torch.device(host)
@@ -178,7 +179,7 @@ class TaskPool:
     def work(self, tasks: Sequence[Task]) -> None:
         """Process a batch from `take` and answer everyone in it. Raises nothing."""
         try:
-            answers = self._process(tasks)
+            answers = self.process(tasks)
         except BaseException as error:  # a fault of the process, not of a task; but nobody must wait for ever
             answers = [error] * len(tasks)
         for task, found in zip(tasks, answers, strict=True):

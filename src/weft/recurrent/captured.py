@@ -90,6 +90,13 @@ class Captured:
         return {i: moving[node] for i, node in enumerate(self.roles.outputs) if node is not None and node in moving}
 
 
+def alike(node: fx.Node) -> bool:
+    """Whether all arguments of an operator are values that look like its result: nothing is stretched or converted."""
+    looks = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (*node.args, node)]
+    seen = {(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in looks}
+    return len(seen) == 1 and None not in seen
+
+
 def _looks(node: fx.Node) -> Look:
     value: Tensor = node.meta["val"]
     return Look(tuple(value.shape), value.dtype)

@@ -93,7 +93,7 @@ class _Journey:
         memory, engine = self._memory_for(self._steps, whole=self._way.segment is None), self._engine
         constants = engine.begin()
         passed = [each.clone() for each in self._states]
-        spare = self._spare(memory)
+        spare = self._spare(memory) if self._way.segment else []
         length = self._way.segment or len(self._marks)
         for first in range(0, len(self._marks) - 1, length):
             memory.heads.append([each.clone() for each in passed] if self._way.segment else [])

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from weft.recurrent.captured import Captured
+from weft.recurrent.captured import Captured, alike
 from weft.recurrent.parts import CARRIED, cut, dependences
 
 _aten = cast(Any, torch.ops.aten)
@@ -55,10 +55,10 @@ def _regroup(captured: Captured) -> None:
         return isinstance(node, fx.Node) and CARRIED in on[node]
 
     for node in captured.nodes:
-        if not _is(node, _MUL) or not _alike(node):
+        if not _is(node, _MUL) or not _plain(node):
             continue
         inner, known = sorted(cast("tuple[fx.Node, fx.Node]", node.args), key=carried, reverse=True)
-        if carried(known) or not carried(inner) or not _is(inner, _MUL) or not _alike(inner) or len(inner.users) > 1:
+        if carried(known) or not carried(inner) or not _is(inner, _MUL) or not _plain(inner) or len(inner.users) > 1:
             continue
         gradient, factor = sorted(cast("tuple[fx.Node, fx.Node]", inner.args), key=carried, reverse=True)
         if carried(factor):
@@ -71,13 +71,13 @@ def _regroup(captured: Captured) -> None:
 
 def _merge(node: fx.Node, inside: set[fx.Node]) -> None:
     """A sum with the operator that made one of its summands, if nobody else reads that."""
-    if not _alike(node):
+    if not _plain(node):
         return
     one, other = cast("tuple[fx.Node, fx.Node]", node.args)
     for made, rest in ((one, other), (other, one)):
         if made not in inside or len(made.users) > 1 or made is rest:
             continue
-        if _is(made, _MUL) and _alike(made):
+        if _is(made, _MUL) and _plain(made):
             return _become(node, _aten.addcmul.default, (rest, *made.args))
         if made.target is _aten.mm.default:
             return _become(node, _aten.addmm.default, (rest, *made.args))
@@ -103,9 +103,6 @@ def _is(node: fx.Node, target: Any) -> bool:
     return node.target is target and len(node.args) == 2 and not node.kwargs
 
 
-def _alike(node: fx.Node) -> bool:
-    """Whether operands and result look the same: nothing is stretched or converted, and all are real numbers."""
-    looks = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (*node.args, node)]
-    if not all(isinstance(each, torch.Tensor) and each.is_floating_point() for each in looks):
-        return False
-    return len({(each.shape, each.dtype) for each in cast("list[torch.Tensor]", looks)}) == 1
+def _plain(node: fx.Node) -> bool:
+    """Whether operands and result are real numbers, and look the same."""
+    return alike(node) and node.meta["val"].is_floating_point()

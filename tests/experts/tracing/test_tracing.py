@@ -104,18 +104,18 @@ def test_the_trace_of_a_client_comes_with_its_connection() -> None:
 
 def test_nothing_is_left_on_the_experts_and_nothing_is_there_without_an_observer() -> None:
     backend = layer("a")
-    before = [pool._process for pool in backend.pools]
+    before = [pool.process for pool in backend.pools]
 
     def replaced() -> None:
         type(backend).apply_gradients(backend)
 
     backend.apply_gradients = replaced  # type: ignore[method-assign]
     with Server([backend], observer=Notes()) as server:
-        assert [pool._process for pool in backend.pools] != before
+        assert [pool.process for pool in backend.pools] != before
         train(server, "a")
         assert not server._desk._traces  # type: ignore[attr-defined]
         assert server.remove("a")
-        assert [pool._process for pool in backend.pools] == before and backend.apply_gradients is replaced
+        assert [pool.process for pool in backend.pools] == before and backend.apply_gradients is replaced
     other = layer("b")
     with Server([other], observer=Notes()):
         pass

@@ -86,9 +86,9 @@ class ObservedDesk(Desk):
             undo()
 
     def _watch(self, backend: ExpertBackend, pool: TaskPool) -> Callable[[], object]:
-        process = pool._process
-        pool._process = partial(self._batch, backend.name, pool.name.rpartition(".")[2], process)
-        return partial(setattr, pool, "_process", process)
+        process = pool.process
+        pool.process = partial(self._batch, backend.name, pool.name.rpartition(".")[2], process)
+        return partial(setattr, pool, "process", process)
 
     def _watch_steps(self, backend: ExpertBackend) -> Callable[[], object]:
         """`ExpertBackend.apply_gradients` may be replaced on the instance; so it is."""

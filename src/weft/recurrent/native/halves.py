@@ -15,11 +15,9 @@ from torch import fx
 
 from weft.recurrent.captured import Captured
 from weft.recurrent.native.live import live
-from weft.recurrent.native.operators import aten
+from weft.recurrent.native.operators import RESHAPES
 from weft.recurrent.native.totals import Sought, place_of, sought
 from weft.recurrent.parts import dependences
-
-_RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 class Halves:
@@ -80,7 +78,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether an operator only looks at another's value, or at one of its several."""
     if node.op != "call_function":
         return False
-    if node.target in _RESHAPES or getattr(node.target, "__name__", "") == "getitem":
+    if node.target in RESHAPES or getattr(node.target, "__name__", "") == "getitem":
         return True
     return views(node)
 

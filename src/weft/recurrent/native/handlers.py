@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from weft.recurrent.native.c_types import Unsupported
 from weft.recurrent.native.maker import Maker, arguments, value_of
-from weft.recurrent.native.operators import FILL, aten, prims
+from weft.recurrent.native.operators import FILL, RESHAPES, aten, prims
 from weft.recurrent.native.values import Cat, Product, Reduce, Ref
 
 Handler = Callable[[Maker, fx.Node], Ref | list[Ref]]
@@ -213,7 +213,7 @@ HANDLERS: dict[Any, Handler] = {
     aten.bitwise_not.default: _not,
     **dict.fromkeys([aten.floor.default, aten.ceil.default, aten.trunc.default, aten.round.default], _rounded),
     **dict.fromkeys(FILL, _fill),
-    **dict.fromkeys([aten.reshape.default, aten.view.default, aten._unsafe_view.default], _reshape),
+    **dict.fromkeys(RESHAPES, _reshape),
     aten.clone.default: _copy,
     **dict.fromkeys([aten.contiguous.default, aten.detach.default, aten.alias.default], _same),
     aten.cat.default: _cat,

@@ -18,13 +18,14 @@ side is zero. Batches of padded sequences are where most of the time of a recurr
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 
 from weft.recurrent.captured import Captured
-from weft.recurrent.native.operators import FILL, aten, prims
+from weft.recurrent.native.maker import arguments, value_of
+from weft.recurrent.native.operators import FILL, RESHAPES, aten, prims
 
 _TAME = {
     *(getattr(getattr(aten, name), kind) for name in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")),
@@ -39,11 +40,8 @@ _FIRST = {
     *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
 }
 """Zero where their first operand is."""
-_VIEWS = {
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.select.int),
-    *(aten.reshape.default, aten.view.default, aten._unsafe_view.default),
-}
-_ALONG = {aten.sum.dim_IntList, aten.mean.dim, *_VIEWS}
+_REDUCED = (aten.sum.dim_IntList, aten.mean.dim)
+_ALONG = {*_REDUCED, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.select.int, *RESHAPES}
 """They leave the first axis as it is, unless it is among their axes."""
 _ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
@@ -59,7 +57,7 @@ class Live:
 
 def live(captured: Captured, varies: Callable[[fx.Node], bool]) -> Live:
     """What may be skipped, by the mask that allows most."""
-    masks = [each for each in captured.roles.inputs if _value(each).dtype == torch.bool and _value(each).dim() == 1]
+    masks = [each for each in captured.roles.inputs if value_of(each).dtype == torch.bool and value_of(each).dim() == 1]
     found = [_Rows(captured, mask).found(varies) for mask in masks]
     return max(found, key=lambda each: len(each.products) + len(each.totals), default=Live())
 
@@ -68,7 +66,7 @@ class _Rows:
     """What is known of the rows where one mask is false."""
 
     def __init__(self, captured: Captured, mask: fx.Node) -> None:
-        self._mask, self._rows = mask, _value(mask).shape[0]
+        self._mask, self._rows = mask, value_of(mask).shape[0]
         self._nodes = captured.nodes
         self._zero: set[fx.Node] = set()
         for node in self._nodes:
@@ -89,7 +87,8 @@ class _Rows:
             by_rows = self._has_rows(node) and not varies(right)
             if by_rows and (node in self._unwanted or self._zero_along(left, node)):
                 found.products.add(node)
-            if node.target is aten.mm.default and (self._zero_across(left) or self._zero_across_right(left, right)):
+            turned = node.target is aten.mm.default and left.target is aten.t.default
+            if turned and (self._zero_rows(left.args[0]) or self._zero_rows(right)):
                 found.totals.add(node)
         return found if found.products or found.totals else Live()
 
@@ -122,15 +121,13 @@ class _Rows:
         """Whether an operand is zero in those rows of what is made of it."""
         if not isinstance(given, fx.Node) or given not in self._zero:
             return False
-        return given.target in _ZEROS or _value(given).dim() == 0 or (self._has_rows(given) and _same_axes(given, node))
+        return (
+            given.target in _ZEROS or value_of(given).dim() == 0 or (self._has_rows(given) and _same_axes(given, node))
+        )
 
-    def _zero_across(self, left: fx.Node) -> bool:
-        """Whether the columns of a product's left side are zero there."""
-        return left.target is aten.t.default and left.args[0] in self._zero and self._has_rows(left.args[0])
-
-    def _zero_across_right(self, left: fx.Node, right: fx.Node) -> bool:
-        """The same of the rows on the right, where the left side has such rows as its columns."""
-        return right in self._zero and self._has_rows(right) and left.target is aten.t.default
+    def _zero_rows(self, given: object) -> bool:
+        """Whether those rows of a value are zero."""
+        return isinstance(given, fx.Node) and given in self._zero and self._has_rows(given)
 
     # -- unwanted ---------------------------------------------------------------------------------------------------
 
@@ -144,7 +141,10 @@ class _Rows:
             return self._product_bears(node, user)
         if user.target is aten.t.default:
             readers = [*user.users]
-            return all(r.target is aten.mm.default and r.args[0] is user and self._zero_right(r) for r in readers)
+            return all(
+                each.target is aten.mm.default and each.args[0] is user and self._zero_rows(each.args[1])
+                for each in readers
+            )
         if user.target is aten.where.self and self._by_mask(user.args[0], user):
             return user.args[2] is not node and _same_axes(node, user)
         settled = user in self._unwanted or user in self._zero
@@ -157,38 +157,28 @@ class _Rows:
     def _product_bears(self, node: fx.Node, user: fx.Node) -> bool:
         *start, left, right = user.args
         if right is node:  # its rows are summed over
-            return left is not node and self._zero_across(cast(fx.Node, left))
+            turned = cast(fx.Node, left)
+            return turned is not node and turned.target is aten.t.default and self._zero_rows(turned.args[0])
         by_rows = left is node or (start == [node] and _same_axes(node, user))
         return by_rows and (user in self._unwanted or user in self._zero)
-
-    def _zero_right(self, product: fx.Node) -> bool:
-        right = product.args[1]
-        return isinstance(right, fx.Node) and right in self._zero and self._has_rows(right)
 
     # -- looks ------------------------------------------------------------------------------------------------------
 
     def _by_mask(self, condition: object, node: fx.Node) -> bool:
         """Whether a condition is the mask, spread over the rows of the result."""
-        if not isinstance(condition, fx.Node) or _value(condition).shape[:1] != (self._rows,):
+        if not isinstance(condition, fx.Node) or value_of(condition).shape[:1] != (self._rows,):
             return False
-        narrow = all(size == 1 for size in _value(condition).shape[1:])
-        if not narrow or _value(condition).dim() != _value(node).dim():
+        narrow = all(size == 1 for size in value_of(condition).shape[1:])
+        if not narrow or value_of(condition).dim() != value_of(node).dim():
             return False
-        while condition is not self._mask and condition.target in (*_VIEWS, aten.unsqueeze.default):
-            if condition.target in (
-                aten.split.Tensor,
-                aten.split_with_sizes.default,
-                aten.slice.Tensor,
-                aten.select.int,
-            ):
-                return False
+        while condition is not self._mask and condition.target in (*RESHAPES, aten.unsqueeze.default):
             condition = cast(fx.Node, condition.args[0])
         return condition is self._mask
 
     def _has_rows(self, node: object) -> bool:
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
             return False
-        return _value(node).shape[:1] == (self._rows,)
+        return value_of(node).shape[:1] == (self._rows,)
 
     def _keeps_rows(self, node: fx.Node) -> bool:
         """Whether the first axis of an operator's operand is that of its result, or of its results."""
@@ -196,27 +186,19 @@ class _Rows:
             return self._has_rows(node)
         if node.target not in _ALONG or not self._has_rows(node.args[0]):
             return False
-        if node.target in (aten.reshape.default, aten.view.default, aten._unsafe_view.default):
+        if node.target in RESHAPES:
             return self._has_rows(node)
-        axes = node.args[1] if node.target in (aten.sum.dim_IntList, aten.mean.dim) else [_axis(node)]
-        dims = _value(cast(fx.Node, node.args[0])).dim()
+        axes = node.args[1] if node.target in _REDUCED else [_axis(node)]
+        dims = value_of(cast(fx.Node, node.args[0])).dim()
         return bool(axes) and all(axis % dims for axis in cast("list[int]", axes))
 
 
-def _value(node: fx.Node) -> Tensor:
-    return cast(Tensor, node.meta["val"])
-
-
 def _same_axes(node: fx.Node, other: fx.Node) -> bool:
-    return _value(node).dim() == _value(other).dim()
+    return value_of(node).dim() == value_of(other).dim()
 
 
 def _axis(node: fx.Node) -> int:
     """The axis that an operator works along, from the front."""
-    schema = cast(Any, node.target)._schema
-    names = [each.name for each in schema.arguments]
-    at = names.index("dim")
-    given = node.args[at] if at < len(node.args) else node.kwargs.get("dim", schema.arguments[at].default_value)
     first = node.args[0]
     source = cast(fx.Node, cast("list[object]", first)[0] if isinstance(first, list | tuple) else first)
-    return int(cast(Any, given)) % _value(source).dim()
+    return int(arguments(node)["dim"]) % value_of(source).dim()

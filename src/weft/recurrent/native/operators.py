@@ -116,6 +116,9 @@ NARROWING = {
 }
 """Views by which cheap expressions are computed."""
 
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+"""The same elements in another shape."""
+
 RESTRIDING = {aten.as_strided.default, aten._reshape_alias.default, aten.view.dtype}
 """Views by the strides or the bytes that a tensor had when the step was captured: here it may lie otherwise."""
 

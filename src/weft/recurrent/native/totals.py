@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, fx
 
+from weft.recurrent.captured import alike
 from weft.recurrent.native.operators import aten
 from weft.recurrent.native.values import natural, shares
 
@@ -68,7 +69,7 @@ def sought(
         before = _reshaped(at, tuple(source.meta["val"].shape))
         if before is not None:
             return sought(source, before, varies, made)
-    if node.target is aten.add.Tensor and not node.kwargs and _alike(node):
+    if node.target is aten.add.Tensor and not node.kwargs and alike(node):
         return [piece for each in node.args for piece in sought(cast(fx.Node, each), at, varies, made)]
     if node.target is aten.mm.default and all(varies(each) for each in node.all_input_nodes):
         return [Sought(node, "product", at)]
@@ -87,12 +88,6 @@ def _reshaped(at: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     """The place in another shape, if it needs no copy."""
     seen = at.reshape(shape)
     return seen if at.shape == shape or shares(seen, at) else None
-
-
-def _alike(node: fx.Node) -> bool:
-    """Whether both operands of a sum look like the sum, so that none is broadcast or converted."""
-    looks = [cast(Tensor, each.meta["val"]) for each in (*node.args, node) if isinstance(each, fx.Node)]
-    return len(looks) == 3 and len({(each.shape, each.dtype) for each in looks}) == 1
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
