@@ -4,7 +4,6 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from weft.experts import ExpertBackend
@@ -40,12 +39,11 @@ class FakeTransport:
                 raise ValueError("closed")
             self.seen.append(call)
             number, fate = len(self.seen), self.lose.pop(0) if self.lose else ""
-        header = replace(call.header, call_id=number, deadline_ms=int(timeout * 1000))
         future: Future[Received] = Future()
         if fate == "request":
             future.set_exception(LostError("the request was dropped"))
             return future
-        (received,) = decode(b"".join(encode([replace(call, header=header)])))
+        (received,) = decode(b"".join(encode([call.addressed(number, int(timeout * 1000))])))
 
         def reply(answer: Call) -> None:
             (back,) = decode(b"".join(encode([answer])))

@@ -4,7 +4,6 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import grpc
 import pytest
@@ -130,7 +129,7 @@ def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw)
         (Call(Header(kind=Kind.BACKWARD, call_id=15, uid="fussy"), [rows(2, 0)]), SpecError),
         (Call(Header(kind=Kind.RESULT, call_id=16, uid="fussy"), [rows(2, 0)]), MalformedError),
         (Call(Header(kind=Kind.GOAWAY, call_id=17)), MalformedError),
-        (replace(forward(18), header=replace(forward(18).header, deadline_ms=0)), ExpiredError),
+        (forward(18).addressed(18, 0), ExpiredError),
     ]
     calls = [forward(number) for number in range(1, 6)]
     stream.send(message(*calls[:3], *(call for call, _ in bad), *calls[3:]))

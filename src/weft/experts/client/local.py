@@ -9,7 +9,6 @@ write into the other's tensors.
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,9 +38,8 @@ class LocalTransport:
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         """See `Transport.submit`."""
         entry = self._pending.open(call, timeout)
-        header = replace(call.header, call_id=entry.number, deadline_ms=int(timeout * 1000))
         try:
-            message = b"".join(encode([replace(call, header=header)], self._limits))
+            message = b"".join(encode([call.addressed(entry.number, int(timeout * 1000))], self._limits))
             (received,) = decode(message, self._limits)
         except WeftError as error:
             self._pending.settle(entry.number, error)

@@ -186,7 +186,7 @@ class Stream:
 def _addressed(entry: Entry) -> Call:
     """The call with its number, and what is left of its time now."""
     left = max(0, int((entry.deadline - time.monotonic()) * 1000))
-    return replace(entry.call, header=replace(entry.call.header, call_id=entry.number, deadline_ms=left))
+    return entry.call.addressed(entry.number, left)
 
 
 def _size(call: Call) -> int:

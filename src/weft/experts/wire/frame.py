@@ -12,7 +12,7 @@ one client, so nobody else pays.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,29 +28,31 @@ from weft.experts.wire.tensors import into, memory, to_bytes, to_tensor
 Bytes = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One call to send: its header, its tensors in flat order, and how each may be compressed (empty: none is)."""
 
     header: Header
     tensors: Sequence[Tensor] = ()
     compressions: Sequence[Compression] = ()
 
+    def addressed(self, number: int, deadline_ms: int) -> "Call":
+        """The same call, to be answered under this number and within so many milliseconds."""
+        return Call(self.header._replace(call_id=number, deadline_ms=deadline_ms), self.tensors, self.compressions)
 
-@dataclass(frozen=True, slots=True)
-class Received:
-    """One call that arrived. Its tensors are described, and made only when asked for."""
+
+class Received(NamedTuple):
+    """One call that arrived. Its tensors are described, and made only when asked for; ``body`` has their bytes."""
 
     header: Header
     descriptors: tuple[Descriptor, ...]
-    _body: Body = field(repr=False)
+    body: Body
 
     def tensors(self, *, copy: bool = False) -> list[Tensor]:
         """The tensors on the CPU, as sent. Without ``copy`` they are views of the message where they can be.
 
         Raises ``MalformedError`` where the bytes of a bool are neither 0 nor 1.
         """
-        made = [to_tensor(self._body, one) for one in self.descriptors]
+        made = [to_tensor(self.body, one) for one in self.descriptors]
         return [tensor.clone() for tensor in made] if copy else made
 
     def into(self, outs: Sequence[Tensor]) -> None:
@@ -59,7 +61,7 @@ class Received:
         Raises ``SpecError`` that lists every out that does not fit, ``MalformedError`` as `tensors` does; then
         nothing was written.
         """
-        into(self._body, self.descriptors, outs)
+        into(self.body, self.descriptors, outs)
 
 
 def encode(calls: Sequence[Call], limits: Limits = LIMITS) -> list[bytes | memoryview]:
@@ -81,9 +83,11 @@ def encode(calls: Sequence[Call], limits: Limits = LIMITS) -> list[bytes | memor
             done, buffers = to_bytes(tensor, how)
             nbytes = sum(map(len, buffers))
             descriptors.append(Descriptor(tensor.dtype, tuple(tensor.shape), done, nbytes, offset))
-            body += [*buffers, bytes(aligned(nbytes) - nbytes)]
-            offset += aligned(nbytes)
-        decoded += sum(one.decoded_bytes for one in descriptors)
+            body += buffers
+            if padding := aligned(nbytes) - nbytes:
+                body.append(bytes(padding))
+            offset += nbytes + padding
+            decoded += tensor.nbytes
         heads.append(write_call(call.header, descriptors, limits))
     _check_frame(sum(map(len, heads)), offset, decoded, limits)
     header = b"".join(heads)
@@ -114,6 +118,8 @@ def _compressions(call: Call) -> Sequence[Compression]:
 
 def _check_frame(header: int, body: int, decoded: int, limits: Limits) -> None:
     total = aligned(PREAMBLE.size + header) + body
+    if header <= limits.header_bytes and total <= limits.frame_bytes and decoded <= limits.decoded_bytes:
+        return
     sizes = {"header_bytes": header, "frame_bytes": total, "decoded_bytes": decoded}
     for name, seen in sizes.items():
         if seen > getattr(limits, name):

@@ -14,9 +14,10 @@ Everything about a tensor is told by its dtype, shape and compression; its numbe
 
 import math
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +31,7 @@ MAGIC = b"WEFT"
 VERSION = 1
 ALIGNMENT = 16
 NO_DEADLINE = 0xFFFFFFFF
+_MOST = 1 << 64
 NAMES = ("uid", "key", "client", "mini_batch")
 PREAMBLE = struct.Struct("<4sBBHIQ")
 CALL = struct.Struct("<QQIIHHHHHBBBB")
@@ -60,8 +62,7 @@ class Flags(IntFlag):
     KEEP = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class Header(NamedTuple):  # a tuple: made for every call, and three times as fast as a frozen dataclass
     """All of a call but its tensors.
 
     ``call_id`` pairs an answer with its question. ``key`` is the idempotency key of a backward or commit.
@@ -84,8 +85,7 @@ class Header:
     data: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """One tensor of a call: what it is, and where its ``nbytes`` bytes lie, counted from the start of the body."""
 
     dtype: torch.dtype
@@ -100,7 +100,8 @@ class Descriptor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def extent(shape: Iterable[int]) -> int:
+@lru_cache(4096)
+def extent(shape: tuple[int, ...]) -> int:
     """The number of elements, with empty axes counted as 1: the largest stride that torch has to count to."""
     return math.prod(max(1, size) for size in shape)
 
@@ -115,39 +116,55 @@ def write_call(header: Header, tensors: Sequence[Descriptor], limits: Limits) ->
 
     Raises ``UsageError`` for numbers that do not fit into their fields, ``LimitError`` for more than the limits allow.
     """
-    names = [name.encode("utf-8", "surrogatepass") for name in (getattr(header, field) for field in NAMES)]
+    uid, key, client, mini_batch = names = [
+        name.encode("utf-8", "surrogatepass") for name in (header.uid, header.key, header.client, header.mini_batch)
+    ]
+    data, deadline = header.data, header.deadline_ms
     _check_fields(header, len(tensors))
     _check_limits(header, names, tensors, limits)
-    deadline = NO_DEADLINE if header.deadline_ms is None else min(max(0, header.deadline_ms), NO_DEADLINE - 1)
-    sizes = (len(tensors), *map(len, names))
-    kinds = (header.kind, header.flags, header.reply, 0)
-    head = CALL.pack(header.call_id, header.step, deadline, len(header.data), *sizes, *kinds)
-    return b"".join([head, *names, header.data, *map(_write_tensor, tensors)])
+    head = CALL.pack(
+        header.call_id,
+        header.step,
+        NO_DEADLINE if deadline is None else min(max(0, deadline), NO_DEADLINE - 1),
+        len(data),
+        len(tensors),
+        len(uid),
+        len(key),
+        len(client),
+        len(mini_batch),
+        header.kind,
+        header.flags,
+        header.reply,
+        0,
+    )
+    described = [_write_tensor(one.dtype, one.compression, one.shape, one.nbytes) for one in tensors]
+    return b"".join([head, uid, key, client, mini_batch, data, *described])
 
 
-def _write_tensor(tensor: Descriptor) -> bytes:
-    axes = len(tensor.shape)
-    head = TENSOR.pack(CODES[tensor.dtype], tensor.compression, axes, 0, tensor.nbytes)
-    return head + struct.pack(f"<{axes}q", *tensor.shape)
+@lru_cache(4096)
+def _write_tensor(dtype: torch.dtype, how: Compression, shape: tuple[int, ...], nbytes: int) -> bytes:
+    axes = len(shape)
+    return TENSOR.pack(CODES[dtype], how, axes, 0, nbytes) + struct.pack(f"<{axes}q", *shape)
 
 
 def _check_fields(header: Header, tensors: int) -> None:
+    if 0 <= header.call_id < _MOST and 0 <= header.step < _MOST and (not tensors or header.kind in WITH_TENSORS):
+        return
     numbers = {"call_id": header.call_id, "step": header.step}
-    faults = [
-        f"{name} is {value}, wanted 0 to 2**64 - 1" for name, value in numbers.items() if not 0 <= value < 1 << 64
-    ]
+    faults = [f"{name} is {value}, wanted 0 to 2**64 - 1" for name, value in numbers.items() if not 0 <= value < _MOST]
     if tensors and header.kind not in WITH_TENSORS:
         faults.append(f"a call of kind {header.kind.name} carries no tensors, and {tensors} were given")
-    if faults:
-        raise UsageError(listed("this call cannot be sent:", faults))
+    raise UsageError(listed("this call cannot be sent:", faults))
 
 
-def _check_limits(header: Header, names: Iterable[bytes], tensors: Sequence[Descriptor], limits: Limits) -> None:
-    faults = [
-        f"{field} takes {len(name)} bytes, at most {limits.name_bytes} are allowed"
-        for field, name in zip(NAMES, names, strict=True)
-        if len(name) > limits.name_bytes
-    ]
+def _check_limits(header: Header, names: Sequence[bytes], tensors: Sequence[Descriptor], limits: Limits) -> None:
+    faults: list[str] = []
+    if max(map(len, names)) > limits.name_bytes:
+        faults += [
+            f"{field} takes {len(name)} bytes, at most {limits.name_bytes} are allowed"
+            for field, name in zip(NAMES, names, strict=True)
+            if len(name) > limits.name_bytes
+        ]
     if len(header.data) > limits.data_bytes:
         faults.append(f"data takes {len(header.data)} bytes, at most {limits.data_bytes} are allowed")
     if len(tensors) > limits.tensors:

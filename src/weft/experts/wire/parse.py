@@ -10,12 +10,16 @@ so no product overflows, and every read is preceded by a check of its bounds. Wo
 length of the header.
 """
 
+import math
 import struct
-from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
 
 from weft.experts.compression import Compression, packed_bytes
 from weft.experts.wire.dtypes import DTYPES
-from weft.experts.wire.errors import LimitError, MalformedError, TruncatedError
+from weft.experts.wire.errors import LimitError, MalformedError, TruncatedError, WireError
 from weft.experts.wire.header import (
     CALL,
     MAGIC,
@@ -36,7 +40,9 @@ from weft.experts.wire.limits import Limits
 _KINDS = {int(kind): kind for kind in Kind}
 _COMPRESSIONS = {int(one): one for one in Compression}
 _FLAGS = {bits: Flags(bits) for bits in range(2)}
-_SHAPES = [struct.Struct(f"<{axes}q") for axes in range(256)]
+_WORDS = {
+    tuple(map(int, words)): words for words in product(_KINDS.values(), _FLAGS.values(), _COMPRESSIONS.values())
+}
 
 Parsed = tuple[Header, tuple[Descriptor, ...]]
 
@@ -47,13 +53,15 @@ def parse(message: memoryview, limits: Limits) -> tuple[list[Parsed], int]:
     Raises ``MalformedError``, ``TruncatedError`` or ``LimitError``.
     """
     calls, header_bytes, body_bytes = _preamble(message, limits)
-    reader = _Reader(message, PREAMBLE.size, PREAMBLE.size + header_bytes, limits)
+    end = PREAMBLE.size + header_bytes
+    reader = _Reader(bytes(message[PREAMBLE.size : end]), limits)
     parsed = [reader.call() for _ in range(calls)]
-    if reader.at != reader.end:
-        raise MalformedError(f"the calls end at byte {reader.at}, the header at {reader.end}", reason="sum")
+    if reader.at != header_bytes:
+        text = f"the calls end at byte {PREAMBLE.size + reader.at}, the header at {end}"
+        raise MalformedError(text, reason="sum")
     if reader.body != body_bytes:
         raise MalformedError(f"the tensors take {reader.body} bytes, the body has {body_bytes}", reason="sum")
-    return parsed, aligned(reader.end)
+    return parsed, aligned(end)
 
 
 def _preamble(message: memoryview, limits: Limits) -> tuple[int, int, int]:
@@ -80,94 +88,116 @@ def _preamble(message: memoryview, limits: Limits) -> tuple[int, int, int]:
     return calls, header_bytes, body_bytes
 
 
-@dataclass
 class _Reader:
-    """Where the next number of the header is read, and what the tensors seen so far take."""
+    """Where the next call of the header is read, and what the tensors seen so far take."""
 
-    message: memoryview
-    at: int
-    end: int
-    limits: Limits
-    call_id: int | None = None
-    body: int = 0
-    decoded: int = 0
+    def __init__(self, head: bytes, limits: Limits) -> None:
+        self.at = self.body = 0
+        self._head, self._limits, self._decoded = head, limits, 0
+        self._call_id: int | None = None
 
     def call(self) -> Parsed:
         """The next call with its descriptors."""
-        self.call_id = None
-        at = self._skip(CALL.size)
-        numbers: tuple[int, ...] = CALL.unpack_from(self.message, at)
-        call_id, step, deadline, data_bytes, tensors, *sizes = numbers[:9]
-        kind, flags, reply, zero = numbers[9:]
-        self.call_id = call_id
-        for what, value, known in (("kind", kind, _KINDS), ("flags", flags, _FLAGS), ("reply", reply, _COMPRESSIONS)):
-            if value not in known:
-                raise self._malformed(f"{what} {value} is not known", what)
-        if zero:
-            raise self._malformed(f"the reserved byte is {zero}, wanted 0", "reserved")
-        if tensors and _KINDS[kind] not in WITH_TENSORS:
-            raise self._malformed(f"a call of kind {_KINDS[kind].name} carries {tensors} tensors, wanted none", "kind")
-        self._limit("tensors", tensors, self.limits.tensors)
-        self._limit("data_bytes", data_bytes, self.limits.data_bytes)
-        uid, key, client, mini_batch = (self._name(size) for size in sizes)
-        data = self._skip(data_bytes)
+        self._call_id = None
+        numbers: tuple[int, ...] = CALL.unpack_from(self._head, self._skip(CALL.size))
+        call_id, step, deadline, data_bytes, tensors, uid, key, client, mini_batch, kind, flags, reply, zero = numbers
+        self._call_id = call_id
+        words = None if zero else _WORDS.get((kind, flags, reply))
+        if words is None:
+            raise self._unknown(kind, flags, reply, zero)
+        if tensors and words[0] not in WITH_TENSORS:
+            raise self._malformed(f"a call of kind {words[0].name} carries {tensors} tensors, wanted none", "kind")
+        self._limit("tensors", tensors, self._limits.tensors)
+        self._limit("data_bytes", data_bytes, self._limits.data_bytes)
         header = Header(
-            kind=_KINDS[kind],
-            call_id=call_id,
-            uid=uid,
-            key=key,
-            client=client,
-            mini_batch=mini_batch,
-            deadline_ms=None if deadline == NO_DEADLINE else deadline,
-            flags=_FLAGS[flags],
-            reply=_COMPRESSIONS[reply],
-            step=step,
-            data=bytes(self.message[data : self.at]),
+            words[0],
+            call_id,
+            self._name(uid),
+            self._name(key),
+            self._name(client),
+            self._name(mini_batch),
+            None if deadline == NO_DEADLINE else deadline,
+            words[1],
+            words[2],
+            step,
+            self._bytes(data_bytes),
         )
         return header, tuple([self._tensor() for _ in range(tensors)])
 
     def _tensor(self) -> Descriptor:
-        numbers: tuple[int, ...] = TENSOR.unpack_from(self.message, self._skip(TENSOR.size))
-        code, packing, axes, zero, nbytes = numbers
-        dtype, how = DTYPES.get(code), _COMPRESSIONS.get(packing)
-        if dtype is None or how is None or zero:
-            raise self._malformed(f"a tensor of dtype {code}, compression {packing}, reserved {zero}", "dtype")
-        self._limit("axes", axes, self.limits.axes)
-        shape: tuple[int, ...] = _SHAPES[axes].unpack_from(self.message, self._skip(8 * axes))
-        if any(size < 0 for size in shape):
-            raise self._malformed(f"a tensor of shape {shape}", "shape")
-        self._limit("elements", extent(shape), self.limits.elements)
-        wanted = packed_bytes(how, dtype, shape)
-        if wanted is None:
-            raise self._malformed(f"{how.name} does not apply to a tensor of {dtype}, shape {shape}", "compression")
-        if nbytes != wanted:
-            raise self._malformed(f"{nbytes} bytes for a tensor of {dtype}, shape {shape}: wanted {wanted}", "bytes")
+        at = self._skip(TENSOR.size)
+        axes = self._head[at + 2]
+        self._limit("axes", axes, self._limits.axes)
+        self._skip(8 * axes)
+        try:
+            dtype, shape, how, nbytes, decoded = _described(self._head[at : self.at], self._limits.elements)
+        except WireError as error:
+            error.call_id = self._call_id
+            raise
         tensor = Descriptor(dtype, shape, how, nbytes, self.body)
-        self.decoded += tensor.decoded_bytes
-        self._limit("decoded_bytes", self.decoded, self.limits.decoded_bytes)
+        self._decoded += decoded
+        self._limit("decoded_bytes", self._decoded, self._limits.decoded_bytes)
         self.body += aligned(nbytes)
         return tensor
 
     def _name(self, size: int) -> str:
-        self._limit("name_bytes", size, self.limits.name_bytes)
-        at = self._skip(size)
+        if not size:
+            return ""
+        self._limit("name_bytes", size, self._limits.name_bytes)
         try:
-            return str(self.message[at : self.at], "utf-8", "surrogatepass")
+            return self._bytes(size).decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
             raise self._malformed("a name is not UTF-8", "name") from None
 
+    def _bytes(self, size: int) -> bytes:
+        at = self._skip(size)
+        return self._head[at : self.at]
+
     def _skip(self, size: int) -> int:
         """Go on by ``size`` bytes, and return where they start."""
-        start = self.at
-        if size > self.end - start:
-            text = f"the header ends at byte {self.end}, wanted {size} more from {start}"
-            raise TruncatedError(text, reason="header", call_id=self.call_id)
+        start, end = self.at, len(self._head)
+        if size > end - start:
+            text = f"the header ends at byte {PREAMBLE.size + end}, wanted {size} more from {PREAMBLE.size + start}"
+            raise TruncatedError(text, reason="header", call_id=self._call_id)
         self.at = start + size
         return start
 
     def _limit(self, name: str, seen: int, most: int) -> None:
         if seen > most:
-            raise LimitError(f"{name}: {seen}, at most {most} are allowed", reason=name, call_id=self.call_id)
+            raise LimitError(f"{name}: {seen}, at most {most} are allowed", reason=name, call_id=self._call_id)
+
+    def _unknown(self, kind: int, flags: int, reply: int, zero: int) -> MalformedError:
+        for what, value, known in (("kind", kind, _KINDS), ("flags", flags, _FLAGS), ("reply", reply, _COMPRESSIONS)):
+            if value not in known:
+                return self._malformed(f"{what} {value} is not known", what)
+        return self._malformed(f"the reserved byte is {zero}, wanted 0", "reserved")
 
     def _malformed(self, text: str, reason: str) -> MalformedError:
-        return MalformedError(text, reason=reason, call_id=self.call_id)
+        return MalformedError(text, reason=reason, call_id=self._call_id)
+
+
+@lru_cache(4096)
+def _described(raw: bytes, elements: int) -> tuple[torch.dtype, tuple[int, ...], Compression, int, int]:
+    """What one descriptor says, from its bytes alone: dtype, shape, compression, bytes, bytes once decoded.
+
+    Remembered, for most calls carry tensors that look like those before. What is wrong is not remembered.
+    """
+    numbers: tuple[int, ...] = TENSOR.unpack_from(raw)
+    code, packing, axes, zero, nbytes = numbers
+    dtype, how = DTYPES.get(code), _COMPRESSIONS.get(packing)
+    if dtype is None or how is None or zero:
+        text = f"a tensor of dtype {code}, compression {packing}, reserved {zero}"
+        raise MalformedError(text, reason="dtype")
+    shape: tuple[int, ...] = struct.unpack_from(f"<{axes}q", raw, TENSOR.size)
+    if any(size < 0 for size in shape):
+        raise MalformedError(f"a tensor of shape {shape}", reason="shape")
+    if extent(shape) > elements:
+        raise LimitError(f"elements: {extent(shape)}, at most {elements} are allowed", reason="elements")
+    wanted = packed_bytes(how, dtype, shape)
+    if wanted is None:
+        text = f"{how.name} does not apply to a tensor of {dtype}, shape {shape}"
+        raise MalformedError(text, reason="compression")
+    if nbytes != wanted:
+        text = f"{nbytes} bytes for a tensor of {dtype}, shape {shape}: wanted {wanted}"
+        raise MalformedError(text, reason="bytes")
+    return dtype, shape, how, nbytes, math.prod(shape) * dtype.itemsize

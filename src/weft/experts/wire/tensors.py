@@ -34,12 +34,12 @@ def to_bytes(tensor: Tensor, how: Compression) -> tuple[Compression, list[memory
     The buffers look into the tensor where it is contiguous, on the CPU and not compressed: do not write into it
     before they were sent. Raises ``UsageError`` for tensors without plain bytes.
     """
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in CODES:
-        seen = f"a tensor of {tensor.dtype}, layout {tensor.layout}, on {tensor.device}"
-        raise UsageError(f"{seen} cannot be sent: wanted a dense tensor with data, of one of {sorted(map(str, CODES))}")
     if how is Compression.NONE and _as_it_lies(tensor):
-        seen = tensor.detach().numpy()
+        seen = (tensor.detach() if tensor.requires_grad else tensor).numpy()
         return how, [seen.reshape(-1).view(np.uint8).data] if seen.size else []
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in CODES:
+        text = f"a tensor of {tensor.dtype}, layout {tensor.layout}, on {tensor.device}"
+        raise UsageError(f"{text} cannot be sent: wanted a dense tensor with data, of one of {sorted(map(str, CODES))}")
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     done, parts = compress(plain, how)
     return done, [_flat(part).view(torch.uint8).numpy().data for part in parts if part.numel()]
@@ -47,7 +47,9 @@ def to_bytes(tensor: Tensor, how: Compression) -> tuple[Compression, list[memory
 
 def _as_it_lies(tensor: Tensor) -> bool:
     """Whether numpy can show its memory, byte for byte as it is sent."""
-    if not tensor.is_cpu or tensor.dtype not in NUMPY or not tensor.is_contiguous():
+    if not tensor.is_cpu or tensor.dtype not in NUMPY or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_nested or not tensor.is_contiguous():
         return False
     return not (tensor.is_neg() or tensor.is_conj())
 
