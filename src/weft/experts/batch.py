@@ -9,6 +9,7 @@ used before. On CUDA the buffers are pinned, so that the copy to the device does
 A module may return its input, or a view of it; what looks into a buffer is copied out before anybody gets it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class BatchBuffers:
         self._device = device
         self._pinned = device.type == "cuda"
         self._flat = [self._room(spec.dtype, 0) for spec in self._specs]
+        self._last = list(self._flat)
         self._read: Any = None  # on CUDA the event after which the device has read the buffers
 
     @property
@@ -58,12 +60,13 @@ class BatchBuffers:
         return {flat.untyped_storage().data_ptr() for flat in self._flat}
 
     def _view(self, place: int, shape: tuple[int, ...]) -> Tensor:
-        size = 1
-        for side in shape:
-            size *= side
+        size = math.prod(shape)
         if size > self._flat[place].numel():
             self._flat[place] = self._room(self._specs[place].dtype, 1 << (size - 1).bit_length())
-        return self._flat[place][:size].view(shape)
+        elif self._last[place].shape == shape:  # as large as the batch before, as it often is
+            return self._last[place]
+        self._last[place] = self._flat[place][:size].view(shape)
+        return self._last[place]
 
     def _room(self, dtype: torch.dtype, size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=self._pinned)

@@ -43,17 +43,23 @@ class Snapshot:
         tensors = [(slot, slot.tensor) for slot in slots]
         self._held = [(slot, tensor, tensor.detach().clone()) for slot, tensor in tensors if tensor is not None]
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Every tensor back in its place with its bytes."""
-        for slot, tensor, copy in self._held:
-            slot.table[slot.name] = tensor
-            tensor.copy_(copy)
+        if not self._held:
+            return
+        with torch.no_grad():
+            for slot, tensor, copy in self._held:
+                slot.table[slot.name] = tensor
+                tensor.copy_(copy)
 
     def changed(self) -> list[int]:
         """Which of them are not as they were. Versions would not tell: batch norm writes without counting."""
         pairs = enumerate(self._held)
         return [i for i, (slot, tensor, copy) in pairs if slot.tensor is not tensor or not torch.equal(tensor, copy)]
+
+
+NOTHING = Snapshot([])
+"""Of a module that changes nothing, as most."""
 
 
 class Effects:
@@ -108,37 +114,38 @@ class Effects:
 
     def storages(self) -> set[int]:
         """The addresses of the module's own tensors."""
-        tensors = [slot.table.get(slot.name) for slot in self._slots]
+        tensors = [table.get(name) for table, name in self._slots]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
 
     def snapshot(self) -> Snapshot:
         """What `Snapshot.restore` needs to undo a forward."""
-        return Snapshot([self._slots[place] for place in sorted(self._places())])
+        places = self._places()
+        return Snapshot([self._slots[place] for place in sorted(places)]) if places else NOTHING
 
     def seed_for(self, *keys: int) -> int:
         """The seed of one batch."""
         return mix(self.seed, *keys)
 
-    @contextmanager
-    def watched(self) -> Generator[None]:
-        """Surrounds a forward: notes which of the module's tensors it changes."""
+    def run(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, which is a forward: note which of the module's tensors it changes.
+
+        Random numbers come from this seed, and the generators are as before afterwards.
+        """
         before = self._state()
         try:
-            yield
+            if self._use.draws.get(self._configuration()) is False:
+                return function(*args)
+            with self._drawing(seed):
+                return function(*args)
         finally:
             after = self._state()
             if after != before:
                 self._changing.update(i for i in range(len(after)) if after[i] != before[i])
 
     @contextmanager
-    def drawing(self, seed: int) -> Generator[None]:
-        """Surrounds a forward: random numbers come from this seed, and the generators are as before afterwards."""
-        configuration = self._configuration()
-        if self._use.draws.get(configuration) is False:
-            yield
-            return
+    def _drawing(self, seed: int) -> Generator[None]:
         before = [source.get_state() for source in self._use.sources]
-        dice = Dice([self._use], [configuration])
+        dice = Dice([self._use], [self._configuration()])
         for source, state in zip(self._use.sources, before, strict=True):
             source.set_state(state)  # the seed is ours: no number of the caller's is used up
         dice.seed = seed
@@ -156,5 +163,5 @@ class Effects:
 
     def _state(self) -> list[tuple[int, int]]:
         """Which tensor is in every slot, and how often it was written to."""
-        tensors = [slot.table.get(slot.name) for slot in self._slots]
+        tensors = [table.get(name) for table, name in self._slots]
         return [(0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors]

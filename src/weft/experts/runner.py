@@ -55,6 +55,7 @@ class Runner:
         self.effects = Effects(module, device, zlib.crc32(name.encode()))
         self.device = device
         self._ambient = Ambient.capture([device.type])
+        self._segment = Segment(self._function)
         self.outputs = self._rehearsed(name, outputs)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -63,8 +64,7 @@ class Runner:
 
     def forward(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         """The flat outputs, without a graph."""
-        segment = Segment(self._function)
-        outputs, _ = segment.forward(self._visit(seed, inputs), [self.call.pack(inputs)], "nothing")
+        outputs, _ = self._segment.forward(self._visit(seed, inputs), [self.call.pack(inputs)], "nothing")
         return outputs[0]
 
     def graph(self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]) -> tuple[Graph, list[Tensor]]:
@@ -91,9 +91,7 @@ class Runner:
 
     def _function(self, visit: Visit, call: Any) -> tuple[Any, ...]:
         seed, rows = visit.context
-        with self.effects.drawing(seed), self.effects.watched():
-            value = self._applied(call)
-        return (self.outputs.tensors(value, rows),)
+        return (self.outputs.tensors(self.effects.run(seed, self._applied, call), rows),)
 
     def _applied(self, call: Any) -> Any:
         if torch.is_grad_enabled() and self.effects.writes:

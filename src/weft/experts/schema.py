@@ -109,6 +109,7 @@ class Nest:
         self._leaves = leaves
         by_position = [f"call[0][{i}]" for i in range(len(self.specs))]
         self._plain = root == "call" and structure_paths(self.structure, root) == by_position
+        self._columns = [Column(name, spec) for name, spec in zip(self.names, self.specs, strict=True)]
 
     def pack(self, tensors: Sequence[Any]) -> Any:
         """The flat tensors, nested, with the constants among them."""
@@ -134,13 +135,14 @@ class Nest:
         leaves, structure = flatten(value)
         fault = difference(self.structure, structure, self.root)
         found = [] if fault else [leaves[place] for place in self.places]
+        pairs = list(zip(self._columns, found, strict=not fault))
+        if not fault and all(isinstance(x, Tensor) and c.fits(x) and x.shape[0] == rows for c, x in pairs):
+            return found
         faults = [fault] if fault else []
-        for name, spec, leaf in zip(self.names, self.specs, found, strict=bool(found)):
-            if not (isinstance(leaf, Tensor) and Column(name, spec).fits(leaf) and leaf.shape[0] == rows):
-                faults += Column(name, spec).faults(leaf) or [f"{name} has {leaf.shape[0]} rows for a batch of {rows}"]
-        if faults:
-            raise SpecError(listed("the module did not return what its outputs_schema says:", faults))
-        return found
+        for column, leaf in pairs:
+            if not (isinstance(leaf, Tensor) and column.fits(leaf) and leaf.shape[0] == rows):
+                faults += column.faults(leaf) or [f"{column.name} has {leaf.shape[0]} rows for a batch of {rows}"]
+        raise SpecError(listed("the module did not return what its outputs_schema says:", faults))
 
 
 def call_nest(name: str, args: Any, kwargs: Any) -> Nest:
