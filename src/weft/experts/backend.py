@@ -104,7 +104,7 @@ class ExpertBackend:
         runner = Runner(name, self.module, call, outputs_schema, self.device)
         step = None if self.optimizer is None else self._apply_gradients
         kept = KeptGraphs(keep_graphs)
-        self._stepper = Stepper(name, self.module, step, journal)
+        self._stepper = Stepper(name, runner.effects.parameters, step, journal)
         parts = Parts(guards or Guards(), self.records, Sums(mini_batches), kept, self._stepper)
         forward = Columns(call.columns())
         backward = Columns([*call.columns(), *gradient_columns(runner.outputs)])

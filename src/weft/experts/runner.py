@@ -60,45 +60,43 @@ class Runner:
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that are trained now: layers may be frozen at any time."""
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.effects.parameters() if parameter.requires_grad]
 
     def forward(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         """The flat outputs, without a graph."""
-        outputs, _ = self._segment.forward(self._visit(seed, inputs), [self.call.pack(inputs)], "nothing")
-        return outputs[0]
+        return list(self._segment.forward(self._visit(seed, inputs), inputs, "nothing")[0])
 
     def graph(self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]) -> tuple[Graph, list[Tensor]]:
         """The graph that leads back to inputs and parameters, and the flat outputs without it."""
         pairs = zip(inputs, self.call.specs, strict=True)
         leaves = [tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs]
         segment = Segment(self._function, parameters)
-        outputs, tape = segment.forward(self._visit(seed, leaves), [self.call.pack(leaves)], "graph")
+        outputs, tape = segment.forward(self._visit(seed, leaves), leaves, "graph")
         assert tape is not None  # keep="graph" makes one
-        flat = [output.detach() for output in outputs[0]]
+        flat = [output.detach() for output in outputs]
         return Graph(tape, leaves, [output.shape for output in flat]), flat
 
     def backward(self, graph: Graph, gradients: Sequence[Tensor]) -> Passed:
         """Walk a graph back, once."""
         _same_shapes(self.outputs, graph.shapes, gradients)
-        found, parameters = graph.tape.backward([list(gradients)])
-        flat = [found[0][place] for place in self.call.places]
-        pairs = zip(flat, graph.leaves, strict=True)
-        inputs = [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]
+        found, parameters = graph.tape.backward([[gradient] for gradient in gradients])
+        pairs = zip(found, graph.leaves, strict=True)
+        inputs = [torch.zeros_like(leaf) if gradient is None else gradient for (gradient,), leaf in pairs]
         return Passed(inputs, parameters)
 
     def _visit(self, seed: int, inputs: Sequence[Tensor]) -> Visit:
         return Visit(0, self._ambient, (seed, inputs[0].shape[0]))
 
-    def _function(self, visit: Visit, call: Any) -> tuple[Any, ...]:
+    def _function(self, visit: Visit, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Flat inputs to flat outputs: each is a value of the segment by itself, and nothing is nested but here."""
         seed, rows = visit.context
-        return (self.outputs.tensors(self.effects.run(seed, self._applied, call), rows),)
+        return tuple(self.outputs.tensors(self.effects.run(seed, self._applied, inputs), rows))
 
-    def _applied(self, call: Any) -> Any:
+    def _applied(self, inputs: Sequence[Tensor]) -> Any:
         if torch.is_grad_enabled() and self.effects.writes:
             # A module that writes into its input may not do so to a leaf that wants a gradient.
-            tensors = enumerate(self.call.flat(call))
-            call = self.call.pack([x.clone() if i in self.effects.writes else x for i, x in tensors])
-        args, kwargs = call
+            inputs = [x.clone() if i in self.effects.writes else x for i, x in enumerate(inputs)]
+        args, kwargs = self.call.pack(inputs)
         return self.module(*args, **kwargs)
 
     def _rehearsed(self, name: str, outputs: Any) -> Nest:
@@ -127,11 +125,11 @@ class Runner:
         inputs = [spec.empty(rows, self.device).detach() for spec in self.call.specs]
         visit = self._visit(0, inputs)
 
-        def applied(visit: Visit, call: Any) -> tuple[Any, ...]:
-            return (self._applied(call),)
+        def applied(visit: Visit, *inputs: Tensor) -> tuple[Any, ...]:
+            return (self._applied(inputs),)
 
         def forward() -> Any:
-            return Segment(applied).forward(visit, [self.call.pack(inputs)], "nothing")[0][0]
+            return Segment(applied).forward(visit, inputs, "nothing")[0][0]
 
         try:
             value = self.effects.rehearse(inputs, forward)

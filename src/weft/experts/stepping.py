@@ -4,7 +4,7 @@ gradients ──> .grad ── apply_gradients ──> weights, steps + 1       
                           '──raises──> StepError                     whatever happens
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -17,13 +17,19 @@ Kind = Literal["backward", "commit"]
 
 
 class Stepper:
-    """Applies gradients to one module. Belongs to whoever holds the expert's lock."""
+    """Applies gradients to ``parameters``, asked for anew each time. Belongs to whoever holds the expert's lock."""
 
-    def __init__(self, name: str, module: nn.Module, apply: Callable[[], None] | None, journal: Journal | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        apply: Callable[[], None] | None,
+        journal: Journal | None,
+    ) -> None:
         self.steps = 0
         self.journal_failures = 0
         self._name = name
-        self._module = module
+        self._parameters = parameters
         self._apply = apply
         self._journal = journal
 
@@ -45,7 +51,7 @@ class Stepper:
                 "may have changed in part; load a checkpoint"
             ) from error
         finally:
-            for parameter in self._module.parameters():
+            for parameter in self._parameters():
                 parameter.grad = None
         self.steps += 1
 
