@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weft.experts.errors import ExpiredError, reason_of
+
 
 @dataclass(frozen=True)
 class PoolStatistics:
@@ -89,6 +91,15 @@ class Tally:
     failed: "Counter[str]" = field(default_factory=Counter["str"])
     refused: "Counter[str]" = field(default_factory=Counter["str"])
     merged: "Counter[int]" = field(default_factory=Counter["int"])
+
+    def ended(self, found: object) -> None:
+        """One task is over, with this answer."""
+        if isinstance(found, ExpiredError):
+            self.expired += 1
+        elif isinstance(found, BaseException):
+            self.failed[reason_of(found)] += 1
+        else:
+            self.answered += 1
 
     def took(self, tasks: int, rows: int) -> None:
         """A batch of so many tasks was handed out."""

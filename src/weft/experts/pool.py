@@ -65,6 +65,7 @@ class TaskPool:
         self._ledger = ledger
         self._splits = splits
         self._host = torch.device(host)
+        self._where = f"pool {name!r}"
         self._lanes = Lanes(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
         self._load = Load(self.options)
         self._tally = Tally()
@@ -96,11 +97,11 @@ class TaskPool:
         A future that is cancelled before its turn leaves the queue at once.
         """
         try:
-            rows = self.columns.check(tensors, f"pool {self.name!r}")
+            rows = self.columns.check(tensors, self._where)
             self._check_words(client, key, mini_batch)
-            lane = (mini_batch is not None, client if mini_batch is not None else None, mini_batch)
-            here = tuple([tensor.detach().to(self._host) for tensor in tensors])
-            task = Task(here, rows, (*lane, self.columns.lane(here)), deadline, client, key, mini_batch)
+            owner = None if mini_batch is None else client
+            lane = (mini_batch is not None, owner, mini_batch, self.columns.lane(tensors))
+            task = Task(self._here(tensors), rows, lane, deadline, client, key, mini_batch)
             future = self._enter(task)
         except Exception as error:
             with self._lock:
@@ -110,7 +111,17 @@ class TaskPool:
             self._wake(self)
         return future
 
+    def _here(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors on the pool's host, without a graph. Most lie there: then nothing is asked of torch, whose
+        operations let go of the interpreter's lock, and the runtime would begin before the next task is here."""
+        host = self._host
+        if all([tensor.device == host and not tensor.requires_grad for tensor in tensors]):
+            return tensors
+        return tuple([tensor.detach().to(host) for tensor in tensors])
+
     def _check_words(self, client: Any, key: Any, mini_batch: Any) -> None:
+        if mini_batch is None and all([word is None or (word and type(word) is str) for word in (client, key)]):
+            return
         words = {"client": client, "key": key, "mini_batch": mini_batch}
         wrong = [
             f"{name} is {word!r}" for name, word in words.items() if not isinstance(word, str | None) or word == ""
@@ -123,7 +134,9 @@ class TaskPool:
             )
 
     def _enter(self, task: Task) -> "Future[Results]":
-        self._sweep(task)
+        expired = self._swept_for(task)
+        if expired:
+            self._expire(expired)
         with self._lock:
             if self._closed is not None:
                 raise ClosedError(f"pool {self.name!r} takes no more tasks: {self._closed}; ask elsewhere")
@@ -141,16 +154,17 @@ class TaskPool:
             self._tally.submitted += 1
             return future
 
-    def _sweep(self, task: Task) -> None:
-        """Make room in a full queue by dropping what has expired, but do not search it all the time."""
+    def _swept_for(self, task: Task) -> Sequence[Task]:
+        """What had expired in a full queue, and made room; but it is not searched all the time."""
         now, limit = task.arrival, self.options
+        # Looked at without the lock: whoever comes too late to see a full queue is refused as if it had been full.
+        if len(self._lanes) < limit.max_tasks and self._lanes.rows + task.rows <= limit.max_rows:
+            return ()
         with self._lock:
-            room = len(self._lanes) < limit.max_tasks and self._lanes.rows + task.rows <= limit.max_rows
-            if room or now < self._swept + _SWEEP:
-                return
+            if now < self._swept + _SWEEP:
+                return ()
             self._swept = now
-            expired = self._lanes.sweep(now)
-        self._expire(expired)
+            return self._lanes.sweep(now)
 
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
@@ -173,7 +187,8 @@ class TaskPool:
             self._running += len(wanted)
             if wanted:
                 self._tally.took(len(wanted), sum(task.rows for task in wanted))
-        self._expire(expired)
+        if expired:
+            self._expire(expired)
         return wanted
 
     def work(self, tasks: Sequence[Task]) -> None:
@@ -182,11 +197,7 @@ class TaskPool:
             answers = self.process(tasks)
         except BaseException as error:  # a fault of the process, not of a task; but nobody must wait for ever
             answers = [error] * len(tasks)
-        for task, found in zip(tasks, answers, strict=True):
-            self._finish(task, found)
-        with self._lock:
-            self._running -= len(tasks)
-            self._idle.notify_all()
+        self._finish(tasks, answers, ran=len(tasks))
 
     def open(self, wake: "Callable[[TaskPool], None] | None" = None) -> None:
         """Take tasks, and call ``wake`` with this pool whenever one has come."""
@@ -211,8 +222,8 @@ class TaskPool:
                 self._lanes.remove(task)
             self._idle.notify_all()
         why = self._closed or "its tasks were abandoned"
-        for task in left:
-            self._finish(task, ClosedError(f"pool {self.name!r} did not get to this task: {why}; ask elsewhere"))
+        text = f"pool {self.name!r} did not get to this task: {why}; ask elsewhere"
+        self._finish(left, [ClosedError(text) for _ in left])
 
     def drained(self, timeout: float | None) -> bool:
         """Wait until nothing waits or runs, for at most so many seconds; whether it came to that."""
@@ -251,28 +262,29 @@ class TaskPool:
         """Nobody waits for this task any more, and it is out of the queue. Under the lock."""
         self._tally.cancelled += 1
         self._leave(task)
+        self._idle.notify_all()
 
     def _leave(self, task: Task) -> Sequence["Future[Results]"]:
         self._load.leave(task.client, task.rows)
         if self._ledger is not None and task.key is not None:
             self._ledger.give_up(task)
-        self._idle.notify_all()
         return task.release()
 
     def _expire(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            self._finish(task, ExpiredError(f"the deadline of a task for pool {self.name!r} passed before its turn"))
+        text = f"the deadline of a task for pool {self.name!r} passed before its turn"
+        self._finish(tasks, [ExpiredError(text) for _ in tasks])
 
-    def _finish(self, task: Task, found: Answer) -> None:
+    def _finish(self, tasks: Sequence[Task], answers: Sequence[Answer], ran: int = 0) -> None:
+        """Answer everyone; so many of them ran. Who is told may see at once that the pool is through with it."""
         with self._lock:
-            waiters = self._leave(task)
-            if isinstance(found, ExpiredError):
-                self._tally.expired += 1
-            elif isinstance(found, BaseException):
-                self._tally.failed[reason_of(found)] += 1
-            else:
-                self._tally.answered += 1
-        answer(waiters, found)
+            waiting = [self._leave(task) for task in tasks]
+            for found in answers:
+                self._tally.ended(found)
+        for waiters, found in zip(waiting, answers, strict=True):
+            answer(waiters, found)
+        with self._lock:
+            self._running -= ran
+            self._idle.notify_all()
 
 
 def _answered(results: Results) -> "Future[Results]":

@@ -36,8 +36,9 @@ class Column:
         shape, seen = self.spec.shape, tensor.shape
         if tensor.layout is not torch.strided or tensor.is_nested or len(seen) != len(shape):
             return False
-        if any(size is not None and size != have for size, have in zip(shape, seen, strict=True)):
-            return False
+        for size, have in zip(shape, seen, strict=True):
+            if size is not None and size != have:
+                return False
         return tensor.dtype is self.spec.dtype or self._castable(tensor)
 
     def faults(self, tensor: Any) -> list[str]:
@@ -69,16 +70,18 @@ class Columns:
 
         Raises one ``SpecError`` that lists every mismatch.
         """
-        pairs = zip(self.columns, tensors, strict=False)
-        if len(tensors) == len(self.columns) and all(isinstance(t, Tensor) and c.fits(t) for c, t in pairs):
-            rows = {tensor.shape[0] for tensor in tensors} or {1}
-            if len(rows) == 1 and 0 not in rows:
-                return rows.pop()
+        if len(tensors) == len(self.columns):
+            rows = [
+                x.shape[0] if isinstance(x, Tensor) and column.fits(x) else 0
+                for column, x in zip(self.columns, tensors, strict=True)
+            ] or [1]
+            if rows[0] and rows.count(rows[0]) == len(rows):
+                return rows[0]
         raise SpecError(listed(f"{where} does not take these tensors:", self._faults(tensors)))
 
     def lane(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """What must be equal for two tasks to share a batch: the sizes of all free axes but the batch."""
-        return tuple([tensors[i].shape[axis] for i, axis in self._free])
+        return tuple([tensors[i].shape[axis] for i, axis in self._free]) if self._free else ()
 
     def _faults(self, tensors: Sequence[Any]) -> list[str]:
         if len(tensors) != len(self.columns):

@@ -44,7 +44,7 @@ class Task:
     mini_batch: str | None = None
     arrival: float = field(default_factory=time.monotonic)
     number: int = field(default_factory=lambda: next(_numbers))
-    waiters: list["Future[Results]"] = field(default_factory=list["Future[Results]"])
+    waiters: list["Waiter"] = field(default_factory=list["Waiter"])
     taken: bool = False
 
     def join(self, deadline: float | None, gave_up: Callable[["Task"], None]) -> "Future[Results]":
@@ -52,7 +52,7 @@ class Task:
 
         ``gave_up`` is called, in the thread that cancels, whenever a waiter does so before the task is taken.
         """
-        future: Future[Results] = Future()
+        future = Waiter(self, gave_up)
         if self.waiters and (self.deadline is None or deadline is None):
             self.deadline = None
         elif self.waiters and self.deadline is not None and deadline is not None:
@@ -60,12 +60,6 @@ class Task:
         self.waiters.append(future)
         if self.taken:
             future.set_running_or_notify_cancel()
-
-        def ended(done: "Future[Results]") -> None:
-            if done.cancelled():
-                gave_up(self)
-
-        future.add_done_callback(ended)
         return future
 
     def wanted(self) -> bool:
@@ -74,13 +68,13 @@ class Task:
         self.waiters = [waiter for waiter in self.waiters if waiter not in gone]
         for waiter in gone:  # else `concurrent.futures.wait` would go on waiting for it
             waiter.set_running_or_notify_cancel()
+            waiter.let_go()
         return bool(self.waiters)
 
     def take(self) -> bool:
         """Whether somebody still waits; if so nobody can cancel from here on."""
-        running = [waiter for waiter in self.waiters if waiter.set_running_or_notify_cancel()]
-        self.waiters = running
-        self.taken = bool(running)
+        self.waiters = [waiter for waiter in self.waiters if waiter.set_running_or_notify_cancel()]
+        self.taken = bool(self.waiters)
         return self.taken
 
     def expired(self, now: float) -> bool:
@@ -88,9 +82,30 @@ class Task:
         return self.deadline is not None and self.deadline <= now
 
     def release(self) -> Sequence["Future[Results]"]:
-        """The waiters, for the last time: a future keeps its callbacks, and they keep the task."""
+        """The waiters, for the last time: a future that is kept must not keep the task."""
         waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            waiter.let_go()
         return waiters
+
+
+class Waiter(Future[Results]):
+    """Tells the pool when it is cancelled; a callback would be called for every answer as well."""
+
+    def __init__(self, task: Task, gave_up: Callable[[Task], None]) -> None:
+        super().__init__()
+        self._waits: tuple[Task, Callable[[Task], None]] | None = (task, gave_up)
+
+    def cancel(self) -> bool:
+        """As the library says."""
+        done, waits = super().cancel(), self._waits
+        if done and waits is not None:
+            waits[1](waits[0])
+        return done
+
+    def let_go(self) -> None:
+        """Forget the task."""
+        self._waits = None
 
 
 def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:

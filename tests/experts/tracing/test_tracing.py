@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -11,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.panel.panel_cases import PATIENCE, layer, train
+from tests.experts.panel.panel_cases import layer, train
+from tests.experts.server.replica_cases import until
 from weft.core.errors import UsageError
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.server import Server
@@ -79,12 +79,11 @@ def test_a_batch_of_several_tasks_names_them_all() -> None:
     with Server([backend], observer=notes) as server:
         with backend.engine.lock:  # the first is being worked on, and the others wait
             threads = [threading.Thread(target=train, args=(server, "a")) for _ in range(4)]
-            for each in threads:
+            threads[0].start()
+            until(lambda: backend.forward_pool.statistics().running_tasks == 1)
+            for each in threads[1:]:
                 each.start()
-            end = time.monotonic() + PATIENCE
-            while backend.forward_pool.statistics().waiting_tasks < 3:
-                assert time.monotonic() < end
-                time.sleep(0.005)
+            until(lambda: backend.forward_pool.statistics().waiting_tasks == 3)
         for each in threads:
             each.join()
     merged = next(one for one in notes.called("batch") if one["weft.tasks"] > 1)

@@ -24,6 +24,7 @@ from weft.experts.wire.errors import ForbiddenError
 
 _LOG = logging.getLogger("weft.experts.audit")
 _REMEMBERED = 256
+_ROLES = 4096
 
 
 class Role(IntEnum):
@@ -70,10 +71,14 @@ class Access:
 
     grants: Sequence[Grant] = OPEN
     tokens: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    _roles: dict[tuple[str, str], Role] = field(
+        default_factory=dict[tuple[str, str], Role], init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not all(token and name for token, name in self.tokens.items()):
             raise UsageError("a token or the name of its client is empty; wanted a secret and a name for every client")
+        object.__setattr__(self, "grants", tuple(self.grants))  # roles are remembered: nobody changes them later
 
     def named(self, token: str) -> str | None:
         """The client whose token this is. Takes the same time whichever it is."""
@@ -85,6 +90,14 @@ class Access:
 
     def role(self, client: str, expert: str) -> Role:
         """The largest role that a grant gives."""
+        if len(self._roles) > _ROLES:
+            self._roles.clear()  # names are whatever clients make up
+        found = self._roles.get((client, expert))
+        if found is None:
+            found = self._roles[client, expert] = self._granted(client, expert)
+        return found
+
+    def _granted(self, client: str, expert: str) -> Role:
         fitting = [
             grant.role
             for grant in self.grants
