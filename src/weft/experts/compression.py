@@ -61,6 +61,7 @@ class Policy:
     _chosen: dict[str, list[Compression]] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, list[Compression]]
     )
+    _alike: dict[str, bool] = field(init=False, repr=False, compare=False, default_factory=dict[str, bool])
 
     def __post_init__(self) -> None:
         faults: list[str] = []
@@ -68,6 +69,7 @@ class Policy:
             choice: Choice = getattr(self, role)
             each = [choice] if isinstance(choice, str | Compression) else list(choice)
             faults += [f"{role}: {one!r}" for one in each if _named(one) is None]
+            self._alike[role] = isinstance(choice, str | Compression)
             self._chosen[role] = [named for one in each if (named := _named(one)) is not None]
         if faults:
             known = ", ".join(one.name.lower() for one in Compression)
@@ -79,7 +81,7 @@ class Policy:
         Raises ``UsageError`` where the policy names another number of tensors.
         """
         chosen = self._chosen[role]
-        if isinstance(getattr(self, role), str | Compression):
+        if self._alike[role]:
             return chosen * count
         if len(chosen) != count:
             raise UsageError(f"the policy has {len(chosen)} choices for {role}, but there are {count} tensors")

@@ -4,24 +4,22 @@ forward    repeatable        backward   with its key       commit   with the nam
            └── all of them under one deadline and one rule of repetition, see `weft.experts.client.line` ──┘
 """
 
-import os
-import socket
 import threading
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.experts.client.accumulation import Accumulation
+from weft.experts.client.fencing import client_name, fence, fenced
 from weft.experts.client.line import Line
+from weft.experts.client.progress import Progress
 from weft.experts.client.signature import Signature
 from weft.experts.compression import Policy
 from weft.experts.errors import CommitError
 from weft.experts.service import Description, Receipt, read_description, read_receipt
-from weft.experts.wire import Call, Flags, Header, Kind, NotOwnerError, Received
+from weft.experts.wire import Call, Flags, Header, Kind, Received
 
 
 @dataclass(frozen=True)
@@ -51,10 +49,9 @@ class Asker:
         self.uid = uid
         self.line = line
         self.options = options
-        self.client = options.client or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.client = client_name(options.client)
         self.accumulation = Accumulation(uid)
-        self.steps: int | None = None
-        self.receipt: Receipt | None = None
+        self.progress = Progress()
         self._lock = threading.Lock()
         self._signature: Signature | None = None
 
@@ -62,7 +59,7 @@ class Asker:
         """What the server says of the expert now."""
         call = Call(Header(kind=Kind.INFO, call_id=0, uid=self.uid, client=self.client))
         found = read_description(self.line.ask(call, self.options.timeout, repeatable=True).header.data)
-        self.steps, self.receipt = found.steps, Receipt(found.durable, found.incarnation)
+        self.progress.heard(found.steps, Receipt(found.durable, found.incarnation))
         return found
 
     def signature(self) -> Signature:
@@ -86,8 +83,7 @@ class Asker:
             reply=policy.choose("outputs", 1)[0],
         )
         call = Call(header, inputs, policy.choose("inputs", len(inputs)))
-        answer = self._told(self._answer(call))
-        return signature.results(answer, _device(inputs))
+        return signature.results(self._answer(call)[0], inputs[0].device)
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str) -> list[Tensor]:
         """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch."""
@@ -101,17 +97,17 @@ class Asker:
             key=key,
             mini_batch=mini_batch,
             reply=policy.choose("input_gradients", 1)[0],
-            data=self._known(0),
+            data=fence(self.line.route),
         )
         ways = [*policy.choose("inputs", len(inputs)), *policy.choose("output_gradients", len(gradients))]
         call = Call(header, [*inputs, *gradients], ways)
         try:
-            answer = self._told(self._answer(call))
+            answer, receipt = self._answer(call)
         except BaseException as error:
             self.accumulation.failed(mini_batch, error)
             raise
         if mini_batch:
-            self.accumulation.added(mini_batch, read_receipt(answer.header.data).incarnation)
+            self.accumulation.added(mini_batch, receipt.incarnation)
         return signature.input_gradients(answer, inputs)
 
     def commit(self) -> bool:
@@ -120,45 +116,24 @@ class Asker:
         if ready is None:
             return False
         name, incarnation = ready
-        data = self._known(incarnation)
+        data = fence(self.line.route, incarnation)
         header = Header(
             kind=Kind.COMMIT, call_id=0, uid=self.uid, client=self.client, key=name, mini_batch=name, data=data
         )
         try:
-            self._told(self._answer(Call(header)))
+            self._answer(Call(header))
         except CommitError as error:
             self.accumulation.failed(name, error)
             raise
         self.accumulation.end(name)
         return True
 
-    def _known(self, incarnation: int) -> bytes:
-        """What goes with a call that steps: an owner that was replaced, and does not know, hears of it."""
-        return Receipt(None, incarnation, self.line.route.token()).to_bytes()
-
-    def _answer(self, call: Call) -> Received:
-        return self.line.ask(call, self.options.timeout, repeatable=True, accept=self._fenced)
-
-    def _fenced(self, answer: Received) -> None:
-        """Refuse what an owner answers that the directory has replaced: its steps are lost."""
-        seen, known = read_receipt(answer.header.data).token, self.line.route.token()
-        if seen < known:
-            raise NotOwnerError(
-                f"expert {self.uid!r} was answered by a server with fencing token {seen}, but its owner has {known}: "
-                "what it stepped does not count, and the call is to be sent to the owner"
-            )
-
-    def _told(self, answer: Received) -> Received:
+    def _answer(self, call: Call) -> tuple[Received, Receipt]:
+        """The answer of who owns the expert, and what it says of it."""
+        answer = self.line.ask(call, self.options.timeout, repeatable=True, accept=self._accept)
         receipt = read_receipt(answer.header.data)
-        with self._lock:
-            if self.receipt is None or self.receipt.incarnation != receipt.incarnation:
-                self.steps = answer.header.step
-            else:  # answers may overtake each other
-                self.steps = max(self.steps or 0, answer.header.step)
-            self.receipt = receipt
-        return answer
+        self.progress.heard(answer.header.step, receipt)
+        return answer, receipt
 
-
-def _device(inputs: Sequence[Tensor]) -> torch.device:
-    """Where the outputs go: to the inputs."""
-    return inputs[0].device
+    def _accept(self, answer: Received) -> None:
+        fenced(self.uid, self.line.route, answer)

@@ -7,7 +7,7 @@ The graph stays here empty: the server runs its module again for the backward. T
 numbers, so that the node is reached, and the expert trained, also where no input wants a gradient.
 """
 
-import uuid
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,7 +37,7 @@ class RemoteJourney:
         self._wanted = [tensor.requires_grad for tensor in self.inputs]
         self.inputs = [tensor.detach() for tensor in self.inputs]  # which share their versions, and hold no graph
         self._versions = [_version(tensor) for tensor in self.inputs]
-        self._key: str | None = uuid.uuid4().hex if self.keep else None
+        self._key: str | None = secrets.token_hex(16) if self.keep else None
         self._outputs: list[Tensor] = []
         self._freed = False
 
@@ -52,7 +52,7 @@ class RemoteJourney:
         if self._freed:
             raise BackwardTwiceError(TWICE)
         self._check_inputs()
-        key, self._key = self._key or uuid.uuid4().hex, None
+        key, self._key = self._key or secrets.token_hex(16), None
         wanted = self.signature.output_gradients(gradients, self._outputs)
         found = self.ask_backward(self.inputs, wanted, key)
         if not retain:

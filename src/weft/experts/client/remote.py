@@ -113,13 +113,12 @@ class RemoteExpert(nn.Module):
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the expert, as of the last answer; None before the first."""
-        return self._asker.steps
+        return self._asker.progress.steps
 
     @property
     def durable_step(self) -> int | None:
         """The last step that a crash of the server does not lose, as of the last answer; None: not known, or none."""
-        receipt = self._asker.receipt
-        return None if receipt is None else receipt.durable
+        return self._asker.progress.durable_step
 
     @property
     def accumulates(self) -> bool:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 from typing import Any
 
 from weft.experts.errors import OverloadError
@@ -52,7 +53,8 @@ class Connection:
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._finishing = False
-        self._futures: set[Future[Results]] = set()
+        self._numbers = count()
+        self._futures: dict[int, Future[Results]] = {}
 
     def take(self, call: Received) -> None:
         """Have a call answered."""
@@ -66,10 +68,16 @@ class Connection:
         self._held += cost
         with self._lock:
             self.nbytes += cost
-        future = self._desk.take(call, self.caller, partial(self.answer, cost=cost))
-        if future is not None and not future.done():
-            self._futures.add(future)
-            future.add_done_callback(self._futures.discard)
+        number = next(self._numbers)
+        future = self._desk.take(call, self.caller, partial(self._answered, number, cost))
+        if future is not None:
+            self._futures[number] = future
+            if future.done():  # its answer may have come before it was noted
+                self._futures.pop(number, None)
+
+    def _answered(self, number: int, cost: int, call: Call) -> None:
+        self._futures.pop(number, None)
+        self.answer(call, cost)
 
     def answer(self, call: Call, cost: int = -1) -> None:
         """Send an answer. ``cost`` is what its call took; -1: there was no call."""
@@ -106,7 +114,7 @@ class Connection:
 
     def abandon(self) -> None:
         """Nobody is there any more to answer to: let what still waits leave the queues."""
-        for future in list(self._futures):
+        for future in list(self._futures.values()):
             future.cancel()
         self._budget.leave(self._held)
         self._held = 0
