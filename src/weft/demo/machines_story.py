@@ -35,7 +35,7 @@ class Trainer:
 
 @dataclass
 class Stay:
-    """One server process from when it listens: its status then and at its end (None: it was killed)."""
+    """One server process from when it listens: its status then, and the last that was seen."""
 
     name: str
     uids: tuple[str, ...]

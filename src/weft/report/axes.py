@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.report.markup import Markup, join, tag
+from weft.core.markup import Markup, join, tag
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Frame:
         lines = [tag("line", x1=self.x(v), x2=self.x(v), y1=self.y.end, y2=base, class_="grid") for v in at]
         names = [tag("text", f"{v / unit.factor:g}", x=self.x(v), y=base + 16, class_="tick") for v in at]
         title = tag("text", label, x=(self.x.start + self.x.end) / 2, y=base + 34, class_="tick")
-        return join([*lines, *names, title])
+        return join(*lines, *names, title)
 
     def left_axis(self, unit: Unit, label: str) -> Markup:
         """Horizontal lines with their numbers on the left, and what they count above."""
@@ -117,4 +117,4 @@ class Frame:
         lines = [tag("line", x1=left, x2=self.x.end, y1=self.y(v), y2=self.y(v), class_="grid") for v in at]
         names = [tag("text", f"{v / unit.factor:g}", x=left - 8, y=self.y(v) + 4, class_="tick end") for v in at]
         title = tag("text", label, x=4, y=self.y.end - 10, class_="tick start")
-        return join([*lines, *names, title])
+        return join(*lines, *names, title)

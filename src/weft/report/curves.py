@@ -8,8 +8,8 @@ MiB |      ┌──┐                 a step holds until the next point: bytes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from weft.core.markup import Markup, chart
 from weft.report.axes import BYTES, COUNT, SECONDS, Frame, Scale, show_bytes, unit_for
-from weft.report.markup import Markup, chart
 from weft.report.strokes import Point, legend, line
 
 _WIDTH, _HEIGHT = 960.0, 330.0

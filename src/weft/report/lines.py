@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from weft.core.markup import Markup, chart, join
 from weft.report.axes import COUNT, Frame, Scale, Unit
-from weft.report.markup import Markup, chart, join
 from weft.report.strokes import ROW, Point, dots, legend, legend_rows, line
 
 _WIDTH, _PLOT = 960.0, 250.0
@@ -54,7 +54,7 @@ def line_chart(
         dots(frame, points, names.index(name), [_tip(name, point, x, y) for point in points])
         for name, points in dotted.items()
     ]
-    return chart(title, _WIDTH, top + _PLOT + _BOTTOM, legend(rows, _LEFT), *axes, join(parts))
+    return chart(title, _WIDTH, top + _PLOT + _BOTTOM, legend(rows, _LEFT), *axes, join(*parts))
 
 
 def _tip(name: str, point: Point, x: Axis, y: Axis) -> str:

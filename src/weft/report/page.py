@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.report.markup import Markup, join, tag, text
+from weft.core.markup import Markup, join, tag, text
 from weft.report.style import STYLE
 
 
@@ -66,10 +66,15 @@ def details(summary: str, *body: Markup) -> Markup:
     return tag("details", tag("summary", summary), *body)
 
 
+def framed(title: str, document: str) -> Markup:
+    """Another page inside of this one, in a frame of its own: nothing in it runs, and its styles stay there."""
+    return tag("iframe", srcdoc=document, sandbox="", title=title, loading="lazy")
+
+
 def _row(cells: Sequence[str]) -> Markup:
     return tag("tr", *(tag("td", cell) for cell in cells))
 
 
 def _tile(tile: Tile) -> Markup:
-    note = tag("dd", tile.note, class_="note") if tile.note else join([])
+    note = tag("dd", tile.note, class_="note") if tile.note else join()
     return tag("dl", tag("dt", tile.label), tag("dd", tile.value), note, class_="tile")

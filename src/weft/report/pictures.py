@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from weft.core.errors import SpecError
-from weft.report.markup import Markup, chart, tag
+from weft.core.markup import Markup, chart, tag
 
 _LEFT, _TILE, _GAP, _LINE = 78.0, 64.0, 6.0, 72.0
 

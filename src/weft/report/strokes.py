@@ -6,8 +6,8 @@
 
 from collections.abc import Sequence
 
+from weft.core.markup import Markup, join, number, tag
 from weft.report.axes import Frame
-from weft.report.markup import Markup, join, number, tag
 
 Point = tuple[float, float]
 
@@ -34,7 +34,7 @@ def dots(frame: Frame, points: Sequence[Point], color: int, tips: Sequence[str])
         tag("circle", tag("title", tip), cx=frame.x(x), cy=frame.y(y), r=4.5, class_=f"dot {_color(color)}")
         for (x, y), tip in zip(points, tips, strict=True)
     ]
-    return join(drawn)
+    return join(*drawn)
 
 
 def legend_rows(names: Sequence[str], left: float, right: float) -> list[list[str]]:
@@ -61,7 +61,7 @@ def legend(rows: Sequence[Sequence[str]], left: float) -> Markup:
             parts.append(tag("text", name, x=at + SAMPLE + 7, y=y + 4, class_="key"))
             at += _space(name)
             color += 1
-    return join(parts)
+    return join(*parts)
 
 
 def _space(name: str) -> float:

@@ -42,6 +42,7 @@ pre { margin: 12px 0 18px; padding: 12px 16px; max-height: 480px; overflow: auto
 pre { background: var(--paper); border: 1px solid var(--rule); border-radius: 8px; }
 pre { font: 12.5px/1.5 ui-monospace, monospace; }
 details { margin: 12px 0 18px; }
+iframe { width: 100%; height: 640px; margin: 8px 0 0; border: 1px solid var(--rule); border-radius: 8px; }
 summary { cursor: pointer; color: var(--accent); }
 .tick, .key { fill: var(--soft); }
 .tick { text-anchor: middle; font-variant-numeric: tabular-nums; }

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from weft.core.events import Event
 from weft.core.forecast import Forecast
+from weft.core.markup import Markup, chart, join, tag
 from weft.core.schedule import Action
 from weft.report.axes import SECONDS, Frame, Scale, show_time, unit_for
-from weft.report.markup import Markup, chart, join, tag
 
 KINDS = {"F": "forward", "B": "backward", "R": "recompute", "I": "input gradient", "W": "weight gradient"}
 """What the letters of events mean. Each has its colour in the page's style, as the class ``kind-F``."""
@@ -79,4 +79,4 @@ def _legend(kinds: Sequence[str], forecast: bool) -> Markup:
     if forecast:
         parts.append(tag("rect", x=left, y=6, width=14, height=8, rx=2, class_="outline"))
         parts.append(tag("text", "outline: the forecast", x=left + 20, y=14, class_="key"))
-    return join(parts)
+    return join(*parts)

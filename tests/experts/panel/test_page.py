@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.experts.panel.panel_cases import NASTY, status
 from weft.experts.panel.answer import POLICY
 from weft.experts.panel.histogram import histogram
-from weft.experts.panel.page import page, parts
+from weft.experts.panel.page import page, parts, still
 from weft.experts.panel.summary import summary
 
 VOID = {"meta", "link"}
@@ -76,6 +76,12 @@ def test_the_policy_knows_what_stands_in_the_page_and_nothing_comes_from_outside
         assert f"{tag}-src 'sha256-{digest}'" in POLICY
     assert "default-src 'none'" in POLICY and "unsafe" not in POLICY
     assert "//" not in document.replace("<!DOCTYPE", "") and "style=" not in document and " on" not in document[:200]
+
+
+def test_a_still_shows_the_same_and_does_nothing() -> None:
+    document = still(PLAIN)
+    assert str(parts(PLAIN)) in document
+    assert not {"script", "link", "noscript", "a"} & {tag for tag, _ in Reader(document).seen} and "//" not in document
 
 
 def test_without_scripts_it_loads_itself_again() -> None:

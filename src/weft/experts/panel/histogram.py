@@ -6,7 +6,7 @@
 
 from collections.abc import Mapping
 
-from weft.experts.panel.markup import Markup, tag, text
+from weft.core.markup import Markup, chart, tag, text
 
 _BAR, _GAP, _HIGH, _FOOT = 16, 4, 26, 13
 _LEAST = 2  # a batch that was there is seen
@@ -21,8 +21,8 @@ def histogram(merged: Mapping[int, int]) -> Markup:
     told = ", ".join(f"{count} of {_range(size)}" for size in sizes if (count := merged.get(size, 0)))
     bars = [_bar(place, size, merged.get(size, 0), most) for place, size in enumerate(sizes)]
     width = len(sizes) * (_BAR + _GAP) - _GAP
-    size = {"viewBox": f"0 0 {width} {_HIGH + _FOOT}", "width": width, "height": _HIGH + _FOOT}
-    return tag("svg", *bars, role="img", aria_label=f"batches by tasks: {told}", class_="bars", **size)
+    high = _HIGH + _FOOT
+    return chart(f"batches by tasks: {told}", width, high, *bars, width=width, height=high, class_="bars")
 
 
 def _bar(place: int, size: int, count: int, most: int) -> Markup:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from weft.core.markup import Markup, join, tag, text
 from weft.experts.panel.histogram import histogram
-from weft.experts.panel.markup import Markup, join, named, tag, text
 from weft.experts.panel.script import SCRIPT
 from weft.experts.panel.style import STYLE
 from weft.experts.panel.summary import ExpertLine, Status, Summary, summary
@@ -35,8 +35,13 @@ def page(status: Status) -> str:
     pulse = tag("div", f"loads again every {_RELOAD} s", id="pulse", role="status")
     main = tag("main", parts(status))
     foot = '<footer>The same for programs: <a href="/status.json">/status.json</a>, <a href="/metrics">/metrics</a>'
-    body = f"{pulse}{main}{foot}</footer><script>{SCRIPT}</script>"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+    return _document(head, f"{pulse}{main}{foot}</footer><script>{SCRIPT}</script>")
+
+
+def still(status: Status) -> str:
+    """The document as it was at one moment, to be kept: it runs nothing, loads nothing and links to nothing."""
+    head = f'<meta charset="utf-8"><title>{text(title(status))}</title><style>{STYLE}</style>'
+    return _document(head, tag("main", parts(status)))
 
 
 def title(status: Status) -> str:
@@ -58,6 +63,10 @@ def parts(status: Status) -> Markup:
         _alive(seen),
         _connections(status),
     )
+
+
+def _document(head: str, body: str) -> str:
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
 def _head(seen: Summary, incarnation: int) -> Markup:
@@ -201,6 +210,11 @@ def _row(columns: Sequence[str], cells: Sequence[Markup]) -> Markup:
     first = tag("th", cells[0], scope="row", role="rowheader")
     rest = [tag("td", cell, data_column=name, role="cell") for name, cell in zip(columns[1:], cells[1:], strict=True)]
     return tag("tr", first, *rest, role="row")
+
+
+def named(words: str) -> Markup:
+    """A name that somebody chose: letters that run from right to left do not turn what stands beside them."""
+    return tag("bdi", words or "(empty)")
 
 
 def _count(number: int) -> str:

@@ -1,18 +1,18 @@
-"""Elements of SVG and HTML as text, in which nothing that a user named can break out of its place.
+"""Elements of SVG and HTML as text, in which nothing that somebody named can break out of its place.
 
     tag("text", "a < b", x=3, class_="label")   ->   <text x="3" class="label">a &lt; b</text>
 
-Plain strings are escaped; `Markup` is taken as it is, and only `tag` and `join` make it. The same element is
-then valid in HTML and well-formed as XML, so tests can parse what a reader sees.
+Plain strings are escaped; `Markup` is taken as it is, and only the functions here make it. What they make is valid in
+HTML and well-formed as XML, so tests can parse what a reader sees.
 """
 
 import re
-from collections.abc import Iterable
 from html import escape
 
 Value = str | int | float
 
-_FORBIDDEN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # by XML 1.0, section 2.2
+# What XML 1.0 allows (section 2.2), without DEL and the control characters of U+0080 to U+009F, which it discourages.
+_FORBIDDEN = re.compile("[^\t\n\r\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 class Markup(str):
@@ -22,8 +22,13 @@ class Markup(str):
 
 
 def text(content: str) -> Markup:
-    """Plain text as markup; characters that XML forbids become the replacement character."""
+    """Plain text as markup; control characters and lone surrogates become the replacement character."""
     return Markup(escape(_FORBIDDEN.sub("\ufffd", content)))
+
+
+def join(*parts: str) -> Markup:
+    """One after the other, with plain text escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else text(part) for part in parts))
 
 
 def number(value: Value) -> str:
@@ -41,14 +46,10 @@ def tag(name: str, *content: str, **attributes: Value | None) -> Markup:
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{said}>{join(content)}</{name}>")
+    return Markup(f"<{name}{said}>{join(*content)}</{name}>")
 
 
-def join(parts: Iterable[str]) -> Markup:
-    """One after the other, with plain text escaped."""
-    return Markup("".join(part if isinstance(part, Markup) else text(part) for part in parts))
-
-
-def chart(title: str, width: int | float, height: int | float, *content: str) -> Markup:
+def chart(title: str, wide: int | float, high: int | float, *content: str, **attributes: Value | None) -> Markup:
     """An SVG picture of this size in its own units, with a title for those who cannot see it."""
-    return tag("svg", *content, viewBox=f"0 0 {number(width)} {number(height)}", role="img", aria_label=title)
+    box = f"0 0 {number(wide)} {number(high)}"
+    return tag("svg", *content, viewBox=box, role="img", aria_label=title, **attributes)

@@ -1,11 +1,12 @@
-"""Nothing that a user named breaks out of its place, and all that is made is well-formed."""
+"""Nothing that somebody named breaks out of its place, and all that is made is well-formed."""
 
+import unicodedata
 from xml.etree import ElementTree
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.report.markup import Markup, chart, number, tag
+from weft.core.markup import Markup, chart, join, number, tag, text
 
 ANY = st.text(st.characters(codec=None, exclude_categories=()))
 
@@ -26,6 +27,18 @@ def test_text_comes_back_as_it_was() -> None:
 def test_markup_is_taken_as_it_is_and_plain_text_is_not() -> None:
     assert tag("g", tag("b", "x"), "<b>") == "<g><b>x</b>&lt;b&gt;</g>"
     assert isinstance(tag("g"), Markup)
+    assert join(tag("b"), "<b>") == "<b></b>&lt;b&gt;" and isinstance(join(), Markup)
+
+
+@given(ANY)
+def test_no_control_character_and_no_lone_surrogate_gets_through(said: str) -> None:
+    text(said).encode()
+    assert all(each in "\t\n\r" or unicodedata.category(each) not in ("Cc", "Cs") for each in text(said))
+
+
+def test_what_is_forbidden_is_seen_to_be_missing() -> None:
+    assert text("a\x00b\x1b\x7f\x9fc\ud800\ufffe") == "a\ufffdb\ufffd\ufffd\ufffdc\ufffd\ufffd"
+    assert text("line\n\ttab é \u2028 \U0001f9f5") == "line\n\ttab é \u2028 \U0001f9f5"
 
 
 def test_an_attribute_that_is_none_is_left_out() -> None:
@@ -41,3 +54,8 @@ def test_numbers_are_short() -> None:
 def test_a_chart_says_what_it_is_and_keeps_its_shape() -> None:
     element = ElementTree.fromstring(chart("a <title>", 10, 5.5))
     assert element.attrib == {"viewBox": "0 0 10 5.5", "role": "img", "aria-label": "a <title>"}
+
+
+def test_a_chart_takes_more_attributes() -> None:
+    element = ElementTree.fromstring(chart("bars", 20, 10, tag("rect"), width=20, class_="bars"))
+    assert element.get("width") == "20" and element.get("class") == "bars" and [e.tag for e in element] == ["rect"]
