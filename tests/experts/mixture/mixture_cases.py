@@ -13,7 +13,7 @@ from weft.core.tree import map_leaves, nested_flatten, pack
 from weft.experts.client.connections import Connections
 from weft.experts.client.local import LocalTransport
 from weft.experts.directory import LocalDirectory
-from weft.experts.service import describe
+from weft.experts.service import Receipt, describe
 from weft.experts.wire import Call, Header, Kind, Received, write_fault
 
 WIDTH = 5
@@ -92,7 +92,8 @@ class Servers:
             reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=self._info(header.uid))))
         else:
             self.rows.append(len(found[0]))
-            reply(Call(Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid), found))
+            receipt = Receipt(None, 1).to_bytes()
+            reply(Call(Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, data=receipt), found))
 
     def _info(self, uid: str) -> bytes:
         args, kwargs = self._sample

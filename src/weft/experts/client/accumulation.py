@@ -37,15 +37,19 @@ class Accumulation:
             if name == self._name:
                 self._failure = self._failure or f"{type(error).__name__}: {error}"
 
+    @property
+    def fault(self) -> str | None:
+        """Why a part of the gradients is missing; None if all are there."""
+        with self._lock:
+            return self._torn()
+
     def ready(self) -> tuple[str, int] | None:
         """The name and incarnation to commit; None if nothing was added.
 
         Raises ``CommitError`` if the mini-batch is torn: then a part of its gradients is missing.
         """
         with self._lock:
-            why = self._failure
-            if len(self._incarnations) > 1:
-                why = "the server was started again in the middle of it"
+            why = self._torn()
             if why is not None:
                 raise CommitError(
                     f"a mini-batch of expert {self._uid!r} is not whole: {why}. Call discard() and run it again"
@@ -57,6 +61,9 @@ class Accumulation:
         with self._lock:
             if name == self._name:
                 self._renew()
+
+    def _torn(self) -> str | None:
+        return "the server was started again in the middle of it" if len(self._incarnations) > 1 else self._failure
 
     def _renew(self) -> None:
         self._name = uuid.uuid4().hex

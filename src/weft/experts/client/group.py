@@ -1,7 +1,7 @@
 """Many remote experts at once: made from a directory, and committed together."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -31,11 +31,35 @@ def create_remote_experts(
     return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in uids]
 
 
-def commit(module: nn.Module) -> dict[str, bool]:
-    """`RemoteExpert.commit` for every accumulating remote expert inside of ``module``: whether it stepped, by uid.
+@runtime_checkable
+class Commits(Protocol):
+    """A layer that stands for several experts, such as a mixture, and commits to all of them."""
 
-    To be called where the optimizer of the local parameters steps. Raises as `RemoteExpert.commit`; experts before
-    the one that failed have stepped.
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for `commit`."""
+        ...
+
+    def commit(self) -> Mapping[str, bool]:
+        """One optimizer step with the gradients since the last: whether it stepped, by uid."""
+        ...
+
+
+def commit(module: nn.Module) -> dict[str, bool]:
+    """Commit every accumulating remote expert and mixture inside of ``module``: whether it stepped, by uid.
+
+    To be called where the optimizer of the local parameters steps. An expert that several of them call has stepped if
+    it did for one. Raises as `RemoteExpert.commit` and `RemoteMixtureOfExperts.commit`; layers before the one that
+    failed have stepped.
     """
-    found = [each for each in module.modules() if isinstance(each, RemoteExpert)]
-    return {each.uid: each.commit() for each in found if each.accumulates}
+    found: dict[str, bool] = {}
+    for each in module.modules():
+        for uid, stepped in _committed(each).items():
+            found[uid] = stepped or found.get(uid, False)
+    return found
+
+
+def _committed(each: nn.Module) -> Mapping[str, bool]:
+    if isinstance(each, RemoteExpert):
+        return {each.uid: each.commit()} if each.accumulates else {}
+    return each.commit() if isinstance(each, Commits) and each.accumulates else {}

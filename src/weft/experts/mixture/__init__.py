@@ -6,11 +6,12 @@ dispatch.py   rows by expert                    gathering.py  calls at once, and
 passage.py    one node of autograd              shelf.py      where answers are laid down
 weighing.py   weights, load-balancing loss      layout.py     what the experts take and return
 calls.py      calls, sent again by rule         link.py       who lives, how to call them, what they take
+minibatch.py  gradients that wait              commit.py     one step for all of them
 recall.py     recomputation calls nobody
 terms.py      the arguments about waiting       tally.py, errors.py
 """
 
-from weft.experts.mixture.errors import AnomalyError, NoExpertsError, TooFewAnswersError
+from weft.experts.mixture.errors import AnomalyError, MixtureCommitError, NoExpertsError, TooFewAnswersError
 from weft.experts.mixture.mixture import RemoteMixtureOfExperts
 from weft.experts.mixture.switch import RemoteSwitchMixtureOfExperts
 from weft.experts.mixture.tally import MixtureStatistics
@@ -18,6 +19,7 @@ from weft.experts.mixture.weighing import load_balancing_loss
 
 __all__ = [
     "AnomalyError",
+    "MixtureCommitError",
     "MixtureStatistics",
     "NoExpertsError",
     "RemoteMixtureOfExperts",

@@ -4,21 +4,28 @@
        ^                                                  └── error ── again? ── after a pause ──┐
        '─────────────────────────────────────────────────────────────────────────────────────────┘
 
-Nothing here waits: pauses are kept by the one who waits for the answers (`gathering.py`), so a mixture has no threads.
+What steps an expert bears a fencing token, and no answer of an owner that was replaced is taken; see
+`weft.experts.client.fencing`. Nothing here waits: pauses are kept by the one who waits for the answers
+(`gathering.py`), so a mixture has no threads.
 """
 
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from weft.core.errors import UsageError
 from weft.experts.client.connections import Connections
+from weft.experts.client.fencing import fence, fenced
+from weft.experts.client.progress import Progress
 from weft.experts.client.retry import Retry
 from weft.experts.client.route import DirectoryRoute
 from weft.experts.compression import Compression, Policy, Role
+from weft.experts.service import Receipt
 from weft.experts.wire import Call, DeadlineError, Header, Kind, Received
 
 
@@ -37,30 +44,46 @@ class Request:
 
 @dataclass(frozen=True)
 class Calls:
-    """How the calls of a mixture are made and sent again."""
+    """How the calls of a mixture are made and sent again. ``progress`` is what their answers told, by expert."""
 
     connections: Connections
     retry: Retry
     compression: Policy
+    client: str
+    progress: dict[str, Progress] = field(default_factory=dict[str, Progress])
 
     def info(self, uid: str, deadline: float) -> Request:
         """What the expert takes and returns."""
-        return Request(Call(Header(kind=Kind.INFO, call_id=0, uid=uid)), deadline)
+        return Request(Call(self._header(Kind.INFO, uid)), deadline)
 
     def forward(self, uid: str, inputs: Sequence[Tensor], outputs: int, deadline: float) -> Request:
         """Flat inputs, answered by so many flat outputs."""
-        header = Header(kind=Kind.FORWARD, call_id=0, uid=uid, reply=self._reply("outputs", outputs))
+        header = self._header(Kind.FORWARD, uid, reply=self._reply("outputs", outputs))
         return Request(Call(header, list(inputs), self.compression.choose("inputs", len(inputs))), deadline)
 
     def backward(
-        self, uid: str, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str, deadline: float
+        self, uid: str, inputs: Sequence[Tensor], gradients: Sequence[Tensor], mini_batch: str, deadline: float
     ) -> Request:
-        """Flat inputs and one gradient per flat output, answered by one gradient per flat input."""
-        reply = self._reply("input_gradients", len(inputs))
-        header = Header(kind=Kind.BACKWARD, call_id=0, uid=uid, key=key, reply=reply)
+        """Flat inputs and one gradient per flat output, answered by one gradient per flat input.
+
+        The expert steps; or adds to its ``mini_batch``, if that has a name.
+        """
+        header = self._header(
+            Kind.BACKWARD,
+            uid,
+            key=uuid.uuid4().hex,
+            mini_batch=mini_batch,
+            reply=self._reply("input_gradients", len(inputs)),
+            data=fence(self._route(uid)),
+        )
         how = self.compression.choose("inputs", len(inputs))
         how = [*how, *self.compression.choose("output_gradients", len(gradients))]
         return Request(Call(header, [*inputs, *gradients], how), deadline)
+
+    def commit(self, uid: str, mini_batch: str, incarnation: int, deadline: float) -> Request:
+        """One step with the sum of this mini-batch, which the server has if it is still of this incarnation."""
+        data = fence(self._route(uid), incarnation)
+        return Request(Call(self._header(Kind.COMMIT, uid, key=mini_batch, mini_batch=mini_batch, data=data)), deadline)
 
     def begin(self, request: Request, attempt: int, last: BaseException | None) -> "Future[Received]":
         """Send it. What goes wrong, also at once, comes as the future's error."""
@@ -69,12 +92,27 @@ class Calls:
             if left <= 0:
                 raise DeadlineError(f"expert {request.uid!r} found no time to be asked")
             seconds = left if self.retry.attempt_seconds is None else min(left, self.retry.attempt_seconds)
-            transport = DirectoryRoute(request.uid, self.connections).transport(attempt, last)
-            return transport.submit(request.call, seconds)
+            return self._route(request.uid).transport(attempt, last).submit(request.call, seconds)
         except Exception as error:
             failed: Future[Received] = Future()
             failed.set_exception(error)
             return failed
+
+    def hopeful(self, request: Request, error: BaseException) -> bool:
+        """Whether, after this error, somebody is sure to answer soon: then the attempt does not count."""
+        return self._route(request.uid).hopeful(error)
+
+    def heard(self, uid: str, answer: Received) -> Receipt:
+        """What an answer says beside its tensors, which is kept. Raises ``NotOwnerError``; see `fenced`."""
+        receipt = fenced(uid, self._route(uid), answer)
+        self.progress.setdefault(uid, Progress()).heard(answer.header.step, receipt)
+        return receipt
+
+    def _route(self, uid: str) -> DirectoryRoute:
+        return DirectoryRoute(uid, self.connections)
+
+    def _header(self, kind: Kind, uid: str, **more: Any) -> Header:
+        return Header(kind=kind, call_id=0, uid=uid, client=self.client, **more)
 
     def _reply(self, role: Role, count: int) -> Compression:
         chosen = set(self.compression.choose(role, count))

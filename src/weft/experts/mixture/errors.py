@@ -3,7 +3,9 @@
 ExpertError (RuntimeError)
 ├── NoExpertsError                      nobody in the directory stands in the grid
 ├── TooFewAnswersError (TimeoutError)   some samples have fewer answers than they need; says who failed, and how
-└── AnomalyError (ArithmeticError)      the caller's own numbers are not finite, and it asked to be told
+├── AnomalyError (ArithmeticError)      the caller's own numbers are not finite, and it asked to be told
+└── CommitError
+    └── MixtureCommitError              experts that did not step with their mini-batch; says which, and why
 
 An expert that fails is no error by itself: its weight is zero.
 """
@@ -12,7 +14,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from weft.core.errors import listed
-from weft.experts.errors import ExpertError
+from weft.experts.errors import CommitError, ExpertError
 
 MOST = 10  # faults that a message names; there may be as many as experts
 
@@ -37,6 +39,14 @@ class AnomalyError(ExpertError, ArithmeticError):
     """NaN or Inf in what the caller gave, with ``detect_anomalies``. Nothing was sent."""
 
     reason: ClassVar[str] = "anomaly"
+
+
+class MixtureCommitError(CommitError):
+    """Too few experts have their whole mini-batch, or stepped with it. ``faults`` says, by expert, what went wrong."""
+
+    def __init__(self, message: str, faults: Mapping[str, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.faults = dict(faults or {})
 
 
 def too_few(

@@ -93,6 +93,7 @@ class _Wait:
         self._futures: dict[int, Future[Received]] = {}
         self._pauses: list[tuple[float, int]] = []
         self._attempts = [0] * len(requests)
+        self._counted = [0] * len(requests)
         self._last: list[Exception | None] = [None] * len(requests)
         self._hopes = torch.zeros_like(needed)
         for rows in samples:
@@ -158,9 +159,11 @@ class _Wait:
         """Whether a call is to be sent again; then its pause begins. All calls here may be repeated."""
         self._attempts[index] += 1
         self._last[index] = error
-        retry, attempt = self._calls.retry, self._attempts[index]
-        at = time.monotonic() + retry.pause(attempt)
-        if at >= self._patience.deadline or not retry.again(error, attempt, repeatable=True):
+        hopeful = self._calls.hopeful(self._requests[index], error)
+        self._counted[index] = 1 if hopeful else self._counted[index] + 1
+        retry = self._calls.retry
+        at = time.monotonic() + retry.pause(self._attempts[index])
+        if at >= self._patience.deadline or not retry.again(error, self._counted[index], repeatable=True):
             return False
         heappush(self._pauses, (at, index))
         return True

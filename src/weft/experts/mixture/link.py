@@ -14,6 +14,7 @@ import torch
 
 from weft.core.errors import UsageError
 from weft.experts.client.connections import Connections
+from weft.experts.client.fencing import client_name
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
 from weft.experts.directory import Snapshot
@@ -33,9 +34,10 @@ _ASKED = 8  # experts that are asked for their layout at the same time, each at 
 class Link:
     """The experts of a grid, as the directory knows them. Thread-safe."""
 
-    def __init__(self, grid: Grid, connections: Connections, retry: Retry, compression: Policy) -> None:
+    def __init__(self, grid: Grid, connections: Connections, retry: Retry, compression: Policy, client: str) -> None:
         self.grid, self.connections = grid, connections
-        self.calls, self.tally, self.recall = Calls(connections, retry, compression), Tally(), Recall()
+        self.calls = Calls(connections, retry, compression, client_name(client))
+        self.tally, self.recall = Tally(), Recall()
         self._known: tuple[Snapshot, Crowd] | None = None
         self._layout: Layout | None = None
 

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
-from weft.core.errors import SpecError
+from weft.core.errors import SpecError, UsageError
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
+from weft.experts.mixture.commit import Committer
 from weft.experts.mixture.dispatch import Dispatch
 from weft.experts.mixture.grid import Crowd, Grid
 from weft.experts.mixture.layout import Layout
 from weft.experts.mixture.link import Link
+from weft.experts.mixture.minibatch import MiniBatch
 from weft.experts.mixture.passage import Means, Passage
 from weft.experts.mixture.recall import Round
 from weft.experts.mixture.routing import choose, chosen_scores
@@ -54,12 +56,19 @@ class RemoteMixtureOfExperts(nn.Module):
             as failed. It reads every number, which costs about as much as a copy.
         allow_zero_outputs: samples with fewer answers than they need are zero (in backward: add nothing to the
             inputs' gradients) instead of an error.
-        retry: when calls that failed are sent again. A backward bears a key, and so steps once however often.
+        retry: when calls that failed are sent again. A backward or commit bears a key, and so steps once however often.
         compression: of what is sent and answered.
+        accumulate: gradients of backward add up at the experts until `commit`, which is one optimizer step of each.
+            For mini-batches that are cut into micro-batches (in a `weft.Pipe`, or by hand). ``False``: every backward
+            steps.
+        client: what servers know this caller by, for quotas; a name of this mixture by default.
         device, dtype: of the router.
 
-    Every backward makes the experts that it reaches take an optimizer step, also if no input wants a gradient; under
-    `torch.no_grad` there is none. A group of rows beyond an expert's largest batch goes in several calls.
+    Every backward makes the experts that it reaches take an optimizer step (or add to their sums), also if no input
+    wants a gradient; under `torch.no_grad` there is none. A group of rows beyond an expert's largest batch goes in
+    several calls. Of an expert with replicas, only the owner is let step, and is looked for until the timeout.
+
+    A copy shares the connections, and has an open mini-batch of its own.
 
     Raises ``UsageError`` that lists all arguments that make no sense.
     """
@@ -81,6 +90,8 @@ class RemoteMixtureOfExperts(nn.Module):
         allow_zero_outputs: bool = False,
         retry: Retry = RETRY,
         compression: Policy | None = None,
+        accumulate: bool = False,
+        client: str = "",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -98,7 +109,8 @@ class RemoteMixtureOfExperts(nn.Module):
         )
         self.in_features = in_features
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
-        self._link = Link(self.grid, connections, retry, compression or Policy())
+        self._link = Link(self.grid, connections, retry, compression or Policy(), client)
+        self._batch = MiniBatch(accumulate)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The mean of what the experts return, nested as they return it; each tensor is samples x ....
@@ -117,6 +129,49 @@ class RemoteMixtureOfExperts(nn.Module):
         answers, alive = self._ask(layout, flat, dispatch, Round(crowd, chosen, dispatch.sent, ()), before)
         weights = weights_of_answered(chosen_scores(scores, places, sizes, chosen), alive)
         return layout.outputs.pack([weighted_mean(each, weights) for each in answers])
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for `commit`."""
+        return self._batch.accumulates
+
+    def commit(self) -> dict[str, bool]:
+        """One optimizer step of every expert that was touched since the last commit: whether it stepped, by uid.
+
+        All are asked at once, within ``backward_timeout``. An expert steps with its whole sum or not at all: it is
+        torn if one of its backwards failed or was not waited for, or if its server was started again in the middle.
+
+        A mixture that puts up with missing answers (``backward_k_min`` below ``k_best``, or ``allow_zero_outputs``)
+        goes on without those that are torn, or that do not commit in time: they are False, and their sums are given
+        up. Somebody must step, unless ``backward_k_min`` is 0 or zeros are allowed.
+        Otherwise (``backward_k_min`` is ``k_best``) all must step, as all must answer.
+
+        Raises ``UsageError`` without ``accumulate``. Raises ``MixtureCommitError`` (a ``CommitError``), which lists
+        all that are torn, before anybody is asked: if too few sums are whole, or if a backward raised; call `discard`,
+        and run the mini-batch again. Raises it also if too few have stepped; call `commit` again, which asks only the
+        others, and steps none of them twice; or `discard`.
+        """
+        if not self._batch.accumulates:
+            raise UsageError(
+                f"experts {self.grid.prefix}* of this mixture step at every backward, so there is nothing to commit; "
+                "make it with accumulate"
+            )
+        return Committer(self._link.calls, self.terms, self._link.tally, self._batch).commit()
+
+    def discard(self) -> None:
+        """Forget the gradients since the last commit. The servers drop them after a while."""
+        self._batch.discard()
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Optimizer steps of the experts that have answered, as of their last answers, by uid."""
+        found = {uid: each.steps for uid, each in self._link.calls.progress.copy().items()}
+        return {uid: steps for uid, steps in found.items() if steps is not None}
+
+    @property
+    def durable_steps(self) -> dict[str, int | None]:
+        """The last step of each that a crash of its server does not lose; None: not known, or none."""
+        return {uid: each.durable_step for uid, each in self._link.calls.progress.copy().items()}
 
     def statistics(self) -> MixtureStatistics:
         """What was done so far."""
@@ -160,7 +215,7 @@ class RemoteMixtureOfExperts(nn.Module):
         ``before`` is what was found in the forward of which this is the recomputation, else ``now`` is begun.
         """
         link = self._link
-        means = Means(link.calls, layout, self.terms, link.tally)
+        means = Means(link.calls, layout, self.terms, link.tally, self._batch)
         passage = Passage(means, now.crowd.uids, dispatch, flat, before)
         anchor = torch.empty(0, requires_grad=True)  # the experts learn also where no input wants a gradient
         outputs = list(cross(passage, [anchor, *flat]))

@@ -8,7 +8,6 @@ answer in forward is not called in backward; one that fails in backward adds not
 """
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +20,12 @@ from weft.experts.mixture.dispatch import Dispatch, Span
 from weft.experts.mixture.errors import AnomalyError, NoExpertsError, too_few
 from weft.experts.mixture.gathering import Accept, Patience, gather
 from weft.experts.mixture.layout import Layout
+from weft.experts.mixture.minibatch import Addition, MiniBatch
 from weft.experts.mixture.recall import Round
 from weft.experts.mixture.shelf import Shelf, finite_rows
 from weft.experts.mixture.tally import Direction, Tally
 from weft.experts.mixture.terms import Terms
+from weft.experts.wire import Received
 
 _CPU = torch.device("cpu")
 
@@ -37,6 +38,7 @@ class Means:
     layout: Layout
     terms: Terms
     tally: Tally
+    batch: MiniBatch
 
 
 class Passage:
@@ -95,9 +97,10 @@ class Passage:
             return [None] * (1 + len(sent))
         pairs = zip(gradients, self._outputs, strict=True)
         full = [torch.zeros_like(out, device="cpu") if g is None else g for g, out in pairs]
-        if self._means.terms.detect_anomalies:
-            _refuse("a mixture was given gradients of outputs", self._means.layout.outputs.names, full)
-        found = self._ask_backward(sent, [self._dispatch.take_pairs(g) for g in full])
+        with self._means.batch.addition() as addition:
+            if self._means.terms.detect_anomalies:
+                _refuse("a mixture was given gradients of outputs", self._means.layout.outputs.names, full)
+            found = self._ask_backward(sent, [self._dispatch.take_pairs(g) for g in full], addition)
         return [None, *(self._gradient(i, rows) for i, rows in enumerate(found))]
 
     def _ask_forward(self) -> list[Tensor]:
@@ -126,7 +129,9 @@ class Passage:
         self.alive = shelf.alive.view(dispatch.samples, dispatch.k)
         return shelf.rows() or self._nothing()
 
-    def _ask_backward(self, sent: Sequence[Tensor], rows: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def _ask_backward(
+        self, sent: Sequence[Tensor], rows: Sequence[Tensor], addition: Addition
+    ) -> Sequence[Tensor | None]:
         means, dispatch, terms = self._means, self._dispatch, self._means.terms
         signature = means.layout.signature
         shelf = Shelf(dispatch.samples, dispatch.k, finite=terms.detect_anomalies)
@@ -135,9 +140,10 @@ class Passage:
         places: list[Tensor] = []
         inputs: list[Sequence[Tensor]] = []
         for span, left in dispatch.without(self.alive):
-            uid, key = self._uids[span.expert], uuid.uuid4().hex
+            uid = self._uids[span.expert]
             inputs.append(_part(sent, span, left))
-            requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), key, deadline))
+            mini_batch = addition.begin(uid)
+            requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), mini_batch, deadline))
             places.append(torch.arange(span.start, span.stop) if left is None else left)
         self._exchange(
             "backward",
@@ -146,6 +152,7 @@ class Passage:
             self.alive.sum(1).clamp(max=terms.backward_k_min),
             shelf,
             lambda i, answer: shelf.put(dispatch.pairs[places[i]], signature.input_gradients(answer, inputs[i])),
+            addition,
         )
         return shelf.rows() or [None] * len(sent)
 
@@ -157,13 +164,23 @@ class Passage:
         needed: Tensor,
         shelf: Shelf,
         accept: Accept,
+        addition: Addition | None = None,
     ) -> None:
         """All calls of one direction. What comes back lies on the shelf, for each sample enough or none."""
         means, terms = self._means, self._means.terms
         seconds = terms.forward_timeout if direction == "forward" else terms.backward_timeout
         patience = Patience(time.monotonic() + seconds, terms.timeout_after_k_min, terms.allow_zero_outputs)
         samples = [self._dispatch.rows[place] for place in places]
-        gathered = gather(means.calls, requests, samples, needed, patience, accept)
+
+        def heard(index: int, answer: Received) -> Tensor | None:
+            receipt = means.calls.heard(requests[index].uid, answer)
+            if addition is not None:
+                addition.added(index, receipt.incarnation)
+            return accept(index, answer)
+
+        gathered = gather(means.calls, requests, samples, needed, patience, heard)
+        if addition is not None:
+            addition.failed(gathered.faults)
         means.tally.passed(direction, len(requests), sum(map(len, places)), gathered.faults.values())
         short = gathered.counts < needed
         many = int(short.sum())

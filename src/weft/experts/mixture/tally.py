@@ -3,12 +3,12 @@
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from weft.experts.errors import reason_of
 
-Direction = Literal["forward", "backward"]
+Direction = Literal["forward", "backward", "commit"]
 
 
 @dataclass(frozen=True)
@@ -16,18 +16,22 @@ class MixtureStatistics:
     """Figures since the mixture was made.
 
     ``failed`` counts calls without a good answer, and those with bad rows, by `weft.experts.errors.reason_of`.
-    ``dropped`` are pairs (sample, expert) beyond the capacity; ``zeroed`` samples that too few experts answered for.
+    ``dropped`` are pairs (sample, expert) beyond the capacity; ``zeroed`` samples that too few experts answered for;
+    ``left_out`` experts that a commit went on without.
     ``living`` experts are in the directory's last snapshot.
     """
 
     forwards: int
     backwards: int
+    commits: int
     forward_calls: int
     backward_calls: int
+    commit_calls: int
     rows: int
     failed: dict[str, int]
     dropped: int
     zeroed: int
+    left_out: int
     living: int
 
 
@@ -46,13 +50,13 @@ class Tally:
             self._failed.update(reason_of(fault) for fault in faults)
 
     def count(self, what: str, many: int) -> None:
-        """ "dropped" or "zeroed"."""
+        """ "dropped", "zeroed" or "left_out"."""
         with self._lock:
             self._counts[what] += many
 
     def statistics(self, living: int) -> MixtureStatistics:
         """All of it."""
-        names = ("forwards", "backwards", "forward_calls", "backward_calls", "rows", "dropped", "zeroed")
+        names = {each.name for each in fields(MixtureStatistics)} - {"failed", "living"}
         with self._lock:
             counts = {name: self._counts[name] for name in names}
             return MixtureStatistics(**counts, failed=dict(self._failed), living=living)

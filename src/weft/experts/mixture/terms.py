@@ -34,3 +34,9 @@ class Terms:
             faults.append(f"timeout_after_k_min is {after}, wanted seconds, at least 0, or None")
         if faults:
             raise UsageError(listed("a mixture cannot work like this:", faults))
+
+    def steps_wanted(self, touched: int) -> int:
+        """How many of so many experts must step at a commit: all, if nobody may be missing in backward; else any."""
+        if self.allow_zero_outputs or self.backward_k_min == 0:
+            return 0
+        return touched if self.backward_k_min == self.k_best else min(1, touched)

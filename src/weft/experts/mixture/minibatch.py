@@ -1,0 +1,106 @@
+"""The mini-batch that a mixture is in the middle of: for each expert that was touched, the sum that waits for `commit`.
+
+    backward ── A: added   B: added ────┐
+    backward ── A: added   C: failed ───┼── commit: A and B step at once; C's sum lacks rows, and is never applied
+    backward ── raised ─────────────────┘── then none of it is whole: discard, and run it again
+
+Each sum has a name of its own, and lives at its expert's server. One that is given up here is dropped there after a
+while. What is torn, and what follows from it, is said at `RemoteMixtureOfExperts.commit`.
+"""
+
+import threading
+from collections.abc import Mapping
+
+from weft.experts.client.accumulation import Accumulation
+
+
+class MiniBatch:
+    """The open sums of a mixture. Thread-safe: its micro-batches may come from several threads.
+
+    A copy of the mixture begins with none.
+    """
+
+    def __init__(self, accumulates: bool) -> None:
+        self.accumulates = accumulates
+        self._lock = threading.Lock()
+        self._sums: dict[str, Accumulation] = {}
+        self._broken: BaseException | None = None
+
+    @property
+    def broken(self) -> BaseException | None:
+        """What a backward raised; then all sums lack what it would have added."""
+        return self._broken
+
+    def addition(self) -> "Addition":
+        """For the calls of one backward."""
+        return Addition(self)
+
+    def open(self, uid: str) -> Accumulation:
+        """The sum of an expert, which from now on is touched."""
+        with self._lock:
+            if uid not in self._sums:
+                self._sums[uid] = Accumulation(uid)
+            return self._sums[uid]
+
+    def touched(self) -> dict[str, Accumulation]:
+        """The sums that a commit would apply, by expert."""
+        with self._lock:
+            return dict(self._sums)
+
+    def breaks(self, error: BaseException) -> None:
+        """A backward was raised out of."""
+        with self._lock:
+            self._broken = self._broken or error
+
+    def end(self, sums: Mapping[str, Accumulation]) -> None:
+        """These were committed, or are given up."""
+        with self._lock:
+            for uid, each in sums.items():
+                if self._sums.get(uid) is each:
+                    del self._sums[uid]
+
+    def discard(self) -> None:
+        """All are given up."""
+        with self._lock:
+            self._sums, self._broken = {}, None
+
+    def __deepcopy__(self, memo: object) -> "MiniBatch":
+        return MiniBatch(self.accumulates)
+
+
+class Addition:
+    """What the calls of one backward add to the sums, as a context manager: an error out of it breaks the mini-batch.
+
+    Without accumulation it does nothing.
+    """
+
+    def __init__(self, batch: MiniBatch) -> None:
+        self._batch = batch
+        self._sums: list[Accumulation] = []
+        self._added: set[int] = set()
+
+    def begin(self, uid: str) -> str:
+        """The name for the next call; empty: the expert is to step."""
+        if not self._batch.accumulates:
+            return ""
+        self._sums.append(self._batch.open(uid))
+        return self._sums[-1].name
+
+    def added(self, index: int, incarnation: int) -> None:
+        """Call ``index`` was answered: its gradient was added at this incarnation of the server."""
+        if self._sums:
+            self._sums[index].added(self._sums[index].name, incarnation)
+            self._added.add(index)
+
+    def failed(self, faults: Mapping[int, BaseException]) -> None:
+        """What went wrong, by call. Of a call that was answered, it is the answer that was not to be used."""
+        for index, fault in faults.items():
+            if self._sums and index not in self._added:
+                self._sums[index].failed(self._sums[index].name, fault)
+
+    def __enter__(self) -> "Addition":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self._batch.accumulates:
+            self._batch.breaks(error)

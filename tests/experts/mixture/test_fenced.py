@@ -1,0 +1,117 @@
+"""Of an expert with replicas only the owner steps, and a mixture finds it, in the middle of a mini-batch as well."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experts.expert_cases import WIDTH, rows
+from tests.experts.mixture.commit_cases import UIDS, Experts
+from tests.experts.mixture.mixture_cases import WIDTH as GRID_WIDTH
+from tests.experts.mixture.mixture_cases import numbers
+from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert, make, role, until
+from weft.experts.client import NEVER, Connections, Retry
+from weft.experts.directory import LocalDirectory
+from weft.experts.errors import CommitError
+from weft.experts.mixture import RemoteMixtureOfExperts, TooFewAnswersError
+from weft.experts.server import Server
+from weft.experts.service import Receipt, read_receipt
+from weft.experts.wire import Kind, NotOwnerError
+
+UID = "fussy.0"
+
+
+def mixture_of(connections: Connections, **options: Any) -> RemoteMixtureOfExperts:
+    plain: dict[str, Any] = {"in_features": WIDTH, "grid_size": [1], "uid_prefix": "fussy", "k_best": 1}
+    plain |= {"connections": connections, "dtype": torch.float64}
+    plain |= {"forward_timeout": PATIENCE, "backward_timeout": PATIENCE}
+    return RemoteMixtureOfExperts(**{**plain, **options})
+
+
+def step(mixture: RemoteMixtureOfExperts, seed: int) -> None:
+    mixture(rows(2, seed)).square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", [Kind.BACKWARD, Kind.COMMIT])
+def test_calls_that_step_tell_the_largest_token_that_the_directory_has(kind: Kind) -> None:
+    with Experts() as experts:
+        mixture = experts.mixture(retry=NEVER)
+        y = mixture(numbers(16, GRID_WIDTH))
+        if kind is Kind.COMMIT:
+            y.sum().backward()
+        tokens = {uid: experts.directory.claim(uid, experts.leases[uid]).token for uid in UIDS}
+        with pytest.raises((TooFewAnswersError, CommitError), match="fencing token 0"):  # who has none is no owner
+            mixture.commit() if kind is Kind.COMMIT else y.sum().backward()
+        seen = {header.uid: read_receipt(header.data).token for header in experts.headers if header.kind is kind}
+        assert seen == tokens and min(tokens.values()) > 0
+
+
+def test_an_answer_under_a_stale_fence_is_not_taken() -> None:
+    directory = LocalDirectory()
+    lease = directory.declare(UID, "elsewhere:1", 60.0)
+    with Server([expert(UID)]) as stale, Connections(directory) as connections:
+        mixture = mixture_of(connections, retry=NEVER, accumulate=True)
+        connections._transports["elsewhere:1"] = connections.to(stale.address)
+        y = mixture(rows(2, 0))
+        directory.claim(UID, lease)
+        with pytest.raises(TooFewAnswersError, match="fencing token 0"):
+            y.sum().backward()
+        with pytest.raises(CommitError, match="fencing token 0"):
+            mixture.commit()
+        with pytest.raises(TooFewAnswersError, match="fencing token 0"):
+            mixture(rows(2, 0))
+
+
+def test_backwards_and_commits_go_to_the_new_owner_however_often_the_others_say_no() -> None:
+    directory = LocalDirectory()
+    with (
+        make(directory, expert(UID)) as old,
+        make(directory, expert(UID)) as new,
+        Connections(directory) as connections,
+    ):
+        mixture = mixture_of(connections, accumulate=True)
+        step(mixture, 0)
+        assert mixture.commit() == {UID: True} and backend_of(old, UID).steps == 1
+        until(lambda: backend_of(new, UID).steps == 1)
+        y = mixture(rows(2, 1))
+        die(old)
+        y.sum().backward()  # the new one says that it follows, until the lease of the old one has ended
+        assert role(new, UID) == "owner"
+        assert mixture.commit() == {UID: True} and backend_of(new, UID).steps == 2 == mixture.steps[UID]
+
+
+def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch() -> None:
+    directory = LocalDirectory()
+    first = make(directory, expert(UID))
+    first.start()
+    with make(directory, expert(UID)) as second, Connections(directory) as connections:
+        mixture = mixture_of(connections, accumulate=True)
+        step(mixture, 0)
+        first.shutdown()
+        step(mixture, 1)
+        with pytest.raises(CommitError, match="started again"):
+            mixture.commit()
+        mixture.discard()
+        step(mixture, 0)
+        assert mixture.commit() == {UID: True} and backend_of(second, UID).steps == 1
+
+
+def test_who_says_that_it_is_not_the_owner_is_not_counted_as_an_attempt() -> None:
+    with Experts() as experts:
+        mixture = experts.mixture(retry=Retry(attempts=2, first=0.001))
+        for kind in (Kind.BACKWARD, Kind.COMMIT):
+            experts.lose(kind, "ffn.1", *(NotOwnerError("follows", {"address": "ffn.1"}) for _ in range(5)))
+        mixture(numbers(16, GRID_WIDTH)).sum().backward()
+        assert mixture.commit() == dict.fromkeys(UIDS, True)
+
+
+def test_what_is_durable_is_told_by_expert() -> None:
+    with Experts() as experts:
+        mixture = experts.mixture()
+        assert mixture.steps == mixture.durable_steps == {}
+        mixture(numbers(16, GRID_WIDTH)).sum().backward()
+        assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
+        receipt = partial(Receipt, incarnation=9)
+        mixture._link.calls.progress["ffn.1"].heard(7, receipt(5))
+        assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7
