@@ -113,8 +113,35 @@ def test_open_mini_batches_are_few_and_do_not_stay_for_ever() -> None:
     assert backend.statistics().open_mini_batch_bytes == 0
     assert backend.records.step_of("backward", "ann", "k") is None
     third = add(backend, "b", 0)
+    late = add(backend, "a", 1)
     work(backend)
     assert third.result(0)
+    assert isinstance(late.exception(0), CommitError), "else a commit would apply the second half of it"
+
+
+def test_a_mini_batch_that_is_given_up_makes_room_and_takes_nothing_that_comes_late() -> None:
+    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=1))
+    add(backend, "a", 0, key="k")
+    work(backend)
+    backend.discard("a", client="ann")
+    backend.discard("a", client="bob")
+    other, late = add(backend, "b", 0), add(backend, "a", 1)
+    work(backend)
+    assert other.result(0) and isinstance(late.exception(0), CommitError)
+    committed = backend.commit("b", client="ann")
+    work(backend)
+    assert committed.result(0) and backend.steps == 1
+    assert backend.records.step_of("backward", "ann", "k") is None
+
+
+def test_a_sum_does_not_go_on_after_other_weights_were_loaded() -> None:
+    backend = fussy_backend()
+    add(backend, "m", 0)
+    work(backend)
+    backend.load_state_dict(backend.state_dict())
+    late = add(backend, "m", 1)
+    work(backend)
+    assert isinstance(late.exception(0), CommitError)
 
 
 def test_layers_that_are_frozen_in_between_are_told() -> None:

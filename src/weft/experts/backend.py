@@ -155,6 +155,13 @@ class ExpertBackend:
         self.backward_pool.flush(client, mini_batch)
         return self.commit_pool.submit_task(deadline=deadline, client=client, key=mini_batch, mini_batch=mini_batch)
 
+    def discard(self, mini_batch: str, *, client: str | None = None) -> None:
+        """Drop the sum of this client and mini-batch before the next batch. The name is not to be used again.
+
+        Waits for nothing; a name that is not known, or was committed, changes nothing.
+        """
+        self.engine.parts.sums.give_up((client, mini_batch))
+
     def apply_gradients(self) -> None:
         """One step, with the gradients in ``.grad``: clip, optimizer, schedule. May be overridden.
 

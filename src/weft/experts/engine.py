@@ -25,7 +25,7 @@ from weft.experts.records import Records
 from weft.experts.runner import Graph, Runner
 from weft.experts.schema import Columns
 from weft.experts.stepping import Kind, Stepper
-from weft.experts.sums import Sums
+from weft.experts.sums import Owner, Sums
 from weft.experts.task import Answer, Results, Task
 
 
@@ -81,7 +81,7 @@ class Engine:
             for task, found in zip(tasks, answers, strict=True):
                 if isinstance(found, GradientError):
                     self.refused["gradient"] += 1
-                    self._lose([(task.client, task.mini_batch or "")])
+                    self._refuse((task.client, task.mini_batch or ""))
             return answers
 
     def redo(self, kind: Kind, tasks: Sequence[Task], seed: int) -> None:
@@ -95,11 +95,11 @@ class Engine:
 
     def forget_old_sums(self) -> None:
         """Drop mini-batches that nobody commits."""
-        self._lose(self.parts.sums.forget_old())
+        self._lose(self.parts.sums.old())
 
     def forget_pending(self) -> None:
         """The weights were replaced: nothing that was computed for the old ones is of use."""
-        self._lose(self.parts.sums.clear())
+        self._lose(self.parts.sums.all())
         self.parts.kept.void()
 
     def _settled(self, tasks: Sequence[Task], attempt: "Callable[[Sequence[Task]], _Draft]") -> list[Answer]:
@@ -108,10 +108,16 @@ class Engine:
             self.retried += failures
             return answers
 
-    def _lose(self, owners: Sequence[tuple[str | None, str]]) -> None:
+    def _lose(self, owners: Sequence[Owner]) -> None:
+        """These sums are gone, and their authors may not know."""
         for owner in owners:
             self.parts.sums.drop(owner)
             self.parts.records.lost(*owner)
+
+    def _refuse(self, owner: Owner) -> None:
+        """A commit fails, and its author hears of it: the sum is gone, and may be built again."""
+        self.parts.sums.take(owner)
+        self.parts.records.lost(*owner)
 
     # Attempts: whatever happens in them, the expert is as before.
 
@@ -178,11 +184,11 @@ class Engine:
 
         def apply() -> None:
             self.permit()
-            self.parts.sums.drop(owner)
+            self.parts.sums.take(owner)
             try:
                 self._step(total.parameters, total.total.totals)
             except BaseException:
-                self.parts.records.lost(*owner)
+                self._refuse(owner)
                 self.parts.stepper.log("commit", tasks, 0, failed=True)
                 raise
             self.parts.records.committed(*owner, self.parts.stepper.steps)

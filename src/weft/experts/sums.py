@@ -5,10 +5,12 @@
     backward(mini_batch="m")  ──+
 
 A caller who cuts its mini-batch into micro-batches wants one step for all of them. A sum takes as much memory as
-the parameters, so there are few of them, and one that nobody adds to or commits is dropped after a while.
+the parameters, so there are few of them, and one that nobody adds to or commits is dropped after a while; its caller
+may give it up at once. A name whose sum was dropped is not begun anew: a commit would apply a part of a mini-batch.
 """
 
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +22,7 @@ from weft.experts.errors import CommitError, OverloadError
 
 Owner = tuple[str | None, str]
 """Client and name of the mini-batch."""
+_LOST = 4096  # names of dropped sums that are remembered
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Sums:
         self._options = options or SumsOptions()
         self._clock = clock
         self._open: dict[Owner, OpenSum] = {}
+        self._lost: OrderedDict[Owner, None] = OrderedDict()
+        self._given_up: deque[Owner] = deque()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -60,7 +65,12 @@ class Sums:
         return sum(t.nbytes for one in self._open.values() for t in one.total.totals if t is not None)
 
     def check(self, owner: Owner, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `OverloadError` if there would be one sum too many, `CommitError` if layers were frozen meanwhile."""
+        """Raise `OverloadError` if there would be one sum too many, `CommitError` if this one cannot be added to."""
+        if owner in self._lost:
+            raise CommitError(
+                f"mini-batch {owner[1]!r} of client {owner[0]!r} was dropped: it was given up, nothing came for too "
+                "long, or the weights were replaced. Start a new one, and run its micro-batches again"
+            )
         one = self._open.get(owner)
         if one is None and len(self._open) >= self._options.mini_batches:
             raise OverloadError(
@@ -84,20 +94,28 @@ class Sums:
             )
         return self._open[owner]
 
-    def drop(self, owner: Owner) -> None:
-        """Forget a sum."""
+    def take(self, owner: Owner) -> None:
+        """This sum is applied, or its author is told that it is not."""
         self._open.pop(owner, None)
 
-    def forget_old(self) -> list[Owner]:
-        """Drop the sums that nobody touched for too long; returns whose they were."""
-        limit = self._clock() - self._options.seconds
-        old = [owner for owner, one in self._open.items() if one.touched <= limit]
-        for owner in old:
-            self.drop(owner)
-        return old
+    def drop(self, owner: Owner) -> None:
+        """This sum is not to be applied, nor begun anew."""
+        self._open.pop(owner, None)
+        self._lost[owner] = None
+        self._lost.move_to_end(owner)
+        while len(self._lost) > _LOST:
+            self._lost.popitem(last=False)
 
-    def clear(self) -> list[Owner]:
-        """Drop all; returns whose they were."""
-        owners = list(self._open)
-        self._open.clear()
-        return owners
+    def give_up(self, owner: Owner) -> None:
+        """Its caller wants this sum no more: it counts as old. May be called without the expert's lock."""
+        self._given_up.append(owner)
+
+    def old(self) -> list[Owner]:
+        """The sums that nobody touched for too long, or that were given up. They are to be dropped."""
+        limit = self._clock() - self._options.seconds
+        given_up = [self._given_up.popleft() for _ in range(len(self._given_up))]
+        return given_up + [owner for owner, one in self._open.items() if one.touched <= limit]
+
+    def all(self) -> list[Owner]:
+        """Whose sums are open."""
+        return list(self._open)

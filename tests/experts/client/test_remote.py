@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
 from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, fussy_backend, rows, seeded
+from tests.experts.server.replica_cases import until
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
-from weft.experts import ExpertBackend, GraphBudget, TensorSpec
-from weft.experts.client import RemoteExpert, Retry, Transport
+from weft.experts import ExpertBackend, GraphBudget, SumsOptions, TensorSpec
+from weft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport
 from weft.experts.compression import Policy
 from weft.experts.errors import CommitError, GradientError
 from weft.experts.server import Server
-from weft.experts.wire import DeadlineError, ExpertFailedError, LostError, UnknownExpertError, UnreachableError
+from weft.experts.wire import DeadlineError, ExpertFailedError, Kind, LostError, UnknownExpertError, UnreachableError
 
 pytestmark = pytest.mark.timeout(30)
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -260,6 +261,28 @@ def test_discarded_gradients_are_not_applied(fake: FakeTransport) -> None:
     remote(rows(2, 0)).sum().backward()
     remote.discard()
     assert not remote.commit() and remote.describe().steps == 0
+    assert [call.header.kind for call in fake.seen].count(Kind.DISCARD) == 1
+    remote.discard()  # there is nothing to give up, and nobody is asked
+    assert [call.header.kind for call in fake.seen].count(Kind.DISCARD) == 1
+
+
+def test_a_discarded_mini_batch_makes_room_at_the_server() -> None:
+    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=1))
+    with Server([backend]) as server, GrpcTransport(server.address) as transport:
+        for _ in range(5):
+            remote = RemoteExpert("fussy", transport, accumulate=True)
+            remote(rows(2, 0)).sum().backward()
+            remote.discard()
+        until(lambda: backend.statistics().open_mini_batches == 0)
+
+
+def test_discarding_while_the_server_is_away_is_no_error() -> None:
+    backend = fussy_backend()
+    with Server([backend]) as server, GrpcTransport(server.address) as transport:
+        remote = RemoteExpert("fussy", transport, accumulate=True)
+        remote(rows(2, 0)).sum().backward()
+    remote.discard()
+    assert not remote.commit()
 
 
 def test_a_mini_batch_with_a_failed_backward_is_not_committed(fake: FakeTransport) -> None:

@@ -31,6 +31,7 @@ def test_who_fails_in_backward_is_left_out_and_takes_part_again() -> None:
         run(mixture, numbers(16, WIDTH, seed=1))
         assert mixture.commit() == {**ALL, "ffn.1": False}
         assert "ffn.1" not in experts.called(Kind.COMMIT) and "ffn.1" not in experts.steps()
+        assert experts.called(Kind.DISCARD) == ["ffn.1"], "its sum is to make room there"
         run(mixture, numbers(16, WIDTH))
         assert mixture.commit() == ALL and experts.steps() == {**dict.fromkeys(UIDS, 2), "ffn.1": 1}
         assert mixture.statistics().left_out == 1

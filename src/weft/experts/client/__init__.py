@@ -3,6 +3,7 @@
 remote.py       RemoteExpert, what users see          group.py       many at once
 journey.py      a call as one node of autograd        signature.py   what a call looks like
 asking.py       info, forward, backward, commit       accumulation.py, remembered.py   mini-batches, recomputation
+fencing.py      who asks, and under which fence       progress.py    what answers tell of the expert
 line.py         deadlines, repetition                 retry.py       the rule of repetition
 route.py        which server to ask                   connections.py one connection per server
 transport.py    the protocol of a way                 local.py       the one without a network

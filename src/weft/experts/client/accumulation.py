@@ -62,6 +62,13 @@ class Accumulation:
             if name == self._name:
                 self._renew()
 
+    def give_up(self) -> str | None:
+        """Begin the next; the name of this one, if a server may have something of it."""
+        with self._lock:
+            name = self._name if self._incarnations or self._failure is not None else None
+            self._renew()
+            return name
+
     def _torn(self) -> str | None:
         return "the server was started again in the middle of it" if len(self._incarnations) > 1 else self._failure
 

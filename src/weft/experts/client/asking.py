@@ -128,6 +128,13 @@ class Asker:
         self.accumulation.end(name)
         return True
 
+    def discard(self) -> None:
+        """Begin the next mini-batch. The server is told that this one is not wanted, and its answer not waited for."""
+        name = self.accumulation.give_up()
+        if name is not None:
+            header = Header(kind=Kind.DISCARD, call_id=0, uid=self.uid, client=self.client, mini_batch=name)
+            self.line.tell(Call(header), self.options.timeout)
+
     def _answer(self, call: Call) -> tuple[Received, Receipt]:
         """The answer of who owns the expert, and what it says of it."""
         answer = self.line.ask(call, self.options.timeout, repeatable=True, accept=self._accept)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weft.core.errors import UsageError, WeftError
@@ -68,6 +69,11 @@ class Line:
                     raise
                 last = error
             self.closed.wait(pause)
+
+    def tell(self, call: Call, timeout: float) -> None:
+        """Send it once and wait for nothing: a hint, which may be lost. Raises nothing that a server may cause."""
+        with suppress(WeftError):
+            self.route.transport(0, None).submit(call, timeout)
 
 
 def _answer(transport: Transport, call: Call, seconds: float) -> Received:

@@ -138,8 +138,9 @@ class RemoteExpert(nn.Module):
         return self._asker.commit()
 
     def discard(self) -> None:
-        """Forget the gradients since the last commit. The server drops them after a while."""
-        self._asker.accumulation.end(self._asker.accumulation.name)
+        """Forget the gradients since the last commit. The server is told, but not waited for; one that does not hear
+        of it drops them after a while."""
+        self._asker.discard()
 
     def close(self) -> None:
         """Call it no more: own connections are closed, and who waits gets an error. May be called twice."""

@@ -11,7 +11,7 @@ What steps an expert bears a fencing token, and no answer of an owner that was r
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.core.errors import UsageError
+from weft.experts.client.accumulation import Accumulation
 from weft.experts.client.connections import Connections
 from weft.experts.client.fencing import fence, fenced
 from weft.experts.client.progress import Progress
@@ -27,6 +28,8 @@ from weft.experts.client.route import DirectoryRoute
 from weft.experts.compression import Compression, Policy, Role
 from weft.experts.service import Receipt
 from weft.experts.wire import Call, DeadlineError, Header, Kind, Received
+
+_HINT = 30.0  # seconds after which a hint that had no answer is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,14 @@ class Calls:
         """One step with the sum of this mini-batch, which the server has if it is still of this incarnation."""
         data = fence(self._route(uid), incarnation)
         return Request(Call(self._header(Kind.COMMIT, uid, key=mini_batch, mini_batch=mini_batch, data=data)), deadline)
+
+    def discard(self, sums: Mapping[str, Accumulation]) -> None:
+        """Tell the servers that these are not wanted any more. No answer is waited for: it is a hint."""
+        for uid, each in sums.items():
+            name = each.give_up()
+            if name is not None:
+                header = self._header(Kind.DISCARD, uid, mini_batch=name)
+                self.begin(Request(Call(header), time.monotonic() + _HINT), 0, None)
 
     def begin(self, request: Request, attempt: int, last: BaseException | None) -> "Future[Received]":
         """Send it. What goes wrong, also at once, comes as the future's error."""

@@ -54,6 +54,7 @@ class Committer:
         if len(stepped) < wanted:
             raise _not_stepped(len(touched), faults)
         self.batch.end(touched)
+        self.calls.discard({uid: touched[uid] for uid in faults})
         self.tally.count("left_out", len(faults))
         return {uid: uid in stepped for uid in touched}
 

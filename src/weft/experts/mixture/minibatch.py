@@ -4,8 +4,8 @@
     backward ── A: added   C: failed ───┼── commit: A and B step at once; C's sum lacks rows, and is never applied
     backward ── raised ─────────────────┘── then none of it is whole: discard, and run it again
 
-Each sum has a name of its own, and lives at its expert's server. One that is given up here is dropped there after a
-while. What is torn, and what follows from it, is said at `RemoteMixtureOfExperts.commit`.
+Each sum has a name of its own, and lives at its expert's server, which is told of those that are given up. What is
+torn, and what follows from it, is said at `RemoteMixtureOfExperts.commit`.
 """
 
 import threading
@@ -59,10 +59,11 @@ class MiniBatch:
                 if self._sums.get(uid) is each:
                     del self._sums[uid]
 
-    def discard(self) -> None:
-        """All are given up."""
+    def discard(self) -> dict[str, Accumulation]:
+        """All are given up; what they were."""
         with self._lock:
-            self._sums, self._broken = {}, None
+            given_up, self._sums, self._broken = self._sums, {}, None
+            return given_up
 
     def __deepcopy__(self, memo: object) -> "MiniBatch":
         return MiniBatch(self.accumulates)

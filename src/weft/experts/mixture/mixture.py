@@ -159,8 +159,9 @@ class RemoteMixtureOfExperts(nn.Module):
         return Committer(self._link.calls, self.terms, self._link.tally, self._batch).commit()
 
     def discard(self) -> None:
-        """Forget the gradients since the last commit. The servers drop them after a while."""
-        self._batch.discard()
+        """Forget the gradients since the last commit. The servers are told, but not waited for; one that does not
+        hear of it drops them after a while."""
+        self._link.calls.discard(self._batch.discard())
 
     @property
     def steps(self) -> dict[str, int]:

@@ -41,7 +41,13 @@ from weft.experts.wire.header import Flags
 Reply = Callable[[Call], None]
 """Takes the one answer of a call; it may be called in any thread, and must not raise or wait."""
 
-_ROLES = {Kind.INFO: Role.FORWARD, Kind.FORWARD: Role.FORWARD, Kind.BACKWARD: Role.TRAIN, Kind.COMMIT: Role.TRAIN}
+_ROLES = {
+    Kind.INFO: Role.FORWARD,
+    Kind.FORWARD: Role.FORWARD,
+    Kind.BACKWARD: Role.TRAIN,
+    Kind.COMMIT: Role.TRAIN,
+    Kind.DISCARD: Role.TRAIN,
+}
 ANONYMOUS = "anonymous"
 """The client of calls that name none; they share one quota."""
 
@@ -133,6 +139,11 @@ class Desk:
             reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=served.describe())))
             return None
         served.admit(header)
+        if header.kind is Kind.DISCARD:
+            client, mini_batch = _owner(caller, header)
+            served.backend.discard(_named(mini_batch, "discard"), client=client)
+            reply(result(header, (), served.backend.steps, served.receipt()))
+            return None
         future = self._submit(call, caller, served)
         future.add_done_callback(partial(self._answer, header, served, reply))
         return future
@@ -143,10 +154,9 @@ class Desk:
         deadline = time.monotonic() + left
         client, mini_batch = _owner(caller, header)
         if header.kind is Kind.COMMIT:
-            if mini_batch is None:
-                raise UsageError("a commit names the mini-batch that it applies, and this names none")
-            self._check_incarnation(served, client, mini_batch, header.data)
-            return backend.commit(mini_batch, client=client, deadline=deadline)
+            name = _named(mini_batch, "commit")
+            self._check_incarnation(served, client, name, header.data)
+            return backend.commit(name, client=client, deadline=deadline)
         tensors = call.tensors()
         if header.kind is Kind.FORWARD:
             key = header.key if header.key and Flags.KEEP in header.flags else None
@@ -189,6 +199,12 @@ def result(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes)
 def fault(call_id: int, error: BaseException) -> Call:
     """The answer to a call that went wrong; call 0 is the stream itself."""
     return Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
+
+
+def _named(mini_batch: str | None, what: str) -> str:
+    if mini_batch is None:
+        raise UsageError(f"a {what} names the mini-batch that it is for, and this names none")
+    return mini_batch
 
 
 def _owner(caller: Caller, header: Header) -> tuple[str, str | None]:

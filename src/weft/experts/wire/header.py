@@ -50,6 +50,7 @@ class Kind(IntEnum):
     PING = 7
     GOAWAY = 8
     STATE = 9
+    DISCARD = 10
 
 
 WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
@@ -66,7 +67,8 @@ class Header(NamedTuple):  # a tuple: made for every call, and three times as fa
     """All of a call but its tensors.
 
     ``call_id`` pairs an answer with its question. ``key`` is the idempotency key of a backward or commit.
-    ``mini_batch`` names the sum that a backward's gradient is added to, and that a commit applies; empty: step now.
+    ``mini_batch`` names the sum that a backward's gradient is added to, that a commit applies and a discard drops;
+    empty: step now.
     ``deadline_ms`` is what is left of the caller's time when the frame is sent, ``None`` for no deadline. ``reply``
     is how the caller would like the answer's tensors compressed. ``step`` is, in a result, the expert's number of
     optimizer steps. ``data`` is opaque here: a fault (`fault.py`), or what an info call answers.
