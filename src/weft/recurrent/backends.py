@@ -14,24 +14,21 @@ why, once. `Recurrent.explain()` tells what was chosen for which kind, and why.
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from weft.core.errors import WeftError
 from weft.recurrent import eager
 from weft.recurrent.capture import MisfitError
-from weft.recurrent.cells import Cell
 from weft.recurrent.engine import Engine
 from weft.recurrent.memory import NAMES as MEMORY
 from weft.recurrent.memory import Memory
 from weft.recurrent.native.compiler import CompileError
 from weft.recurrent.native.lower import Unsupported
 from weft.recurrent.planned import PlannedCall, unfit, unobserved
-from weft.recurrent.rows import Rows
-from weft.recurrent.sequence import Inputs
 from weft.recurrent.verify import PlanError
 
 Name = Literal["auto", "c", "inductor", "python", "eager"]
@@ -92,41 +89,29 @@ class Plans:
         self._lock = threading.RLock()
         self._wasted = 0
 
-    def run(
-        self,
-        cell: Cell,
-        inputs: Inputs,
-        rows: Rows,
-        state: Any,
-        fresh: Any,
-        *,
-        start: int,
-        truncate: int | None,
-        by_loop: Callable[[], eager.Unrolled],
-    ) -> eager.Unrolled:
-        """As `eager.unroll`: by a plan, or `by_loop`; with a warning, once, if it is not by the plan asked for."""
+    def run(self, job: eager.Job) -> eager.Unrolled:
+        """By a plan, or by the eager loop; with a warning, once, if it is not by the plan asked for."""
         if self._backend == "eager":
-            return by_loop()
-        reason = unfit(inputs, state)
+            return job.run()
+        reason = unfit(job.inputs, job.initial)
         if reason is not None:
             with self._lock:
                 choice = Choice(f"calls where {reason}", None, "eager", "no plan can run those")
                 self._known.setdefault((reason, None), choice)
-            return by_loop()
-        arguments = (cell, inputs, rows, state, fresh, start, truncate)
+            return job.run()
         if torch.is_inference_mode_enabled():  # a plan that is made in it could not be used outside
             with torch.inference_mode(False), torch.no_grad():
-                found, warning = self._by_plan(*arguments)
+                found, warning = self._by_plan(job)
         else:
-            found, warning = self._by_plan(*arguments)
-        found = by_loop() if found is None else found
+            found, warning = self._by_plan(job)
+        found = job.run() if found is None else found
         if warning is not None:
             self._say(warning)  # now that it ran: a cell that is faulty fails in the loop, which tells more
         return found
 
-    def _by_plan(self, *arguments: Any) -> tuple[eager.Unrolled | None, str | None]:
+    def _by_plan(self, job: eager.Job) -> tuple[eager.Unrolled | None, str | None]:
         """The results, None if the eager loop must do it; and what is to be told."""
-        call = PlannedCall(*arguments)
+        call = PlannedCall(job.cell, job.inputs, job.rows, job.initial, job.fresh, job.start, job.truncate)
         choice = self._choice(call)
         return None if choice.engine is None else call.run(choice.engine, self._memory), choice.warning
 

@@ -14,6 +14,7 @@ mode, ``vmap``, autocast. It is what runs where no faster way exists, and what e
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,25 @@ from weft.recurrent.states import Border, fit, row_faults
 
 Unrolled = tuple[Any, Any, Any]
 """Outputs (T x N x ...), the last state (N x ...), and all states (rows 1 to T, T x N x ...)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One sequence to run: what `unroll` takes."""
+
+    cell: Cell
+    inputs: Inputs
+    rows: Rows
+    initial: Any
+    fresh: Any
+    start: int
+    truncate: int | None
+
+    def run(self) -> Unrolled:
+        """By the eager loop."""
+        return unroll(
+            self.cell, self.inputs, self.rows, self.initial, self.fresh, start=self.start, truncate=self.truncate
+        )
 
 
 def unroll(

@@ -4,7 +4,6 @@
 comes out is stretched to T steps. T and N may be symbols.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,35 +12,22 @@ from torch import Tensor
 from weft.core.tree import map_leaves
 from weft.recurrent import eager
 from weft.recurrent.backends import Plans
-from weft.recurrent.cells import Cell
 from weft.recurrent.rows import Rows
-from weft.recurrent.sequence import Inputs
 
 
 class Looks(Plans):
     """In place of a network's plans: it runs one step, and says what T steps would have looked like."""
 
-    def run(
-        self,
-        cell: Cell,
-        inputs: Inputs,
-        rows: Rows,
-        state: Any,
-        fresh: Any,
-        *,
-        start: int,
-        truncate: int | None,
-        by_loop: Callable[[], eager.Unrolled],
-    ) -> eager.Unrolled:
+    def run(self, job: eager.Job) -> eager.Unrolled:
         """See `Plans.run`; the values that it returns are arbitrary."""
-        if not inputs.steps:
-            return by_loop()
-        steps = inputs.steps
+        inputs, rows, steps = job.inputs, job.rows, job.inputs.steps
+        if not steps:
+            return job.run()
         one = replace(
             inputs, leaves=[leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves], steps=1
         )
         tables = _Unread(*(None if each is None else each[:1] for each in (rows.valid, rows.reset)))
-        outputs, last, states = eager.unroll(cell, one, tables, state, fresh, start=start, truncate=truncate)
+        outputs, last, states = replace(job, inputs=one, rows=tables).run()
         known: dict[int, Tensor] = {}
 
         def stretched(leaf: Any) -> Any:

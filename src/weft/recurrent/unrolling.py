@@ -94,14 +94,8 @@ def run(
         fresh = _own(cell, settings, read, rows)
         _alike(cell, begin, fresh)
     begin = fresh if state is None else begin
-    truncate = settings.truncate
-    by_loop = partial(eager.unroll, cell, read, rows, begin, fresh, start=start, truncate=truncate)
-    if settings.plans is None:
-        outputs, last, states = by_loop()
-    else:
-        outputs, last, states = settings.plans.run(
-            cell, read, rows, begin, fresh, start=start, truncate=truncate, by_loop=by_loop
-        )
+    job = eager.Job(cell, read, rows, begin, fresh, start, settings.truncate)
+    outputs, last, states = job.run() if settings.plans is None else settings.plans.run(job)
     if settings.batch_first and states is not None:
         states = map_leaves(partial(batch_first_again, rows=read.rows), states)
     if packed is not None and isinstance(lengths, Tensor):
