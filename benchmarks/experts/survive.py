@@ -1,14 +1,24 @@
 """What experts behind a server survive: hostile clients, crowds, lost replies, crashes. Each line is a promise.
 
-survive_hostile.py    broken requests, broken frames    survive_crowd.py    cancelled, idle, slow, vanished
-survive_replies.py    replies that are lost             survive_crash.py    SIGKILL, and the disk
-survive_gradients.py  NaN, infinity, huge, raising      survive_steps.py, survive_common.py    what they share
+survive_hostile.py    broken requests                 survive_crowd.py      cancelled, idle, slow, vanished
+survive_fuzz.py       bytes broken at random          survive_crash.py      SIGKILL, and the disk
+survive_replies.py    replies that are lost           survive_network.py    delays, cuts, silence
+survive_gradients.py  NaN, infinity, huge, raising    survive_directory.py  etcd away for a minute, where there is one
+survive_steps.py, survive_common.py  what they share
 """
 
 import sys
 from contextlib import ExitStack
 
-from benchmarks.experts import survive_crowd, survive_gradients, survive_hostile, survive_replies
+from benchmarks.experts import (
+    survive_crowd,
+    survive_directory,
+    survive_fuzz,
+    survive_gradients,
+    survive_hostile,
+    survive_network,
+    survive_replies,
+)
 from benchmarks.experts.survive_common import Verdict
 from benchmarks.experts.survive_crash import Killing, disk_crashes
 from benchmarks.harness import progress
@@ -23,8 +33,8 @@ def run(quick: bool) -> Table:
     found: list[Verdict] = []
     with ExitStack() as stack:
         killing = Killing(stack, sys.executable)  # it imports while the others run
-        progress("frames broken at random")
-        found.append(survive_hostile.fuzzed(times["fuzz"]))
+        progress("bytes broken at random")
+        found.append(survive_fuzz.fuzzed(times["fuzz"]))
         progress("broken requests among good ones")
         found.append(survive_hostile.among_good_ones(times["broken"]))
         progress("bad gradients")
@@ -37,6 +47,11 @@ def run(quick: bool) -> Table:
         found += survive_crowd.crowded(times["idle"], times["slow"], times["calls"])
         progress("lost replies")
         found += [survive_replies.dropped(times["drop"]), survive_replies.cut(times["cut"])]
+        progress("a bad network")
+        found += [survive_network.rough(times["rough"]), survive_network.in_a_hurry(times["hurry"])]
+        found += [survive_network.silent(times["silent"])] if times["silent"] else []
+        progress("a directory that is away")
+        found += survive_directory.away(times["away"]) if times["away"] else []
         progress("crashes of the disk")
         found.append(disk_crashes(times["disk"]))
         progress("SIGKILL")
@@ -45,7 +60,7 @@ def run(quick: bool) -> Table:
 
 
 _WHOLE = {
-    "fuzz": 100_000,
+    "fuzz": 1_000_000,
     "broken": 10_000,
     "gradients": 1000,
     "cancel": 100_000,
@@ -55,6 +70,10 @@ _WHOLE = {
     "calls": 3000,
     "drop": 10_000,
     "cut": 100,
+    "rough": 2000,
+    "hurry": 500,
+    "silent": 2,
+    "away": 60,
     "disk": 5,
     "kill": 200,
 }
@@ -69,6 +88,10 @@ _QUICK = {
     "calls": 100,
     "drop": 100,
     "cut": 2,
+    "rough": 20,
+    "hurry": 8,
+    "silent": 0,
+    "away": 0,
     "disk": 1,
     "kill": 2,
 }

@@ -4,6 +4,7 @@ The expert raises where a sample, or a gradient, begins with `TROUBLE`: a fault 
 """
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.table import Row
 from weft.experts import ExpertBackend, Guards, TensorSpec
+from weft.experts.client import GrpcTransport
 from weft.experts.service.names import STREAM
 from weft.experts.wire import Call, Header, Kind, Received, decode, encode
 
@@ -139,6 +141,45 @@ def connected(address: str) -> Generator[Any]:
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     with cast("Any", grpc).insecure_channel(address, options) as channel:
         yield channel
+
+
+@dataclass
+class Beside:
+    """What a good client was answered: so often the same bits, and so often something else or nothing."""
+
+    same: int = 0
+    other: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """It was answered, and never otherwise."""
+        return self.same > 0 == self.other
+
+    def __str__(self) -> str:
+        return f"{self.same} good answers, {self.other} lost or changed"
+
+
+@contextmanager
+def goes_on(transport: GrpcTransport) -> Generator[Beside]:
+    """A good client makes the same call again and again in a thread of its own, until the block ends."""
+    call, stop, seen = forward(rows(1)), threading.Event(), Beside()
+    (wanted,) = transport.submit(call, PATIENCE).result(PATIENCE).tensors(copy=True)
+
+    def go_on() -> None:
+        while not stop.is_set():
+            answer = transport.submit(call, PATIENCE)
+            if answer.exception(PATIENCE) is None and torch.equal(answer.result().tensors()[0], wanted):
+                seen.same += 1
+            else:
+                seen.other += 1
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
 
 
 def quantile(seconds: list[float], part: float = 0.99) -> float:

@@ -35,7 +35,7 @@ _CONNECTED = 5.0  # seconds until the first answer of a new server is waited for
 
 
 class _Newest:
-    """The transport to the server of now: a client waits up to a second before it connects again, a new one not."""
+    """The transport to the server of now: a client may wait a while before it connects again, a new one not."""
 
     def __init__(self, address: str) -> None:
         self._inner = GrpcTransport(address)

@@ -10,14 +10,11 @@ import gc
 import os
 import random
 import sys
-import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.experts.helper import Helper
 from benchmarks.experts.survive_common import (
@@ -28,6 +25,7 @@ from benchmarks.experts.survive_common import (
     awkward,
     connected,
     forward,
+    goes_on,
     message,
     quantile,
     rows,
@@ -151,20 +149,10 @@ def _latencies(transport: GrpcTransport, calls: int) -> list[float]:
 
 def vanished(times: int) -> Verdict:
     """So many clients that are gone before their answer, while another one goes on."""
-    draw, stop, good = random.Random(3), threading.Event(), [0, 0]
+    draw = random.Random(3)
     with Server([backend := awkward()]) as server, GrpcTransport(server.address) as fine:
-        call, frame = forward(rows(1)), message(*[forward(rows(0, MOST_ROWS), number=n) for n in range(1, 33)])
-        (wanted,) = fine.submit(call, PATIENCE).result(PATIENCE).tensors(copy=True)
-
-        def go_on() -> None:
-            while not stop.is_set():
-                answer = fine.submit(call, PATIENCE)
-                same = answer.exception(PATIENCE) is None and torch.equal(answer.result().tensors()[0], wanted)
-                good[same] += 1
-
-        thread = threading.Thread(target=go_on)
-        thread.start()
-        try:
+        frame = message(*[forward(rows(0, MOST_ROWS), number=n) for n in range(1, 33)])
+        with goes_on(fine) as good:
             for turn in range(times):
                 with connected(server.address) as channel:
                     stream = Raw(channel)
@@ -174,9 +162,6 @@ def vanished(times: int) -> Verdict:
                     if turn % 2:
                         channel.close()  # the connection goes; else the stream is cancelled first
                     stream.__exit__()
-        finally:
-            stop.set()
-            thread.join()
         gone = until(lambda: server.statistics().connections == 1)
         empty = until(lambda: backend.forward_pool.statistics().waiting_tasks == 0)
         left = server.statistics().connections - 1, backend.forward_pool.statistics().waiting_tasks
@@ -184,6 +169,6 @@ def vanished(times: int) -> Verdict:
         "a client that vanishes with its request under way",
         f"{times}",
         "nothing of it is left; others to the bit",
-        f"{left[0]} connections and {left[1]} tasks left; {good[1]} good answers, {good[0]} lost or changed",
-        gone and empty and good[0] == 0 and good[1] > 0,
+        f"{left[0]} connections and {left[1]} tasks left; {good}",
+        gone and empty and good.holds,
     )

@@ -21,7 +21,6 @@ from weft.experts.wire import Call, Header, Kind
 
 UID = "marks"
 RETRY = Retry(attempts=100_000, first=0.002, longest=0.05)
-_SECONDS = 30.0
 
 
 def marks(keys: int) -> ExpertBackend:
@@ -49,18 +48,23 @@ class Applied:
 
 @dataclass
 class Trainers:
-    """Threads that send one key after the other until `stop`, or until so many are done."""
+    """Threads that send one key after the other until `stop`, or until so many are done.
+
+    ``seconds``: of every call, with all its repetitions.
+    """
 
     transport: Transport
     threads: int
     most: int
+    seconds: float = 30.0
+    retry: Retry = RETRY
     heard: list[Applied] = field(default_factory=list[Applied])
     faults: list[BaseException] = field(default_factory=list[BaseException])
     _next: int = 0
 
     def __post_init__(self) -> None:
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._line = Line(FixedRoute(self.transport), RETRY)
+        self._line = Line(FixedRoute(self.transport), self.retry)
         self._running = [threading.Thread(target=self._run) for _ in range(self.threads)]
         for thread in self._running:
             thread.start()
@@ -83,14 +87,15 @@ class Trainers:
             if number >= self.most:
                 return
             try:
-                answer = self._line.ask(_step(number), _SECONDS, repeatable=True)
+                answer = self._line.ask(step_call(number), self.seconds, repeatable=True)
             except BaseException as error:
                 self.faults.append(error)
                 return
             self.heard.append(Applied(number, answer.header.step, read_receipt(answer.header.data)))
 
 
-def _step(number: int) -> Call:
+def step_call(number: int) -> Call:
+    """The backward of this key."""
     header = Header(kind=Kind.BACKWARD, call_id=0, uid=UID, client="me", key=f"key-{number}")
     return Call(header, [torch.tensor([number]), torch.ones(1, 1)])
 

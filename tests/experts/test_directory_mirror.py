@@ -159,8 +159,35 @@ def test_a_watch_that_begins_after_the_end_is_closed() -> None:
     assert begun.wait(10.0)
     threading.Timer(0.05, gate.set).start()
     mirror.close()
-    with pytest.raises(AwayError):
-        watches[-1].next(timeout=0.0)
+    end = time.monotonic() + 10.0
+    while len(watches) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(AwayError):  # closed, or about to be
+        while time.monotonic() < end:
+            watches[-1].next(timeout=0.01)
+    directory.close()
+
+
+def test_the_end_does_not_wait_for_a_directory_that_does_not_answer() -> None:
+    gate = threading.Event()
+
+    class Silent(Flaky):
+        def get(self, prefix: str = "") -> Snapshot:
+            if self.away:
+                assert gate.wait(60.0)
+            return super().get(prefix)
+
+    directory = Silent()
+    mirror = Mirror(directory, retry=0.0, patience=0.05)
+    directory.away = True
+    mirror.snapshot()
+    mirror.close()
+    trying = [each for each in threading.enumerate() if each.name == "weft-mirror"]
+    assert trying and not gate.is_set()
+    gate.set()
+    for each in trying:
+        each.join(10.0)
+        assert not each.is_alive()
     directory.close()
 
 

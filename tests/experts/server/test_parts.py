@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.directory import AwayError, Lease, LocalDirectory
+from weft.experts.directory import AwayError, Lease, LocalDirectory, Snapshot
 from weft.experts.server import Served, ServerOptions
 from weft.experts.server.loop import LoopThread
 from weft.experts.server.presence import Presence
@@ -20,6 +21,13 @@ from weft.experts.service import read_receipt
 from weft.experts.wire import Limits
 
 pytestmark = pytest.mark.timeout(20)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10.0
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def test_a_repeat_goes_on_after_a_failure_and_stops_at_once() -> None:
@@ -37,6 +45,21 @@ def test_a_repeat_goes_on_after_a_failure_and_stops_at_once() -> None:
     repeat.start()
     assert done.wait(5) and repeat.stop(5.0) and repeat.stop(5.0)
     assert repeat.failures == 1 and repeat.last_failure is None
+
+
+def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
+    entered, gate = threading.Event(), threading.Event()
+
+    def act() -> None:
+        entered.set()
+        assert gate.wait(60.0)
+
+    repeat = Repeat("test", 0.001, act)
+    repeat.start()
+    assert entered.wait(5.0)
+    assert not repeat.stop(0.01) and not repeat.stop(1000.0)
+    gate.set()
+    until(lambda: repeat.stop(1000.0))
 
 
 def test_a_repeat_that_never_started_stops() -> None:
@@ -129,6 +152,62 @@ def test_presence_survives_a_directory_that_is_away() -> None:
     assert directory.get().uids == ("a",)
     directory.away = True
     presence.withdraw()
+
+
+class Silent(LocalDirectory):
+    """A directory whose calls do not come back before ``gate`` is set, once it is ``away``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away, self.gate, self.asked = False, threading.Event(), threading.Event()
+
+    def _wait(self) -> None:
+        if self.away:
+            self.asked.set()
+            assert self.gate.wait(60.0)
+
+    def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
+        self._wait()
+        return super().declare(uids, address, ttl)
+
+    def renew(self, lease: Lease) -> None:
+        self._wait()
+        super().renew(lease)
+
+    def withdraw(self, lease: Lease) -> None:
+        self._wait()
+        super().withdraw(lease)
+
+    def get(self, prefix: str = "") -> Snapshot:
+        self._wait()
+        return super().get(prefix)
+
+
+def test_whoever_ends_does_not_wait_for_a_directory_that_is_silent() -> None:
+    directory = Silent()
+    presence = Presence(directory, lambda: ["a"], "here:1", 60.0)
+    presence.turn()
+    directory.away = True
+    presence.withdraw(patience=0.01)
+    presence.withdraw()
+    assert directory.asked.wait(5.0) and presence.listed == ()  # both came back, though nothing was answered
+    directory.gate.set()
+    until(lambda: directory.get().uids == ())
+
+
+def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
+    directory = Silent()
+    presence = Presence(directory, lambda: ["a"], "here:1", 60.0)
+    directory.away = True
+    turn = threading.Thread(target=presence.turn)
+    turn.start()
+    assert directory.asked.wait(5.0)
+    presence.withdraw(patience=0.01)
+    directory.gate.set()
+    turn.join(5.0)
+    until(lambda: directory.get().uids == () == presence.listed)
+    presence.turn()
+    assert directory.get().uids == ()
 
 
 def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Path) -> None:

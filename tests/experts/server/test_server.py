@@ -12,12 +12,14 @@ from torch import nn
 
 from tests.experts.client.test_transport import gated
 from tests.experts.expert_cases import X, fussy_backend, rows, weights
+from tests.experts.server.test_parts import Silent
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import ClosedError, CommitError
+from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.service import Receipt
 from weft.experts.wire import Call, DrainingError, Header, Kind, UnknownExpertError
@@ -168,6 +170,20 @@ def test_a_module_that_does_not_end_does_not_hold_the_end_up_for_ever() -> None:
         gate.let.set()
         transport.close()
         server._runtimes["cpu"].shutdown(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
+def test_a_directory_that_falls_silent_does_not_hold_the_end_up(replicas: ReplicaOptions | None) -> None:
+    directory = Silent()
+    options = ServerOptions(lease_seconds=0.03)
+    server = Server([fussy_backend()], directory=directory, options=options, replicas=replicas)
+    server.start()
+    try:
+        directory.away = True
+        assert directory.asked.wait(PATIENCE)  # the lease thread hangs in it
+        assert server.shutdown() and not directory.gate.is_set()
+    finally:
+        directory.gate.set()
 
 
 def test_calls_from_within_are_refused_while_it_drains() -> None:

@@ -27,6 +27,8 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.keepalive_time_ms", 10_000),  # etcd allows one every 5 s
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # of any other ping, behind which the one for keepalive waits
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: a watch may hear nothing for days, and must notice its end
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),

@@ -19,7 +19,7 @@ from weft.experts.directory.errors import AwayError, WatchLostError
 from weft.experts.directory.protocol import Directory, Event, Watch
 from weft.experts.directory.snapshot import Snapshot
 
-_JOIN = 10.0  # seconds that `close` waits for a try; a directory ends its calls sooner
+_JOIN = 0.2  # seconds that `close` waits for a try; it ends with its call of the directory, at the latest
 
 
 class Mirror:

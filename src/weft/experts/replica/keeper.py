@@ -39,7 +39,7 @@ from weft.experts.wire import Limits
 TURN = 0.05  # seconds between two looks at the directory, which are reads of memory
 _AGAIN = 0.25  # seconds before something that failed is tried again
 _ASKED = 2.0  # seconds that another replica may take to say whether it has a newer state
-_JOIN = 5.0
+_JOIN = 0.5  # seconds that `stop` waits for a turn; one that asks a directory that is away ends with that call
 
 
 class Keeper:

@@ -23,6 +23,7 @@ from weft.experts.checkpoint.errors import DamagedError
 from weft.experts.client.channel import open_channel
 from weft.experts.replica.mark import Ask, News, Told, read_told
 from weft.experts.replica.options import ReplicaOptions
+from weft.experts.replica.refusal import refusal
 from weft.experts.replica.replica import Replica
 from weft.experts.service.names import AUTHORIZATION, BEARER, STATE
 from weft.experts.wire import (
@@ -125,7 +126,7 @@ class Link:
                     elif arriving.add(answer):
                         return replica.receive(arriving.told.mark, bytes(arriving.data), taking_over=True)
         except _grpc.RpcError as error:
-            raise UnreachableError(f"{self.address} cannot be asked for a state: {error.details()}") from None
+            raise refusal(error, self.address, self._options.tls) from None
         finally:
             call.cancel()
             questions.put(None)
@@ -157,7 +158,7 @@ class Link:
                 for answer in decode(message, self._limits):
                     self._received(answer)
         except _grpc.RpcError as error:
-            failure = UnreachableError(f"{self.address} cannot be followed: {error.details()}")
+            failure = refusal(error, self.address, self._options.tls)
         except (WeftError, ValueError) as error:
             failure = error
         finally:

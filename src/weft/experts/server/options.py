@@ -34,7 +34,7 @@ class ServerOptions:
     longest_seconds: float = 600.0
     lease_seconds: float = 5.0
     checkpoint_seconds: float = 30.0
-    drain_seconds: float = 3.0
+    drain_seconds: float = 2.5
 
     def __post_init__(self) -> None:
         seen: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "limits"}

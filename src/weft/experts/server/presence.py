@@ -8,8 +8,12 @@ While the directory is away the server serves on: clients that know it need no d
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from weft.experts.directory import AwayError, Directory, Lease, LeaseLostError
+from weft.experts.directory import Directory, DirectoryError, Lease, LeaseLostError
+
+PATIENCE = 0.5
+"""Seconds that a server which ends waits for a directory; one that is there answers within milliseconds."""
 
 
 class Presence:
@@ -78,13 +82,22 @@ class Presence:
                     self._moved(before, lease)
                 self._directory.withdraw(before)
 
-    def withdraw(self) -> None:
-        """Be listed no more, for good. A directory that is away forgets by itself when the lease ends."""
-        with self._lock:
-            self._ended = True
+    def withdraw(self, patience: float = PATIENCE) -> None:
+        """Be listed no more, for good. May be called twice; the second time does not wait.
+
+        A directory that is away forgets by itself when the lease ends: it is waited for ``patience`` seconds at most,
+        and asked in a thread of its own, which ends with that call.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        thread = threading.Thread(target=self._withdraw, name="weft-withdraw", daemon=True)
+        thread.start()
+        thread.join(patience)
+
+    def _withdraw(self) -> None:
+        with self._lock:  # whatever is declared meanwhile is withdrawn as well
             lease, self._lease = self._lease, None
-            if lease is not None:
-                try:
-                    self._directory.withdraw(lease)
-                except AwayError:
-                    return
+        if lease is not None:
+            with suppress(DirectoryError):
+                self._directory.withdraw(lease)

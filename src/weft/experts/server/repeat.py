@@ -26,10 +26,14 @@ class Repeat:
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """No more turns; whether the one under way has ended within ``timeout`` seconds. May be called twice."""
+        """No more turns; whether the one under way has ended within ``timeout`` seconds.
+
+        May be called twice; the second time does not wait.
+        """
+        waited = self._stop.is_set()
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join(max(0.0, timeout))
+            self._thread.join(0.0 if waited else max(0.0, timeout))
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from weft.core.errors import UsageError, WeftError
+from weft.core.errors import UsageError
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Directory
@@ -42,6 +42,7 @@ from weft.experts.wire import Received
 
 _START = 30.0  # seconds that listening may take
 _LAST = 1.0  # seconds for answers to leave, and for threads to end, after the work is done
+_LEAST = 0.1  # of these for each thread, also if those before it took all of them
 
 
 class Server:
@@ -175,14 +176,16 @@ class Server:
             if not self._running:
                 return True
             self._desk.draining = why
-            if not self._replicas.retire():  # with replicas it is left last, when others have the last state
+            replicated = self._replicas.retire()
+            if not replicated:
                 self._leave()
             if self._loop is not None:
                 self._loop.run(self._endpoint.drain(), _LAST)
             end = time.monotonic() + self.options.drain_seconds
             finished = all([r.shutdown(timeout=max(0.0, end - time.monotonic())) for r in self._runtimes.values()])
-            self._replicas.hand_over(end, finished)
-            self._leave()
+            if replicated:  # the directory is left last, when others have the last state
+                self._replicas.hand_over(end, finished)
+                self._leave()
             return finished
 
     def shutdown(self) -> bool:
@@ -202,7 +205,7 @@ class Server:
                 self._replicas.raise_failure()
             finally:
                 self._running, self._ended = False, True
-                self._close(_LAST)
+                self._close(_LAST if finished else _LAST / 2)
             return finished
 
     def handler(self, client: str = "") -> Callable[[Received, Reply], object]:
@@ -268,30 +271,34 @@ class Server:
 
     def _leave(self) -> None:
         """Be listed no more. May be called twice."""
-        self._stop("lease")
         if self._presence is not None:
-            with suppress(WeftError):
-                self._presence.withdraw()
+            self._presence.withdraw()
+        self._stop("lease", _LEAST)  # a turn of it that goes on declares nothing any more
 
     def _repeat(self, name: str, seconds: float, act: Callable[[], object]) -> None:
         self._repeats[name] = Repeat(name, seconds, act)
         self._repeats[name].start()
 
-    def _stop(self, name: str) -> None:
+    def _stop(self, name: str, seconds: float = _LAST) -> None:
         if name in self._repeats:
-            self._repeats[name].stop(_LAST)
+            self._repeats[name].stop(seconds)
 
     def _close(self, seconds: float) -> None:
-        """End whatever runs."""
+        """End whatever runs, in about so many seconds: a module or directory that holds a thread keeps it."""
+        end = time.monotonic() + seconds
+
+        def left() -> float:
+            return max(_LEAST, end - time.monotonic())
+
         for name in self._repeats:
-            self._stop(name)
+            self._stop(name, left())
         self._reporter.began = None
         self._replicas.stop()
         if self._loop is not None:
             with suppress(TimeoutError):
-                self._loop.run(self._endpoint.stop(seconds), 2 * seconds)
-            self._loop.close(seconds)
+                self._loop.run(self._endpoint.stop(left()), left() + seconds)
+            self._loop.close(left())
         for runtime in self._runtimes.values():
-            runtime.shutdown(drain=False, timeout=seconds)
+            runtime.shutdown(drain=False, timeout=left())
         while self._owned:
             self._owned.pop()()

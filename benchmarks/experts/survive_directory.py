@@ -1,0 +1,168 @@
+"""A directory that is away for a minute, while clients call: an etcd that is stopped, or killed and started again.
+
+    clients ── calls ──> two servers ── leases ──x  etcd (away)       calls go on by the last snapshot
+                         own, follow                etcd (back)       listed again, owned again
+
+Steps of an expert with replicas wait while its owner's lease has lapsed, for another might own it by then; all other
+calls are answered as if nothing were.
+"""
+
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.experts.survive_common import WIDTH, Verdict, rows, until
+from tests.experts.etcd_cases import WHERE, Member, cluster, wait_for_port
+from weft.experts import ExpertBackend, FeedForward, TensorSpec
+from weft.experts.client import Connections, RemoteExpert
+from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.replica import ReplicaOptions
+from weft.experts.server import Server, ServerOptions
+
+SHARED = "shared"
+_AGAIN = 30.0
+"""Seconds in which all is to be as before."""
+_CALL = 30.0
+
+
+def _stopped(member: Member, seconds: float) -> None:
+    member.process.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        member.process.send_signal(signal.SIGCONT)
+
+
+def _killed(member: Member, seconds: float) -> None:
+    member.kill()
+    time.sleep(seconds)
+    member.start()
+
+
+WAYS: dict[str, Callable[[Member, float], None]] = {"stopped": _stopped, "killed and started again": _killed}
+
+
+def away(seconds: float) -> list[Verdict]:
+    """A verdict for each way; none where there is no etcd."""
+    return [] if WHERE is None else [_away(how, seconds) for how in WAYS]
+
+
+@dataclass
+class _Caller:
+    """Calls one expert in a loop. ``longest`` is the longest that one call took."""
+
+    remote: RemoteExpert
+    steps: bool
+    done: int = 0
+    longest: float = 0.0
+    faults: list[BaseException] = field(default_factory=list[BaseException])
+
+    def run(self, stop: threading.Event) -> None:
+        """Until then."""
+        x = rows(1)
+        while not stop.wait(0.02):
+            start = time.monotonic()
+            try:
+                with torch.set_grad_enabled(self.steps):
+                    y = self.remote(x)
+                    if self.steps:
+                        y.sum().backward()
+                self.done += 1
+            except BaseException as error:
+                self.faults.append(error)
+            self.longest = max(self.longest, time.monotonic() - start)
+
+
+def _away(how: str, seconds: float) -> Verdict:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (member,) = stack.enter_context(cluster(folder))
+        wait_for_port(member.endpoint)
+        servers = [_server(stack, name, member.endpoint) for name in ("a", "b")]
+        directory = stack.enter_context(EtcdDirectory(member.endpoint))
+        connections = stack.enter_context(Connections(directory))
+        remote = partial(RemoteExpert, where=connections)
+        plain = [_Caller(remote(f"plain.{name}", timeout=_CALL), True) for name in ("a", "b")]
+        plain.append(_Caller(remote(SHARED, timeout=_CALL), False))
+        waits = _Caller(remote(SHARED, timeout=seconds + 2 * _AGAIN), True)
+        callers = [*plain, waits]
+        listed = directory.get()
+        owner = listed.owner(SHARED)
+        with _calling(callers):
+            until(lambda: all(each.done > 3 for each in callers))
+            before = [each.done for each in plain]
+            WAYS[how](member, seconds)
+            went_on = all(each.done > count for each, count in zip(plain, before, strict=True))
+            start, done = time.monotonic(), [each.done for each in callers]
+            back = until(lambda: _as_before(directory, servers, listed.experts), _AGAIN)
+            back = back and until(lambda: all(e.done > c for e, c in zip(callers, done, strict=True)), _AGAIN)
+            took = time.monotonic() - start
+            time.sleep(2.0)  # what fails late is to be seen
+        faults = [error for each in callers for error in each.faults]
+        now = directory.get().owner(SHARED) if back else None
+        kept = now is not None and waits.remote.describe().steps == waits.done
+    same = owner is not None and now is not None and now.address == owner.address
+    longest = max(each.longest for each in plain)
+    return Verdict(
+        f"an etcd that is {how}",
+        f"{seconds:g} s",
+        "no failed call, no step lost; then listed and owned as before",
+        f"{sum(each.done for each in callers)} calls, {len(faults)} failed{_first(faults)}; the longest {longest:.1f} "
+        f"s, of a step with replicas {waits.longest:.1f} s; {'no' if kept else 'a'} step lost; "
+        + (f"as before after {took:.1f} s, {'the same owner' if same else 'another owner'}" * back or "not as before"),
+        back and went_on and kept and not faults,
+    )
+
+
+def _server(stack: ExitStack, name: str, endpoint: str) -> Server:
+    directory = stack.enter_context(EtcdDirectory(endpoint))
+    args = (TensorSpec((None, WIDTH), torch.float32),)
+    experts = [
+        ExpertBackend(uid, FeedForward(WIDTH, WIDTH), torch.optim.Adam, args_schema=args)
+        for uid in (f"plain.{name}", SHARED)
+    ]
+    replicas = ReplicaOptions([SHARED], follow_seconds=0.1, follow_steps=1)
+    return stack.enter_context(
+        Server(experts, directory=directory, replicas=replicas, options=ServerOptions(lease_seconds=2.0))
+    )
+
+
+@contextmanager
+def _calling(callers: list[_Caller]) -> Generator[None]:
+    stop = threading.Event()
+    threads = [threading.Thread(target=each.run, args=(stop,)) for each in callers]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _as_before(directory: EtcdDirectory, servers: list[Server], listed: object) -> bool:
+    try:
+        now = directory.get()
+    except ConnectionError:
+        return False
+    owner = now.owner(SHARED)
+    roles = {server.address: server.statistics().replicas[SHARED] for server in servers}
+    return (
+        now.experts == listed
+        and owner is not None
+        and roles[owner.address].role == "owner"
+        and (roles[owner.address].token == owner.token and roles[owner.address].lasts)
+    )
+
+
+def _first(faults: list[BaseException]) -> str:
+    return f" ({faults[0]!r} first)" if faults else ""

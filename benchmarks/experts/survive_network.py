@@ -1,0 +1,158 @@
+"""A network that delays, cuts and swallows, between trainers and a server: steps once, and calls that end in time.
+
+rough      calls have time enough: all are answered, each key one step
+in a hurry calls have half a second, and many are given up: none ends late, none steps twice
+silent     a connection that swallows everything and never ends: how soon the client has another one
+"""
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from benchmarks.experts.survive_common import Verdict, until
+from benchmarks.experts.survive_steps import UID, Applied, counted, marks, step_call
+from tests.experts.bad_network import CALM, BadNetwork, Weather
+from weft.experts import ExpertBackend
+from weft.experts.client import GrpcTransport, Retry
+from weft.experts.client.line import Line
+from weft.experts.client.route import FixedRoute
+from weft.experts.server import Server
+from weft.experts.service import read_receipt
+from weft.experts.wire import Call, DeadlineError, Header, Kind, LostError, UnreachableError
+
+ROUGH = Weather(late=0.005, cut=0.01, silent=0.005, silent_seconds=1.0, stall=0.01, stall_seconds=0.3)
+HURRY = Weather(late=0.05, cut=0.01, silent=0.01, silent_seconds=3.0, stall=0.05, stall_seconds=0.4)
+RETRY = Retry(attempts=100_000, first=0.005, longest=0.1, attempt_seconds=2.0)
+LATE = 0.1
+"""Seconds that a call may end after its deadline."""
+_THREADS = 4
+_LONG = 120.0
+_FAULTS = (DeadlineError, LostError, UnreachableError)
+
+
+@dataclass
+class _Trainers:
+    """Threads that send one key after the other, each call within so many seconds; some fail."""
+
+    line: Line
+    most: int
+    seconds: float
+    heard: list[Applied] = field(default_factory=list[Applied])
+    faults: Counter[str] = field(default_factory=Counter[str])
+    strange: list[BaseException] = field(default_factory=list[BaseException])
+    latest: float = float("-inf")
+    _next: int = 0
+
+    def run(self) -> None:
+        """Until all is done."""
+        self._lock = threading.Lock()
+        threads = [threading.Thread(target=self._train) for _ in range(_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _train(self) -> None:
+        while True:
+            with self._lock:
+                number = self._next
+                self._next += 1
+            if number >= self.most:
+                return
+            start = time.monotonic()
+            try:
+                answer = self.line.ask(step_call(number), self.seconds, repeatable=True)
+                self.heard.append(Applied(number, answer.header.step, read_receipt(answer.header.data)))
+            except _FAULTS as error:
+                self.faults[type(error).__name__] += 1
+            except BaseException as error:
+                self.strange.append(error)
+            with self._lock:
+                self.latest = max(self.latest, time.monotonic() - start - self.seconds)
+
+
+def rough(times: int) -> Verdict:
+    """So many keys, with time enough."""
+    backend, network, trainers = _trained(ROUGH, times, _LONG)
+    count, missing = _counted(backend, trainers)
+    return Verdict(
+        "a network that delays, cuts and swallows",
+        f"{times} keys",
+        "all answered, each key one step",
+        f"{len(trainers.heard)} answered, {backend.steps} steps, {count} keys twice, {missing} never; "
+        f"{network.cuts} cuts, {network.silences} silences" + _failed(trainers),
+        len(trainers.heard) == backend.steps == times and not (count or missing) and network.cuts > 0,
+    )
+
+
+def in_a_hurry(times: int) -> Verdict:
+    """So many keys, without."""
+    backend, network, trainers = _trained(HURRY, times, 0.5)
+    count, missing = _counted(backend, trainers)
+    return Verdict(
+        "calls of half a second, over one that is worse",
+        f"{times} keys",
+        f"none ends {LATE * 1e3:g} ms after its deadline, no key twice",
+        f"latest {trainers.latest * 1e3:+.0f} ms; {len(trainers.heard)} answered, {count} keys twice, {missing} never; "
+        f"{network.cuts} cuts, {network.silences} silences" + _failed(trainers),
+        trainers.latest <= LATE and not (count or missing or trainers.strange) and bool(trainers.heard),
+    )
+
+
+def _trained(weather: Weather, times: int, seconds: float) -> tuple[ExpertBackend, BadNetwork, _Trainers]:
+    backend = marks(times)
+    with (
+        Server([backend]) as server,
+        BadNetwork(server.address, weather, seed=13) as network,
+        GrpcTransport(network.address) as transport,
+    ):
+        trainers = _Trainers(Line(FixedRoute(transport), RETRY), times, seconds)
+        trainers.run()
+    return backend, network, trainers
+
+
+def _counted(backend: ExpertBackend, trainers: _Trainers) -> tuple[int, int]:
+    """Keys with more than one step, or steps without a key; and keys that were answered but have none."""
+    weight = next(iter(backend.module.parameters())).detach()
+    count = counted(weight, backend.steps)
+    return count.repeated + abs(count.unexplained), sum(bool(weight[each.number] != -1) for each in trainers.heard)
+
+
+def _failed(trainers: _Trainers) -> str:
+    told = [f"{count} {name}" for name, count in trainers.faults.items()] + [repr(each) for each in trainers.strange]
+    return f"; calls failed: {', '.join(told)}" * bool(told)
+
+
+def silent(times: int) -> Verdict:
+    """So many connections that fall silent for good under a call of 30 s, as is the default."""
+    took: list[float] = []
+    failed = 0
+    with Server([marks(8)]) as server:
+        for _ in range(times):
+            with BadNetwork(server.address) as network, GrpcTransport(network.address) as transport:
+                line, ask = Line(FixedRoute(transport), RETRY), Call(Header(kind=Kind.PING, call_id=0, uid=UID))
+                line.ask(ask, 30.0, repeatable=True)
+                network.weather = Weather(silent=1.0)
+                calming = threading.Thread(target=_calm_once_silent, args=(network,))
+                calming.start()
+                start = time.monotonic()
+                try:
+                    line.ask(ask, 30.0, repeatable=True)
+                except _FAULTS:
+                    failed += 1
+                took.append(time.monotonic() - start)
+                calming.join()
+    return Verdict(
+        "a connection that swallows all and never ends, under a call",
+        f"{times}",
+        "the call of 30 s comes through over another",
+        f"{failed} calls failed; the longest took {max(took):.1f} s",
+        not failed,
+    )
+
+
+def _calm_once_silent(network: BadNetwork) -> None:
+    """The next connection is to be a good one; the silent one stays silent."""
+    until(lambda: network.silences > 0)
+    network.weather = CALM

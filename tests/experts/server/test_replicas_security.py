@@ -1,0 +1,93 @@
+"""Servers that follow each other over mutual TLS: who shows no certificate, or a wrong one, gets no state."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.experts.expert_cases import weights
+from tests.experts.server.raw import Authority
+from tests.experts.server.replica_cases import backend_of, expert, make, role, same, step, until
+from weft.experts.client import ClientTls, Connections, RemoteExpert
+from weft.experts.directory import LocalDirectory
+from weft.experts.replica import ReplicaOptions
+from weft.experts.server import Access, Grant, Role, Server, ServerTls
+
+pytestmark = pytest.mark.timeout(60)
+ACCESS = Access([Grant("server", "*", Role.ADMIN), Grant("trainer", "*", Role.TRAIN)])
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+def secured(directory: LocalDirectory, authority: Authority, own: ClientTls | None) -> Server:
+    """A server that asks for certificates, and shows ``own`` to those that it follows."""
+    replicas = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.5, tls=own)
+    tls = ServerTls(*authority.issue("server"), authority.pem)
+    return make(directory, expert(), replicas=replicas, tls=tls, access=ACCESS, address="localhost:0")
+
+
+def certified(authority: Authority, name: str, days: tuple[int, int] = (-1, 1)) -> ClientTls:
+    return ClientTls(authority.pem, *authority.issue(name, days=days))
+
+
+@pytest.fixture
+def owner(authority: Authority) -> Iterator[tuple[Server, LocalDirectory]]:
+    """A server that owns the expert, after one step."""
+    directory = LocalDirectory()
+    with secured(directory, authority, certified(authority, "server")) as server:
+        until(lambda: role(server) == "owner")
+        with Connections(directory, tls=certified(authority, "trainer")) as connections:
+            step(RemoteExpert("fussy", connections))
+        yield server, directory
+
+
+def test_a_server_with_a_certificate_follows(owner: tuple[Server, LocalDirectory], authority: Authority) -> None:
+    first, directory = owner
+    with (
+        secured(directory, authority, certified(authority, "server")) as second,
+        Connections(directory, tls=certified(authority, "trainer")) as connections,
+    ):
+        assert (role(first), role(second)) == ("owner", "follower")
+        step(RemoteExpert("fussy", connections), 1)
+        until(lambda: backend_of(first).steps == 2 and same(first, second))
+        assert weights(backend_of(first)) == weights(backend_of(second))
+        first.shutdown()
+        step(RemoteExpert("fussy", connections), 2)
+        assert role(second) == "owner" and backend_of(second).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("who", "words"),
+    [
+        ("plain", "UnreachableError: .* spoken to without TLS"),
+        ("nobody", "UnreachableError: .* shown no certificate"),
+        ("stranger", "UnreachableError: .* check both ends' certificates"),
+        ("expired", "UnreachableError: .* check both ends' certificates"),
+        ("mistrusts", "UnreachableError: .* check both ends' certificates"),
+        ("trainer", "ForbiddenError: client 'trainer' has role TRAIN"),
+        ("intern", "ForbiddenError: .* nothing is granted to client 'intern'"),
+    ],
+)
+def test_a_server_without_the_right_one_gets_no_state_and_says_why(
+    owner: tuple[Server, LocalDirectory], authority: Authority, who: str, words: str
+) -> None:
+    first, directory = owner
+    other = Authority("other")
+    tls = {
+        "plain": None,
+        "nobody": ClientTls(authority.pem),
+        "stranger": ClientTls(authority.pem, *other.issue("server")),
+        "expired": certified(authority, "server", (-3, -1)),
+        "mistrusts": ClientTls(other.pem, *authority.issue("server")),
+        "trainer": certified(authority, "trainer"),
+        "intern": certified(authority, "intern"),
+    }[who]
+    with secured(directory, authority, tls) as second:
+        until(lambda: second.statistics().replicas["fussy"].failure)
+        told = second.statistics().replicas["fussy"]
+        assert re.match(words, told.failure)
+        assert (told.role, told.steps, told.received) == ("follower", 0, 0)
+        assert role(first) == "owner" and not first.statistics().replicas["fussy"].followers

@@ -1,0 +1,88 @@
+"""The options of both ends go together, and do what they are there for."""
+
+import threading
+
+import pytest
+
+from tests.experts.bad_network import CALM, BadNetwork, Weather
+from tests.experts.expert_cases import fussy_backend
+from weft.experts.client import GrpcTransport, Retry
+from weft.experts.client.line import Line
+from weft.experts.client.route import FixedRoute
+from weft.experts.server import Server
+from weft.experts.service.names import Options, client_options, server_options
+from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
+
+pytestmark = pytest.mark.timeout(60)
+PING = Call(Header(kind=Kind.PING, call_id=0))
+CLIENT, SERVER = dict(client_options(LIMITS)), dict(server_options(LIMITS))
+SOON = Retry(attempts=100_000, first=0.01, longest=0.05)
+
+
+def number(options: dict[str, int | str], name: str) -> int:
+    return int(options[f"grpc.{name}"])
+
+
+def test_a_client_asks_no_oftener_than_its_server_bears() -> None:
+    wanted = number(SERVER, "http2.min_recv_ping_interval_without_data_ms")
+    assert number(CLIENT, "keepalive_time_ms") >= 2 * wanted
+
+
+def test_messages_may_be_as_large_as_frames_at_both_ends() -> None:
+    limits = Limits(frame_bytes=12_345_678)
+    for options in (dict(client_options(limits)), dict(server_options(limits))):
+        assert number(options, "max_receive_message_length") >= 12_345_678
+        assert number(options, "max_send_message_length") >= 12_345_678
+
+
+def test_a_connection_that_swallows_everything_is_given_up_under_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = ("keepalive_time_ms", "keepalive_timeout_ms", "ping_timeout_ms")
+
+    def hasty(limits: Limits) -> Options:
+        return [(name, 300 if name.endswith(times) else value) for name, value in client_options(limits)]
+
+    monkeypatch.setattr("weft.experts.client.channel.client_options", hasty)
+    with (
+        Server([fussy_backend()]) as server,
+        BadNetwork(server.address) as network,
+        GrpcTransport(network.address) as transport,
+    ):
+        line = Line(FixedRoute(transport), SOON)
+        line.ask(PING, 30.0, repeatable=True)
+        network.weather = Weather(silent=1.0)
+
+        def calm() -> None:  # for the next connection; the silent one stays silent
+            while not network.silences:
+                threading.Event().wait(0.01)
+            network.weather = CALM
+
+        waiting = threading.Thread(target=calm)
+        waiting.start()
+        line.ask(PING, 30.0, repeatable=True)
+        waiting.join()
+        assert network.connections == 2 and transport.statistics().streams == 2
+
+
+def test_a_server_that_is_back_at_its_address_is_found() -> None:
+    with Server([fussy_backend()]) as first, GrpcTransport(first.address) as transport:
+        line = Line(FixedRoute(transport), SOON)
+        line.ask(PING, 30.0, repeatable=True)
+        first.shutdown()
+        answers: list[object] = []
+        waiting = threading.Thread(target=lambda: answers.append(line.ask(PING, 30.0, repeatable=True)))
+        waiting.start()
+        waiting.join(1.0)
+        assert not answers
+        with Server([fussy_backend()], address=first.address):
+            waiting.join(30.0)
+            assert len(answers) == 1
+
+
+def test_a_network_of_long_ways_is_no_reason_not_to_connect() -> None:
+    with (
+        Server([fussy_backend()]) as server,
+        BadNetwork(server.address, Weather(stall=1.0, stall_seconds=0.4)) as network,
+        GrpcTransport(network.address) as transport,
+    ):
+        Line(FixedRoute(transport), SOON).ask(PING, 30.0, repeatable=True)
+        assert network.connections == 1

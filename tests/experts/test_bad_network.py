@@ -1,0 +1,176 @@
+"""Over a network that delays, cuts and swallows, every step happens once, and no call outlives its deadline.
+
+The proxy itself is tested first, for a proxy that passes everything would let every law hold.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.experts.survive_steps import Trainers, counted, marks
+from tests.experts.bad_network import BadNetwork, Weather
+from tests.experts.expert_cases import fussy_backend
+from weft.experts.client import GrpcTransport, LocalTransport, RemoteExpert, Retry, Transport
+from weft.experts.server import Server
+from weft.experts.wire import DeadlineError
+
+pytestmark = pytest.mark.timeout(120)
+ROUGH = Weather(late=0.003, cut=0.03, silent=0.02, silent_seconds=0.3, stall=0.02, stall_seconds=0.2)
+PATIENT = Retry(attempts=100_000, first=0.005, longest=0.1, attempt_seconds=2.0)
+STEPS = 25
+LONG = 100.0
+
+
+@pytest.fixture
+def echo() -> Iterator[str]:
+    """The address of a server that sends back what it gets, one connection after the other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            while True:
+                try:
+                    one, _ = listener.accept()
+                    with one:
+                        while data := one.recv(1 << 16):
+                            one.sendall(data)
+                except ConnectionError:  # it was cut
+                    continue
+                except OSError:  # the listener was closed
+                    return
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def connect(network: BadNetwork) -> socket.socket:
+    host, port = network.address.split(":")
+    return socket.create_connection((host, int(port)), 20.0)
+
+
+def read(one: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count and (data := one.recv(count - len(found))):
+        found += data
+    return found
+
+
+def ended(one: socket.socket) -> bool:
+    """Wait for the other side to end it; whether that came before any byte."""
+    try:
+        return one.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_what_is_late_comes_whole_and_in_order(echo: str) -> None:
+    sent = torch.randint(256, (300_000,), dtype=torch.uint8).numpy().tobytes()
+    with BadNetwork(echo, Weather(late=0.002, stall=0.1, stall_seconds=0.01)) as network, connect(network) as one:
+        sender = threading.Thread(target=one.sendall, args=(sent,))
+        sender.start()
+        assert read(one, len(sent)) == sent
+        sender.join()
+
+
+def test_a_cut_connection_ends_and_the_next_one_is_made(echo: str) -> None:
+    with BadNetwork(echo, Weather(cut=1.0)) as network:
+        with connect(network) as one:
+            one.sendall(b"hello")
+            assert ended(one)
+        network.weather = Weather()
+        with connect(network) as one:
+            one.sendall(b"hello")
+            assert read(one, 5) == b"hello"
+        assert (network.connections, network.cuts) == (2, 1)
+
+
+def test_a_silent_connection_takes_all_and_gives_nothing_until_it_ends(echo: str) -> None:
+    with BadNetwork(echo, Weather(silent=1.0)) as network:
+        with connect(network) as one:
+            one.sendall(b"hello")
+            one.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                one.recv(1)
+            one.sendall(b"are you there?")  # nobody says no
+        network.weather = Weather(silent=1.0, silent_seconds=0.1)
+        with connect(network) as one:
+            one.sendall(b"hello")
+            assert ended(one)
+        assert network.silences == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_training_over_a_bad_network_is_the_training_without_it(seed: int) -> None:
+    here = fussy_backend()
+    with Server([here]) as server, LocalTransport(server.handler()) as transport:
+        wanted = train(transport, here.name)
+    there = fussy_backend()
+    with (
+        Server([there]) as server,
+        BadNetwork(server.address, ROUGH, seed) as network,
+        GrpcTransport(network.address) as transport,
+    ):
+        found = train(transport, there.name)
+        harm = network.cuts + network.silences
+    assert harm > 0
+    assert there.steps == here.steps == STEPS
+    assert all(map(torch.equal, found, wanted))
+    assert same(there.module, here.module)
+
+
+def train(transport: Transport, uid: str) -> list[torch.Tensor]:
+    """The outputs of every step, and the gradients of its input."""
+    draw, seen = torch.Generator().manual_seed(0), list[torch.Tensor]()
+    expert = RemoteExpert(uid, transport, timeout=LONG, retry=PATIENT)
+    for _ in range(STEPS):
+        x = torch.randn(3, 4, dtype=torch.float64, generator=draw, requires_grad=True)
+        y = expert(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        seen += [y.detach(), x.grad]
+    return seen
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(map(torch.equal, a.state_dict().values(), b.state_dict().values()))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_of_many_at_once_every_key_steps_once(seed: int) -> None:
+    backend = marks(120)
+    with (
+        Server([backend]) as server,
+        BadNetwork(server.address, ROUGH, seed) as network,
+        GrpcTransport(network.address) as transport,
+    ):
+        trainers = Trainers(transport, threads=3, most=120, seconds=LONG, retry=PATIENT)
+        trainers.join()
+    assert network.cuts + network.silences > 0
+    assert not trainers.faults and len(trainers.heard) == 120
+    weight = next(iter(backend.module.parameters())).detach()
+    assert backend.steps == 120 and counted(weight, backend.steps).good and bool((weight == -1).all())
+
+
+def test_on_a_connection_that_fell_silent_a_call_ends_at_its_deadline() -> None:
+    backend = fussy_backend()
+    with (
+        Server([backend]) as server,
+        BadNetwork(server.address) as network,
+        GrpcTransport(network.address) as transport,
+    ):
+        expert = RemoteExpert(backend.name, transport, timeout=1.0, retry=PATIENT)
+        with torch.no_grad():
+            expert(torch.zeros(2, 4, dtype=torch.float64))
+        network.weather = Weather(silent=1.0)
+        start = time.monotonic()
+        with pytest.raises(DeadlineError), torch.no_grad():
+            expert(torch.zeros(2, 4, dtype=torch.float64))
+        assert 0.9 < time.monotonic() - start < 20.0
+        assert network.silences >= 1
