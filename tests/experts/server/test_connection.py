@@ -55,7 +55,7 @@ def test_frames_keep_to_the_limits() -> None:
         for number in range(1, 6):
             one.answer(result(number))
         for number in range(6, 9):
-            one.answer(result(number, 20_000))  # 640 kB: two of them are more than a frame should be
+            one.answer(result(number, 2_500))  # 80 kB: two of them are more than a frame should be
         return await written(one)
 
     assert asyncio.run(run()) == [[1, 2], [3, 4], [5, 6], [7], [8]]

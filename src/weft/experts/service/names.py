@@ -24,8 +24,9 @@ BEARER = "Bearer "
 TRACEPARENT = "traceparent"
 """Metadata of a client's stream, as W3C's Trace Context has it: the trace that its calls belong to."""
 
-COALESCED = 1 << 20
-"""Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame."""
+COALESCED = 1 << 17
+"""Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame. Of
+a mixture's calls the first can then be worked on while the others still travel."""
 
 Options = list[tuple[str, int | str]]
 
