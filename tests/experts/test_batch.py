@@ -45,6 +45,16 @@ def test_what_looks_into_a_buffer_is_copied_out_and_nothing_else() -> None:
     assert fresh.untyped_storage().data_ptr() not in buffers.owners()
 
 
+def test_what_a_module_does_to_the_shape_of_its_input_does_not_reach_the_next_batch() -> None:
+    buffers = BatchBuffers(COLUMNS, torch.device("cpu"))
+    one = task(torch.arange(4.0).view(2, 2), torch.ones(2))
+    for _ in range(3):
+        x, _ = buffers.gather([one])
+        assert torch.equal(x, one.tensors[0]) and not x.requires_grad
+        x.t_()
+        x.requires_grad_()
+
+
 @pytest.mark.cuda
 def test_on_a_gpu_buffers_are_pinned_and_results_come_back_to_the_cpu() -> None:
     buffers = BatchBuffers(COLUMNS, torch.device("cuda", 0))

@@ -62,11 +62,10 @@ class BatchBuffers:
     def _view(self, place: int, shape: tuple[int, ...]) -> Tensor:
         size = math.prod(shape)
         if size > self._flat[place].numel():
-            self._flat[place] = self._room(self._specs[place].dtype, 1 << (size - 1).bit_length())
-        elif self._last[place].shape == shape:  # as large as the batch before, as it often is
-            return self._last[place]
-        self._last[place] = self._flat[place][:size].view(shape)
-        return self._last[place]
+            self._flat[place] = self._last[place] = self._room(self._specs[place].dtype, 1 << (size - 1).bit_length())
+        if self._last[place].shape != shape:  # a batch is often as large as the one before
+            self._last[place] = self._flat[place][:size].view(shape)
+        return self._last[place].detach()  # an object of its own: what a module does to its strides stays there
 
     def _room(self, dtype: torch.dtype, size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=self._pinned)
