@@ -4,6 +4,7 @@ survive_hostile.py    broken requests                 survive_crowd.py      canc
 survive_fuzz.py       bytes broken at random          survive_crash.py      SIGKILL, and the disk
 survive_replies.py    replies that are lost           survive_network.py    delays, cuts, silence
 survive_gradients.py  NaN, infinity, huge, raising    survive_directory.py  etcd away for a minute, where there is one
+survive_digits.py     the digits over a lossy network, by the trainers of survive_learners.py
 survive_steps.py, survive_common.py  what they share
 """
 
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 
 from benchmarks.experts import (
     survive_crowd,
+    survive_digits,
     survive_directory,
     survive_fuzz,
     survive_gradients,
@@ -50,6 +52,7 @@ def run(quick: bool) -> Table:
         progress("a bad network")
         found += [survive_network.rough(times["rough"]), survive_network.in_a_hurry(times["hurry"])]
         found += [survive_network.silent(times["silent"])] if times["silent"] else []
+        found += survive_digits.learned(quick)
         progress("a directory that is away")
         found += survive_directory.away(times["away"]) if times["away"] else []
         progress("crashes of the disk")

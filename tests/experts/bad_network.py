@@ -3,7 +3,8 @@
     client ──> proxy ──> server       every piece of bytes, in either direction, draws its fate:
            <──       <──              late by a while    cut, perhaps in the middle    silent from now on
 
-A silent connection is half open: what is sent on it vanishes, and neither side is told, until ``silent_seconds`` are
+Pieces are late each by itself, counted from when it came; but none overtakes another, as in any stream. A silent
+connection is half open: what is sent on it vanishes, and neither side is told, until ``silent_seconds`` are
 over. What befalls a connection depends on the seed, its number and how its bytes came in pieces.
 """
 
@@ -17,6 +18,7 @@ from typing import Any, Self, cast
 
 _PIECE = 1 << 16
 _FOR_EVER = float("inf")
+_AHEAD = 64  # pieces that one direction may have under way
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Weather:
 
     ``late``: the mean of its delay in seconds, drawn from an exponential distribution. ``cut``, ``silent``: how likely
     it is that its connection ends there, or goes silent. ``stall``: how likely it waits ``stall_seconds`` more.
+    ``least``: bytes that a piece must have to be counted, and to be what a connection ends or goes silent by. So calls
+    can be told from what HTTP/2 says to itself, and be lost as often as is wanted.
     """
 
     late: float = 0.0
@@ -33,6 +37,7 @@ class Weather:
     silent_seconds: float = _FOR_EVER
     stall: float = 0.0
     stall_seconds: float = 0.0
+    least: int = 0
 
     def delay(self, draw: Random) -> float:
         """Seconds for one piece."""
@@ -46,13 +51,14 @@ CALM = Weather()
 class BadNetwork:
     """A proxy to ``address`` (host:port). A context manager; ``weather`` may be set at any time.
 
-    ``connections``, ``cuts`` and ``silences`` count what has happened.
+    ``connections``, ``cuts`` and ``silences`` count what has happened; ``asked`` the pieces that clients sent, and
+    ``lost`` those of either direction that never arrived.
     """
 
     def __init__(self, address: str, weather: Weather = CALM, seed: int = 0) -> None:
         host, _, port = address.rpartition(":")
         self.weather = weather
-        self.connections = self.cuts = self.silences = 0
+        self.connections = self.cuts = self.silences = self.asked = self.lost = 0
         self._server, self._seed = (host, int(port)), seed
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.setblocking(False)
@@ -94,13 +100,27 @@ class BadNetwork:
             writer.transport.abort()
             return
         link = _Link(self, writer, there)
-        ways = (reader, there, Random(f"{self._seed}/{number}/to")), (back, writer, Random(f"{self._seed}/{number}"))
+        to = link.carry(reader, there, Random(f"{self._seed}/{number}/to"), asks=True)
+        ways = [
+            asyncio.create_task(to),
+            asyncio.create_task(link.carry(back, writer, Random(f"{self._seed}/{number}"))),
+        ]
         try:
-            await asyncio.gather(*(link.carry(*way) for way in ways))
-        except OSError:
-            pass  # it was cut, or ended by itself
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
             link.end()
+            for each in ways:
+                each.cancel()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes, and what was drawn for them when they came. ``due``: time of the loop."""
+
+    data: bytes
+    due: float
+    fate: float
+    where: float
 
 
 class _Link:
@@ -110,30 +130,55 @@ class _Link:
         self._network, self._ends, self._silent = network, ends, False
         self._over = asyncio.Event()
 
-    async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: Random) -> None:
-        """One direction, until its source ends."""
-        network = self._network
-        while piece := await reader.read(_PIECE):
+    async def carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: Random, *, asks: bool = False
+    ) -> None:
+        """One direction, until its source ends or the connection is cut."""
+        under_way: asyncio.Queue[_Piece | None] = asyncio.Queue(_AHEAD)
+        taking = asyncio.create_task(self._take(reader, under_way, draw, asks))
+        try:
+            with suppress(OSError):
+                await self._give(under_way, writer)
+        finally:
+            taking.cancel()
+
+    async def _take(
+        self, reader: asyncio.StreamReader, under_way: "asyncio.Queue[_Piece | None]", draw: Random, asks: bool
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        with suppress(OSError):
+            while data := await reader.read(_PIECE):
+                weather = self._network.weather
+                self._network.asked += asks and len(data) >= weather.least
+                await under_way.put(_Piece(data, clock() + weather.delay(draw), draw.random(), draw.random()))
+        await under_way.put(None)
+
+    async def _give(self, under_way: "asyncio.Queue[_Piece | None]", writer: asyncio.StreamWriter) -> None:
+        clock, network = asyncio.get_running_loop().time, self._network
+        while piece := await under_way.get():
+            await asyncio.sleep(piece.due - clock())
             weather = network.weather
-            await asyncio.sleep(weather.delay(draw))
-            fate = draw.random()
+            counts = len(piece.data) >= weather.least
             if self._silent:
-                continue
-            if fate < weather.cut:
-                network.cuts += 1
-                writer.write(piece[: draw.randrange(len(piece))])
-                raise ConnectionResetError
-            if fate < weather.cut + weather.silent:
-                network.silences += 1
-                self._silent = True
-                if weather.silent_seconds < _FOR_EVER:
-                    asyncio.get_running_loop().call_later(weather.silent_seconds, self.end)
-                continue
-            writer.write(piece)
-            await writer.drain()
+                network.lost += counts
+            elif counts and piece.fate < weather.cut:
+                network.cuts, network.lost = network.cuts + 1, network.lost + 1
+                writer.write(piece.data[: int(piece.where * len(piece.data))])
+                return
+            elif counts and piece.fate < weather.cut + weather.silent:
+                network.lost += 1
+                self._fall_silent(weather.silent_seconds)
+            else:
+                writer.write(piece.data)
+                await writer.drain()
         if self._silent:  # its other end is not told that this one went
             await self._over.wait()
-        raise ConnectionResetError
+
+    def _fall_silent(self, seconds: float) -> None:
+        self._network.silences += 1
+        self._silent = True
+        if seconds < _FOR_EVER:
+            asyncio.get_running_loop().call_later(seconds, self.end)
 
     def end(self) -> None:
         """Both sides hear of it."""

@@ -30,7 +30,7 @@ from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError,
 from weft.experts.client.retry import NEVER
 from weft.experts.compression import Policy
 from weft.experts.mixture import AnomalyError, NoExpertsError, RemoteMixtureOfExperts, TooFewAnswersError
-from weft.experts.wire import Kind, UnreachableError
+from weft.experts.wire import Header, Kind, UnreachableError
 
 GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
@@ -224,6 +224,20 @@ def test_nobody_is_waited_for_longer_than_was_said() -> None:
         with pytest.raises(TooFewAnswersError):
             loss.backward()
         assert 0.15 <= time.monotonic() - start < 0.65
+
+
+def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward() -> None:
+    def slowly(header: Header, answer: list[Tensor]) -> list[Tensor]:
+        if header.kind is Kind.INFO:
+            time.sleep(0.2)
+        return answer
+
+    with World(GRID) as world:
+        mixture = make(world, forward_timeout=20.0)
+        world.servers.faults = dict.fromkeys(world.here, slowly)
+        mixture(numbers(4, WIDTH))
+        given = [each.deadline_ms for each in world.servers.headers if each.kind is Kind.FORWARD]
+        assert given and max(given) <= 19_800
 
 
 def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer() -> None:

@@ -64,19 +64,32 @@ def test_a_certificate_says_who_a_client_is(secured: Server, authority: Authorit
     assert secured.audit.counts()["BACKWARD"] == 1 and secured.audit.last()[0].client == "reader"
 
 
-@pytest.mark.parametrize("who", ["nobody", "stranger", "expired", "early", "plain"])
-def test_wrong_certificates_are_refused_at_the_door(secured: Server, authority: Authority, who: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "words"),
+    [
+        ("nobody", "shown no certificate: if it asks for one, give key= and certificate= .tls=."),
+        ("stranger", "check both ends' certificates: that of this client.*that neither has expired"),
+        ("expired", "check both ends' certificates: that of this client.*that neither has expired"),
+        ("early", "check both ends' certificates"),
+        ("mistrusts", "check both ends' certificates.*authority= .tls=., which must have signed the other's"),
+        ("plain", "spoken to without TLS: if it wants TLS, give this client certificates .tls=."),
+    ],
+)
+def test_wrong_certificates_are_refused_at_the_door_and_the_client_hears_what_to_do(
+    secured: Server, authority: Authority, who: str, words: str
+) -> None:
     tls = {
         "nobody": ClientTls(authority.pem),
         "stranger": ClientTls(authority.pem, *Authority("other").issue("trainer")),
         "expired": certified(authority, "trainer", days=(-3, -1)),
         "early": certified(authority, "trainer", days=(1, 3)),
+        "mistrusts": ClientTls(Authority("other").pem, *authority.issue("trainer")),
         "plain": None,
     }[who]
     accepted = secured.statistics().accepted
-    with expert(secured, tls=tls) as remote, pytest.raises(UnreachableError):
+    with expert(secured, tls=tls) as remote, pytest.raises(UnreachableError, match=words):
         remote.describe()
-    with expert(secured, tls=tls) as remote, pytest.raises(UnreachableError):
+    with expert(secured, tls=tls) as remote, pytest.raises(UnreachableError, match=words):
         transport = GrpcTransport(secured.address, tls=tls)
         try:
             raise transport.submit(Call(Header(kind=Kind.PING, call_id=0)), 5.0).exception(5.0) or AssertionError()

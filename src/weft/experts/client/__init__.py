@@ -8,15 +8,17 @@ line.py         deadlines, repetition                 retry.py       the rule of
 route.py        which server to ask                   connections.py one connection per server
 transport.py    the protocol of a way                 local.py       the one without a network
 channel.py      the one over gRPC                     stream.py      its stream          pending.py   who waits
+tls.py          how a client shows itself             refusal.py     what to do when it is turned away
 """
 
 from weft.experts.client.asking import CallOptions
-from weft.experts.client.channel import ClientTls, GrpcTransport
+from weft.experts.client.channel import GrpcTransport
 from weft.experts.client.connections import Connections
 from weft.experts.client.group import commit, create_remote_experts
 from weft.experts.client.local import LocalTransport
 from weft.experts.client.remote import RemoteExpert
 from weft.experts.client.retry import NEVER, Retry
+from weft.experts.client.tls import ClientTls
 from weft.experts.client.transport import Transport, TransportStatistics
 
 __all__ = [

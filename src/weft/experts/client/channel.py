@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -19,10 +18,11 @@ import grpc
 
 from weft.core.errors import UsageError, WeftError
 from weft.experts.client.pending import Entry, Pending
-from weft.experts.client.stream import Stream
+from weft.experts.client.refusal import explained
+from weft.experts.client.stream import Explain, Stream
+from weft.experts.client.tls import ClientTls
 from weft.experts.client.transport import TransportStatistics
 from weft.experts.service.names import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
-from weft.experts.service.pem import Pem, read_pem
 from weft.experts.wire import (
     LIMITS,
     Call,
@@ -41,31 +41,6 @@ from weft.experts.wire import (
 
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
-
-
-@dataclass(frozen=True)
-class ClientTls:
-    """Certificates of a client, as PEM bytes or paths.
-
-    Args:
-        authority: who has signed the server's certificate; None: those that the system trusts.
-        key, certificate: the client's own, for mutual TLS; both or neither.
-        server_name: what the server's certificate says, where that is not the name in the address.
-    """
-
-    authority: Pem | None = field(default=None, repr=False)
-    key: Pem | None = field(default=None, repr=False)
-    certificate: Pem | None = field(default=None, repr=False)
-    server_name: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.key is None) != (self.certificate is None):
-            raise UsageError("a client certificate takes both key= and certificate=; one of them is missing")
-
-    def credentials(self) -> Any:
-        """As gRPC wants them."""
-        pems = [None if one is None else read_pem(one) for one in (self.authority, self.key, self.certificate)]
-        return _grpc.ssl_channel_credentials(*pems)
 
 
 class GrpcTransport:
@@ -96,6 +71,7 @@ class GrpcTransport:
         self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
         self._channel = open_channel(address, tls, limits)
         self._trace = trace
+        self._explain = partial(explained, tls=tls)
         self._pending = Pending(address)
         self._lock = threading.Lock()
         self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
@@ -136,7 +112,7 @@ class GrpcTransport:
         try:
             return self._channel.unary_unary(STATUS)(b"", timeout=timeout, metadata=self._metadata)
         except _grpc.RpcError as error:
-            raise _failure(error, self.address, "status") from None
+            raise _failure(error, self.address, "status", self._explain) from None
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -159,7 +135,9 @@ class GrpcTransport:
                 method = self._channel.stream_stream(STREAM)
                 trace = None if self._trace is None else self._trace()
                 metadata = self._metadata if trace is None else (*self._metadata, (TRACEPARENT, trace))
-                self._streams[:] = [Stream(partial(method, metadata=metadata), self._pending, self._limits)]
+                self._streams[:] = [
+                    Stream(partial(method, metadata=metadata), self._pending, self._limits, self._explain)
+                ]
                 self._opened += 1
             return self._streams[0]
 
@@ -173,15 +151,15 @@ class GrpcTransport:
             self._pending.settle(entry.number, error)
             return
         entry.sent = True
-        future.add_done_callback(partial(_told, self._pending, self._limits, entry.number))
+        future.add_done_callback(partial(_told, self._pending, self._limits, entry.number, self._explain))
 
 
-def _told(pending: Pending, limits: Limits, number: int, done: Any) -> None:
+def _told(pending: Pending, limits: Limits, number: int, explain: Explain, done: Any) -> None:
     try:
         (answer,) = decode(done.result(), limits)
         outcome = read_fault(answer.header.data) if answer.header.kind is Kind.ERROR else answer
     except _grpc.RpcError as error:
-        outcome = _failure(error, pending.address, "info")
+        outcome = _failure(error, pending.address, "info", explain)
     except (WeftError, ValueError) as error:
         outcome = error
     except _grpc.FutureCancelledError:
@@ -189,13 +167,13 @@ def _told(pending: Pending, limits: Limits, number: int, done: Any) -> None:
     pending.settle(number, outcome)
 
 
-def _failure(error: Any, address: str, what: str) -> WeftError:
-    code, text = error.code(), error.details()
+def _failure(error: Any, address: str, what: str, explain: Explain) -> WeftError:
+    code, text = error.code(), str(error.details())
     if code in _REFUSED:
         return ForbiddenError(f"{address} refuses this client: {text}")
     if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"{address} did not answer a call for its {what} in time")
-    return UnreachableError(f"{address} cannot be asked for its {what}: {text}")
+    return UnreachableError(f"{address} cannot be asked for its {what}: {explain(text)}")
 
 
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:

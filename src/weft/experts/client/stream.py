@@ -40,13 +40,16 @@ _grpc = cast("Any", grpc)
 _JOIN = 5.0
 Start = Callable[[Iterator[bytes]], Any]
 """Starts a call of gRPC that sends what the iterator yields."""
+Explain = Callable[[str], str]
+"""What gRPC says of a connection that was not made, with what to do."""
 
 
 class Stream:
     """Carries calls of `Pending` whose ``owner`` it is. ``draining``: the server takes no new work."""
 
-    def __init__(self, start: Start, pending: Pending, limits: Limits) -> None:
+    def __init__(self, start: Start, pending: Pending, limits: Limits, explain: Explain) -> None:
         self.draining = False
+        self._explain = explain
         self._pending = pending
         self._limits = limits
         self._queue: SimpleQueue[Entry | None] = SimpleQueue()
@@ -178,7 +181,7 @@ class Stream:
         if not self._open and code is _grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadError(f"{address} takes no more clients: {text}")
         if not (self._open and sent):
-            return UnreachableError(f"{address} cannot be reached: {text}")
+            return UnreachableError(f"{address} cannot be reached: {text if self._open else self._explain(text)}")
         why = text if self._fault is None else f"the server could not read what it was sent: {self._fault}"
         return LostError(f"the connection to {address} ended before the answer came: {why}")
 

@@ -6,7 +6,6 @@
 It is no part of the model: a copy of the mixture shares it, and pickling says what to do instead.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Never
 
@@ -49,15 +48,17 @@ class Link:
             self._known = known
         return known[1]
 
-    def layout(self, crowd: Crowd, timeout: float) -> Layout:
+    def layout(self, crowd: Crowd, deadline: float) -> Layout:
         """What the experts take and return. The first call asks some of them, and takes what comes first.
+
+        ``deadline`` is a time of `time.monotonic`.
 
         Raises ``NoExpertsError`` if there is nobody to ask, ``TooFewAnswersError`` if nobody answers in time.
         """
         if self._layout is None:
             if not len(crowd):
                 raise self.nobody()
-            self._layout = Layout(self._described(self._spread(crowd), time.monotonic() + timeout))
+            self._layout = Layout(self._described(self._spread(crowd), deadline))
         return self._layout
 
     def nobody(self) -> NoExpertsError:

@@ -9,6 +9,7 @@ contract, and the way of waiting, are those of hivemind's mixture (Ryabinin and 
 of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ class RemoteMixtureOfExperts(nn.Module):
         connections: the way to the experts, with the directory that says who lives. Stays open, and may be shared.
         k_best: experts for each sample; all that live, if those are fewer.
         k_min: experts that must answer for each sample.
-        forward_timeout, backward_timeout: seconds after which nobody is waited for any more, in each direction.
+        forward_timeout, backward_timeout: seconds after which nobody is waited for any more, in each direction. The
+            first forward also asks what the experts take, within the same time.
         timeout_after_k_min: seconds to wait for the others once every sample has its ``k_min`` (or
             ``backward_k_min``) answers; what is not there then is cancelled. None waits until the timeout.
         backward_k_min: experts that must answer in backward for each sample, of those that did in forward.
@@ -121,12 +123,13 @@ class RemoteMixtureOfExperts(nn.Module):
         Raises ``SpecError`` for arguments that the experts do not take, ``NoExpertsError``, ``TooFewAnswersError``
         and ``AnomalyError``; see `weft.experts.mixture.errors`.
         """
-        layout, flat, before, crowd = self._begin((input, *args), kwargs)
+        deadline = time.monotonic() + self.terms.forward_timeout
+        layout, flat, before, crowd = self._begin((input, *args), kwargs, deadline)
         scores = self._scores(self._readable(input))
         places, sizes = crowd.places.to(scores.device), self.grid.sizes
         chosen = choose(scores, places, sizes, self.terms.k_best) if before is None else before.chosen
         dispatch = Dispatch(chosen.cpu(), most=layout.most_rows)
-        answers, alive = self._ask(layout, flat, dispatch, Round(crowd, chosen, dispatch.sent, ()), before)
+        answers, alive = self._ask(layout, flat, dispatch, Round(crowd, chosen, dispatch.sent, ()), before, deadline)
         weights = weights_of_answered(chosen_scores(scores, places, sizes, chosen), alive)
         return layout.outputs.pack([weighted_mean(each, weights) for each in answers])
 
@@ -183,11 +186,13 @@ class RemoteMixtureOfExperts(nn.Module):
         sizes = " x ".join(map(str, self.grid.sizes))
         return f"{self.grid.prefix}*, grid {sizes}, k_best={self.terms.k_best}, k_min={self.terms.k_min}"
 
-    def _begin(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Layout, list[Tensor], Round | None, Crowd]:
+    def _begin(
+        self, args: Sequence[Any], kwargs: dict[str, Any], deadline: float
+    ) -> tuple[Layout, list[Tensor], Round | None, Crowd]:
         """The layout, the flat inputs, what is recalled if this is a recomputation, and who lives (or lived then)."""
         link = self._link
         crowd = link.crowd()
-        layout = link.layout(crowd, self.terms.forward_timeout)
+        layout = link.layout(crowd, deadline)
         flat = layout.signature.flat(args, kwargs)
         before = link.recall.take(flat) if is_recomputing() else None
         if before is None and not len(crowd) and not self.terms.allow_zero_outputs:
@@ -209,15 +214,22 @@ class RemoteMixtureOfExperts(nn.Module):
             return self.proj(x)
 
     def _ask(
-        self, layout: Layout, flat: Sequence[Tensor], dispatch: Dispatch, now: Round, before: Round | None
+        self,
+        layout: Layout,
+        flat: Sequence[Tensor],
+        dispatch: Dispatch,
+        now: Round,
+        before: Round | None,
+        deadline: float,
     ) -> tuple[list[Tensor], Tensor]:
         """The flat outputs, each samples x k x ..., zeros where nobody answered, and who did (samples x k, bool).
 
-        ``before`` is what was found in the forward of which this is the recomputation, else ``now`` is begun.
+        ``before`` is what was found in the forward of which this is the recomputation, else ``now`` is begun, and
+        ends by ``deadline``.
         """
         link = self._link
         means = Means(link.calls, layout, self.terms, link.tally, self._batch)
-        passage = Passage(means, now.crowd.uids, dispatch, flat, before)
+        passage = Passage(means, now.crowd.uids, dispatch, flat, deadline, before)
         anchor = torch.empty(0, requires_grad=True)  # the experts learn also where no input wants a gradient
         outputs = list(cross(passage, [anchor, *flat]))
         if is_checkpointing():

@@ -47,6 +47,7 @@ class Passage:
     Args:
         uids: the experts as the dispatch numbers them.
         inputs: flat, each samples x ....
+        deadline: of forward, time of `time.monotonic`; backward has one of its own when it begins.
         recalled: of the same call before, if this is its recomputation. Then forward calls nobody.
 
     Raises ``AnomalyError`` if the inputs are not finite and ``detect_anomalies`` is set.
@@ -58,9 +59,11 @@ class Passage:
         uids: Sequence[str],
         dispatch: Dispatch,
         inputs: Sequence[Tensor],
+        deadline: float,
         recalled: Round | None = None,
     ) -> None:
         self._means, self._uids, self._dispatch, self._recalled = means, uids, dispatch, recalled
+        self._deadline = deadline
         if means.terms.detect_anomalies:
             _refuse("a mixture was given inputs", means.layout.inputs.names, inputs)
         self._wanted = [x.requires_grad for x in inputs]
@@ -107,10 +110,9 @@ class Passage:
         means, dispatch, terms = self._means, self._dispatch, self._means.terms
         sent, signature = self._sent or [], means.layout.signature
         shelf = Shelf(dispatch.samples, dispatch.k, finite=terms.detect_anomalies)
-        deadline = time.monotonic() + terms.forward_timeout
         requests = [
             means.calls.forward(
-                self._uids[span.expert], _part(sent, span, None), len(signature.outputs.specs), deadline
+                self._uids[span.expert], _part(sent, span, None), len(signature.outputs.specs), self._deadline
             )
             for span in dispatch.spans
         ]
@@ -120,6 +122,7 @@ class Passage:
         needed = torch.where(most < dispatch.k, most.clamp(max=floor), floor)  # fewer for whom a capacity cut
         self._exchange(
             "forward",
+            self._deadline,
             requests,
             places,
             needed,
@@ -147,6 +150,7 @@ class Passage:
             places.append(torch.arange(span.start, span.stop) if left is None else left)
         self._exchange(
             "backward",
+            deadline,
             requests,
             places,
             self.alive.sum(1).clamp(max=terms.backward_k_min),
@@ -159,6 +163,7 @@ class Passage:
     def _exchange(
         self,
         direction: Direction,
+        deadline: float,
         requests: Sequence[Request],
         places: Sequence[Tensor],
         needed: Tensor,
@@ -168,8 +173,7 @@ class Passage:
     ) -> None:
         """All calls of one direction. What comes back lies on the shelf, for each sample enough or none."""
         means, terms = self._means, self._means.terms
-        seconds = terms.forward_timeout if direction == "forward" else terms.backward_timeout
-        patience = Patience(time.monotonic() + seconds, terms.timeout_after_k_min, terms.allow_zero_outputs)
+        patience = Patience(deadline, terms.timeout_after_k_min, terms.allow_zero_outputs)
         samples = [self._dispatch.rows[place] for place in places]
 
         def heard(index: int, answer: Received) -> Tensor | None:

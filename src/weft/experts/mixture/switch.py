@@ -7,6 +7,7 @@
 After Fedus, Zoph and Shazeer, "Switch Transformers" (2021). There one expert is chosen; here k may be.
 """
 
+import time
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
@@ -76,7 +77,8 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         Add the loss to that of the model with a factor of about 0.01. Raises what `RemoteMixtureOfExperts.forward`
         raises.
         """
-        layout, flat, before, crowd = self._begin((input, *args), kwargs)
+        deadline = time.monotonic() + self.terms.forward_timeout
+        layout, flat, before, crowd = self._begin((input, *args), kwargs, deadline)
         read = self._readable(input)
         if self.training and self.jitter_eps:
             read = jittered(read, self.jitter_eps)
@@ -87,7 +89,8 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         dispatch = Dispatch(chosen.cpu(), capacity=self._capacity(chosen, len(crowd)), most=layout.most_rows)
         if before is None:
             self._link.tally.count("dropped", chosen.numel() - len(dispatch.rows))
-        answers, alive = self._ask(layout, flat, dispatch, Round(crowd, chosen, dispatch.sent, ()), before)
+        now = Round(crowd, chosen, dispatch.sent, ())
+        answers, alive = self._ask(layout, flat, dispatch, now, before, deadline)
         weights = probabilities.gather(1, chosen) * alive
         outputs = layout.outputs.pack([weighted_mean(each, weights) for each in answers])
         return outputs, load_balancing_loss(probabilities, chosen)
