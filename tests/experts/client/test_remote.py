@@ -3,7 +3,9 @@
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -19,7 +21,16 @@ from weft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport
 from weft.experts.compression import Policy
 from weft.experts.errors import CommitError, GradientError
 from weft.experts.server import Server
-from weft.experts.wire import DeadlineError, ExpertFailedError, Kind, LostError, UnknownExpertError, UnreachableError
+from weft.experts.wire import (
+    Call,
+    DeadlineError,
+    ExpertFailedError,
+    Kind,
+    LostError,
+    Received,
+    UnknownExpertError,
+    UnreachableError,
+)
 
 pytestmark = pytest.mark.timeout(30)
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -357,6 +368,53 @@ def test_a_server_that_is_not_there_is_unreachable_within_the_timeout() -> None:
         pytest.raises((UnreachableError, DeadlineError), match=r"127\.0\.0\.1:1"),
     ):
         remote(rows(1, 0))
+
+
+class SlowToTell:
+    """Answers what an expert takes after so many seconds, never without; and notes what time each call was given."""
+
+    def __init__(self, within: Transport, seconds: float | None) -> None:
+        self.within, self.seconds = within, seconds
+        self.address, self.close, self.statistics = within.address, within.close, within.statistics
+        self.given: list[tuple[Kind, float]] = []
+
+    def submit(self, call: Call, timeout: float) -> Future[Received]:
+        self.given.append((call.header.kind, timeout))
+        if call.header.kind is Kind.INFO:
+            if self.seconds is None:
+                return Future()
+            time.sleep(self.seconds)
+        return self.within.submit(call, timeout)
+
+
+def test_the_first_call_has_one_deadline_with_the_question_before_it(fake: FakeTransport) -> None:
+    slow = SlowToTell(fake, 0.2)
+    remote = RemoteExpert("fussy", slow, timeout=10.0)
+    for _ in range(2):
+        remote(rows(2, 0))
+    kinds, seconds = zip(*slow.given, strict=True)
+    assert kinds == (Kind.INFO, Kind.FORWARD, Kind.FORWARD)
+    assert 9.0 < seconds[0] <= 10.0 and seconds[1] <= 9.8 and seconds[2] > seconds[1]
+
+
+def test_those_who_wait_for_what_an_expert_takes_do_not_wait_one_after_the_other(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", SlowToTell(fake, None), timeout=0.5)
+    faults: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            remote(rows(2, 0))
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=call) for _ in range(16)]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(faults) == 16 and all(isinstance(fault, DeadlineError) for fault in faults)
+    assert time.monotonic() - start < 16 * 0.5
 
 
 def test_an_exception_of_the_module_names_its_type(fake: FakeTransport) -> None:

@@ -5,6 +5,7 @@ forward    repeatable        backward   with its key       commit   with the nam
 """
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from weft.experts.client.signature import Signature
 from weft.experts.compression import Policy
 from weft.experts.errors import CommitError
 from weft.experts.service import Description, Receipt, read_description, read_receipt
-from weft.experts.wire import Call, Flags, Header, Kind, Received
+from weft.experts.wire import Call, DeadlineError, Flags, Header, Kind, Received
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,28 @@ class Asker:
 
     def describe(self) -> Description:
         """What the server says of the expert now."""
-        call = Call(Header(kind=Kind.INFO, call_id=0, uid=self.uid, client=self.client))
-        found = read_description(self.line.ask(call, self.options.timeout, repeatable=True).header.data)
-        self.progress.heard(found.steps, Receipt(found.durable, found.incarnation))
-        return found
+        return self._described(self.options.timeout)
 
-    def signature(self) -> Signature:
-        """What a call looks like; asked once."""
+    def deadline(self) -> float:
+        """Of a call that begins now, as a time of `time.monotonic`."""
+        return time.monotonic() + self.options.timeout
+
+    def signature(self, deadline: float) -> Signature:
+        """What a call looks like; asked once. Raises ``DeadlineError`` if that is not known by ``deadline``."""
         found = self._signature
-        if found is None:
-            with self._lock:
-                found = self._signature = self._signature or Signature(self.describe())
+        if found is not None:
+            return found
+        if not self._lock.acquire(timeout=self._left(deadline)):
+            raise self._late()
+        try:
+            found = self._signature = self._signature or Signature(self._described(self._left(deadline)))
+        finally:
+            self._lock.release()
         return found
 
-    def forward(self, inputs: Sequence[Tensor], key: str | None) -> list[Tensor]:
+    def forward(self, inputs: Sequence[Tensor], key: str | None, deadline: float) -> list[Tensor]:
         """The flat outputs. With a key the server may keep the graph for the backward of that key."""
-        policy, signature = self.options.compression, self.signature()
+        policy, signature = self.options.compression, self.signature(deadline)
         header = Header(
             kind=Kind.FORWARD,
             call_id=0,
@@ -83,11 +90,11 @@ class Asker:
             reply=policy.choose("outputs", 1)[0],
         )
         call = Call(header, inputs, policy.choose("inputs", len(inputs)))
-        return signature.results(self._answer(call)[0], inputs[0].device)
+        return signature.results(self._answer(call, self._left(deadline))[0], inputs[0].device)
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str) -> list[Tensor]:
         """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch."""
-        policy, signature = self.options.compression, self.signature()
+        policy, signature = self.options.compression, self.signature(self.deadline())
         mini_batch = self.accumulation.name if self.options.accumulate else ""
         header = Header(
             kind=Kind.BACKWARD,
@@ -135,9 +142,28 @@ class Asker:
             header = Header(kind=Kind.DISCARD, call_id=0, uid=self.uid, client=self.client, mini_batch=name)
             self.line.tell(Call(header), self.options.timeout)
 
-    def _answer(self, call: Call) -> tuple[Received, Receipt]:
+    def _described(self, seconds: float) -> Description:
+        call = Call(Header(kind=Kind.INFO, call_id=0, uid=self.uid, client=self.client))
+        found = read_description(self.line.ask(call, seconds, repeatable=True).header.data)
+        self.progress.heard(found.steps, Receipt(found.durable, found.incarnation))
+        return found
+
+    def _left(self, deadline: float) -> float:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise self._late()
+        return left
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(
+            f"a call of expert {self.uid!r} was not sent: what the expert takes is asked first, and that took all of the "
+            f"{self.options.timeout:g} s"
+        )
+
+    def _answer(self, call: Call, seconds: float | None = None) -> tuple[Received, Receipt]:
         """The answer of who owns the expert, and what it says of it."""
-        answer = self.line.ask(call, self.options.timeout, repeatable=True, accept=self._accept)
+        seconds = self.options.timeout if seconds is None else seconds
+        answer = self.line.ask(call, seconds, repeatable=True, accept=self._accept)
         receipt = read_receipt(answer.header.data)
         self.progress.heard(answer.header.step, receipt)
         return answer, receipt

@@ -9,6 +9,7 @@ For PyTorch it is an ordinary layer. The idea of one autograd function that join
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from weft.experts.client.line import Line
 from weft.experts.client.remembered import Remembered
 from weft.experts.client.retry import Retry
 from weft.experts.client.route import DirectoryRoute, FixedRoute
+from weft.experts.client.signature import Signature
 from weft.experts.client.transport import Transport
 from weft.experts.compression import Policy
 from weft.experts.service import Description
@@ -96,14 +98,16 @@ class RemoteExpert(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expert's outputs; see the class."""
-        signature = self._asker.signature()
+        deadline = self._asker.deadline()
+        signature = self._asker.signature(deadline)
         inputs = signature.flat(args, kwargs)
+        ask = partial(self._asker.forward, deadline=deadline)
         if is_recomputing() or is_checkpointing():
-            outputs = self._replayed(inputs)
+            outputs = self._replayed(signature, inputs, ask)
         elif torch.is_grad_enabled():
-            outputs = self._crossed(inputs, None)
+            outputs = self._crossed(signature, inputs, ask)
         else:
-            outputs = self._asker.forward(inputs, None)
+            outputs = ask(inputs, None)
         return signature.nested(outputs)
 
     def describe(self) -> Description:
@@ -199,9 +203,8 @@ class RemoteExpert(nn.Module):
         # Not this module's end but its asker's: a graph that is still to be walked back holds it too.
         self._finalizer = weakref.finalize(self._asker, _close, line, own)
 
-    def _crossed(self, inputs: list[Tensor], known: list[Tensor] | None) -> list[Tensor]:
-        """The outputs, as one node of autograd. ``known``: they were asked for before."""
-        signature, asker = self._asker.signature(), self._asker
+    def _crossed(self, signature: Signature, inputs: list[Tensor], ask: Forward, *, keep: bool = True) -> list[Tensor]:
+        """The outputs, as one node of autograd. ``keep``: the server may keep the graph, if that was wished."""
         wants = any(tensor.requires_grad for tensor in inputs)
         if not self.anchor.requires_grad and wants and signature.trained:
             raise UsageError(
@@ -209,20 +212,19 @@ class RemoteExpert(nn.Module):
                 "would step in the backward that its inputs want; call it under no_grad, or unfreeze it"
             )
         if not wants and not (signature.trained and self.anchor.requires_grad):
-            return asker.forward(inputs, None) if known is None else known
-        forward = asker.forward if known is None else _giving(known)
-        keep = self._options.keep_graph and known is None
-        journey = RemoteJourney(signature, inputs, self.anchor, forward, asker.backward, keep)
+            return ask(inputs, None)
+        keeps = self._options.keep_graph and keep
+        journey = RemoteJourney(signature, inputs, self.anchor, ask, self._asker.backward, keeps)
         return list(cross(journey, [*inputs, self.anchor]))
 
-    def _replayed(self, inputs: list[Tensor]) -> list[Tensor]:
+    def _replayed(self, signature: Signature, inputs: list[Tensor], ask: Forward) -> list[Tensor]:
         """In a stage that is run twice: the first time ask, the second time remember."""
         if is_recomputing():
             known = self._remembered.take(inputs)
-            return (
-                self._crossed(inputs, known) if torch.is_grad_enabled() else known or self._asker.forward(inputs, None)
-            )
-        outputs = self._asker.forward(inputs, None)
+            again = ask if known is None else _giving(known)
+            crossing = torch.is_grad_enabled()
+            return self._crossed(signature, inputs, again, keep=known is None) if crossing else again(inputs, None)
+        outputs = ask(inputs, None)
         self._remembered.put(inputs, outputs)
         return outputs
 
