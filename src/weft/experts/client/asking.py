@@ -156,8 +156,8 @@ class Asker:
 
     def _late(self) -> DeadlineError:
         return DeadlineError(
-            f"a call of expert {self.uid!r} was not sent: what the expert takes is asked first, and that took all of the "
-            f"{self.options.timeout:g} s"
+            f"a call of expert {self.uid!r} was not sent: what the expert takes is asked first, and that took all of "
+            f"its {self.options.timeout:g} s"
         )
 
     def _answer(self, call: Call, seconds: float | None = None) -> tuple[Received, Receipt]:
