@@ -44,3 +44,17 @@ class Repeat:
             except Exception as error:
                 self.failures += 1
                 self.last_failure = error
+
+
+class Repeats(dict[str, Repeat]):
+    """What one server repeats, by name."""
+
+    def begin(self, name: str, seconds: float, act: Callable[[], object]) -> None:
+        """One more, and start it."""
+        self[name] = Repeat(name, seconds, act)
+        self[name].start()
+
+    def stop(self, name: str, timeout: float) -> None:
+        """See `Repeat.stop`; one that is not there is none."""
+        if name in self:
+            self[name].stop(timeout)

@@ -33,7 +33,7 @@ from weft.experts.server.observed import make_desk
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.panel_thread import PanelThread
 from weft.experts.server.presence import Presence
-from weft.experts.server.repeat import Repeat
+from weft.experts.server.repeat import Repeats
 from weft.experts.server.replicas import Replicas
 from weft.experts.server.served import save_all
 from weft.experts.server.statistics import Reporter, ServerStatistics
@@ -96,7 +96,7 @@ class Server:
         self._runtimes: dict[str, Runtime] = {}
         self._presence: Presence | None = None
         self._neighbours: Neighbours | None = None
-        self._repeats: dict[str, Repeat] = {}
+        self._repeats = Repeats()
         self._reporter = Reporter(self._desk, self._endpoint, self._runtimes, self._repeats)
         self._reporter.replicas = self._replicas.statistics
         self._panel = None if panel is None else PanelThread(panel, self.status)
@@ -198,7 +198,7 @@ class Server:
                 self._ended = True
                 return True
             finished = self.drain()
-            self._stop("checkpoints")
+            self._repeats.stop("checkpoints", _LAST)
             try:
                 if finished and self._store is not None:
                     self.checkpoint()
@@ -241,7 +241,7 @@ class Server:
         self.port = self._loop.run(self._endpoint.start(self._wanted, self._tls), _START)
         self._reporter.began, self._running = time.monotonic(), True
         if self._store is not None:
-            self._repeat("checkpoints", self.options.checkpoint_seconds, self.checkpoint)
+            self._repeats.begin("checkpoints", self.options.checkpoint_seconds, self.checkpoint)
         if self._directory is not None:
             ttl = self.options.lease_seconds
             here = self._advertise or self.address
@@ -250,7 +250,7 @@ class Server:
             self.own(self._neighbours.close)
             self._reporter.presence, self._reporter.neighbours = self._presence, self._neighbours
             self._announce()
-            self._repeat("lease", ttl / 3, self._neighbours.turn)
+            self._repeats.begin("lease", ttl / 3, self._neighbours.turn)
             self._replicas.start(self._presence)
         if self._panel is not None:
             self.own(partial(self._panel.stop, _LAST))
@@ -273,15 +273,7 @@ class Server:
         """Be listed no more. May be called twice."""
         if self._presence is not None:
             self._presence.withdraw()
-        self._stop("lease", _LEAST)  # a turn of it that goes on declares nothing any more
-
-    def _repeat(self, name: str, seconds: float, act: Callable[[], object]) -> None:
-        self._repeats[name] = Repeat(name, seconds, act)
-        self._repeats[name].start()
-
-    def _stop(self, name: str, seconds: float = _LAST) -> None:
-        if name in self._repeats:
-            self._repeats[name].stop(seconds)
+        self._repeats.stop("lease", _LEAST)  # a turn of it that goes on declares nothing any more
 
     def _close(self, seconds: float) -> None:
         """End whatever runs, in about so many seconds: a module or directory that holds a thread keeps it."""
@@ -291,7 +283,7 @@ class Server:
             return max(_LEAST, end - time.monotonic())
 
         for name in self._repeats:
-            self._stop(name, left())
+            self._repeats.stop(name, left())
         self._reporter.began = None
         self._replicas.stop()
         if self._loop is not None:
