@@ -115,7 +115,7 @@ def same(one: Server, other: Server, uid: str = "fussy") -> bool:
 def die(server: Server) -> None:
     """As SIGKILL: it renews no more, answers no more, and tells nobody."""
     server._replicas.stop()
-    server._stop("lease")
+    server._repeats.stop("lease", 1.0)
     server._running, server._ended = False, True
     server._owned[:] = [close for close in server._owned if "Neighbours" in repr(close)]
     server._close(1.0)
