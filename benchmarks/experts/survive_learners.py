@@ -250,11 +250,8 @@ class _Learning:
         x, seconds = torch.zeros(_BESIDE, WIDTH), self.setting.timeout
         places = [place for each in SERVERS for place in each]
         experts = [RemoteExpert(f"fold{fold}.{row}.{column}", connections, timeout=seconds) for row, column in places]
-        known: set[RemoteExpert] = set()
         for expert in cycle(experts):
             if self._over.is_set():
                 return
-            allowed = seconds if expert in known else 2 * seconds  # what it takes is asked first, in a call of its own
             with torch.no_grad(), suppress(*_FAULTS):
-                self.found.calls.timed("expert", allowed, partial(expert, x))
-                known.add(expert)
+                self.found.calls.timed("expert", seconds, partial(expert, x))

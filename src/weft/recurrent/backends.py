@@ -111,7 +111,7 @@ class Plans:
 
     def _by_plan(self, job: eager.Job) -> tuple[eager.Unrolled | None, str | None]:
         """The results, None if the eager loop must do it; and what is to be told."""
-        call = PlannedCall(job.cell, job.inputs, job.rows, job.initial, job.fresh, job.start, job.truncate)
+        call = PlannedCall(job)
         choice = self._choice(call)
         return None if choice.engine is None else call.run(choice.engine, self._memory), choice.warning
 

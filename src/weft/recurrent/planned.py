@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from weft.core.tree import flatten, unflatten
 from weft.recurrent import eager
 from weft.recurrent.capture import CaptureError, capture
-from weft.recurrent.cells import Cell
 from weft.recurrent.conditions import conditions_of, held_inputs, more_inputs, nested
 from weft.recurrent.derived import run_derived
 from weft.recurrent.double_backward import Again
@@ -68,13 +67,12 @@ def unobserved() -> Generator[None]:
 class PlannedCall:
     """One call of a network, seen by plans."""
 
-    def __init__(
-        self, cell: Cell, inputs: Inputs, rows: Rows, state: Any, fresh: Any, start: int, truncate: int | None
-    ) -> None:
+    def __init__(self, job: eager.Job) -> None:
+        cell, inputs, rows, state = job.cell, job.inputs, job.rows, job.initial
         self.cell, self._inputs, self._rows = cell, inputs, rows
-        self._start, self._truncate = start, truncate
-        self._on = conditions_of(cell, rows, truncate)
-        again = (state if fresh is None else fresh) if self._on.reset else ()
+        self._start, self._truncate = job.start, job.truncate
+        self._on = conditions_of(cell, rows, job.truncate)
+        again = (state if job.fresh is None else job.fresh) if self._on.reset else ()
         references = cell.references if isinstance(cell, Linked) and cell.references is not None else ()
         held = [] if rows.valid is None or not self._on.valid else held_inputs(inputs, rows.valid)
         self._states, self._structure = flatten((state, again, references, held))
@@ -196,16 +194,14 @@ class PlannedCall:
         # Cut from the caller's graph, which its own backward will want whole.
         state, fresh, *_ = unflatten(self._structure, [each.detach() for each in self._states])
         again = fresh if self._on.reset else None
-        call = PlannedCall(self.cell, part, rows, state, again, self._start, self._truncate)
+        job = eager.Job(self.cell, part, rows, state, again, self._start, self._truncate)
+        call = PlannedCall(job)
 
         def by_plan() -> eager.Unrolled:
             return call.run(engine, "full")
 
-        def by_loop() -> eager.Unrolled:
-            return eager.unroll(self.cell, part, rows, state, again, start=self._start, truncate=self._truncate)
-
         with torch.random.fork_rng(self._devices()), put_back(self._owned):
-            ours, loop = (min(_seconds(each, self._owned.parameters) for _ in range(2)) for each in (by_plan, by_loop))
+            ours, loop = (min(_seconds(each, self._owned.parameters) for _ in range(2)) for each in (by_plan, job.run))
         return ours, loop
 
     @property

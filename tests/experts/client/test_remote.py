@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
 from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, fussy_backend, rows, seeded
-from tests.experts.server.replica_cases import until
+from tests.experts.waiting import until
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
 from weft.experts import ExpertBackend, GraphBudget, SumsOptions, TensorSpec
 from weft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport

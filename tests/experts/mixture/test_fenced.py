@@ -10,7 +10,8 @@ from tests.experts.expert_cases import WIDTH, rows
 from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.mixture.mixture_cases import WIDTH as GRID_WIDTH
 from tests.experts.mixture.mixture_cases import numbers
-from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert, make, role, until
+from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert, make, role
+from tests.experts.waiting import until
 from weft.experts.client import NEVER, Connections, Retry
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError

@@ -1,8 +1,7 @@
 """Servers with the same experts, a client that calls in a loop, and a directory that can be away."""
 
 import threading
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +16,6 @@ from weft.experts.server import Server, ServerOptions
 PATIENCE = 15.0
 LEASE = 1.0
 CLOSELY = ReplicaOptions(follow_seconds=0.05, follow_steps=1)
-
-
-def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class Away(LocalDirectory):

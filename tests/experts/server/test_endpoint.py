@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.experts.client.test_transport import gated
 from tests.experts.expert_cases import TROUBLE, WIDTH, fussy_backend, rows, weights
 from tests.experts.server.raw import PATIENCE, Raw, raw
+from tests.experts.waiting import until
 from tests.experts.wire_cases import frames
 from weft.core.errors import SpecError
 from weft.experts.client import GrpcTransport
@@ -215,13 +216,6 @@ def test_a_client_that_vanishes_takes_its_waiting_calls_along() -> None:
         finally:
             gate.let.set()
         assert backend.forward_pool.statistics().cancelled == 6
-
-
-def until(true: object) -> None:
-    end = time.monotonic() + PATIENCE
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None:

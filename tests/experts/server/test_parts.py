@@ -3,13 +3,14 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import AwayError, Lease, LocalDirectory, Snapshot
@@ -21,13 +22,6 @@ from weft.experts.service import read_receipt
 from weft.experts.wire import Limits
 
 pytestmark = pytest.mark.timeout(20)
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10.0
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_repeat_goes_on_after_a_failure_and_stops_at_once() -> None:

@@ -22,8 +22,8 @@ from tests.experts.server.replica_cases import (
     role,
     same,
     step,
-    until,
 )
+from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert

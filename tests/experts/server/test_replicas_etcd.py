@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.experts.etcd_cases import WHERE, cluster, free_ports, wait_for_port
-from tests.experts.server.replica_cases import until
+from tests.experts.waiting import until
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.directory.etcd import EtcdDirectory
 

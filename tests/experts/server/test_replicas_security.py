@@ -7,7 +7,8 @@ import pytest
 
 from tests.experts.expert_cases import weights
 from tests.experts.server.raw import Authority
-from tests.experts.server.replica_cases import backend_of, expert, make, role, same, step, until
+from tests.experts.server.replica_cases import backend_of, expert, make, role, same, step
+from tests.experts.waiting import until
 from weft.experts.client import ClientTls, Connections, RemoteExpert
 from weft.experts.directory import LocalDirectory
 from weft.experts.replica import ReplicaOptions

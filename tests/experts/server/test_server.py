@@ -13,6 +13,7 @@ from torch import nn
 from tests.experts.client.test_transport import gated
 from tests.experts.expert_cases import X, fussy_backend, rows, weights
 from tests.experts.server.test_parts import Silent
+from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
@@ -27,13 +28,6 @@ from weft.experts.wire import Call, DrainingError, Header, Kind, UnknownExpertEr
 pytestmark = pytest.mark.timeout(30)
 sgd = partial(torch.optim.SGD, lr=0.1)
 PATIENCE = 10.0
-
-
-def until(true: object) -> None:
-    end = time.monotonic() + PATIENCE
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def trained(server: Server, steps: int) -> None:

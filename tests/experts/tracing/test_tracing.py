@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.experts.panel.panel_cases import layer, train
-from tests.experts.server.replica_cases import until
+from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.server import Server

@@ -90,11 +90,12 @@ class Asker:
             reply=policy.choose("outputs", 1)[0],
         )
         call = Call(header, inputs, policy.choose("inputs", len(inputs)))
-        return signature.results(self._answer(call, self._left(deadline))[0], inputs[0].device)
+        return signature.results(self._answer(call, deadline)[0], inputs[0].device)
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str) -> list[Tensor]:
         """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch."""
-        policy, signature = self.options.compression, self.signature(self.deadline())
+        deadline = self.deadline()
+        policy, signature = self.options.compression, self.signature(deadline)
         mini_batch = self.accumulation.name if self.options.accumulate else ""
         header = Header(
             kind=Kind.BACKWARD,
@@ -109,7 +110,7 @@ class Asker:
         ways = [*policy.choose("inputs", len(inputs)), *policy.choose("output_gradients", len(gradients))]
         call = Call(header, [*inputs, *gradients], ways)
         try:
-            answer, receipt = self._answer(call)
+            answer, receipt = self._answer(call, deadline)
         except BaseException as error:
             self.accumulation.failed(mini_batch, error)
             raise
@@ -128,7 +129,7 @@ class Asker:
             kind=Kind.COMMIT, call_id=0, uid=self.uid, client=self.client, key=name, mini_batch=name, data=data
         )
         try:
-            self._answer(Call(header))
+            self._answer(Call(header), self.deadline())
         except CommitError as error:
             self.accumulation.failed(name, error)
             raise
@@ -160,10 +161,9 @@ class Asker:
             f"its {self.options.timeout:g} s"
         )
 
-    def _answer(self, call: Call, seconds: float | None = None) -> tuple[Received, Receipt]:
+    def _answer(self, call: Call, deadline: float) -> tuple[Received, Receipt]:
         """The answer of who owns the expert, and what it says of it."""
-        seconds = self.options.timeout if seconds is None else seconds
-        answer = self.line.ask(call, seconds, repeatable=True, accept=self._accept)
+        answer = self.line.ask(call, self._left(deadline), repeatable=True, accept=self._accept)
         receipt = read_receipt(answer.header.data)
         self.progress.heard(answer.header.step, receipt)
         return answer, receipt

@@ -181,9 +181,7 @@ def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
     options = client_options(limits)
     if tls is None:
         return _grpc.insecure_channel(address, options)
-    if tls.server_name is not None:
-        options.append(("grpc.ssl_target_name_override", tls.server_name))
-    return _grpc.secure_channel(address, tls.credentials(), options)
+    return _grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
 
 
 def _shut(pending: Pending, streams: list[Stream], channel: Any) -> None:

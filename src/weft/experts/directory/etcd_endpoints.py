@@ -9,7 +9,6 @@ lease ends by itself, and whoever swaps has compared before.
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
@@ -17,7 +16,7 @@ import grpc
 from weft.core.errors import UsageError, listed
 from weft.experts.directory.errors import AwayError
 from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
-from weft.experts.service.pem import Pem, read_pem
+from weft.experts.service.certificates import Certificates
 
 _grpc = cast("Any", grpc)
 _Code = _grpc.StatusCode
@@ -43,24 +42,8 @@ class RefusedByEtcdError(AwayError):
         self.missing = missing
 
 
-@dataclass(frozen=True)
-class EtcdTls:
-    """Certificates for the way to etcd, as PEM bytes or paths.
-
-    Args:
-        authority: who has signed etcd's certificates; None: those that the system trusts.
-        key, certificate: one's own, if etcd asks for it (``--client-cert-auth``); both or neither.
-        server_name: what etcd's certificate says, where that is not the name in the address.
-    """
-
-    authority: Pem | None = field(default=None, repr=False)
-    key: Pem | None = field(default=None, repr=False)
-    certificate: Pem | None = field(default=None, repr=False)
-    server_name: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.key is None) != (self.certificate is None):
-            raise UsageError("a key goes with its certificate: give both, or neither")
+class EtcdTls(Certificates):
+    """Certificates for the way to etcd, as PEM bytes or paths; a key if etcd asks for it (``--client-cert-auth``)."""
 
 
 class Endpoints:
@@ -151,6 +134,4 @@ class Endpoints:
 def _channel(address: str, tls: EtcdTls | None) -> Any:
     if tls is None:
         return _grpc.insecure_channel(address, options=_OPTIONS)
-    parts = [None if part is None else read_pem(part) for part in (tls.authority, tls.key, tls.certificate)]
-    name = [] if tls.server_name is None else [("grpc.ssl_target_name_override", tls.server_name)]
-    return _grpc.secure_channel(address, _grpc.ssl_channel_credentials(*parts), options=[*_OPTIONS, *name])
+    return _grpc.secure_channel(address, tls.credentials(), options=[*_OPTIONS, *tls.options()])

@@ -1,0 +1,40 @@
+"""How one end of a connection shows itself over TLS, and whom it believes."""
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import grpc
+
+from weft.core.errors import UsageError
+from weft.experts.service.pem import Pem, read_pem
+
+_grpc = cast("Any", grpc)
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """As PEM bytes or paths.
+
+    Args:
+        authority: who has signed the other end's certificate; None: those that the system trusts.
+        key, certificate: one's own, if the other end asks for it; both or neither.
+        server_name: what the other end's certificate says, where that is not the name in the address.
+    """
+
+    authority: Pem | None = field(default=None, repr=False)
+    key: Pem | None = field(default=None, repr=False)
+    certificate: Pem | None = field(default=None, repr=False)
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.key is None) != (self.certificate is None):
+            raise UsageError("a key goes with its certificate: give both key= and certificate=, or neither")
+
+    def credentials(self) -> Any:
+        """As gRPC wants them. Raises ``UsageError`` for files that cannot be read."""
+        pems = [None if one is None else read_pem(one) for one in (self.authority, self.key, self.certificate)]
+        return _grpc.ssl_channel_credentials(*pems)
+
+    def options(self) -> list[tuple[str, str]]:
+        """What a channel is to be told besides."""
+        return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
