@@ -7,13 +7,15 @@ nothing changes in them later, and they hold no tensor.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from weft.experts.errors import ExpiredError, reason_of
 
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """``merged`` counts batches by how many tasks they joined, up to the next power of two; ages are seconds."""
+    """``merged`` counts batches by how many tasks they joined, up to the next power of two. Ages are seconds, and so is
+    ``waited``: how long batches that could have begun have waited for others, in all."""
 
     name: str
     submitted: int
@@ -26,6 +28,7 @@ class PoolStatistics:
     batches: int
     rows: int
     merged: Mapping[int, int]
+    waited: float
     waiting_tasks: int
     waiting_rows: int
     running_tasks: int
@@ -106,3 +109,20 @@ class Tally:
         self.batches += 1
         self.rows += rows
         self.merged[1 << (tasks - 1).bit_length()] += 1
+
+    def seen(self, name: str, **now: Any) -> PoolStatistics:
+        """What was counted, with what is so ``now``."""
+        return PoolStatistics(
+            name=name,
+            submitted=self.submitted,
+            answered=self.answered,
+            failed=dict(self.failed),
+            refused=dict(self.refused),
+            cancelled=self.cancelled,
+            expired=self.expired,
+            joined=self.joined,
+            batches=self.batches,
+            rows=self.rows,
+            merged=dict(self.merged),
+            **now,
+        )

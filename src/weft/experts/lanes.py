@@ -83,6 +83,13 @@ class Lanes:
         times += [head.deadline for head in heads if head.deadline is not None]
         return None, min(times, default=None)
 
+    def patient(self, now: float, spare: float) -> bool:
+        """Whether what is ready may wait: no batch is full or wanted at once, and no head has less time than that."""
+        heads = [lane.head().deadline for lane in self._lanes.values()]
+        if any([deadline is not None and deadline < now + spare for deadline in heads]):
+            return False
+        return not any([lane.flushed or lane.rows >= self._max_rows for lane in self._lanes.values()])
+
     def take(self, now: float) -> tuple[list[Task], list[Task]]:
         """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue."""
         expired = self._expired_heads(now)

@@ -21,6 +21,9 @@ class PoolOptions:
         min_batch_size: rows that a batch should have; with fewer, the oldest task waits up to ``timeout`` for more.
         max_batch_size: rows that a batch may have; a task with more is refused.
         timeout: seconds that a task waits for ``min_batch_size`` rows to come together. Then they run as they are.
+        linger: how long a batch that could begin waits at most for others that keep coming, in units of what a batch
+            costs by itself, such as an optimizer step; see `weft.experts.linger`. 0: never. With a ``min_batch_size``
+            that decides alone.
         max_tasks, max_rows: what may wait in all; beyond it an `OverloadError`.
         max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`.
             Tasks without a client are not counted.
@@ -29,6 +32,7 @@ class PoolOptions:
     min_batch_size: int = 1
     max_batch_size: int = 4096
     timeout: float = 0.1
+    linger: float = 1.0
     max_tasks: int = 4096
     max_rows: int = 1 << 20
     max_client_tasks: int | None = None
@@ -38,10 +42,12 @@ class PoolOptions:
         faults = [
             f"{one.name} is {getattr(self, one.name)!r}, wanted an int of at least 1"
             for one in fields(self)
-            if one.name != "timeout" and not _counts(getattr(self, one.name), one.name)
+            if one.name not in ("timeout", "linger") and not _counts(getattr(self, one.name), one.name)
         ]
-        if isinstance(self.timeout, bool) or not self.timeout >= 0:
-            faults.append(f"timeout is {self.timeout!r}, wanted seconds, at least 0")
+        for name, unit in (("timeout", "seconds"), ("linger", "a number")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not value >= 0:
+                faults.append(f"{name} is {value!r}, wanted {unit}, at least 0")
         if not faults and self.min_batch_size > self.max_batch_size:
             faults.append(f"min_batch_size is {self.min_batch_size}, but max_batch_size {self.max_batch_size}")
         if not faults and self.max_rows < self.max_batch_size:

@@ -6,8 +6,9 @@
       Future    SpecError  Overload   leave at once when cancelled          Futures
 
 Everything that can be wrong with a task by itself is found in `submit_task`, in its author's thread. Batching is
-continuous: a batch is what waits when the device is free, there is no timer (unless ``min_batch_size`` asks for
-one). The pool whose oldest task waits longest goes first: an idea of hivemind's task pools.
+continuous: a batch is what waits when the device is free, and a moment longer only where that has been seen to pay
+(`weft.experts.linger`) or was asked for (``min_batch_size``). The pool whose oldest task waits longest goes first: an
+idea of hivemind's task pools.
 """
 
 import threading
@@ -24,13 +25,15 @@ from weft.experts.counts import PoolStatistics, Tally
 from weft.experts.errors import ClosedError, ExpiredError, reason_of
 from weft.experts.lanes import Lanes
 from weft.experts.limits import Load, PoolOptions
+from weft.experts.linger import Linger
 from weft.experts.schema import Columns
-from weft.experts.task import Answer, Ledger, Results, Task, answer
+from weft.experts.task import Answer, Ledger, Results, Task, answer, answered
 
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
 """Works on a batch: one answer per task, in order. What it raises, all of them get."""
 
 _SWEEP = 0.01  # seconds between two searches for expired tasks in a full queue
+_HASTE = 10.0  # a task that has less time left than so many waits is not asked to wait
 
 
 class TaskPool:
@@ -68,6 +71,7 @@ class TaskPool:
         self._where = f"pool {name!r}"
         self._lanes = Lanes(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
         self._load = Load(self.options)
+        self._linger = Linger(self.options.linger if self.options.min_batch_size == 1 else 0.0)
         self._tally = Tally()
         self._running = 0
         self._swept = 0.0
@@ -102,12 +106,12 @@ class TaskPool:
             owner = None if mini_batch is None else client
             lane = (mini_batch is not None, owner, mini_batch, self.columns.lane(tensors))
             task = Task(self._here(tensors), rows, lane, deadline, client, key, mini_batch)
-            future = self._enter(task)
+            future, news = self._enter(task)
         except Exception as error:
             with self._lock:
                 self._tally.refused[reason_of(error)] += 1
             raise
-        if self._wake is not None:
+        if news and self._wake is not None:
             self._wake(self)
         return future
 
@@ -133,7 +137,8 @@ class TaskPool:
                 f"pool {self.name!r} adds up no gradients, so mini_batch={mini_batch!r} means nothing here"
             )
 
-    def _enter(self, task: Task) -> "Future[Results]":
+    def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
+        """The task's future, and whether who works on batches must be told."""
         expired = self._swept_for(task)
         if expired:
             self._expire(expired)
@@ -145,14 +150,15 @@ class TaskPool:
             known = None if self._ledger is None or task.key is None else self._ledger.find(task)
             if known is not None:
                 self._tally.joined += 1
-                return known.join(task.deadline, self._gave_up) if isinstance(known, Task) else _answered(known)
+                future = known.join(task.deadline, self._gave_up) if isinstance(known, Task) else answered(known)
+                return future, False
             self._load.admit(self.name, task.client, task.rows, len(self._lanes), self._lanes.rows)
             if self._ledger is not None and task.key is not None:
                 self._ledger.begin(task)
             future = task.join(task.deadline, self._gave_up)
             self._lanes.add(task)
             self._tally.submitted += 1
-            return future
+            return future, self._linger.came(task.arrival, len(self._lanes))
 
     def _swept_for(self, task: Task) -> Sequence[Task]:
         """What had expired in a full queue, and made room; but it is not searched all the time."""
@@ -169,7 +175,13 @@ class TaskPool:
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
         with self._lock:
-            return self._lanes.urgency(now)
+            number, later = self._lanes.urgency(now)
+            if number is None:
+                self._linger.nobody()
+                return None, later
+            patient = self._lanes.patient(now, _HASTE * self._linger.cost)
+            begin = self._linger.begin(now, len(self._lanes), patient=patient)
+            return (None, begin) if begin > now else (number, None)
 
     def flush(self, client: str | None, mini_batch: str) -> None:
         """Let what waits for this mini-batch run without waiting for more rows."""
@@ -186,6 +198,7 @@ class TaskPool:
                     self._drop(task)
             self._running += len(wanted)
             if wanted:
+                self._linger.began(time.monotonic() if now is None else now, len(wanted))
                 self._tally.took(len(wanted), sum(task.rows for task in wanted))
         if expired:
             self._expire(expired)
@@ -193,11 +206,12 @@ class TaskPool:
 
     def work(self, tasks: Sequence[Task]) -> None:
         """Process a batch from `take` and answer everyone in it. Raises nothing."""
+        start = time.monotonic()
         try:
             answers = self.process(tasks)
         except BaseException as error:  # a fault of the process, not of a task; but nobody must wait for ever
             answers = [error] * len(tasks)
-        self._finish(tasks, answers, ran=len(tasks))
+        self._finish(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
 
     def open(self, wake: "Callable[[TaskPool], None] | None" = None) -> None:
         """Take tasks, and call ``wake`` with this pool whenever one has come."""
@@ -233,19 +247,10 @@ class TaskPool:
     def statistics(self) -> PoolStatistics:
         """What was done so far, and what waits now."""
         with self._lock:
-            tally, oldest = self._tally, self._lanes.oldest()
-            return PoolStatistics(
-                name=self.name,
-                submitted=tally.submitted,
-                answered=tally.answered,
-                failed=dict(tally.failed),
-                refused=dict(tally.refused),
-                cancelled=tally.cancelled,
-                expired=tally.expired,
-                joined=tally.joined,
-                batches=tally.batches,
-                rows=tally.rows,
-                merged=dict(tally.merged),
+            oldest = self._lanes.oldest()
+            return self._tally.seen(
+                self.name,
+                waited=self._linger.waited,
                 waiting_tasks=len(self._lanes),
                 waiting_rows=self._lanes.rows,
                 running_tasks=self._running,
@@ -274,20 +279,16 @@ class TaskPool:
         text = f"the deadline of a task for pool {self.name!r} passed before its turn"
         self._finish(tasks, [ExpiredError(text) for _ in tasks])
 
-    def _finish(self, tasks: Sequence[Task], answers: Sequence[Answer], ran: int = 0) -> None:
+    def _finish(self, tasks: Sequence[Task], answers: Sequence[Answer], ran: int = 0, seconds: float = 0.0) -> None:
         """Answer everyone; so many of them ran. Who is told may see at once that the pool is through with it."""
         with self._lock:
             waiting = [self._leave(task) for task in tasks]
             for found in answers:
                 self._tally.ended(found)
+            if ran and not any([isinstance(found, BaseException) for found in answers]):
+                self._linger.ended(sum(task.rows for task in tasks), seconds)
         for waiters, found in zip(waiting, answers, strict=True):
             answer(waiters, found)
         with self._lock:
             self._running -= ran
             self._idle.notify_all()
-
-
-def _answered(results: Results) -> "Future[Results]":
-    future: Future[Results] = Future()
-    future.set_result(results)
-    return future

@@ -119,6 +119,13 @@ def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
             waiter.set_result(result)
 
 
+def answered(results: Results) -> "Future[Results]":
+    """A future that has them already."""
+    future: Future[Results] = Future()
+    future.set_result(results)
+    return future
+
+
 @runtime_checkable
 class Ledger(Protocol):
     """What a pool asks about idempotency keys; see `weft.experts.records`."""

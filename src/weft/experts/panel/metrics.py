@@ -126,6 +126,8 @@ def _pools(status: Status) -> Iterator[Metric]:
     for field, (name, words) in _POOL_GAUGES.items():
         yield _gauge(name, words, labels, [(at, pool[field]) for at, pool in pools])
     yield _counter("weft_batch_rows", "Rows of all batches", labels, [(at, pool["rows"]) for at, pool in pools])
+    waited = "For how long batches that could have begun waited for others"
+    yield _counter("weft_batch_waited_seconds", waited, labels, [(at, pool["waited"]) for at, pool in pools])
     joined = "Tasks that a batch joined; the sum counts those that have ended"
     sizes = HistogramMetricFamily("weft_batch_tasks", joined, labels=labels)
     for at, pool in pools:
