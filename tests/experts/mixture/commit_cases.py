@@ -30,9 +30,13 @@ Reply = Callable[[Call], None]
 
 
 class Experts:
-    """A grid of 4, copies of which are ``here``. ``fates`` are by (kind, uid), each for one call. A context manager."""
+    """A grid of 4, copies of which are ``here``. ``fates`` are by (kind, uid), each for one call. A context manager.
 
-    def __init__(self) -> None:
+    ``options`` are those of the backends.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.here = nn.ModuleDict({uid.replace(".", "_"): two_layers() for uid in UIDS})
@@ -91,7 +95,7 @@ class Experts:
         return self.mixture(backward_k_min=2, k_min=2, **options)
 
     def _serve(self, uid: str, module: nn.Module) -> None:
-        self.backends[uid] = ExpertBackend(uid, module, sgd, args_schema=(X,))
+        self.backends[uid] = ExpertBackend(uid, module, sgd, args_schema=(X,), **self._options)
         self.servers[uid] = self._stack.enter_context(Server([self.backends[uid]]))
 
     def _way(self, address: str) -> LocalTransport:

@@ -6,6 +6,7 @@ dispatch.py   rows by expert                    gathering.py  calls at once, and
 passage.py    one node of autograd              shelf.py      where answers are laid down
 weighing.py   weights, load-balancing loss      layout.py     what the experts take and return
 calls.py      calls, sent again by rule         link.py       who lives, how to call them, what they take
+keys.py       graphs kept for backward
 minibatch.py  gradients that wait              commit.py     one step for all of them
 recall.py     recomputation calls nobody
 terms.py      the arguments about waiting       tally.py, errors.py

@@ -10,7 +10,6 @@ What steps an expert bears a fencing token, and no answer of an owner that was r
 """
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from weft.experts.client.retry import Retry
 from weft.experts.client.route import DirectoryRoute
 from weft.experts.compression import Compression, Policy, Role
 from weft.experts.service import Receipt
-from weft.experts.wire import Call, DeadlineError, Header, Kind, Received
+from weft.experts.wire import Call, DeadlineError, Flags, Header, Kind, Received
 
 _HINT = 30.0  # seconds after which a hint that had no answer is forgotten
 
@@ -59,22 +58,29 @@ class Calls:
         """What the expert takes and returns."""
         return Request(Call(self._header(Kind.INFO, uid)), deadline)
 
-    def forward(self, uid: str, inputs: Sequence[Tensor], outputs: int, deadline: float) -> Request:
-        """Flat inputs, answered by so many flat outputs."""
-        header = self._header(Kind.FORWARD, uid, reply=self._reply("outputs", outputs))
+    def forward(self, uid: str, inputs: Sequence[Tensor], outputs: int, key: str, deadline: float) -> Request:
+        """Flat inputs, answered by so many flat outputs. With a key the server may keep the graph for its backward."""
+        flags = Flags.KEEP if key else Flags.NONE
+        header = self._header(Kind.FORWARD, uid, key=key, flags=flags, reply=self._reply("outputs", outputs))
         return Request(Call(header, list(inputs), self.compression.choose("inputs", len(inputs))), deadline)
 
     def backward(
-        self, uid: str, inputs: Sequence[Tensor], gradients: Sequence[Tensor], mini_batch: str, deadline: float
+        self,
+        uid: str,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        key: str,
+        mini_batch: str,
+        deadline: float,
     ) -> Request:
         """Flat inputs and one gradient per flat output, answered by one gradient per flat input.
 
-        The expert steps; or adds to its ``mini_batch``, if that has a name.
+        The expert steps, once for this key; or adds to its ``mini_batch``, if that has a name.
         """
         header = self._header(
             Kind.BACKWARD,
             uid,
-            key=uuid.uuid4().hex,
+            key=key,
             mini_batch=mini_batch,
             reply=self._reply("input_gradients", len(inputs)),
             data=fence(self._route(uid)),

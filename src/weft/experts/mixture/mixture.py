@@ -63,6 +63,7 @@ class RemoteMixtureOfExperts(nn.Module):
         accumulate: gradients of backward add up at the experts until `commit`, which is one optimizer step of each.
             For mini-batches that are cut into micro-batches (in a `weft.Pipe`, or by hand). ``False``: every backward
             steps.
+        keep_graph: ask the servers to keep the graph of a forward for its backward, where they allow that.
         client: what servers know this caller by, for quotas; a name of this mixture by default.
         device, dtype: of the router.
 
@@ -93,6 +94,7 @@ class RemoteMixtureOfExperts(nn.Module):
         retry: Retry = RETRY,
         compression: Policy | None = None,
         accumulate: bool = False,
+        keep_graph: bool = False,
         client: str = "",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -109,7 +111,7 @@ class RemoteMixtureOfExperts(nn.Module):
             detect_anomalies=detect_anomalies,
             allow_zero_outputs=allow_zero_outputs,
         )
-        self.in_features = in_features
+        self.in_features, self.keep_graph = in_features, keep_graph
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
         self._link = Link(self.grid, connections, retry, compression or Policy(), client)
         self._batch = MiniBatch(accumulate)
@@ -228,7 +230,7 @@ class RemoteMixtureOfExperts(nn.Module):
         ends by ``deadline``.
         """
         link = self._link
-        means = Means(link.calls, layout, self.terms, link.tally, self._batch)
+        means = Means(link.calls, layout, self.terms, link.tally, self._batch, self.keep_graph)
         passage = Passage(means, now.crowd.uids, dispatch, flat, deadline, before)
         anchor = torch.empty(0, requires_grad=True)  # the experts learn also where no input wants a gradient
         outputs = list(cross(passage, [anchor, *flat]))

@@ -19,6 +19,7 @@ from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.dispatch import Dispatch, Span
 from weft.experts.mixture.errors import AnomalyError, NoExpertsError, too_few
 from weft.experts.mixture.gathering import Accept, Patience, gather
+from weft.experts.mixture.keys import Keys, is_walked_back
 from weft.experts.mixture.layout import Layout
 from weft.experts.mixture.minibatch import Addition, MiniBatch
 from weft.experts.mixture.recall import Round
@@ -32,13 +33,14 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Means:
-    """What every passage of a mixture works with."""
+    """What every passage of a mixture works with. ``keep_graph``: servers are asked to keep graphs for backward."""
 
     calls: Calls
     layout: Layout
     terms: Terms
     tally: Tally
     batch: MiniBatch
+    keep_graph: bool
 
 
 class Passage:
@@ -64,6 +66,7 @@ class Passage:
     ) -> None:
         self._means, self._uids, self._dispatch, self._recalled = means, uids, dispatch, recalled
         self._deadline = deadline
+        self._keys = Keys(dispatch.spans, keep=means.keep_graph and is_walked_back())
         if means.terms.detect_anomalies:
             _refuse("a mixture was given inputs", means.layout.inputs.names, inputs)
         self._wanted = [x.requires_grad for x in inputs]
@@ -110,9 +113,10 @@ class Passage:
         means, dispatch, terms = self._means, self._dispatch, self._means.terms
         sent, signature = self._sent or [], means.layout.signature
         shelf = Shelf(dispatch.samples, dispatch.k, finite=terms.detect_anomalies)
+        many = len(signature.outputs.specs)
         requests = [
             means.calls.forward(
-                self._uids[span.expert], _part(sent, span, None), len(signature.outputs.specs), self._deadline
+                self._uids[span.expert], _part(sent, span, None), many, self._keys.forward(span), self._deadline
             )
             for span in dispatch.spans
         ]
@@ -143,10 +147,10 @@ class Passage:
         places: list[Tensor] = []
         inputs: list[Sequence[Tensor]] = []
         for span, left in dispatch.without(self.alive):
-            uid = self._uids[span.expert]
+            uid, key = self._uids[span.expert], self._keys.backward(span)
             inputs.append(_part(sent, span, left))
             mini_batch = addition.begin(uid)
-            requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), mini_batch, deadline))
+            requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), key, mini_batch, deadline))
             places.append(torch.arange(span.start, span.stop) if left is None else left)
         self._exchange(
             "backward",

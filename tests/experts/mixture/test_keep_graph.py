@@ -1,0 +1,192 @@
+"""A mixture asks for its graphs to be kept: its backwards save a forward, and no number is another."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.experts.mixture.commit_cases import (
+    ALL,
+    UIDS,
+    Experts,
+    LocalMixture,
+    assert_same_weights,
+    run,
+    step_here,
+)
+from tests.experts.mixture.keep_graph_cases import BUDGET, compared, graphs, headers, keys, turn
+from tests.experts.mixture.mixture_cases import WIDTH, numbers
+from weft import Pipe
+from weft.core.ambient import phase
+from weft.experts.client import NEVER
+from weft.experts.mixture import RemoteMixtureOfExperts
+from weft.experts.wire import Flags, Kind
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_outputs_gradients_and_steps_are_those_without_and_every_backward_saves_a_forward(switch: bool) -> None:
+    def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
+        return [tensor for seed in range(3) for tensor in turn(mixture, seed)]
+
+    experts, used = compared(work, {"switch": switch, "accumulate": False})
+    assert used == len(experts.called(Kind.BACKWARD)) == sum(experts.steps().values()) > 2 * len(UIDS)
+    forward = headers(experts, Kind.FORWARD)
+    assert all(Flags.KEEP in header.flags for header in forward)
+    assert sorted(keys(experts, Kind.FORWARD)) == sorted(keys(experts, Kind.BACKWARD))
+    assert len(set(keys(experts, Kind.FORWARD))) == len(forward)
+
+
+def test_it_is_not_asked_for_by_itself_and_a_server_that_keeps_none_does_not_mind() -> None:
+    with Experts() as experts:
+        assert not experts.mixture().keep_graph
+        mixture = experts.mixture(accumulate=False, keep_graph=True)
+        twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
+        run(mixture, x)
+        step_here(experts, twin, x)
+        assert_same_weights(experts)
+        assert graphs(experts) == (0, 0)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_group_beyond_the_largest_batch_has_a_key_for_each_call(accumulate: bool) -> None:
+    def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
+        found = turn(mixture, 0)
+        if accumulate:
+            assert mixture.commit() == ALL
+        return found
+
+    experts, used = compared(work, {"accumulate": accumulate}, max_batch_size=3)
+    calls = keys(experts, Kind.BACKWARD)
+    assert len(set(calls)) == len(calls) > 2 * len(UIDS)
+    assert sorted(calls) == sorted(keys(experts, Kind.FORWARD))
+    assert used == (len(calls) if accumulate else len(UIDS)), "a step voids the graphs that are still kept"
+
+
+def test_a_graph_that_is_walked_back_twice_steps_twice() -> None:
+    def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
+        x = numbers(16, WIDTH).requires_grad_()
+        loss = mixture(x).square().sum()
+        found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
+        loss.backward()
+        assert experts.steps() == dict.fromkeys(UIDS, 3) and x.grad is not None
+        assert not torch.equal(*found), "the weights are others by then"
+        return [*found, x.grad]
+
+    experts, used = compared(work, {"accumulate": False})
+    first, rest = set(keys(experts, Kind.FORWARD)), keys(experts, Kind.BACKWARD)
+    assert len(set(rest)) == len(rest) == 3 * len(UIDS) and first < set(rest)
+    assert used == len(UIDS)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, partial(phase, "checkpointing")])
+def test_of_what_is_not_walked_back_nothing_is_kept(mode: Callable[[], Any]) -> None:
+    with Experts(keep_graphs=BUDGET) as experts:
+        mixture = experts.mixture(keep_graph=True)
+        with mode():
+            mixture(numbers(16, WIDTH))
+        assert not any(keys(experts, Kind.FORWARD)) and graphs(experts) == (0, 0)
+        assert {header.flags for header in headers(experts, Kind.FORWARD)} == {Flags.NONE}
+        mixture.requires_grad_(False)(numbers(16, WIDTH))  # the experts would learn, so it may be walked back
+        assert graphs(experts) == (len(UIDS), 0)
+
+
+def test_graphs_last_until_the_commit_of_their_mini_batch() -> None:
+    with Experts(keep_graphs=BUDGET) as experts:
+        mixture = experts.mixture(keep_graph=True)
+        twin = LocalMixture(experts, mixture)
+        for seed in range(2):
+            x = numbers(16, WIDTH, seed=seed)
+            run(mixture, x[:4])
+            losses = [mixture(part).square().sum() for part in x[4:].split(6)]
+            for loss in reversed(losses):
+                loss.backward()
+            assert mixture.commit() == ALL
+            step_here(experts, twin, x)
+            assert_same_weights(experts)
+        assert graphs(experts) == (0, len(experts.called(Kind.BACKWARD))) and experts.steps() == dict.fromkeys(UIDS, 2)
+        torch.testing.assert_close(mixture.proj.weight.grad, twin.proj.weight.grad, rtol=0, atol=1e-12)
+
+
+def test_a_graph_that_is_older_than_a_step_is_made_again() -> None:
+    def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
+        x = numbers(16, WIDTH).requires_grad_()
+        late = mixture(x).square().sum()
+        found = turn(mixture, 1)
+        return [*found, torch.autograd.grad(late, x)[0]]
+
+    experts, used = compared(work, {"accumulate": False})
+    assert used == len(UIDS) and len(experts.called(Kind.BACKWARD)) == 2 * len(UIDS)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_stage_that_is_recomputed_asks_for_no_graph(checkpoint: Any) -> None:
+    with Experts(keep_graphs=BUDGET) as experts, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        mixture = experts.mixture(keep_graph=True)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), mixture)
+        twin = nn.Sequential(copy.deepcopy(model[0]), LocalMixture(experts, mixture))
+        pipe, x = Pipe(model, chunks=4, balance=[1, 1], checkpoint=checkpoint), numbers(16, WIDTH)
+        pipe(x).square().sum().backward()
+        assert mixture.commit() == ALL
+        step_here(experts, twin, x)
+        assert_same_weights(experts)
+        torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad, rtol=0, atol=1e-12)
+        asked, calls = [key for key in keys(experts, Kind.FORWARD) if key], len(experts.called(Kind.BACKWARD))
+        assert graphs(experts) == (0, len(asked)) and len(experts.called(Kind.FORWARD)) == calls
+        least, most = {"always": (0, 0), "except_last": (1, calls - 1), "never": (calls, calls)}[checkpoint]
+        assert least <= len(asked) <= most
+
+
+def test_a_recomputation_that_remembers_nothing_asks_again_and_for_its_graph() -> None:
+    with Experts(keep_graphs=BUDGET) as experts:
+        mixture = experts.mixture(keep_graph=True)
+        with phase("recomputing"):
+            y = mixture(numbers(16, WIDTH))
+        y.sum().backward()
+        assert graphs(experts) == (0, len(UIDS))
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_who_did_not_answer_has_no_backward_and_groups_that_lost_rows_are_run_again(part: bool) -> None:
+    """In part: samples of whom one expert did not answer are left out, also of the calls of their other expert."""
+
+    def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
+        experts.lose(Kind.FORWARD, "ffn.1", "request")
+        return turn(mixture, 0)
+
+    more = {"k_min": 2, "allow_zero_outputs": True} if part else {}
+    experts, used = compared(work, {"accumulate": False, "retry": NEVER, **more})
+    called = experts.called(Kind.BACKWARD)
+    assert called == [uid for uid in UIDS if uid != "ffn.1"]
+    asked = {header.uid: header.key for header in headers(experts, Kind.FORWARD)}
+    assert all(asked[header.uid] == header.key for header in headers(experts, Kind.BACKWARD))
+    assert used < len(called) if part else used == len(called)
+
+
+@pytest.mark.parametrize("lost", ["request", "reply"])
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+def test_a_call_that_is_sent_again_has_the_same_key(kind: Kind, lost: str) -> None:
+    def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
+        experts.lose(kind, "ffn.1", lost, lost)
+        return turn(mixture, 0)
+
+    experts, used = compared(work, {"accumulate": False})
+    mine = [header.key for header in experts.headers if header.uid == "ffn.1" and header.key]
+    assert len(mine) == 4 and len(set(mine)) == 1
+    assert used == len(UIDS) and experts.steps() == dict.fromkeys(UIDS, 1)
+
+
+def test_a_copy_asks_for_graphs_too_and_has_keys_of_its_own() -> None:
+    with Experts(keep_graphs=BUDGET) as experts:
+        mixture = experts.mixture(keep_graph=True)
+        twin = copy.deepcopy(mixture)
+        assert twin.keep_graph and not copy.deepcopy(experts.mixture()).keep_graph
+        losses = [each(numbers(16, WIDTH)).sum() for each in (mixture, twin)]
+        for loss in losses:
+            loss.backward()
+        assert len(set(keys(experts, Kind.FORWARD))) == 2 * len(UIDS)
+        assert graphs(experts) == (0, 2 * len(UIDS))
