@@ -2,6 +2,8 @@
 
     client process: callers, threads that share one connection ── gRPC, loopback ──> server process: one ffn, Adam
     this process:   the same module, all rows of a lap in one batch, no server: the ideal
+    bare:           one caller, a gRPC stream with the same module behind it and nothing else: no checks, no keys, no
+                    batches, no deadlines. More than its share of the ideal nothing over gRPC in Python can reach
 
 A lap is one call of every caller. Backward runs the forward again on the server; with a kept graph it does not. Both
 are measured, and the better one is judged. The peer does the same with threads in one process, and its own server.
@@ -26,7 +28,7 @@ UID = "ffn.0"
 WIDTHS = (512, 1024)
 CALLERS = ((1, 1), (4, 1), (32, 1), (1, 32), (4, 32), (1, 256))
 """Callers, and rows of each call."""
-IDEAL, WEFT, KEPT, PEER = "ideal", "weft", "kept graph", "hivemind"
+IDEAL, WEFT, KEPT, BARE, PEER = "ideal", "weft", "kept graph", "bare gRPC", "hivemind"
 LARGE = 32
 TIMES = 5.0
 """How much faster than the peer single rows should be."""
@@ -61,9 +63,13 @@ class Servers:
         self.client = stack.enter_context(Helper("weft_client", {"uid": UID, "width": width}, python=sys.executable))
         self.client.hear()
         self.client.ask({"address": server.hear()["address"]})
+        bare = stack.enter_context(Helper("bare_server", {"width": width}, python=sys.executable))
+        self.bare = stack.enter_context(Helper("bare_client", {"width": width}, python=sys.executable))
+        self.bare.hear()
+        self.bare.ask(bare.hear())
         self.width, self.why = width, "not asked for"
         self.peer: Helper | None = None
-        helpers = [server, self.client]
+        helpers = [server, self.client, bare, self.bare]
         if with_peer:
             try:
                 progress(f"starting {peer.NAME}")
@@ -88,6 +94,8 @@ class Servers:
         }
         if point.train:
             found[KEPT] = _asked(self.client, point, keep=True)
+        if point.callers == 1:
+            found[BARE] = _asked(self.bare, point, keep=False)
         if self.peer is not None:
             try:
                 return laps({**found, PEER: _asked(self.peer, point, keep=False)}, seconds, rounds, self.processes)
@@ -98,7 +106,7 @@ class Servers:
 
 def run(quick: bool) -> Table:
     """Shares of the ideal, and times the peer."""
-    points = [Point(*each, train) for train, each in product((False, True), ((2, 1),) if quick else CALLERS)]
+    points = [Point(*each, train) for train, each in product((False, True), ((1, 1), (2, 1)) if quick else CALLERS)]
     rows: list[Row] = []
     notes = ["  shares are of the ideal, in calls per second; callers are threads of one process with one connection"]
     for width in (32,) if quick else WIDTHS:
@@ -142,7 +150,7 @@ def _row(width: int, point: Point, race: Race) -> Row:
         "callers x batch": f"{point.callers} x {point.rows}",
         "work": _kind(point),
         "ideal ms": f"{race.median(IDEAL) * 1e3:.3f}",
-        **{name: f"{shares[name]:.2f}" if name in shares else "" for name in (WEFT, KEPT, PEER)},
+        **{name: f"{shares[name]:.2f}" if name in shares else "" for name in (WEFT, KEPT, BARE, PEER)},
     }
     times = race.ratio(PEER, best) if PEER in shares else None
     row |= {} if times is None else {"times hivemind": f"{times:.1f}"}
