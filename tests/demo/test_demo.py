@@ -72,4 +72,4 @@ def test_every_act_runs_as_the_options_say_and_adds_its_sections_in_order(tmp_pa
 
 
 def test_devices_come_before_time_and_machines_last() -> None:
-    assert (devices.act, characters.act, machines.act) == demo.ACTS
+    assert (devices.act, characters.act, machines.act) == demo.acts()

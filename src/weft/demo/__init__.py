@@ -5,7 +5,8 @@
                    └────> act "machines"   ──> sections ──┘
 
 An act is a function from a `Stagehand` to the sections that it adds to the page. A new one is a file here with
-its `act`, and an entry in `ACTS`.
+its `act`, and an entry in `acts`. They need more of weft than anything else, and are imported when they are played:
+the other commands start without.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,18 +14,23 @@ from pathlib import Path
 
 import torch
 
-from weft.demo import characters, devices, machines
 from weft.demo.stage import Options, Stagehand
 from weft.report import Section, page
 
 Act = Callable[[Stagehand], list[Section]]
-ACTS: tuple[Act, ...] = (devices.act, characters.act, machines.act)
 
-__all__ = ["ACTS", "Act", "Options", "Stagehand", "run"]
+__all__ = ["Act", "Options", "Stagehand", "acts", "run"]
 
 
-def run(options: Options, acts: Sequence[Act] = ACTS) -> Path:
-    """Play all acts, write the page, and return where it is.
+def acts() -> tuple[Act, ...]:
+    """All of them, in order."""
+    from weft.demo import characters, devices, machines  # noqa: PLC0415
+
+    return (devices.act, characters.act, machines.act)
+
+
+def run(options: Options, played: Sequence[Act] | None = None) -> Path:
+    """Play these acts, or all, write the page, and return where it is.
 
     Raises UsageError when something that an act needs is not installed, ProofError when a claim does not hold.
     The caller's random numbers and number of threads stay as they were.
@@ -36,7 +42,7 @@ def run(options: Options, acts: Sequence[Act] = ACTS) -> Path:
         torch.default_generator.manual_seed(options.seed)
         torch.set_num_threads(options.threads)
         try:
-            sections = [section for act in acts for section in act(hand)]
+            sections = [section for act in (acts() if played is None else played) for section in act(hand)]
         finally:
             torch.set_num_threads(before)
     report = options.out / "report.html"

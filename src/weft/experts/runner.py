@@ -7,9 +7,9 @@
                                                   +──> gradients of the parameters, never in ``.grad``
 
 Nothing that runs here outlives it: gradients are values, and what the module changes of itself is put back by
-`weft.experts.effects`. Only the parameters' gradients do, on the CPU, until the next ones are there: memory that is
-given back between two batches is paged in anew, which took a quarter of the backward of an expert of 34 MB. The module
-runs under the autocast in which its backend was made.
+`weft.experts.effects`. Only large gradients of parameters do, on the CPU, until the next ones are there: large memory
+that is given back between two batches is paged in anew, which took a quarter of the backward of an expert of 34 MB. The
+module runs under the autocast in which its backend was made.
 """
 
 import zlib
@@ -28,6 +28,7 @@ from weft.core.tree import difference
 from weft.experts.effects import Effects
 from weft.experts.schema import Nest, described, outputs_nest
 
+_LARGE = 1 << 20  # bytes; what is smaller, the allocator does not give back
 _ROWS = 3  # of the rehearsal: more than one, since batch norm in training refuses a single row
 
 
@@ -58,7 +59,7 @@ class Runner:
         self.device = device
         self._ambient = Ambient.capture([device.type])
         self._segment = Segment(self._function)
-        self._latest: list[Tensor | None] = []
+        self._latest: list[Tensor] = []
         self.outputs = self._rehearsed(name, outputs)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -83,7 +84,8 @@ class Runner:
         """Walk a graph back, once."""
         _same_shapes(self.outputs, graph.shapes, gradients)
         found, parameters = graph.tape.backward([[gradient] for gradient in gradients])
-        self._latest = parameters if self.device.type == "cpu" else []
+        if self.device.type == "cpu":
+            self._latest = [each for each in parameters if each is not None and _is_large(each)]
         pairs = zip(found, graph.leaves, strict=True)
         inputs = [torch.zeros_like(leaf) if gradient is None else gradient for (gradient,), leaf in pairs]
         return Passed(inputs, parameters)
@@ -141,6 +143,10 @@ class Runner:
             error.add_note(f"in the dummy run of expert {name!r} on zeros with {rows} rows, as its schemas say")
             raise
         return described(value, "output")
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() >= _LARGE  # a sparse one has no nbytes
 
 
 def _freed(spec: TensorSpec, others: Sequence[TensorSpec]) -> TensorSpec:
