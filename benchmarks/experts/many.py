@@ -1,6 +1,7 @@
 """Many small experts at one server, started as users start it (`weft serve FILE`): processes, seconds, memory.
 
 start       from the command to the line that says where it listens: Python, torch and all experts
+bare        Python that imports torch and makes one Adam, which every server of theirs must do
 memory      resident bytes of all its processes after every expert has taken one step, beyond parameters and
             the two moments of Adam
 """
@@ -39,6 +40,12 @@ arguments = { hidden = WIDTH }
 optimizer = "Adam"
 optimizer_arguments = { lr = 0.001 }
 """
+_BARE = """
+import torch
+torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+print(flush=True)
+input()
+"""
 
 
 class Seen(NamedTuple):
@@ -72,6 +79,8 @@ def run(quick: bool) -> Table:
     ]
     notes = [f"  parameters and optimizer take {own / MB:.0f} MB"]
     if one is not None:
+        bare, nbytes = _bare()
+        notes.append(f"  Python that imports torch and makes one Adam: {bare:.2f} s, {nbytes / MB:.0f} MB")
         notes.append(f"  with one expert: {one.seconds:.2f} s, {one.nbytes / MB:.0f} MB in all")
     return Table(f"{count} experts ffn{WIDTH} with Adam at one server", rows, notes)
 
@@ -100,6 +109,19 @@ def _start(count: int, number: int) -> Seen:
             return Seen(seconds, len(processes), sum(map(_resident, family(server.pid))), foreign)
         finally:
             _end(server)
+
+
+def _bare() -> tuple[float, int]:
+    """Seconds and resident bytes of what no server with an optimizer can do without; of three, the median and the most."""
+    seen: list[tuple[float, int]] = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        with subprocess.Popen([sys.executable, "-c", _BARE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            seen.append((time.perf_counter() - begun, _resident(process.pid)))
+            process.kill()
+    return median(seconds for seconds, _ in seen), max(nbytes for _, nbytes in seen)
 
 
 def _address(server: "subprocess.Popen[str]") -> str:

@@ -1,4 +1,4 @@
-"""An expert on the CPU holds the large gradients of its last batch and nothing of those before; sparse ones too pass."""
+"""An expert on the CPU holds the large gradients of its last batch, no earlier ones; sparse ones may come too."""
 
 import weakref
 from typing import Any

@@ -2,16 +2,18 @@
 
 import itertools
 import time
+from unittest import mock
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.mixture.mixture_cases import numbers
+from weft.experts.mixture import routing
 from weft.experts.mixture.routing import all_scores, choose, chosen_scores
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 6), st.integers(1, 7), st.data())
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 7), st.data())
 def test_the_chosen_are_the_best_of_those_that_live(
     sizes: list[int], k: int, samples: int, data: st.DataObject
 ) -> None:
@@ -19,7 +21,8 @@ def test_the_chosen_are_the_best_of_those_that_live(
     living = sorted(data.draw(st.sets(st.sampled_from(whole), min_size=1)))
     scores = numbers(samples, sum(sizes), seed=data.draw(st.integers(0, 9)), dtype=torch.float32).requires_grad_()
     places = torch.tensor(living)
-    chosen = choose(scores, places, sizes, k)
+    with mock.patch.object(routing, "_AT_ONCE", data.draw(st.sampled_from([1, 8, 1 << 16]))):
+        chosen = choose(scores, places, sizes, k)
     seen = chosen_scores(scores, places, sizes, chosen)
     assert chosen.shape == (samples, min(k, len(living))) and not chosen.requires_grad and seen.requires_grad
     for row, mine, found in zip(scores.tolist(), chosen.tolist(), seen, strict=True):

@@ -94,7 +94,10 @@ def _cut(counts: Sequence[int], most: int | None) -> list[Span]:
     spans: list[Span] = []
     start = 0
     for expert, count in enumerate(counts):
-        step = max(1, count if most is None else most)
-        spans += [Span(expert, at, min(at + step, start + count)) for at in range(start, start + count, step)]
-        start += count
+        stop = start + count
+        step = count if most is None else most
+        while start < stop:
+            spans.append(Span(expert, start, min(start + step, stop)))
+            start += step
+        start = stop
     return spans
