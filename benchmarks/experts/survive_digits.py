@@ -22,6 +22,7 @@ from statistics import fmean
 
 import torch
 
+from benchmarks.experts.sleeper import Sleeper
 from benchmarks.experts.survive_common import Verdict
 from benchmarks.experts.survive_learners import Setting, Trained, trained
 from benchmarks.harness import progress
@@ -41,9 +42,10 @@ def learned(quick: bool) -> list[Verdict]:
     progress("the digits, without faults")
     good = [trained(setting, data, bad=False, seed=seed) for seed in range(times)]
     progress("the digits, over a bad network")
-    bad = trained(setting, data, bad=True, seed=times)
+    with Sleeper() as sleeper:
+        bad = trained(setting, data, bad=True, seed=times)
     what = f"the digits over a network that is {setting.mean:g} s late and loses one call in ten"
-    return [_well(what, setting, good, bad, quick), _punctual(what, setting, bad)]
+    return [_well(what, setting, good, bad, quick), _punctual(setting, bad, sleeper.latest)]
 
 
 def folds(many: int) -> list[Labelled]:
@@ -67,7 +69,7 @@ def _well(what: str, setting: Setting, good: Sequence[Trained], bad: Trained, qu
     )
 
 
-def _punctual(what: str, setting: Setting, bad: Trained) -> Verdict:
+def _punctual(setting: Setting, bad: Trained, overslept: float) -> Verdict:
     calls = bad.calls
     kind, latest = max(calls.latest.items(), key=lambda each: each[1])
     many = ", ".join(f"{count} {kind}" for kind, count in sorted(calls.kinds.items()))
@@ -77,7 +79,8 @@ def _punctual(what: str, setting: Setting, bad: Trained) -> Verdict:
         "its calls: directions of a mixture, and single experts beside",
         many,
         f"none ends {LATE * 1e3:g} ms after its deadline of {setting.timeout:g} s; each key steps once",
-        f"the latest ({kind}) {latest * 1e3:+.0f} ms; {bad.keys} keys in {bad.journalled} batches, {bad.steps} steps, "
+        f"the latest ({kind}) {latest * 1e3:+.0f} ms, a process that only sleeps "
+        f"{overslept * 1e3:+.0f} ms; {bad.keys} keys in {bad.journalled} batches, {bad.steps} steps, "
         f"{bad.twice} keys twice; calls that failed: {failed or 'none'}" + f"; raised: {raised}" * bool(raised),
         latest <= LATE and bad.twice == 0 and bad.steps == bad.journalled > 0 and not bad.strange,
     )
