@@ -48,4 +48,5 @@ def test_sparse_gradients_step_as_dense_ones_do() -> None:
         with Runtime([backend]):
             backend.backward_pool.submit_task(words, gradient).result(30)
         stepped.append(module.weight.detach())
-    assert torch.equal(*stepped) and not torch.equal(stepped[0], table)
+    assert not torch.equal(stepped[0], table)
+    torch.testing.assert_close(*stepped, rtol=0, atol=1e-12)  # word 3 is there twice: its gradients are added elsewhere

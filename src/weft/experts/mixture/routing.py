@@ -13,6 +13,7 @@ Choosing has no gradient, so it is done on plain numbers; what the router learns
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def choose(scores: Tensor, places: Tensor, sizes: Sequence[int], k: int) -> Tens
     """
     columns, count = _columns(places, sizes), min(k, len(places))
     with torch.no_grad():
-        parts = scores.detach().split(max(1, _AT_ONCE // max(1, len(places))))
+        parts = cast("Sequence[Tensor]", scores.detach().split(max(1, _AT_ONCE // max(1, len(places)))))
         return torch.cat([_added(part, columns).topk(count, dim=1).indices for part in parts])
 
 
