@@ -24,7 +24,7 @@ __all__ = ["Act", "Options", "Stagehand", "acts", "run"]
 
 def acts() -> tuple[Act, ...]:
     """All of them, in order."""
-    from weft.demo import characters, devices, machines  # noqa: PLC0415
+    from weft.demo import characters, devices, machines  # noqa: PLC0415 (only who plays them pays for them)
 
     return (devices.act, characters.act, machines.act)
 

@@ -7,10 +7,12 @@ Not thread-safe; the pool holds the lock.
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault, is_number, seconds_fault
 from weft.experts.errors import OverloadError, QuotaError, TooManyRowsError
+
+_LINGER = 1e6  # costs of a batch: whoever asks for so much wants min_batch_size
 
 
 @dataclass(frozen=True)
@@ -39,27 +41,21 @@ class PoolOptions:
     max_client_rows: int | None = None
 
     def __post_init__(self) -> None:
+        names = [one.name for one in fields(self) if one.name not in ("timeout", "linger")]
         faults = [
-            f"{one.name} is {getattr(self, one.name)!r}, wanted an int of at least 1"
-            for one in fields(self)
-            if one.name not in ("timeout", "linger") and not _counts(getattr(self, one.name), one.name)
+            fault
+            for name in names
+            for fault in count_fault(name, getattr(self, name), none=name.startswith("max_client"))
         ]
-        for name, unit in (("timeout", "seconds"), ("linger", "a number")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not value >= 0:
-                faults.append(f"{name} is {value!r}, wanted {unit}, at least 0")
+        faults += seconds_fault("timeout", self.timeout, zero=True)
+        if not (is_number(self.linger) and 0 <= self.linger <= _LINGER):
+            faults.append(f"linger is {self.linger!r}, wanted a number, 0 to {_LINGER:g}")
         if not faults and self.min_batch_size > self.max_batch_size:
             faults.append(f"min_batch_size is {self.min_batch_size}, but max_batch_size {self.max_batch_size}")
         if not faults and self.max_rows < self.max_batch_size:
             faults.append(f"max_rows is {self.max_rows}, wanted at least max_batch_size, {self.max_batch_size}")
         if faults:
             raise UsageError(listed("a task pool cannot work with these options:", faults))
-
-
-def _counts(value: Any, name: str) -> bool:
-    if value is None:
-        return name.startswith("max_client")
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from weft.core.errors import UsageError
+from weft.experts.checks import LONGEST
 from weft.experts.counts import RuntimeStatistics
 from weft.experts.errors import ExpertError
 from weft.experts.pool import TaskPool
@@ -75,7 +76,7 @@ class Runtime:
             raise UsageError(f"runtime {self.name!r} has no pools {strangers}")
         for pool in pools:
             pool.close("it was removed from its runtime")
-        end = time.monotonic() + timeout
+        end = time.monotonic() + min(timeout, LONGEST)
         for pool in pools:
             if drain and runs:
                 pool.drained(max(0.0, end - time.monotonic()))
@@ -105,7 +106,7 @@ class Runtime:
         """
         if threading.current_thread() is self._thread:
             raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
-        end = time.monotonic() + timeout
+        end = time.monotonic() + min(timeout, LONGEST)
         with self._state:
             pools, thread = list(self._pools), self._thread
         for pool in pools:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import seconds_fault
 from weft.experts.client.accumulation import Accumulation
 from weft.experts.client.fencing import client_name, fence, fenced
 from weft.experts.client.line import Line
@@ -34,7 +35,7 @@ class CallOptions:
     keep_graph: bool = False
 
     def __post_init__(self) -> None:
-        faults = [] if self.timeout > 0 else [f"timeout is {self.timeout!r}, wanted seconds above 0"]
+        faults = seconds_fault("timeout", self.timeout)
         if not isinstance(self.compression.outputs, str | int):
             faults.append("compression has one choice per output; the server takes one wish for all of them")
         if not isinstance(self.compression.input_gradients, str | int):

@@ -18,6 +18,7 @@ import random
 from dataclasses import dataclass
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.errors import ExpiredError
 from weft.experts.wire import RETRYABLE, DeadlineError, LostError
 
@@ -43,11 +44,11 @@ class Retry:
     attempt_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        faults = [] if self.attempts >= 1 else [f"attempts is {self.attempts}, wanted at least 1"]
+        faults = count_fault("attempts", self.attempts)
         faults += [] if self.growth >= 1 else [f"growth is {self.growth}, wanted at least 1"]
         faults += [] if 0 <= self.first <= self.longest else [f"first is {self.first}, wanted 0 to longest"]
-        if self.attempt_seconds is not None and not self.attempt_seconds > 0:
-            faults.append(f"attempt_seconds is {self.attempt_seconds}, wanted a number above 0, or None")
+        faults += seconds_fault("longest", self.longest, zero=True)
+        faults += seconds_fault("attempt_seconds", self.attempt_seconds, none=True)
         if faults:
             raise UsageError(listed("calls cannot be repeated by these rules:", faults))
 

@@ -17,6 +17,7 @@ from math import ceil
 from typing import Any
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import seconds_fault
 from weft.experts.directory.errors import AwayError, LeaseLostError, OwnedError
 from weft.experts.directory.etcd_endpoints import Endpoints, EtcdTls, RefusedByEtcdError
 from weft.experts.directory.etcd_keys import Keys
@@ -195,6 +196,6 @@ def _check_declaration(uids: Sequence[str], address: str, ttl: float) -> None:
     faults += ["an expert's name is empty"] * any(not uid for uid in uids)
     faults += [f"the name {uid!r} holds the character 0" for uid in uids if "\0" in uid]
     faults += ["the address is empty"] * (not address)
-    faults += [f"ttl is {ttl}, wanted a positive number of seconds"] * (not 0 < ttl < float("inf"))
+    faults += seconds_fault("ttl", ttl)
     if faults:
         raise UsageError(listed("this cannot be declared:", faults))

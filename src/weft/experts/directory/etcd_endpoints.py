@@ -14,6 +14,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import seconds_fault
 from weft.experts.directory.errors import AwayError
 from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
 from weft.experts.service.certificates import Certificates
@@ -55,7 +56,7 @@ class Endpoints:
     def __init__(self, addresses: Sequence[str], tls: EtcdTls | None, timeout: float) -> None:
         faults = [] if addresses else ["there is no endpoint, wanted at least one host:port"]
         faults += [f"{one!r} is no host:port" for one in addresses if not one.rpartition(":")[2].isdecimal()]
-        faults += [f"timeout is {timeout}, wanted a positive number of seconds"] * (not 0 < timeout < float("inf"))
+        faults += seconds_fault("timeout", timeout)
         if faults:
             raise UsageError(listed("etcd cannot be reached like this:", faults))
         self.addresses, self.timeout = tuple(addresses), timeout

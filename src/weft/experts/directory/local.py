@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import seconds_fault
 from weft.experts.directory.errors import AwayError, LeaseLostError, OwnedError, WatchLostError
 from weft.experts.directory.protocol import Event, EventKind, Lease, Watch
 from weft.experts.directory.snapshot import Ownership, Snapshot
@@ -219,6 +220,6 @@ def _check_declaration(uids: Sequence[str], address: str, ttl: float) -> None:
     faults = [] if uids else ["there is no expert, wanted at least one"]
     faults += ["an expert's name is empty"] * any(not uid for uid in uids)
     faults += ["the address is empty"] * (not address)
-    faults += [f"ttl is {ttl}, wanted a positive number of seconds"] * (not 0 < ttl < float("inf"))
+    faults += seconds_fault("ttl", ttl)
     if faults:
         raise UsageError(listed("this cannot be declared:", faults))

@@ -1,9 +1,9 @@
 """How long a mixture waits, and what it puts up with. All faults of what it was told are found at once."""
 
 from dataclasses import dataclass
-from math import isfinite
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import seconds_fault
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,8 @@ class Terms:
             if not 0 <= value <= self.k_best:
                 faults.append(f"{name} is {value}, wanted 0 to k_best ({self.k_best})")
         for name in ("forward_timeout", "backward_timeout"):
-            value = getattr(self, name)
-            if not (value > 0 and isfinite(value)):
-                faults.append(f"{name} is {value}, wanted a positive number of seconds")
-        after = self.timeout_after_k_min
-        if after is not None and not (after >= 0 and isfinite(after)):
-            faults.append(f"timeout_after_k_min is {after}, wanted seconds, at least 0, or None")
+            faults += seconds_fault(name, getattr(self, name))
+        faults += seconds_fault("timeout_after_k_min", self.timeout_after_k_min, zero=True, none=True)
         if faults:
             raise UsageError(listed("a mixture cannot work like this:", faults))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.client.channel import ClientTls
 
 
@@ -34,12 +35,10 @@ class ReplicaOptions:
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        numbers = ("follow_seconds", "follow_steps", "first_seconds", "state_bytes")
-        faults = [
-            f"{name} is {getattr(self, name)!r}, wanted a number above 0"
-            for name in numbers
-            if not getattr(self, name) > 0
-        ]
+        faults: list[str] = []
+        for name in ("follow_seconds", "follow_steps", "first_seconds", "state_bytes"):
+            check = seconds_fault if name.endswith("_seconds") else count_fault
+            faults += check(name, getattr(self, name))
         if isinstance(self.experts, str) or not self.experts:
             faults.append(f"experts is {self.experts!r}, wanted a list of patterns such as ['ffn.*']")
         if faults:

@@ -4,9 +4,9 @@ Everything that a stranger could fill is bounded here: connections, what one con
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.service.pem import Pem, read_pem
 from weft.experts.wire.limits import Limits
 
@@ -37,8 +37,10 @@ class ServerOptions:
     drain_seconds: float = 2.5
 
     def __post_init__(self) -> None:
-        seen: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "limits"}
-        faults = [f"{name} is {value!r}, wanted a number above 0" for name, value in seen.items() if not value > 0]
+        faults: list[str] = []
+        for name in [each.name for each in fields(self) if each.name != "limits"]:
+            check = seconds_fault if name.endswith("_seconds") else count_fault
+            faults += check(name, getattr(self, name))
         if faults:
             raise UsageError(listed("these options of a server do not make sense:", faults))
 

@@ -1,0 +1,39 @@
+"""One rule for the spans of time, and one for the counts, that users give as options.
+
+``float("inf")`` looks like "never", and NaN passes many a comparison. But both, like all beyond some three hundred
+years, fail much later: in the thread that waits (`threading.TIMEOUT_MAX`) or in gRPC's clock, and they serve others.
+"""
+
+from typing import Any, TypeGuard
+
+LONGEST = 1e9
+"""Seconds, about thirty years: who wants to wait for ever says this."""
+
+
+def seconds_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
+    """What is wrong with so many seconds, in words; nothing, if a thread can wait for them.
+
+    Args:
+        name: what the user calls them.
+        value: what was given, of whatever type.
+        zero: whether 0 makes sense.
+        none: whether None does.
+    """
+    if value is None and none:
+        return []
+    if is_number(value) and (0 < value <= LONGEST or (zero and value == 0)):
+        return []
+    least = "at least 0" if zero else "above 0"
+    return [f"{name} is {value!r}, wanted seconds, {least} and at most {LONGEST:g}{', or None' * none}"]
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether this is an int or a float; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def count_fault(name: str, value: Any, *, none: bool = False) -> list[str]:
+    """What is wrong with a count, in words; ``none``: whether None makes sense."""
+    if (value is None and none) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return []
+    return [f"{name} is {value!r}, wanted an int of at least 1{', or None' * none}"]

@@ -1,0 +1,117 @@
+"""Seconds and counts that users give: what no thread can wait for is refused where it was given, not where it waits."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from weft.core.errors import UsageError
+from weft.core.spec import TensorSpec
+from weft.experts.checks import LONGEST
+from weft.experts.client.asking import CallOptions
+from weft.experts.client.pending import Pending
+from weft.experts.client.retry import Retry
+from weft.experts.directory import LocalDirectory
+from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.limits import PoolOptions
+from weft.experts.mixture.terms import Terms
+from weft.experts.pool import TaskPool
+from weft.experts.replica.options import ReplicaOptions
+from weft.experts.runtime import Runtime
+from weft.experts.schema import Column, Columns
+from weft.experts.server.options import ServerOptions
+from weft.experts.task import Answer, Task
+from weft.experts.wire import Call, Header, Kind
+
+CALL = Call(Header(kind=Kind.FORWARD, call_id=1, uid="a"))
+TERMS: dict[str, Any] = {
+    "k_best": 2,
+    "k_min": 1,
+    "backward_k_min": 1,
+    "forward_timeout": 1.0,
+    "backward_timeout": 1.0,
+    "timeout_after_k_min": None,
+    "detect_anomalies": False,
+    "allow_zero_outputs": False,
+}
+
+
+def answers(tasks: Sequence[Task]) -> Sequence[Answer]:
+    return [list(task.tensors) for task in tasks]
+
+
+def etcd(timeout: float) -> None:
+    EtcdDirectory(["127.0.0.1:1"], timeout=timeout).close()
+
+
+def call(timeout: float) -> None:
+    pending = Pending("nowhere:1")
+    try:
+        pending.open(CALL, timeout)
+    finally:
+        pending.close()
+
+
+SECONDS: dict[str, Callable[[Any], object]] = {
+    "PoolOptions.timeout": lambda s: PoolOptions(timeout=s),
+    "ServerOptions.longest_seconds": lambda s: ServerOptions(longest_seconds=s),
+    "ServerOptions.lease_seconds": lambda s: ServerOptions(lease_seconds=s),
+    "ServerOptions.checkpoint_seconds": lambda s: ServerOptions(checkpoint_seconds=s),
+    "ServerOptions.drain_seconds": lambda s: ServerOptions(drain_seconds=s),
+    "ReplicaOptions.follow_seconds": lambda s: ReplicaOptions(follow_seconds=s),
+    "ReplicaOptions.first_seconds": lambda s: ReplicaOptions(first_seconds=s),
+    "CallOptions.timeout": lambda s: CallOptions(timeout=s),
+    "Retry.longest": lambda s: Retry(longest=s),
+    "Retry.attempt_seconds": lambda s: Retry(attempt_seconds=s),
+    "Terms.forward_timeout": lambda s: Terms(**{**TERMS, "forward_timeout": s}),
+    "Terms.backward_timeout": lambda s: Terms(**{**TERMS, "backward_timeout": s}),
+    "Terms.timeout_after_k_min": lambda s: Terms(**{**TERMS, "timeout_after_k_min": s}),
+    "declare.ttl": lambda s: LocalDirectory().declare("a", "b:1", s),
+    "EtcdDirectory.timeout": etcd,
+    "call's timeout": call,
+}
+
+
+@pytest.mark.parametrize("option", SECONDS)
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan"), 1e300])
+def test_seconds_that_no_thread_can_wait_for_are_refused_by_name(option: str, seconds: float) -> None:
+    with pytest.raises(UsageError, match=rf"{option.rpartition('.')[2]} is {seconds!r}".replace("+", r"\+")):
+        SECONDS[option](seconds)
+
+
+@pytest.mark.parametrize("option", SECONDS)
+def test_the_longest_seconds_are_taken(option: str) -> None:
+    SECONDS[option](LONGEST)
+    assert threading.TIMEOUT_MAX > LONGEST
+
+
+@pytest.mark.parametrize(
+    ("made", "names"),
+    [
+        (lambda: ServerOptions(connections=0, lease_seconds=-1.0), ["connections is 0", "lease_seconds is -1"]),
+        (lambda: ReplicaOptions(follow_steps=0, state_bytes=-1), ["follow_steps is 0", "state_bytes is -1"]),
+        (lambda: Retry(attempts=0, longest=float("inf")), ["attempts is 0", "longest is inf"]),
+        (lambda: PoolOptions(linger=float("inf"), max_tasks=0), ["linger is inf", "max_tasks is 0"]),
+    ],
+)
+def test_all_faults_of_one_set_of_options_are_told_at_once(made: Callable[[], object], names: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        made()
+    assert [name for name in names if name not in str(caught.value)] == []
+
+
+def test_a_pool_that_waits_for_as_long_as_may_be_leaves_the_other_pools_their_runtime() -> None:
+    columns = Columns([Column("x", TensorSpec((None, 1), torch.float32))])
+    slow = TaskPool("slow", answers, columns, PoolOptions(4, timeout=LONGEST))
+    quick = TaskPool("quick", answers, columns)
+    row = torch.zeros(1, 1)
+    with Runtime([slow, quick]) as runtime:
+        waits = slow.submit_task(row)
+        time.sleep(0.02)  # the runtime has seen it, and waits
+        assert quick.submit_task(row).result(5) is not None
+        assert not waits.done()
+        assert runtime.shutdown(timeout=float("inf")), "what was accepted runs without waiting, and then it ends"
+        assert waits.result(0) is not None
