@@ -2,8 +2,8 @@
 
     client process: callers, threads that share one connection ── gRPC, loopback ──> server process: one ffn, Adam
     this process:   the same module, all rows of a lap in one batch, no server: the ideal
-    bare:           one caller, a gRPC stream with the same module behind it and nothing else: no checks, no keys, no
-                    batches, no deadlines. More than its share of the ideal nothing over gRPC in Python can reach
+    bare:           gRPC streams with the same module behind them, batches of what waits, and nothing else: no checks,
+                    keys, deadlines or guards. What is missing there to the ideal, gRPC and Python take, not weft
 
 A lap is one call of every caller. Backward runs the forward again on the server; with a kept graph it does not. Both
 are measured, and the better one is judged. The peer does the same with threads in one process, and its own server.
@@ -91,11 +91,10 @@ class Servers:
         found: dict[str, Lap] = {
             IDEAL: ideal(self.width, point.callers * point.rows, point.train),
             WEFT: _asked(self.client, point, keep=False),
+            BARE: _asked(self.bare, point, keep=False),
         }
         if point.train:
             found[KEPT] = _asked(self.client, point, keep=True)
-        if point.callers == 1:
-            found[BARE] = _asked(self.bare, point, keep=False)
         if self.peer is not None:
             try:
                 return laps({**found, PEER: _asked(self.peer, point, keep=False)}, seconds, rounds, self.processes)

@@ -1,6 +1,7 @@
 """A call is checked before it leaves, and an answer before it is believed."""
 
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, rows, seeded
 from weft.core.errors import SpecError
 from weft.experts import ExpertBackend
+from weft.experts.client.journey import RemoteJourney
 from weft.experts.client.signature import Signature
 from weft.experts.service import describe, read_description
 from weft.experts.wire import Call, Header, Kind, MalformedError, Received, decode, encode
@@ -74,6 +76,16 @@ def test_only_outputs_that_can_have_a_gradient_are_tracked() -> None:
     assert FUSSY.tracked == [True] and NESTED.tracked == [True, True, False]
 
 
-def test_a_gradient_that_is_missing_is_zeros() -> None:
-    found = NESTED.output_gradients([None, rows(3, 0), None], [rows(3, 1), rows(3, 2), torch.tensor([1, 2, 3])])
-    assert not found[0].any() and torch.equal(found[1], rows(3, 0)) and found[2].dtype == torch.int64
+def test_a_gradient_that_is_missing_is_sent_as_zeros_like_its_output() -> None:
+    outputs, sent = [rows(3, 1), rows(3, 2), torch.tensor([1, 2, 3])], list[Tensor]()
+
+    def ask_backward(inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str) -> list[Tensor]:
+        sent.extend(gradients)
+        return list(inputs)
+
+    inputs = [torch.empty(0) for _ in NESTED.inputs.names]
+    journey = RemoteJourney(NESTED, inputs, torch.empty(0), lambda inputs, key: outputs, ask_backward)
+    assert journey.forward() == (outputs, NESTED.tracked)
+    assert journey.backward([None, rows(3, 0), None], retain=False)[-1] is not None, "autograd finds the anchor by it"
+    assert torch.equal(sent[0], torch.zeros_like(outputs[0])) and torch.equal(sent[1], rows(3, 0))
+    assert sent[2].dtype == torch.int64

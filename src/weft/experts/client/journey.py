@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError
@@ -38,13 +39,13 @@ class RemoteJourney:
         self.inputs = [tensor.detach() for tensor in self.inputs]  # which share their versions, and hold no graph
         self._versions = [_version(tensor) for tensor in self.inputs]
         self._key: str | None = secrets.token_hex(16) if self.keep else None
-        self._outputs: list[Tensor] = []
+        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._freed = False
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `Journey.forward`."""
         outputs = self.ask_forward(self.inputs, self._key)
-        self._outputs = [output.new_empty(()).expand(output.shape) for output in outputs]  # how they look, no memory
+        self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs, self.signature.tracked
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
@@ -53,13 +54,16 @@ class RemoteJourney:
             raise BackwardTwiceError(TWICE)
         self._check_inputs()
         key, self._key = self._key or secrets.token_hex(16), None
-        wanted = self.signature.output_gradients(gradients, self._outputs)
+        wanted = [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in zip(gradients, self._outputs, strict=True)
+        ]
         found = self.ask_backward(self.inputs, wanted, key)
         if not retain:
             self._freed = True
             self.inputs = []
         back: list[Tensor | None] = [g if flag else None for g, flag in zip(found, self._wanted, strict=True)]
-        return [*back, self.anchor.new_zeros(self.anchor.shape)]
+        return [*back, self.anchor.new_empty(self.anchor.shape)]  # which has no numbers
 
     def _check_inputs(self) -> None:
         changed = [

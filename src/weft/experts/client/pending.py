@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from weft.core.errors import UsageError
-from weft.experts.checks import seconds_fault
+from weft.experts.checks import LONGEST, seconds_fault
 from weft.experts.wire import Call, DeadlineError, LostError, Received, UnreachableError
 
 TICK = 0.02
@@ -58,8 +58,8 @@ class Pending:
 
     def open(self, call: Call, timeout: float) -> Entry:
         """A new entry. Raises ``UsageError`` after `close`, and for a timeout that is not positive."""
-        if faults := seconds_fault("a call's timeout", timeout):
-            raise UsageError(faults[0])
+        if not 0 < timeout <= LONGEST:  # asked at every call, so in short
+            raise UsageError(*seconds_fault("a call's timeout", timeout))
         entry = Entry(next(self._numbers), call, timeout, time.monotonic() + timeout, Future())
         with self._changed:
             if self._closed:

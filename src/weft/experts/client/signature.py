@@ -78,13 +78,6 @@ class Signature:
             raise MalformedError(f"expert {self.name!r} answered gradients of other shapes", reason="shape")
         return [g.to(device=x.device, dtype=x.dtype) for g, x in zip(found, inputs, strict=True)]
 
-    def output_gradients(self, gradients: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> list[Tensor]:
-        """One gradient per flat output, zeros where there is none."""
-        return [
-            torch.zeros_like(out) if gradient is None else gradient
-            for gradient, out in zip(gradients, outputs, strict=True)
-        ]
-
     def nested(self, outputs: Sequence[Tensor]) -> Any:
         """The outputs as the module returns them."""
         return self.outputs.pack(outputs)
