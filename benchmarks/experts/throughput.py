@@ -113,7 +113,7 @@ def run(quick: bool) -> Table:
             servers = Servers(stack, width, with_peer=not quick)
             for point in points:
                 progress(f"width {width}, {point.callers} x {point.rows}, {_kind(point)}")
-                race = servers.race(point, 0.02 if quick else 0.5, 1 if quick else 3)
+                race = servers.race(point, 0.02 if quick else 0.5, 1 if quick else 7)
                 rows.append(_row(width, point, race))
             if servers.peer is None:
                 notes.append(f"  {peer.NAME} at width {width}: {servers.why}")
