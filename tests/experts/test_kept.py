@@ -54,6 +54,24 @@ def test_a_kept_graph_gives_the_same_bytes_and_saves_a_forward() -> None:
     assert kept.statistics().kept_graph_bytes == 0
 
 
+def test_the_graph_serves_whoever_comes_first_on_the_way_back() -> None:
+    (kept, counts), (plain, _) = counting(), counting(None)
+    found: list[dict[str, Tensor]] = []
+    for backend in (kept, plain):
+        for i, key in enumerate("bca"):
+            backend.forward_pool.submit_task(rows(2, i), client="ann", key=key)
+        work(backend)
+        futures = {
+            key: backend.backward_pool.submit_task(rows(2, i), rows(2, i + 9), client="ann", key=key)
+            for i, key in reversed([*enumerate("bca")])
+        }
+        work(backend)
+        found.append({key: future.result(0)[0] for key, future in futures.items()})
+    assert counts.calls == 1 and kept.statistics().used_graphs == 1
+    assert all(torch.equal(found[0][key], found[1][key]) for key in "abc")
+    assert weights(kept) == weights(plain)
+
+
 @pytest.mark.parametrize("other", ["ab", "cba", "abd"])
 def test_another_batch_runs_the_forward_again(other: str) -> None:
     backend, counts = counting()

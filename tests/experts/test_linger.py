@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.experts.limits import PoolOptions
-from weft.experts.linger import Linger
+from weft.experts.linger import Company, Linger
 from weft.experts.pool import TaskPool
 from weft.experts.schema import Column, Columns
 from weft.experts.task import Answer, Task
@@ -20,66 +21,118 @@ COLUMNS = Columns([Column("x", TensorSpec((None, 1), torch.float32))])
 ROW = torch.zeros(1, 1)
 
 
+@dataclass
+class Outcome:
+    """Of the second half of a simulation: seconds of a lap, and batches. What was learned, and waited in all."""
+
+    lap: float
+    batches: int
+    lingers: list[Linger]
+
+    @property
+    def waited(self) -> float:
+        return sum(each.waited for each in self.lingers)
+
+
 def simulated(
-    pauses: Sequence[float], fixed: float, per_row: float, most: float, laps: int = 60
-) -> tuple[float, int, Linger]:
-    """Callers that call again so long after their answer, and a device: seconds of an answer, batches; the last half.
+    pauses: Sequence[float],
+    stages: Sequence[tuple[float, float]],
+    most: float,
+    starts: Sequence[float] = (),
+    laps: int = 100,
+) -> Outcome:
+    """Callers who go through the pools of an expert in turn, each so long after an answer; and one device.
 
-    Nothing here is measured: the clock is a number.
+    ``stages``: what a batch costs by itself, and for each row. Nothing here is measured: the clock is a number.
     """
-    linger, now = Linger(most), 0.0
-    comes = {caller: pause for caller, pause in enumerate(pauses)}
-    waiting: list[int] = []
-    answers, batches, half = 0, 0, (0.0, 0, 0)
-    while answers < laps * len(pauses):
-        for caller in sorted([each for each, when in comes.items() if when <= now], key=lambda each: comes[each]):
-            waiting.append(caller)
-            linger.came(comes.pop(caller), len(waiting))
-        begin = linger.begin(now, len(waiting), patient=True) if waiting else min(comes.values())
-        if begin > now or not waiting:
-            now = min([begin, *comes.values()])
+    company = Company()
+    lingers = [Linger(most, company) for _ in stages]
+    comes = {caller: (pause, 0) for caller, pause in enumerate(starts or pauses)}  # when, and to which pool
+    waiting: list[list[tuple[float, int]]] = [[] for _ in stages]
+    now = idle = 0.0
+    answers, batches, half = 0, 0, (0.0, 0)
+    wanted = laps * len(pauses) * len(stages)
+
+    def admit(until: float) -> None:
+        for caller in sorted([each for each, (when, _) in comes.items() if when <= until], key=lambda c: comes[c][0]):
+            when, pool = comes.pop(caller)
+            waiting[pool].append((when, caller))
+            lingers[pool].came(len(waiting[pool]))
+
+    while answers < wanted:
+        admit(now)
+        begins = {i: lingers[i].begin(now, len(some), patient=True) for i, some in enumerate(waiting) if some}
+        ready = [i for i, begin in begins.items() if begin <= now]
+        if not ready:
+            later = min([*begins.values(), *[when for when, _ in comes.values()]])
+            now, idle = later, idle + later - now
             continue
-        batch, waiting = waiting, []
-        linger.began(now, len(batch))
-        end = now + fixed + per_row * len(batch)
-        for caller in sorted([each for each, when in comes.items() if when < end], key=lambda each: comes[each]):
-            waiting.append(caller)
-            linger.came(comes.pop(caller), len(waiting))
-        now = end
-        linger.ended(len(batch), fixed + per_row * len(batch))
-        comes |= {caller: now + pauses[caller] for caller in batch}
+        pool = min(ready, key=lambda i: waiting[i][0])
+        batch, waiting[pool] = waiting[pool], []
+        lingers[pool].began(now, len(batch), 0, idle)
+        seconds = stages[pool][0] + stages[pool][1] * len(batch)
+        now += seconds
+        admit(now)
+        lingers[pool].ended(len(batch), seconds)
+        comes |= {caller: (now + pauses[caller], (pool + 1) % len(stages)) for _, caller in batch}
         answers, batches = answers + len(batch), batches + 1
-        if answers < laps * len(pauses) / 2:
-            half = (now, batches, answers)
-    return (now - half[0]) / (answers - half[2]), batches - half[1], linger
+        if answers < wanted / 2:
+            half = (now, batches)
+    return Outcome((now - half[0]) * 2 / laps, batches - half[1], lingers)
 
 
-def test_callers_that_come_one_after_the_other_share_a_step_when_a_step_costs_much() -> None:
-    pauses = [0.1, 0.2, 0.3, 0.4]
-    alone, together = (simulated(pauses, fixed=1.0, per_row=0.01, most=most) for most in (0.0, 1.0))
-    assert together[1] < 0.7 * alone[1], "as many batches as without waiting"
-    assert together[0] < 0.8 * alone[0], "waiting has cost more than it saved"
-    assert alone[2].waited == 0.0
+@pytest.mark.parametrize(
+    ("pauses", "starts", "stages"),
+    [
+        pytest.param([0.1, 0.2, 0.3, 0.4], [], [(1.0, 0.01)], id="one pool"),
+        pytest.param([0.1, 0.2, 0.3, 0.4], [], [(0.3, 0.02), (1.0, 0.01)], id="forward and backward"),
+        pytest.param([0.2] * 4, [0.0, 0.0, 0.3, 0.3], [(0.3, 0.1), (0.7, 0.3)], id="two and two by turns"),
+        pytest.param([0.1, 0.1], [0.0, 0.3], [(0.7, 0.05), (1.5, 0.1)], id="one and one by turns"),
+    ],
+)
+def test_callers_who_come_one_after_the_other_share_a_step_when_a_step_costs_much(
+    pauses: list[float], starts: list[float], stages: list[tuple[float, float]]
+) -> None:
+    alone, together = (simulated(pauses, stages, most, starts) for most in (0.0, 1.0))
+    assert together.batches < 0.8 * alone.batches, "as many batches as without waiting"
+    assert together.lap < 0.9 * alone.lap, "waiting has cost more than it saved"
+    assert alone.waited == 0.0
 
 
 @pytest.mark.parametrize("pauses", [[0.3], [0.0]])
-def test_a_lone_caller_never_waits(pauses: list[float]) -> None:
-    assert simulated(pauses, fixed=1.0, per_row=0.1, most=1.0)[2].waited == 0.0
+@pytest.mark.parametrize("stages", [[(1.0, 0.1)], [(0.1, 0.1), (1.0, 0.2)]])
+def test_a_lone_caller_never_waits(pauses: list[float], stages: list[tuple[float, float]]) -> None:
+    assert simulated(pauses, stages, most=1.0).waited == 0.0
 
 
 def test_where_all_the_cost_is_in_the_rows_nobody_waits() -> None:
-    assert simulated([0.1, 0.2, 0.3, 0.4], fixed=0.0, per_row=1.0, most=1.0)[2].waited < 1e-9
+    assert simulated([0.1, 0.2, 0.3, 0.4], [(0.0, 1.0)], most=1.0).waited < 1e-9
+
+
+def test_nobody_waits_for_those_who_wait_in_another_pool() -> None:
+    """They cannot come before they were served there; each would wait for the other, and the device for both."""
+    company = Company()
+    here, there = (Linger(1.0, company) for _ in range(2))
+    for _ in range(4):
+        here.came(2)
+        here.began(0.0, 2, 0, 0.0)
+        here.ended(2, 6.0)
+    here.cost, there.cost, company.trial.waits = 5.0, 5.0, True
+    here.came(1)
+    assert here.begin(0.0, 1, patient=True) == 10.0, "the other one is out, and the costs of both pools are at stake"
+    there.came(1)
+    assert here.begin(0.0, 1, patient=True) == 0.0 and there.begin(0.0, 1, patient=True) == 0.0
 
 
 @given(
     st.lists(st.floats(0.0, 3.0), min_size=1, max_size=6),
-    st.sampled_from([0.0, 0.1, 1.0]),
-    st.sampled_from([0.01, 0.05, 0.3]),
+    st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.01, 0.05, 0.3])), min_size=1, max_size=2),
 )
-def test_whoever_calls_waiting_costs_no_more_than_its_trials(pauses: list[float], fixed: float, per_row: float) -> None:
-    without, lingering = (simulated(pauses, fixed, per_row, most, laps=200) for most in (0.0, 1.0))
-    assert lingering[0] <= 1.1 * without[0]
-    assert lingering[2].cost <= (fixed + per_row * len(pauses)) * (1 + 1e-6)
+def test_whoever_calls_waiting_costs_little_where_it_does_not_pay(
+    pauses: list[float], stages: list[tuple[float, float]]
+) -> None:
+    without, lingering = (simulated(pauses, stages, most, laps=400) for most in (0.0, 1.0))
+    assert lingering.lap <= 1.25 * without.lap  # of 1500 at random, 5 took more than 1.08 of it, and none 1.18
 
 
 @given(st.lists(st.integers(1, 64), min_size=3, max_size=30).filter(lambda rows: max(rows) > 2 * min(rows)))
@@ -90,11 +143,26 @@ def test_what_a_batch_costs_by_itself_is_learned(rows: list[int]) -> None:
     assert linger.cost == pytest.approx(2.0, rel=1e-6)
 
 
-def test_batches_that_are_all_alike_tell_nothing_of_what_a_batch_costs_by_itself() -> None:
+def test_as_long_as_batches_are_all_alike_all_that_they_cost_may_be_saved() -> None:
+    """Or two callers who come in turn would never find out."""
     linger = Linger(1.0)
     for _ in range(20):
         linger.ended(8, 3.0)
-    assert linger.cost == 0.0
+    assert linger.cost == pytest.approx(3.0)
+    for rows in (8, 16, 8, 16, 8, 16):
+        linger.ended(rows, 1.0 + rows / 4)
+    assert linger.cost == pytest.approx(1.0, rel=0.05)
+    for _ in range(20):
+        linger.ended(8, 3.0)
+    assert linger.cost == pytest.approx(1.0, rel=0.05), "what was learned was forgotten"
+
+
+def test_a_batch_that_failed_tells_nothing_and_leaves_nobody_under_way() -> None:
+    linger = Linger(1.0)
+    linger.came(1)
+    linger.began(0.0, 1, 0, 0.0)
+    linger.ended(0, 99.0)
+    assert (linger.cost, linger.running, linger.waiting) == (0.0, 0, 0)
 
 
 # In a pool.
@@ -109,8 +177,8 @@ def told(**options: float | int) -> tuple[TaskPool, list[str]]:
 
     one = TaskPool("p", answers, COLUMNS, PoolOptions(**options))  # type: ignore[arg-type]
     one.open(lambda pool: words.append(pool.name))
-    one._linger.cost, one._linger._trial.waits = 10.0, True
-    one._linger._sizes.extend([4, 4])
+    company = one._linger._company
+    one._linger.cost, company.trial.waits, company._peaks = 10.0, True, (4, 4, 4, 4)
     words.clear()
     return one, words
 
@@ -124,7 +192,7 @@ def test_a_pool_that_waits_is_woken_by_the_last_one_alone() -> None:
     one.submit_task(ROW)
     assert words == ["p"] and not ready(one)
     later = one.urgency(time.monotonic())[1]
-    assert later is not None and 3.0 < later - time.monotonic() < 5.1
+    assert later is not None and 8.0 < later - time.monotonic() < 10.1
     for _ in range(2):
         one.submit_task(ROW)
     assert words == ["p"] and not ready(one)
@@ -133,11 +201,11 @@ def test_a_pool_that_waits_is_woken_by_the_last_one_alone() -> None:
     assert len(one.take()) == 4
 
 
-def test_who_waits_in_vain_begins_when_nobody_came_for_half_of_the_cost() -> None:
+def test_who_waits_in_vain_begins_after_what_could_have_been_saved() -> None:
     one, _ = told()
     one.submit_task(ROW)
     now = time.monotonic()
-    assert not ready(one) and not ready(one, now + 4.9) and ready(one, now + 5.1)
+    assert not ready(one) and not ready(one, now + 9.9) and ready(one, now + 10.1)
 
 
 def soon(one: TaskPool) -> None:

@@ -26,6 +26,7 @@ from weft.experts.guards import Guards
 from weft.experts.journal import Journal
 from weft.experts.kept import GraphBudget, KeptGraphs
 from weft.experts.limits import PoolOptions
+from weft.experts.linger import Company
 from weft.experts.optimizers import OptimizerLike, ScheduleLike, make_optimizer, make_schedule
 from weft.experts.pool import TaskPool
 from weft.experts.records import Records, RecordsOptions
@@ -113,10 +114,16 @@ class ExpertBackend:
         self._make_pools(forward, backward, options)
 
     def _make_pools(self, forward: Columns, backward: Columns, options: PoolOptions) -> None:
-        engine, once = self.engine, self.records.of("backward")
-        self.forward_pool = TaskPool(f"{self.name}.forward", engine.forward, forward, options)
+        engine, once, company = self.engine, self.records.of("backward"), Company()
+        self.forward_pool = TaskPool(f"{self.name}.forward", engine.forward, forward, options, company=company)
         self.backward_pool = TaskPool(
-            f"{self.name}.backward", engine.backward, backward, options, ledger=once, splits=self.optimizer is not None
+            f"{self.name}.backward",
+            engine.backward,
+            backward,
+            options,
+            ledger=once,
+            splits=self.optimizer is not None,
+            company=company,
         )
         commits = replace(options, min_batch_size=1)
         self.commit_pool = TaskPool(

@@ -4,9 +4,9 @@
     backward of tasks k1 k2, one batch ──> walks that graph, if it is there still
     any optimizer step                 ──> no graph is kept any more: they belong to older weights
 
-A graph serves a batch of exactly the tasks that made it, in their order and with equal inputs. Otherwise the
-forward runs again, with the same result up to the random numbers that it draws. So this pays for one trainer with
-large batches, or under mini-batches that are committed later, and not for many trainers that step all the time.
+A graph serves a batch of exactly the tasks that made it, with equal inputs. Otherwise the forward runs again, with the
+same result up to the random numbers that it draws. So this pays for one trainer, for several who keep step with each
+other (`weft.experts.linger`), or under mini-batches that are committed later.
 Held are at most so many bytes, counted as what autograd saves, for so many seconds.
 """
 

@@ -91,12 +91,17 @@ class Lanes:
         return not any([lane.flushed or lane.rows >= self._max_rows for lane in self._lanes.values()])
 
     def take(self, now: float) -> tuple[list[Task], list[Task]]:
-        """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue."""
+        """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue.
+
+        Those with keys stand in their order: the same callers make the same batch in forward and in backward, which
+        may walk the graph that forward kept, whoever was faster.
+        """
         expired = self._expired_heads(now)
         ready = [lane for lane in self._lanes.values() if self._ready(lane, now)]
         batch: list[Task] = []
         if ready:
             self._fill(min(ready, key=lambda lane: lane.head().number), now, batch, expired)
+            batch.sort(key=_by_key)
         return batch, expired
 
     def sweep(self, now: float) -> list[Task]:
@@ -131,3 +136,7 @@ class Lanes:
         head = lane.head()
         waited = now >= head.arrival + self._patience
         return waited or lane.flushed or lane.rows >= self._min_rows or head.expired(now)
+
+
+def _by_key(task: Task) -> str:
+    return task.key or ""

@@ -23,9 +23,9 @@ class PoolOptions:
         min_batch_size: rows that a batch should have; with fewer, the oldest task waits up to ``timeout`` for more.
         max_batch_size: rows that a batch may have; a task with more is refused.
         timeout: seconds that a task waits for ``min_batch_size`` rows to come together. Then they run as they are.
-        linger: how long a batch that could begin waits at most for others that keep coming, in units of what a batch
-            costs by itself, such as an optimizer step; see `weft.experts.linger`. 0: never. With a ``min_batch_size``
-            that decides alone.
+        linger: how long a batch that could begin waits at most for those who are about to come back, in units of what
+            a batch costs by itself, such as an optimizer step; see `weft.experts.linger`. 0: never. With a
+            ``min_batch_size`` that decides alone.
         max_tasks, max_rows: what may wait in all; beyond it an `OverloadError`.
         max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`.
             Tasks without a client are not counted.

@@ -25,7 +25,7 @@ from weft.experts.counts import PoolStatistics, Tally
 from weft.experts.errors import ClosedError, ExpiredError, reason_of
 from weft.experts.lanes import Lanes
 from weft.experts.limits import Load, PoolOptions
-from weft.experts.linger import Linger
+from weft.experts.linger import Company, Linger
 from weft.experts.schema import Columns
 from weft.experts.task import Answer, Ledger, Results, Task, answer, answered
 
@@ -47,6 +47,7 @@ class TaskPool:
         ledger: knows the idempotency keys; without one ``key`` is only carried along.
         splits: whether tasks may name a mini-batch. Tasks of different mini-batches never share a batch.
         host: where tensors are gathered; a tensor from elsewhere is copied there, in its author's thread.
+        company: of pools with the same callers, such as those of one expert.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class TaskPool:
         ledger: Ledger | None = None,
         splits: bool = False,
         host: torch.device | str = "cpu",
+        company: Company | None = None,
     ) -> None:
         self.name = name
         self.options = options or PoolOptions()
@@ -71,7 +73,7 @@ class TaskPool:
         self._where = f"pool {name!r}"
         self._lanes = Lanes(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
         self._load = Load(self.options)
-        self._linger = Linger(self.options.linger if self.options.min_batch_size == 1 else 0.0)
+        self._linger = Linger(self.options.linger if self.options.min_batch_size == 1 else 0.0, company)
         self._tally = Tally()
         self._running = 0
         self._swept = 0.0
@@ -79,6 +81,7 @@ class TaskPool:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._wake: Callable[[TaskPool], None] | None = None
+        self._idle_seconds: Callable[[], float] = float
 
     def submit_task(
         self,
@@ -158,7 +161,7 @@ class TaskPool:
             future = task.join(task.deadline, self._gave_up)
             self._lanes.add(task)
             self._tally.submitted += 1
-            return future, self._linger.came(task.arrival, len(self._lanes))
+            return future, self._linger.came(len(self._lanes))
 
     def _swept_for(self, task: Task) -> Sequence[Task]:
         """What had expired in a full queue, and made room; but it is not searched all the time."""
@@ -177,9 +180,9 @@ class TaskPool:
         with self._lock:
             number, later = self._lanes.urgency(now)
             if number is None:
-                self._linger.nobody()
+                self._linger.nobody(len(self._lanes))
                 return None, later
-            patient = self._lanes.patient(now, _HASTE * self._linger.cost)
+            patient = self._lanes.patient(now, _HASTE * self._linger.longest)
             begin = self._linger.begin(now, len(self._lanes), patient=patient)
             return (None, begin) if begin > now else (number, None)
 
@@ -198,7 +201,8 @@ class TaskPool:
                     self._drop(task)
             self._running += len(wanted)
             if wanted:
-                self._linger.began(time.monotonic() if now is None else now, len(wanted))
+                begun = time.monotonic() if now is None else now
+                self._linger.began(begun, len(wanted), len(self._lanes), self._idle_seconds())
                 self._tally.took(len(wanted), sum(task.rows for task in wanted))
         if expired:
             self._expire(expired)
@@ -213,10 +217,10 @@ class TaskPool:
             answers = [error] * len(tasks)
         self._finish(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
 
-    def open(self, wake: "Callable[[TaskPool], None] | None" = None) -> None:
-        """Take tasks, and call ``wake`` with this pool whenever one has come."""
+    def open(self, wake: "Callable[[TaskPool], None] | None" = None, idle: Callable[[], float] = float) -> None:
+        """Take tasks, and call ``wake`` with this pool whenever one has come. ``idle``: seconds without work so far."""
         with self._lock:
-            self._closed, self._wake = None, wake
+            self._closed, self._wake, self._idle_seconds = None, wake, idle
         if wake is not None:
             wake(self)
 
@@ -285,8 +289,9 @@ class TaskPool:
             waiting = [self._leave(task) for task in tasks]
             for found in answers:
                 self._tally.ended(found)
-            if ran and not any([isinstance(found, BaseException) for found in answers]):
-                self._linger.ended(sum(task.rows for task in tasks), seconds)
+            if ran:
+                failed = any([isinstance(found, BaseException) for found in answers])
+                self._linger.ended(0 if failed else sum(task.rows for task in tasks), seconds)
         for waiters, found in zip(waiting, answers, strict=True):
             answer(waiters, found)
         with self._lock:

@@ -60,7 +60,7 @@ class Runtime:
                 if pool in self._pools:
                     raise UsageError(f"pool {pool.name!r} is in runtime {self.name!r} already")
                 self._pools[pool] = None
-            pool.open(self._wake)
+            pool.open(self._wake, self._idle)
 
     def remove(self, *served: HasPools | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Close these pools, wait until what they accepted is done (with ``drain``), and forget them.
@@ -96,7 +96,7 @@ class Runtime:
             self._thread.start()
             pools = list(self._pools)
         for pool in pools:
-            pool.open(self._wake)
+            pool.open(self._wake, self._idle)
 
     def shutdown(self, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Take no more tasks, do what was accepted (with ``drain``), and end the thread. May be called twice.
@@ -151,6 +151,10 @@ class Runtime:
             if pool in self._pools:
                 self._active[pool] = None
                 self._state.notify()
+
+    def _idle(self) -> float:
+        """Seconds since the start in which there was nothing to do; asked by who begins a batch, in the thread."""
+        return time.monotonic() - self._began - self._busy
 
     def _run(self) -> None:
         while (pool := self._next()) is not None:
