@@ -157,6 +157,26 @@ def test_as_long_as_batches_are_all_alike_all_that_they_cost_may_be_saved() -> N
     assert linger.cost == pytest.approx(1.0, rel=0.05), "what was learned was forgotten"
 
 
+@pytest.mark.parametrize(
+    ("rows", "idle", "pays"),
+    [
+        pytest.param(2, 0.5, True, id="a little"),
+        pytest.param(2, 1.5, False, id="more than was saved"),
+        pytest.param(4, 100.0, True, id="a pause counts as two batches, whoever made it"),
+    ],
+)
+def test_what_the_device_had_to_wait_is_a_price_of_waiting(rows: int, idle: float, pays: bool) -> None:
+    company = Company()
+    linger, total = Linger(1.0, company), 0.0
+    seen: list[bool] = []
+    for each, before in [(1, 0.0)] * 12 + [(rows, idle)] * 12:
+        seen.append(company.trial.waits)
+        total += before
+        linger.began(0.0, 1, 0, total)
+        linger.ended(each, 1.0)
+    assert seen == [False] * 12 + [True] * 12 and company.trial.waits is pays
+
+
 def test_a_batch_that_failed_tells_nothing_and_leaves_nobody_under_way() -> None:
     linger = Linger(1.0)
     linger.came(1)
