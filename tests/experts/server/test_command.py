@@ -1,5 +1,6 @@
 """``weft serve`` and ``weft status``: what they read, what they print, and how a served process ends."""
 
+import gc
 import json
 import os
 import signal
@@ -171,16 +172,19 @@ def test_a_terminated_server_answers_what_it_accepted_saves_and_ends_within_5_se
 def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt() -> None:
         end = time.monotonic() + 20
-        while time.monotonic() < end and not any(each.name == "weft-server" for each in threading.enumerate()):
+        while time.monotonic() < end and gc.get_freeze_count() == frozen:
             time.sleep(0.01)
+        seen.append(gc.get_freeze_count())
         os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.getsignal(signal.SIGINT)
+    before, frozen, seen = signal.getsignal(signal.SIGINT), gc.get_freeze_count(), list[int]()
     thread = threading.Thread(target=interrupt)
     thread.start()
     assert main(["serve", "--expert", "f=ffn:hidden=8", "--address", "127.0.0.1:0"]) == 0
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before and "draining" in capsys.readouterr().out
+    assert seen[0] > frozen, "a full collection goes through all that torch has made, and stops the server meanwhile"
+    assert gc.get_freeze_count() == frozen
 
 
 @pytest.mark.parametrize("wrong", ["f=nothing-like-it", "f"])
