@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from benchmarks.experts.sleeper import Sleeper
 from benchmarks.experts.survive_common import Verdict, until
 from benchmarks.experts.survive_steps import UID, Applied, counted, marks, step_call
 from tests.experts.bad_network import CALM, BadNetwork, Weather
@@ -88,13 +89,15 @@ def rough(times: int) -> Verdict:
 
 def in_a_hurry(times: int) -> Verdict:
     """So many keys, without."""
-    backend, network, trainers = _trained(HURRY, times, 0.5)
+    with Sleeper() as sleeper:
+        backend, network, trainers = _trained(HURRY, times, 0.5)
     count, missing = _counted(backend, trainers)
     return Verdict(
         "calls of half a second, over one that is worse",
         f"{times} keys",
         f"none ends {LATE * 1e3:g} ms after its deadline, no key twice",
-        f"latest {trainers.latest * 1e3:+.0f} ms; {len(trainers.heard)} answered, {count} keys twice, {missing} never; "
+        f"latest {trainers.latest * 1e3:+.0f} ms, a process that only sleeps {sleeper.latest * 1e3:+.0f} ms; "
+        f"{len(trainers.heard)} answered, {count} keys twice, {missing} never; "
         f"{network.cuts} cuts, {network.silences} silences" + _failed(trainers),
         trainers.latest <= LATE and not (count or missing or trainers.strange) and bool(trainers.heard),
     )
