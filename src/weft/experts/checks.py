@@ -1,7 +1,7 @@
 """One rule for the spans of time, and one for the counts, that users give as options.
 
 ``float("inf")`` looks like "never", and NaN passes many a comparison. But both, like all beyond some three hundred
-years, fail much later: in the thread that waits (`threading.TIMEOUT_MAX`) or in gRPC's clock, and they serve others.
+years, fail much later: in a thread that works for others too (`threading.TIMEOUT_MAX`), or in gRPC's clock.
 """
 
 from typing import Any, TypeGuard

@@ -47,14 +47,11 @@ class Company:
         """How many were under way lately who are not now."""
         return max(self._peaks) - self._seen()
 
-    def came(self) -> None:
-        """One more is under way."""
-        self._seen()
-
     def began(self, idle: float) -> float:
         """A batch has begun: the seconds for which the device had nothing to do before it, since the last one."""
         self._peaks = (*self._peaks[1:], self._peak)
         self._peak = 0
+        self._seen()
         idle, self.idle = idle - self.idle, idle
         return max(0.0, idle)
 
@@ -96,8 +93,8 @@ class Linger:
     def came(self, tasks: int) -> bool:
         """A task came, and so many wait now. Whether who works on batches must be told; not if he waits already."""
         self.waiting = tasks
-        self._company.came()
-        return not self._told or self._company.out() <= 0
+        out = self._company.out()
+        return not self._told or out <= 0
 
     def begin(self, now: float, tasks: int, *, patient: bool) -> float:
         """When a batch of so many tasks, which could begin now, should begin; ``now`` if they are not patient."""
@@ -117,9 +114,8 @@ class Linger:
         if self._asked is not None:
             self.waited += max(0.0, now - self._asked)
         self._asked, self._told = None, False
-        self._idle = self._company.began(idle)
         self.waiting, self.running = left, tasks
-        self._company.came()
+        self._idle = self._company.began(idle)
 
     def ended(self, rows: int, seconds: float) -> None:
         """A batch of so many rows took so long; with 0 rows it failed, which tells nothing."""

@@ -57,7 +57,7 @@ class Pending:
         self._asleep = False
 
     def open(self, call: Call, timeout: float) -> Entry:
-        """A new entry. Raises ``UsageError`` after `close`, and for a timeout that is not positive."""
+        """A new entry. Raises ``UsageError`` after `close`, and for a timeout that nobody can wait for."""
         if not 0 < timeout <= LONGEST:  # asked at every call, so in short
             raise UsageError(*seconds_fault("a call's timeout", timeout))
         entry = Entry(next(self._numbers), call, timeout, time.monotonic() + timeout, Future())

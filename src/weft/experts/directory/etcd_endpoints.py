@@ -50,7 +50,7 @@ class EtcdTls(Certificates):
 class Endpoints:
     """The members of a cluster, as host:port. Thread-safe.
 
-    Raises ``UsageError`` that lists addresses that are none, and a timeout that is not positive.
+    Raises ``UsageError`` that lists addresses that are none, and a timeout that nobody can wait for.
     """
 
     def __init__(self, addresses: Sequence[str], tls: EtcdTls | None, timeout: float) -> None:
