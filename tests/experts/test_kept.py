@@ -114,7 +114,7 @@ def test_bytes_and_seconds_are_bounded() -> None:
     large = backend.forward_pool.submit_task(rows(500, 0), key="large")
     work(backend)
     assert large.result(0) and backend.statistics().kept_graph_bytes <= 1000
-    for kept in backend.engine.parts.kept._kept.values():
+    for kept in backend.engine.parts.kept._all:
         kept.born -= 1.0
     assert backend.statistics().kept_graphs == 0
     with pytest.raises(UsageError, match="nbytes >= 1"):

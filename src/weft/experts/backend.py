@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.core.errors import UsageError, listed
 from weft.experts.arguments import gradient_columns, one_of, state_faults
@@ -57,7 +57,7 @@ class ExpertBackend:
         guards: which gradients are refused; see `Guards`.
         records: how long idempotency keys are known; see `RecordsOptions`.
         mini_batches: how many sums of gradients may be open for `commit`; see `SumsOptions`.
-        keep_graphs: keep graphs of forwards that have a key for their backward; see `weft.experts.kept`.
+        keep_graphs: keep graph and inputs of forwards that have a key for their backward; see `weft.experts.kept`.
         journal: logs every batch that counts, for `weft.experts.replay`.
         pool_options: the fields of `PoolOptions`.
 
@@ -148,6 +148,13 @@ class ExpertBackend:
         forward again, steps, and gets one gradient per flat input, zeros where an input got none.
         """
         return (self.forward_pool, self.backward_pool)
+
+    def kept_inputs(self, client: str | None, key: str) -> list[Tensor] | None:
+        """The flat inputs of the forward of this client and key, where ``keep_graphs`` has kept them. For any thread.
+
+        A backward task that brings these very tensors need not have them compared with those of its graph.
+        """
+        return self.engine.parts.kept.inputs(client, key)
 
     def commit(self, mini_batch: str, *, client: str | None = None, deadline: float | None = None) -> "Future[Results]":
         """One optimizer step with the sum of all backward tasks of this client and mini-batch.

@@ -36,8 +36,8 @@ class BatchBuffers:
         """How much memory they take now."""
         return sum(flat.nbytes for flat in self._flat)
 
-    def gather(self, tasks: Sequence[Task], *, fresh: bool = False) -> list[Tensor]:
-        """One tensor per column with the rows of all tasks, in order, on the device.
+    def gather(self, tasks: Sequence[Task], *, first: int = 0, fresh: bool = False) -> list[Tensor]:
+        """One tensor per column, from column ``first`` on, with the rows of all tasks, in order, on the device.
 
         Always a copy, so a module that writes into its input spoils no client's tensor. It is valid until the next
         call, unless ``fresh``: then it has memory of its own.
@@ -46,7 +46,7 @@ class BatchBuffers:
             self._read.synchronize()
         rows = sum(task.rows for task in tasks)
         joined: list[Tensor] = []
-        for place, spec in enumerate(self._specs):
+        for place, spec in list(enumerate(self._specs))[first:]:
             shape = (rows, *tasks[0].tensors[place].shape[1:])
             into = torch.empty(shape, dtype=spec.dtype) if fresh else self._view(place, shape)
             torch.cat([task.tensors[place] for task in tasks], out=into)
@@ -57,7 +57,7 @@ class BatchBuffers:
 
     def owners(self) -> set[int]:
         """The addresses of the storages."""
-        return {flat.untyped_storage().data_ptr() for flat in self._flat}
+        return storages(self._flat)
 
     def _view(self, place: int, shape: tuple[int, ...]) -> Tensor:
         size = math.prod(shape)
@@ -77,6 +77,11 @@ def deal(batch: Sequence[Tensor], rows: Sequence[int]) -> list[Results]:
         return [list(batch)]
     parts: list[Sequence[Tensor]] = [torch.split(tensor, list(rows)) for tensor in batch]
     return [[part[place] for part in parts] for place in range(len(rows))]
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of their storages."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def released(tensors: Iterable[Tensor], owners: set[int]) -> list[Tensor]:

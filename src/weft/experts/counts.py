@@ -48,7 +48,10 @@ class RecordsStatistics:
 
 @dataclass(frozen=True)
 class BackendStatistics:
-    """One expert: optimizer ``steps``, batches run, refusals of gradients by reason, graphs kept and used."""
+    """One expert: optimizer ``steps``, batches run, refusals of gradients by reason, graphs kept and used.
+
+    ``kept_graph_bytes`` count inputs that are kept for their backward as well.
+    """
 
     name: str
     steps: int

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.experts.batch import BatchBuffers, deal, released
+from weft.experts.batch import BatchBuffers, deal, released, storages
 from weft.experts.effects import Snapshot
 from weft.experts.errors import CommitError, ExpertError, GradientError
 from weft.experts.guards import Guards
 from weft.experts.isolation import Offence, settle
-from weft.experts.kept import KeptGraphs, Saved
+from weft.experts.kept import KeptGraphs, Saved, Walk
 from weft.experts.records import Records
 from weft.experts.runner import Graph, Runner
 from weft.experts.schema import Columns
@@ -126,7 +126,8 @@ class Engine:
         keeps = kept.keeps(tasks) and not effects.stateful
         inputs = self._forward_buffers.gather(tasks, fresh=keeps)
         seed = effects.seed_for(0, self.forward_batches)
-        before, graph, saved = effects.snapshot(), None, Saved(self.runner.effects.storages() if keeps else set())
+        before, graph, versions = effects.snapshot(), None, [x._version for x in inputs]
+        saved = Saved(effects.storages() | storages(inputs) if keeps else set())
         try:
             if keeps:
                 with saved.counting():
@@ -136,12 +137,11 @@ class Engine:
         finally:
             before.restore()
         results = self._dealt(outputs, tasks, self._forward_buffers, graph)
+        untouched = versions == [x._version for x in inputs]  # else they are not what backward begins with
 
         def apply() -> None:
             self.forward_batches += 1
-            if graph is not None and not effects.stateful:
-                for leaf in graph.leaves:
-                    saved.add(leaf)
+            if graph is not None and untouched and not effects.stateful:
                 kept.keep(tasks, graph, seed, saved.nbytes)
 
         return _Draft(apply, results)
@@ -149,15 +149,14 @@ class Engine:
     def _try_backward(self, tasks: Sequence[Task]) -> "_Draft":
         effects, parameters = self.runner.effects, self._trained()
         self._check_mini_batch(tasks, parameters)
-        joined = self._backward_buffers.gather(tasks)
-        inputs, gradients = joined[: self._inputs], joined[self._inputs :]
+        walk, inputs, gradients = self._taken(tasks)
+        self.parts.kept.used += walk is not None
         self._check_outputs(tasks, gradients)
         before = effects.snapshot()
         try:
-            kept = self.parts.kept.take(tasks, inputs)
-            seed = effects.seed_for(1, self.backward_batches) if kept is None else kept[1]
+            seed = effects.seed_for(1, self.backward_batches) if walk is None else walk.seed
             seed = seed if self._seed is None else self._seed
-            graph = self.runner.graph(inputs, seed, parameters)[0] if kept is None else kept[0]
+            graph = self.runner.graph(inputs, seed, parameters)[0] if walk is None else walk.graph
             passed = self.runner.backward(graph, gradients)
             self.parts.guards.check_parameters([g for g in passed.parameters if g is not None])
             results = self._dealt(passed.inputs, tasks, self._backward_buffers)
@@ -198,6 +197,16 @@ class Engine:
             self.parts.stepper.log("commit", tasks, 0)
 
         return _Draft(apply, results)
+
+    def _taken(self, tasks: Sequence[Task]) -> tuple[Walk | None, list[Tensor], list[Tensor]]:
+        """The graph of these tasks, if it is there and made of equal inputs; the inputs; the gradients of outputs."""
+        walk, many = self.parts.kept.take(tasks), self._inputs
+        if walk is not None and walk.known:
+            return walk, walk.graph.leaves, self._backward_buffers.gather(tasks, first=many)
+        joined = self._backward_buffers.gather(tasks)
+        inputs, gradients = joined[:many], joined[many:]
+        equal = walk is not None and all(map(torch.equal, walk.graph.leaves, inputs))
+        return walk if equal else None, inputs, gradients
 
     def _trained(self) -> list[nn.Parameter]:
         return self.runner.parameters() if self.parts.stepper.trains else []

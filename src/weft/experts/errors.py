@@ -9,7 +9,8 @@
         │   ├── ExpiredError (TimeoutError)      the deadline passed before its turn came
         │   ├── ClosedError                      the pool takes no more tasks: ask elsewhere
         │   ├── RepeatedError                    this key was applied already, but its result is not held any more
-        │   └── CommitError                      the mini-batch is not there, or was committed before
+        │   ├── CommitError                      the mini-batch is not there, or was committed before
+    │   └── InputsGoneError                  the inputs of a backward that came without them are not here: send them
         ├── GradientError                    a gradient is not finite or too large; the weights are as before
         ├── StepError                        the optimizer itself raised; the weights may have changed
         ├── ModuleExitError                  the module tried to end the process
@@ -77,6 +78,12 @@ class CommitError(RefusedError):
     """There is no such mini-batch to commit, or to add to."""
 
     reason: ClassVar[str] = "commit"
+
+
+class InputsGoneError(RefusedError):
+    """A backward came without its inputs, and those of its forward are not held any more."""
+
+    reason: ClassVar[str] = "inputs"
 
 
 class GradientError(ExpertError):

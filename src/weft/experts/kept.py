@@ -1,13 +1,15 @@
-"""Graphs of forwards that their backward may use instead of running the forward again.
+"""What a forward leaves for its backward: its graph, so that it is not run again, and its inputs, so that they need
+not be sent again.
 
-    forward  of tasks k1 k2, one batch ──> outputs, and the graph, kept under (k1, k2)
+    forward  of tasks k1 k2, one batch ──> outputs; their graph is kept, and the inputs of k1 and of k2
     backward of tasks k1 k2, one batch ──> walks that graph, if it is there still
-    any optimizer step                 ──> no graph is kept any more: they belong to older weights
+    backward of k1 alone               ──> runs the forward again, with the inputs that are here
+    any optimizer step                 ──> no graph is kept any more: they belong to older weights. Inputs stay
 
 A graph serves a batch of exactly the tasks that made it, with equal inputs. Otherwise the forward runs again, with the
 same result up to the random numbers that it draws. So this pays for one trainer, for several who keep step with each
 other (`weft.experts.linger`), or under mini-batches that are committed later.
-Held are at most so many bytes, counted as what autograd saves, for so many seconds.
+Held are at most so many bytes, inputs and what autograd saves, for so many seconds.
 """
 
 import time
@@ -16,20 +18,21 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from weft.core.errors import UsageError
+from weft.experts.batch import deal
 from weft.experts.runner import Graph
 from weft.experts.task import Task
 
-Names = tuple[tuple[str | None, str], ...]
+Name = tuple[str | None, str]
+"""A client, and its key."""
 
 
 @dataclass(frozen=True)
 class GraphBudget:
-    """``nbytes`` of saved tensors that may be kept, each for at most ``seconds``."""
+    """``nbytes`` of inputs and saved tensors that may be kept, each for at most ``seconds``."""
 
     nbytes: int
     seconds: float = 30.0
@@ -56,87 +59,139 @@ class Saved:
         """Surrounds the forward that makes the graph."""
 
         def pack(tensor: Tensor) -> Tensor:
-            self.add(tensor)
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.ignored:
+                self.sizes[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()  # packing an output itself would make a cycle with its graph
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
-    def add(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.ignored:
-            self.sizes[storage.data_ptr()] = storage.nbytes()
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A graph to be walked back once, and its seed. ``known``: who walks it brings the very inputs that it has."""
 
-@dataclass
-class _Kept:
     graph: Graph
     seed: int
-    nbytes: int
+    known: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """What one forward left: a graph until a step or a backward, and the flat inputs of every task, on the host."""
+
+    graph: Graph | None
+    seed: int
+    inputs: dict[Name, list[Tensor]]
+    graph_bytes: int
+    input_bytes: int  # until the last of them is gone: they may share memory
     born: float
+
+    def brought_by(self, tasks: Sequence[Task]) -> bool:
+        """Whether these tasks, which are in this order, have the tensors that are here, and not equal ones."""
+        pairs = zip(tasks, self.inputs.values(), strict=True)
+        return all([mine is its for task, inputs in pairs for mine, its in zip(inputs, task.tensors, strict=False)])
 
 
 class KeptGraphs:
-    """The graphs of one expert. Belongs to whoever holds the expert's lock."""
+    """Of one expert. Belongs to whoever holds the expert's lock, but for `inputs`."""
 
     def __init__(self, budget: GraphBudget | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
         self._clock = clock
-        self._kept: OrderedDict[Names, _Kept] = OrderedDict()
+        self._all: OrderedDict[_Kept, None] = OrderedDict()
+        self._graphs: dict[_Kept, None] = {}
+        self._found: dict[Name, _Kept] = {}
         self.nbytes = 0
         self.used = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._graphs)
 
     def keeps(self, tasks: Sequence[Task]) -> bool:
-        """Whether the graph of a forward of these tasks is to be kept: all of them have a key to find it by."""
+        """Whether something of a forward of these tasks is to be kept: all of them have a key to find it by."""
         return self._budget is not None and all(task.key is not None for task in tasks)
 
     def keep(self, tasks: Sequence[Task], graph: Graph, seed: int, nbytes: int) -> None:
-        """Keep a graph, at the cost of the oldest ones; one that is larger than the whole budget is not kept."""
-        self.forget_old()
-        names = _names(tasks)
-        self._drop(names)
-        if self._budget is None or nbytes > self._budget.nbytes:
-            return
-        while self.nbytes + nbytes > self._budget.nbytes:
-            self._drop(next(iter(self._kept)))
-        self._kept[names] = _Kept(graph, seed, nbytes, self._clock())
-        self.nbytes += nbytes
+        """Keep a graph that saves so many bytes beside its leaves, and the inputs, at the cost of the oldest ones.
 
-    def take(self, tasks: Sequence[Task], inputs: Sequence[Tensor]) -> tuple[Graph, int] | None:
-        """The graph that exactly these tasks made with these inputs, and its seed. It can be walked once."""
+        What is larger than the whole budget is not kept.
+        """
         self.forget_old()
-        if not self._kept or not self.keeps(tasks):
-            return None
         names = _names(tasks)
-        kept = self._kept.get(names)
-        self._drop(names)
-        if kept is None or not all(torch.equal(a, b) for a, b in zip(kept.graph.leaves, inputs, strict=True)):
+        for name in names:
+            self._leave(name)
+        leaves = [leaf.detach() for leaf in graph.leaves]
+        size = sum([leaf.nbytes for leaf in leaves])
+        if all([leaf.is_cpu for leaf in leaves]):  # the graph's own, so that nothing is held twice
+            inputs = deal(leaves, [task.rows for task in tasks])
+        else:
+            inputs, nbytes = [list(task.tensors[: len(leaves)]) for task in tasks], nbytes + size
+        kept = _Kept(graph, seed, dict(zip(names, inputs, strict=True)), nbytes, size, self._clock())
+        total = nbytes + size
+        if self._budget is None or total > self._budget.nbytes or len(kept.inputs) < len(names):
+            return
+        while self.nbytes + total > self._budget.nbytes:
+            self._drop(next(iter(self._all)))
+        self._all[kept] = self._graphs[kept] = None
+        self._found.update(dict.fromkeys(names, kept))
+        self.nbytes += total
+
+    def take(self, tasks: Sequence[Task]) -> Walk | None:
+        """The graph that exactly these tasks made, if it is here. What was theirs is not held any more."""
+        self.forget_old()
+        names = _names(tasks)
+        kept = self._found.get(names[0])
+        if kept is None or tuple(kept.inputs) != names:
+            for name in names:
+                self._leave(name)
             return None
-        self.used += 1
-        return kept.graph, kept.seed
+        walk = None if kept.graph is None else Walk(kept.graph, kept.seed, kept.brought_by(tasks))
+        self._drop(kept)
+        return walk
+
+    def inputs(self, client: str | None, key: str) -> list[Tensor] | None:
+        """The flat inputs of the forward of this client and key, if they are here. For any thread."""
+        kept = self._found.get((client, key))
+        return None if kept is None else kept.inputs.get((client, key))
 
     def void(self) -> None:
         """The weights have changed."""
-        self._kept.clear()
-        self.nbytes = 0
+        for kept in list(self._graphs):
+            self._void(kept)
 
     def forget_old(self) -> None:
         """Drop what is older than the budget allows."""
-        while self._budget is not None and self._kept:
-            names, kept = next(iter(self._kept.items()))
+        while self._budget is not None and self._all:
+            kept = next(iter(self._all))
             if kept.born > self._clock() - self._budget.seconds:
                 return
-            self._drop(names)
+            self._drop(kept)
 
-    def _drop(self, names: Names) -> None:
-        kept = self._kept.pop(names, None)
-        if kept is not None:
-            self.nbytes -= kept.nbytes
+    def _leave(self, name: Name) -> None:
+        """One task goes, and so nobody can walk a graph any more that it made with others."""
+        kept = self._found.pop(name, None)
+        if kept is None:
+            return
+        self._void(kept)
+        del kept.inputs[name]
+        if not kept.inputs:
+            self._drop(kept)
+
+    def _void(self, kept: _Kept) -> None:
+        if kept in self._graphs:
+            del self._graphs[kept]
+            kept.graph = None
+            self.nbytes -= kept.graph_bytes
+
+    def _drop(self, kept: _Kept) -> None:
+        self._void(kept)
+        del self._all[kept]
+        self.nbytes -= kept.input_bytes
+        for name in kept.inputs:
+            del self._found[name]
 
 
-def _names(tasks: Sequence[Task]) -> Names:
-    return tuple((task.client, task.key or "") for task in tasks)
+def _names(tasks: Sequence[Task]) -> tuple[Name, ...]:
+    return tuple([(task.client, task.key or "") for task in tasks])

@@ -176,8 +176,24 @@ def test_a_call_that_is_sent_again_has_the_same_key(kind: Kind, lost: str) -> No
 
     experts, used = compared(work, {"accumulate": False})
     mine = [header.key for header in experts.headers if header.uid == "ffn.1" and header.key]
-    assert len(mine) == 4 and len(set(mine)) == 1
+    stepped = kind is Kind.BACKWARD and lost == "reply"  # and so its inputs are gone, which are sent once more
+    assert len(mine) == 4 + stepped and len(set(mine)) == 1
     assert used == len(UIDS) and experts.steps() == dict.fromkeys(UIDS, 1)
+
+
+def test_only_gradients_are_sent_back_or_all_where_the_inputs_are_gone() -> None:
+    def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
+        x = numbers(16, WIDTH).requires_grad_()
+        loss = mixture(x).square().sum()
+        gone = experts.backends["ffn.1"].engine.parts.kept
+        for each in list(gone._all):
+            gone._drop(each)
+        return [*torch.autograd.grad(loss, x), *turn(mixture, 1)]
+
+    experts, used = compared(work, {"accumulate": False})
+    sent = [(each.uid, Flags.KEEP in each.flags) for each in headers(experts, Kind.BACKWARD)]
+    assert used == 2 * len(UIDS) - 1 and sum(experts.steps().values()) == 2 * len(UIDS)
+    assert [each for each in sent if not each[1]] == [("ffn.1", False)] and len(sent) == 2 * len(UIDS) + 1
 
 
 def test_a_copy_asks_for_graphs_too_and_has_keys_of_its_own() -> None:

@@ -15,11 +15,12 @@ from weft.core.errors import UsageError, listed
 from weft.experts.checks import seconds_fault
 from weft.experts.client.accumulation import Accumulation
 from weft.experts.client.fencing import client_name, fence, fenced
+from weft.experts.client.key import Key
 from weft.experts.client.line import Line
 from weft.experts.client.progress import Progress
 from weft.experts.client.signature import Signature
 from weft.experts.compression import Policy
-from weft.experts.errors import CommitError
+from weft.experts.errors import CommitError, InputsGoneError
 from weft.experts.service import Description, Receipt, read_description, read_receipt
 from weft.experts.wire import Call, DeadlineError, Flags, Header, Kind, Received
 
@@ -78,22 +79,25 @@ class Asker:
             self._lock.release()
         return found
 
-    def forward(self, inputs: Sequence[Tensor], key: str | None, deadline: float) -> list[Tensor]:
-        """The flat outputs. With a key the server may keep the graph for the backward of that key."""
+    def forward(self, inputs: Sequence[Tensor], key: Key | None, deadline: float) -> list[Tensor]:
+        """The flat outputs. With a key the server may keep the graph for the backward of that key, and says so."""
         policy, signature = self.options.compression, self.signature(deadline)
         header = Header(
             kind=Kind.FORWARD,
             call_id=0,
             uid=self.uid,
             client=self.client,
-            key=key or "",
+            key=key.text if key else "",
             flags=Flags.KEEP if key else Flags.NONE,
             reply=policy.choose("outputs", 1)[0],
         )
         call = Call(header, inputs, policy.choose("inputs", len(inputs)))
-        return signature.results(self._answer(call, deadline)[0], inputs[0].device)
+        answer = self._answer(call, deadline)[0]
+        if key is not None:
+            key.heard(answer)
+        return signature.results(answer, inputs[0].device)
 
-    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str) -> list[Tensor]:
+    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: Key) -> list[Tensor]:
         """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch."""
         deadline = self.deadline()
         policy, signature = self.options.compression, self.signature(deadline)
@@ -103,15 +107,13 @@ class Asker:
             call_id=0,
             uid=self.uid,
             client=self.client,
-            key=key,
             mini_batch=mini_batch,
             reply=policy.choose("input_gradients", 1)[0],
             data=fence(self.line.route),
         )
-        ways = [*policy.choose("inputs", len(inputs)), *policy.choose("output_gradients", len(gradients))]
-        call = Call(header, [*inputs, *gradients], ways)
+        call, whole = key.backward(header, inputs, gradients, policy)
         try:
-            answer, receipt = self._answer(call, deadline)
+            answer, receipt = self._walked(call, whole, deadline)
         except BaseException as error:
             self.accumulation.failed(mini_batch, error)
             raise
@@ -168,6 +170,12 @@ class Asker:
         receipt = read_receipt(answer.header.data)
         self.progress.heard(answer.header.step, receipt)
         return answer, receipt
+
+    def _walked(self, call: Call, whole: Call, deadline: float) -> tuple[Received, Receipt]:
+        try:
+            return self._answer(call, deadline)
+        except InputsGoneError:
+            return self._answer(whole, deadline)
 
     def _accept(self, answer: Received) -> None:
         fenced(self.uid, self.line.route, answer)

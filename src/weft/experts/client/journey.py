@@ -3,11 +3,10 @@
     inputs, anchor ──> [ forward:  inputs ──────────────────> server ] ──> outputs ──> the user's loss
     their gradients <── [ backward: inputs, output gradients ─> server ] <── gradients of the outputs
 
-The graph stays here empty: the server runs its module again for the backward. The *anchor* is a parameter without
-numbers, so that the node is reached, and the expert trained, also where no input wants a gradient.
+The graph stays here empty: the server runs its module again for the backward, or has kept its graph. The *anchor* is
+a parameter without numbers, so that the node is reached, and the expert trained, also where no input wants a gradient.
 """
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +14,12 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError
+from weft.experts.client.key import Key
 from weft.experts.client.signature import Signature
 
-Forward = Callable[[Sequence[Tensor], str | None], list[Tensor]]
+Forward = Callable[[Sequence[Tensor], Key | None], list[Tensor]]
 """Flat inputs, and the key under which the server may keep the graph -> flat outputs."""
-Backward = Callable[[Sequence[Tensor], Sequence[Tensor], str], list[Tensor]]
+Backward = Callable[[Sequence[Tensor], Sequence[Tensor], Key], list[Tensor]]
 """Flat inputs, one gradient per output, idempotency key -> one gradient per input."""
 
 
@@ -38,7 +38,7 @@ class RemoteJourney:
         self._wanted = [tensor.requires_grad for tensor in self.inputs]
         self.inputs = [tensor.detach() for tensor in self.inputs]  # which share their versions, and hold no graph
         self._versions = [_version(tensor) for tensor in self.inputs]
-        self._key: str | None = secrets.token_hex(16) if self.keep else None
+        self._key = Key() if self.keep else None
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._freed = False
 
@@ -53,7 +53,7 @@ class RemoteJourney:
         if self._freed:
             raise BackwardTwiceError(TWICE)
         self._check_inputs()
-        key, self._key = self._key or secrets.token_hex(16), None
+        key, self._key = self._key or Key(), None
         wanted = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(gradients, self._outputs, strict=True)

@@ -22,6 +22,7 @@ from weft.experts.client.asking import Asker, CallOptions
 from weft.experts.client.channel import ClientTls, GrpcTransport
 from weft.experts.client.connections import Connections
 from weft.experts.client.journey import Forward, RemoteJourney
+from weft.experts.client.key import Key
 from weft.experts.client.line import Line
 from weft.experts.client.remembered import Remembered
 from weft.experts.client.retry import Retry
@@ -50,7 +51,8 @@ class RemoteExpert(nn.Module):
         accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step. For
             mini-batches that are cut into micro-batches (in a `weft.Pipe`, or by hand): otherwise every micro-batch
             is a step. ``False``: every backward steps.
-        keep_graph: ask the server to keep the graph of a forward for its backward, where it allows that.
+        keep_graph: ask the server to keep the graph of a forward for its backward, where it allows that. Then backward
+            does not send the inputs again either.
         tls, token: see `GrpcTransport`; for an address only.
 
     A call takes and returns what the server's module does, nested likewise; outputs come to the device of the first
@@ -236,7 +238,7 @@ class RemoteExpert(nn.Module):
 
 
 def _giving(known: list[Tensor]) -> Forward:
-    def forward(inputs: Sequence[Tensor], key: str | None) -> list[Tensor]:
+    def forward(inputs: Sequence[Tensor], key: Key | None) -> list[Tensor]:
         return known
 
     return forward

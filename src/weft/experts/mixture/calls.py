@@ -21,6 +21,7 @@ from weft.core.errors import UsageError
 from weft.experts.client.accumulation import Accumulation
 from weft.experts.client.connections import Connections
 from weft.experts.client.fencing import fence, fenced
+from weft.experts.client.key import Key
 from weft.experts.client.progress import Progress
 from weft.experts.client.retry import Retry
 from weft.experts.client.route import DirectoryRoute
@@ -33,10 +34,14 @@ _HINT = 30.0  # seconds after which a hint that had no answer is forgotten
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call of one expert, to be answered by ``deadline`` (time of `time.monotonic`)."""
+    """One call of one expert, to be answered by ``deadline`` (time of `time.monotonic`).
+
+    ``whole``: to be sent in its place where the server lacks the inputs that the call left out.
+    """
 
     call: Call
     deadline: float
+    whole: Call | None = None
 
     @property
     def uid(self) -> str:
@@ -58,10 +63,10 @@ class Calls:
         """What the expert takes and returns."""
         return Request(Call(self._header(Kind.INFO, uid)), deadline)
 
-    def forward(self, uid: str, inputs: Sequence[Tensor], outputs: int, key: str, deadline: float) -> Request:
+    def forward(self, uid: str, inputs: Sequence[Tensor], outputs: int, key: Key | None, deadline: float) -> Request:
         """Flat inputs, answered by so many flat outputs. With a key the server may keep the graph for its backward."""
-        flags = Flags.KEEP if key else Flags.NONE
-        header = self._header(Kind.FORWARD, uid, key=key, flags=flags, reply=self._reply("outputs", outputs))
+        kept = {"key": key.text, "flags": Flags.KEEP} if key else {}
+        header = self._header(Kind.FORWARD, uid, reply=self._reply("outputs", outputs), **kept)
         return Request(Call(header, list(inputs), self.compression.choose("inputs", len(inputs))), deadline)
 
     def backward(
@@ -69,7 +74,7 @@ class Calls:
         uid: str,
         inputs: Sequence[Tensor],
         gradients: Sequence[Tensor],
-        key: str,
+        key: Key,
         mini_batch: str,
         deadline: float,
     ) -> Request:
@@ -80,14 +85,12 @@ class Calls:
         header = self._header(
             Kind.BACKWARD,
             uid,
-            key=key,
             mini_batch=mini_batch,
             reply=self._reply("input_gradients", len(inputs)),
             data=fence(self._route(uid)),
         )
-        how = self.compression.choose("inputs", len(inputs))
-        how = [*how, *self.compression.choose("output_gradients", len(gradients))]
-        return Request(Call(header, [*inputs, *gradients], how), deadline)
+        call, whole = key.backward(header, inputs, gradients, self.compression)
+        return Request(call, deadline, whole)
 
     def commit(self, uid: str, mini_batch: str, incarnation: int, deadline: float) -> Request:
         """One step with the sum of this mini-batch, which the server has if it is still of this incarnation."""

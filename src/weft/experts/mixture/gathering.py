@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
+from weft.experts.errors import InputsGoneError
 from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.errors import AnomalyError
 from weft.experts.wire import DeadlineError, Received
@@ -87,7 +88,7 @@ class _Wait:
         accept: Accept,
     ) -> None:
         self.gathered = Gathered(torch.zeros_like(needed))
-        self._calls, self._requests, self._accept = calls, requests, accept
+        self._calls, self._requests, self._accept = calls, list(requests), accept
         self._samples, self._needed, self._patience = samples, needed, patience
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._futures: dict[int, Future[Received]] = {}
@@ -157,6 +158,11 @@ class _Wait:
 
     def _again(self, index: int, error: Exception) -> bool:
         """Whether a call is to be sent again; then its pause begins. All calls here may be repeated."""
+        whole, deadline = self._requests[index].whole, self._requests[index].deadline
+        if isinstance(error, InputsGoneError) and whole is not None:
+            self._requests[index] = Request(whole, deadline)
+            self.begin(index)
+            return True
         self._attempts[index] += 1
         self._last[index] = error
         hopeful = self._calls.hopeful(self._requests[index], error)

@@ -5,28 +5,37 @@ backward           key k ──> walks that graph; where there is none, or rows 
 one more backward  a key of its own: it is one more step, not a repetition
 """
 
-import uuid
 from collections.abc import Iterable
 
 import torch
 
 from weft.core.ambient import is_checkpointing
+from weft.experts.client.key import Key
 from weft.experts.mixture.dispatch import Span
+from weft.experts.wire import Received
 
 
 class Keys:
     """Of each call one. ``keep``: forward has keys too, and the first backward of the same call the same one."""
 
     def __init__(self, spans: Iterable[Span], *, keep: bool) -> None:
-        self._kept = {span: uuid.uuid4().hex for span in spans} if keep else {}
+        self._kept = {span: Key() for span in spans} if keep else {}
 
-    def forward(self, span: Span) -> str:
-        """Under which the graph is to be kept; empty: not at all."""
-        return self._kept.get(span, "")
+    def forward(self, span: Span) -> Key | None:
+        """Under which the graph is to be kept; None: not at all."""
+        return self._kept.get(span)
 
-    def backward(self, span: Span) -> str:
-        """Of one backward: no two are the same."""
-        return self._kept.pop(span, "") or uuid.uuid4().hex
+    def heard(self, span: Span, answer: Received) -> None:
+        """What the answer of its forward says of what was kept."""
+        key = self._kept.get(span)
+        if key is not None:
+            key.heard(answer)
+
+    def backward(self, span: Span, *, whole: bool) -> Key:
+        """Of one backward: no two are the same. Unless it is of the ``whole`` span, its inputs are others."""
+        key = self._kept.pop(span, None) or Key()
+        key.kept = key.kept and whole
+        return key
 
 
 def is_walked_back() -> bool:

@@ -121,6 +121,11 @@ class Passage:
             for span in dispatch.spans
         ]
         places = [torch.arange(span.start, span.stop) for span in dispatch.spans]
+
+        def accept(index: int, answer: Received) -> Tensor | None:
+            self._keys.heard(dispatch.spans[index], answer)
+            return shelf.put(dispatch.pairs[places[index]], signature.results(answer, _CPU))
+
         floor = terms.k_min if terms.allow_zero_outputs else max(1, terms.k_min)
         most = dispatch.sent.sum(1)
         needed = torch.where(most < dispatch.k, most.clamp(max=floor), floor)  # fewer for whom a capacity cut
@@ -131,7 +136,7 @@ class Passage:
             places,
             needed,
             shelf,
-            lambda i, answer: shelf.put(dispatch.pairs[places[i]], signature.results(answer, _CPU)),
+            accept,
         )
         self.alive = shelf.alive.view(dispatch.samples, dispatch.k)
         return shelf.rows() or self._nothing()
@@ -147,7 +152,7 @@ class Passage:
         places: list[Tensor] = []
         inputs: list[Sequence[Tensor]] = []
         for span, left in dispatch.without(self.alive):
-            uid, key = self._uids[span.expert], self._keys.backward(span)
+            uid, key = self._uids[span.expert], self._keys.backward(span, whole=left is None)
             inputs.append(_part(sent, span, left))
             mini_batch = addition.begin(uid)
             requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), key, mini_batch, deadline))

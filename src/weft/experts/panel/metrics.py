@@ -39,7 +39,7 @@ _EXPERT_COUNTERS = {
 _EXPERT_GAUGES = {
     "open_mini_batches": ("weft_expert_open_mini_batches", "Mini-batches that wait for their commit"),
     "open_mini_batch_bytes": ("weft_expert_open_mini_batch_bytes", "Memory of open mini-batches"),
-    "kept_graph_bytes": ("weft_expert_kept_graph_bytes", "Memory of kept graphs"),
+    "kept_graph_bytes": ("weft_expert_kept_graph_bytes", "Memory of kept graphs and inputs"),
     "buffer_bytes": ("weft_expert_buffer_bytes", "Memory of batch buffers"),
 }
 _SERVER_GAUGES = {

@@ -19,7 +19,7 @@ from functools import partial
 from torch import Tensor
 
 from weft.core.errors import UsageError
-from weft.experts.errors import CommitError, reason_of
+from weft.experts.errors import CommitError, InputsGoneError, reason_of
 from weft.experts.server.access import Access, Audit, Caller, Role
 from weft.experts.server.served import Served
 from weft.experts.service import read_receipt
@@ -145,7 +145,7 @@ class Desk:
             reply(result(header, (), served.backend.steps, served.receipt()))
             return None
         future = self._submit(call, caller, served)
-        future.add_done_callback(partial(self._answer, header, served, reply))
+        future.add_done_callback(partial(self._answer, header, caller, served, reply))
         return future
 
     def _submit(self, call: Received, caller: Caller, served: Served) -> "Future[Results]":
@@ -161,6 +161,8 @@ class Desk:
         if header.kind is Kind.FORWARD:
             key = header.key if header.key and Flags.KEEP in header.flags else None
             return backend.forward_pool.submit_task(*tensors, deadline=deadline, client=client, key=key)
+        if Flags.KEEP in header.flags:
+            tensors = [*_kept(served, client, header.key), *tensors]
         return backend.backward_pool.submit_task(
             *tensors, deadline=deadline, client=client, key=header.key or None, mini_batch=mini_batch
         )
@@ -175,14 +177,17 @@ class Desk:
                 "open, and its gradients are gone; run its micro-batches again"
             )
 
-    def _answer(self, header: Header, served: Served, reply: Reply, done: "Future[Results]") -> None:
+    def _answer(self, header: Header, caller: Caller, served: Served, reply: Reply, done: "Future[Results]") -> None:
         if done.cancelled():
             return
         error = done.exception()
         if error is not None:
             self.refuse(header.call_id, error, reply)
             return
-        reply(result(header, done.result(), served.backend.steps, served.receipt()))
+        keeps = header.kind is Kind.FORWARD and Flags.KEEP in header.flags
+        kept = keeps and served.backend.kept_inputs(_owner(caller, header)[0], header.key) is not None
+        flags = Flags.KEEP if kept else Flags.NONE
+        reply(result(header, done.result(), served.backend.steps, served.receipt(), flags))
 
     def _unknown(self, uid: str) -> UnknownExpertError:
         known = sorted(self._experts)
@@ -190,9 +195,9 @@ class Desk:
         return UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
 
 
-def result(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes) -> Call:
+def result(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes, flags: Flags = Flags.NONE) -> Call:
     """The answer to a call that went well, compressed as its author would like it."""
-    answer = Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, step=step, data=receipt)
+    answer = Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, flags=flags, step=step, data=receipt)
     return Call(answer, tensors, [header.reply] * len(tensors))
 
 
@@ -205,6 +210,16 @@ def _named(mini_batch: str | None, what: str) -> str:
     if mini_batch is None:
         raise UsageError(f"a {what} names the mini-batch that it is for, and this names none")
     return mini_batch
+
+
+def _kept(served: Served, client: str, key: str) -> Sequence[Tensor]:
+    """The inputs of a backward that came without them."""
+    found = served.backend.kept_inputs(client, key)
+    if found is None:
+        raise InputsGoneError(
+            f"expert {served.backend.name!r} does not hold the inputs of this backward (any more); send it with them"
+        )
+    return found
 
 
 def _owner(caller: Caller, header: Header) -> tuple[str, str | None]:

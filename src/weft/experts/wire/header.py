@@ -57,7 +57,8 @@ WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
 
 
 class Flags(IntFlag):
-    """Wishes of a call. KEEP, of a forward: keep its graph for the backward that has the same key."""
+    """KEEP, of a forward: keep its graph and its inputs for the backward that has the same key. Of its result: they
+    are kept. Of a backward: its inputs are those that are kept, and not sent again."""
 
     NONE = 0
     KEEP = 1

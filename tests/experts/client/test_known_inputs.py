@@ -1,0 +1,158 @@
+"""A backward does not send what the server has kept, and sends all where that is gone: with the same numbers, once."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.experts.client.transport_cases import FakeTransport, reached
+from tests.experts.expert_cases import fussy_backend, rows
+from weft.experts import ExpertBackend, GraphBudget
+from weft.experts.client import RemoteExpert, Retry
+from weft.experts.compression import Compression, Policy
+from weft.experts.errors import InputsGoneError
+from weft.experts.server import Server
+from weft.experts.wire import Call, Flags, Header, Kind, Received
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+Served = tuple[Server, FakeTransport, ExpertBackend]
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    backend = fussy_backend(optimizer=sgd, keep_graphs=GraphBudget(1 << 20))
+    with reached("fake", backend) as (server, transport):
+        assert isinstance(transport, FakeTransport)
+        yield server, transport, backend
+
+
+def sent(transport: FakeTransport, kind: Kind = Kind.BACKWARD) -> list[int]:
+    """How many tensors every call of this kind had."""
+    return [len(call.tensors) for call in transport.seen if call.header.kind is kind]
+
+
+def trained(layer: torch.nn.Module, steps: int = 1) -> list[Tensor | None]:
+    """The gradients of the inputs of some steps, of which each changes the weights."""
+    found: list[Tensor | None] = []
+    for step in range(steps):
+        x = rows(2, step).requires_grad_()
+        layer(x).square().sum().backward()
+        found.append(x.grad)
+        if not isinstance(layer, RemoteExpert):
+            with torch.no_grad():
+                for parameter in layer.parameters():
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    return found
+
+
+def agree(found: list[Tensor | None], wanted: list[Tensor | None]) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(a is not None and b is not None and torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in pairs)
+
+
+def test_only_gradients_travel_on_the_way_back(served: Served) -> None:
+    _, transport, backend = served
+    assert agree(trained(RemoteExpert("fussy", transport, keep_graph=True), 3), trained(fussy_backend().module, 3))
+    assert sent(transport) == [1, 1, 1] and backend.statistics().used_graphs == 3
+    trained(RemoteExpert("fussy", transport))
+    assert sent(transport) == [1, 1, 1, 2], "who did not ask for it sends all"
+
+
+def test_many_processes_train_one_expert_and_none_sends_its_inputs_twice(served: Served) -> None:
+    _, transport, backend = served
+    layers = [RemoteExpert("fussy", transport, keep_graph=True) for _ in range(3)]
+    losses = [layer(rows(2, i)).sum() for i, layer in enumerate(layers)]
+    for loss in losses:
+        loss.backward()
+    assert sent(transport) == [1, 1, 1] and backend.steps == 3
+    assert backend.statistics().used_graphs == 1, "the first step makes the other graphs old"
+
+
+@pytest.mark.parametrize("nbytes", [None, 1])
+def test_a_server_that_keeps_nothing_is_sent_all_at_once(nbytes: int | None) -> None:
+    budget = None if nbytes is None else GraphBudget(nbytes)
+    with reached("fake", fussy_backend(optimizer=sgd, keep_graphs=budget)) as (_, transport):
+        assert isinstance(transport, FakeTransport)
+        trained(RemoteExpert("fussy", transport, keep_graph=True))
+        assert sent(transport) == [2]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_inputs_that_are_gone_are_sent(served: Served, accumulate: bool) -> None:
+    _, transport, backend = served
+    remote = RemoteExpert("fussy", transport, keep_graph=True, accumulate=accumulate)
+    x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
+    loss = remote(x).square().sum()
+    backend.engine.parts.kept._drop(next(iter(backend.engine.parts.kept._all)))
+    loss.backward()
+    fussy_backend().module(y).square().sum().backward()
+    assert agree([x.grad], [y.grad]) and sent(transport) == [1, 2]
+    assert not accumulate or remote.commit()
+    assert backend.steps == 1
+
+
+def test_a_lost_reply_is_no_second_step(served: Served) -> None:
+    _, transport, backend = served
+    remote = RemoteExpert("fussy", transport, keep_graph=True, retry=Retry(first=0.001))
+    x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
+    loss = remote(x).sum()
+    transport.lose = ["reply", "reply", "reply"]
+    loss.backward()
+    fussy_backend().module(y).sum().backward()
+    assert agree([x.grad], [y.grad]) and backend.steps == 1
+    assert sent(transport)[0] == 1 and sent(transport)[-1] == 2
+
+
+def test_a_lost_request_is_sent_again_without_them(served: Served) -> None:
+    _, transport, backend = served
+    remote = RemoteExpert("fussy", transport, keep_graph=True, retry=Retry(first=0.001))
+    loss = remote(rows(2, 0)).sum()
+    transport.lose = ["request", "request"]
+    loss.backward()
+    assert sent(transport) == [1, 1, 1] and backend.steps == 1
+
+
+def test_a_second_walk_over_the_same_graph_sends_all(served: Served) -> None:
+    _, transport, backend = served
+    loss = RemoteExpert("fussy", transport, keep_graph=True)(rows(2, 0)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert sent(transport) == [1, 2] and backend.steps == 2
+
+
+def test_compressed_inputs_are_those_of_the_forward(served: Served) -> None:
+    _, transport, _ = served
+    policy = Policy(inputs=Compression.INT8)
+    kept, plain = (RemoteExpert("fussy", transport, compression=policy, keep_graph=keep) for keep in (True, False))
+    gradients: list[Tensor | None] = []
+    for remote in (kept, plain):
+        x = rows(2, 0).requires_grad_()
+        loss = remote(x).sum()
+        gradients += torch.autograd.grad(loss, x)
+        server_state(served)
+    assert sent(transport) == [1, 2] and agree(gradients[:1], gradients[1:])
+
+
+def server_state(served: Served) -> None:
+    """Back to the first weights."""
+    served[2].load_state_dict(fussy_backend(optimizer=sgd).state_dict())
+
+
+@pytest.mark.parametrize(("client", "key"), [("ann", "other"), ("bob", "mine"), ("ann", "")])
+def test_nobody_gets_at_what_is_not_there_or_another_s(served: Served, client: str, key: str) -> None:
+    _, transport, backend = served
+
+    def ask(kind: Kind, client: str, key: str, x: Tensor) -> Received:
+        header = Header(kind, 0, "fussy", key=key, client=client, flags=Flags.KEEP)
+        return transport.submit(Call(header, [x]), 5.0).result(5.0)
+
+    assert Flags.KEEP in ask(Kind.FORWARD, "ann", "mine", rows(2, 0)).header.flags
+    with pytest.raises(InputsGoneError, match="'fussy' does not hold the inputs"):
+        ask(Kind.BACKWARD, client, key, rows(2, 1))
+    assert backend.steps == 0
+    ask(Kind.BACKWARD, "ann", "mine", rows(2, 1))
+    assert backend.steps == 1
