@@ -70,5 +70,5 @@ def server_options(limits: Limits, metadata_bytes: int = 16 << 10) -> Options:
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
