@@ -67,7 +67,7 @@ class Line:
                 if over or not self.retry.again(error, counted, repeatable=repeatable):
                     _tell(error, last, attempt)
                     raise
-                last = error
+                last = error.with_traceback(None)  # which holds this frame, and so would keep itself alive
             self.closed.wait(pause)
 
     def tell(self, call: Call, timeout: float) -> None:
@@ -87,6 +87,8 @@ def _answer(transport: Transport, call: Call, seconds: float) -> Received:
         raise DeadlineError(f"{named(call)} had no answer from {transport.address} within {seconds:g} s") from None
     except CancelledError:
         raise UsageError(f"{named(call)} was cancelled while it waited") from None
+    finally:
+        del future  # it holds an error which holds this frame, and with it the tensors of the call
 
 
 def _tell(error: WeftError, last: WeftError | None, attempts: int) -> None:

@@ -145,6 +145,7 @@ class _Wait:
         try:
             good = self._accept(index, future.result(timeout=0))
         except Exception as error:
+            error.__traceback__ = None  # it holds this frame, and with it all tensors of the calls
             if self._again(index, error):
                 return
             self.gathered.faults[index] = error

@@ -1,0 +1,109 @@
+"""No call leaves a cycle behind, also where it fails: its tensors go at once, and not when garbage is collected."""
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.experts.client.transport_cases import FakeTransport, reached
+from tests.experts.expert_cases import TROUBLE, fussy_backend, rows
+from tests.experts.mixture.commit_cases import Experts
+from tests.experts.mixture.mixture_cases import WIDTH, numbers
+from weft.core.errors import SpecError, WeftError
+from weft.experts import GraphBudget
+from weft.experts.client import NEVER, RemoteExpert, Retry
+from weft.experts.wire import Kind
+
+SWIFT = Retry(attempts=3, first=0.001)
+
+
+def left_behind(work: Callable[[], object]) -> Counter[str]:
+    """Tensors, frames and weft's own objects that only a collection frees, by type."""
+    work()  # what is made once is not meant
+    gc.disable()
+    gc.freeze()  # nor what is there already
+    try:
+        work()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return Counter(type(each).__name__ for each in gc.garbage if _ours(each))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.unfreeze()
+        gc.enable()
+
+
+def _ours(each: object) -> bool:
+    return isinstance(each, Tensor | FrameType) or type(each).__module__.startswith("weft")
+
+
+def trained(remote: RemoteExpert, factor: float = 1.0, columns: int = 4, *, there: float = 1.0) -> None:
+    with suppress(WeftError):
+        (remote((rows(2, 0, columns) * 0 + there).requires_grad_()) * factor).sum().backward()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("lose", [[], ["reply"], ["request", "reply"], ["request"] * 9])
+@pytest.mark.parametrize("factor", [1.0, float("inf")])
+def test_of_an_expert(keep: bool, accumulate: bool, lose: list[str], factor: float) -> None:
+    with reached("fake", fussy_backend(keep_graphs=GraphBudget(1 << 20))) as (_, transport):
+        assert isinstance(transport, FakeTransport)
+        remote = RemoteExpert("fussy", transport, retry=SWIFT, keep_graph=keep, accumulate=accumulate)
+
+        def work() -> None:
+            transport.lose = list(lose)
+            trained(remote, factor)
+            transport.lose = []
+            remote.discard()
+
+        assert not left_behind(work)
+
+
+def test_of_an_expert_that_is_late_unknown_wrongly_called_or_raises() -> None:
+    with reached("local", fussy_backend()) as (_, transport):
+        unknown, remote = RemoteExpert("nobody", transport), RemoteExpert("fussy", transport)
+        late = RemoteExpert("fussy", transport, timeout=1e-6)
+        with pytest.raises(SpecError):
+            remote(rows(2, 0, 7))
+        for work in (
+            partial(trained, unknown),
+            partial(trained, late),
+            partial(trained, remote, columns=7),
+            partial(trained, remote, there=TROUBLE),
+            partial(trained, remote, TROUBLE),
+        ):
+            assert not left_behind(work)
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+@pytest.mark.parametrize("lost", [0, 1, 9])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("retry", [NEVER, SWIFT])
+def test_of_a_mixture(kind: Kind, lost: int, strict: bool, retry: Retry) -> None:
+    with Experts() as experts:
+        make = experts.strict if strict else experts.mixture
+        mixture = make(accumulate=False, retry=retry)
+
+        def work() -> None:
+            experts.fates.clear()
+            experts.lose(kind, "ffn.1", *["request"] * lost)
+            with suppress(WeftError):
+                mixture(numbers(16, WIDTH).requires_grad_()).sum().backward()
+
+        assert not left_behind(work)
+
+
+def test_the_probe_sees_cycles() -> None:
+    def work() -> None:
+        found: list[object] = [torch.ones(3)]
+        found.append(found)
+
+    assert left_behind(work) == {"Tensor": 1}
