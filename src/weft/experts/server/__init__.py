@@ -9,10 +9,12 @@ statistics.py  what it says of itself                 command.py    ``weft serve
 observed.py    a desk that an observer listens to
 replicas.py    experts that others serve too, see weft.experts.replica
 neighbours.py  who else is alive                      panel_thread.py   its status page, see weft.experts.panel
+memory.py      what is freed stays in the process
 """
 
 from weft.experts.server.access import Access, Audit, Caller, Grant, Refusal, Role
 from weft.experts.server.desk import Desk
+from weft.experts.server.memory import keep_freed_memory
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.served import Served
 from weft.experts.server.server import Server
@@ -32,4 +34,5 @@ __all__ = [
     "ServerOptions",
     "ServerStatistics",
     "ServerTls",
+    "keep_freed_memory",
 ]

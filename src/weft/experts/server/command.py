@@ -12,6 +12,7 @@ from typing import Any
 
 from weft.experts.errors import ExpertError
 from weft.experts.server.config import build
+from weft.experts.server.memory import keep_freed_memory
 from weft.experts.server.server import Server
 
 
@@ -21,6 +22,7 @@ def serve(config: Mapping[str, Any]) -> None:
     Prints one line with the address when it listens. Raises what `weft.experts.server.config.build` and
     `Server.start` raise, and ``ExpertError`` if a module did not end in time.
     """
+    keep_freed_memory()
     stop = threading.Event()
 
     def end(number: int, frame: object) -> None:
