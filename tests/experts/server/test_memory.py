@@ -8,7 +8,7 @@ import sys
 import pytest
 
 _PROGRAM = """
-import json, resource, sys, threading
+import json, resource, threading
 import torch
 from weft.experts.server import keep_freed_memory
 
@@ -23,7 +23,7 @@ def work():
     batches(5)
     found.append(batches(30))
 
-found = [keep_freed_memory() if sys.argv[1] == "keep" else None]
+found = [keep_freed_memory()]
 threads = [threading.Thread(target=work), threading.Thread(target=work)]
 for each in threads:
     each.start()
@@ -33,25 +33,25 @@ print(json.dumps(found))
 PAGES = 30 * 4 * (1 << 24) // os.sysconf("SC_PAGE_SIZE")
 
 
-def faults(how: str, **environment: str) -> list[int]:
+def faults(**environment: str) -> list[int]:
     """Of page, in 30 batches of 64 MB, by thread."""
     run = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, how],
+        [sys.executable, "-c", _PROGRAM],
         capture_output=True,
         check=True,
         timeout=100,
         env={**os.environ, **environment},
     )
     done, *found = json.loads(run.stdout)
-    if done is False:
-        pytest.skip(f"{how}: there is no glibc to tell")
+    if not done:
+        pytest.skip("keep_freed_memory: there is no glibc to tell")
     return found
 
 
 def test_the_next_batch_pages_nothing_in() -> None:
-    assert max(faults("keep")) < PAGES / 10, "less than one batch in ten; some until the heap has its shape"
+    assert max(faults()) < PAGES / 10, "less than one batch in ten; some until the heap has its shape"
 
 
 def test_otherwise_it_would_and_what_the_environment_says_holds() -> None:
     limits = {"MALLOC_TRIM_THRESHOLD_": "100000", "MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_ARENA_MAX": "8"}
-    assert min(faults("keep", **limits)) > PAGES / 2
+    assert min(faults(**limits)) > PAGES / 2
