@@ -4,6 +4,7 @@ The laws come from `test_directory`. Time is stretched, since etcd's leases last
 moment, since its events come over a network.
 """
 
+import os
 import shutil
 import socket
 import subprocess
@@ -39,6 +40,7 @@ from tests.experts.test_directory import (
     test_withdrawing_is_at_once_and_may_be_repeated,
     told,
 )
+from tests.forked import forked
 from weft.core.errors import UsageError
 from weft.experts.directory import AwayError, Directory, Lease, Mirror, WatchLostError
 from weft.experts.directory.etcd import EtcdDirectory
@@ -235,6 +237,23 @@ def test_closing_a_directory_wakes_its_watches_and_leaves_no_thread(member: Memb
     assert len(raised) == 1
     assert not [each for each in threading.enumerate() if each.name.startswith("weft-etcd")]
     directory.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_of_the_process_leaves_the_directory_to_its_parent(member: Member) -> None:
+    with fresh(member) as directory, directory.watch() as watch:
+        directory.declare("a", "here:1", 60.0)
+        assert told([watch.next(5.0)]) == [("joined", "a", "here:1")]
+
+        def child() -> bool:
+            with pytest.raises(UsageError, match="opened in another process"):
+                directory.get()
+            directory.close()
+            return True
+
+        assert forked(child)
+        assert directory.get().uids == ("a",)
 
 
 def test_a_member_that_accepts_and_is_silent_costs_its_share_of_the_timeout(member: Member) -> None:

@@ -10,7 +10,6 @@ Workers are threads that outlive the walk, since starting one costs more than a 
 between walks, not even the executor; when it is dropped, they end.
 """
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,6 +23,7 @@ import torch
 from weft.core.ambient import Ambient
 from weft.core.channel import Closed, Mailbox, Shelf
 from weft.core.place import Parcel
+from weft.core.process import Home
 from weft.core.route import Address
 from weft.core.run import Box, Post
 from weft.core.schedule import Action, Schedule
@@ -90,7 +90,7 @@ class ThreadExecutor:
     def __init__(self, name: str = "pipe") -> None:
         self._name = name
         self._jobs: list[SimpleQueue[_Job | None]] = []
-        self._process = os.getpid()
+        self._home = Home()
         self._intra_op = 0
         self._walking = threading.Lock()
         self._finalizer = weakref.finalize(self, _dismiss, self._jobs)
@@ -124,9 +124,9 @@ class ThreadExecutor:
 
     def _hire(self, count: int) -> None:
         """Have at least `count` threads, each with its share of intra-op threads."""
-        if self._process != os.getpid():  # threads do not survive a fork
+        if not self._home.here:  # threads do not survive a fork
             self._jobs.clear()
-            self._process, self._intra_op = os.getpid(), 0
+            self._home, self._intra_op = Home(), 0
         for number in range(len(self._jobs), count):
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
             self._jobs.append(jobs)

@@ -18,6 +18,12 @@ mixture/                                        the best k of many experts for e
 optimizers.py, counts.py, errors.py             fused steps, statistics, what can go wrong
 """
 
+import os
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# gRPC reads it once, when it is imported. Without it each fork of a process with an open connection, such as those
+# of a DataLoader's workers in each epoch, prints a line of gRPC's own on the user's terminal.
+
 from weft.core.spec import TensorSpec
 from weft.experts.backend import ExpertBackend
 from weft.experts.guards import Guards

@@ -6,9 +6,7 @@
 No threads but the stream's reader and the clock of `Pending`, both of which end with `close`.
 """
 
-import os
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -17,6 +15,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, WeftError
+from weft.core.process import Home, finalizer
 from weft.experts.client.pending import Entry, Pending
 from weft.experts.client.refusal import explained
 from weft.experts.client.stream import Explain, Stream
@@ -76,8 +75,8 @@ class GrpcTransport:
         self._lock = threading.Lock()
         self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
         self._opened = 0
-        self._process = os.getpid()
-        self._finalizer = weakref.finalize(self, _shut, self._pending, self._streams, self._channel)
+        self._home = Home()
+        self._finalizer = finalizer(self, _shut, self._pending, self._streams, self._channel)
 
     @property
     def address(self) -> str:
@@ -86,9 +85,10 @@ class GrpcTransport:
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         """See `Transport.submit`."""
-        if os.getpid() != self._process:
+        if not self._home.here:
             raise UsageError(
-                f"the way to {self.address} was opened in another process, and its threads are there; open one here"
+                f"the way to {self.address} was opened in another process, and its threads are there; gRPC does not "
+                "outlive a fork: start processes with 'spawn', or before the first connection, and open one there"
             )
         entry = self._pending.open(call, timeout)
         if call.header.kind is Kind.INFO:

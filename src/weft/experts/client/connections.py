@@ -5,11 +5,11 @@ with Connections(directory) as connections:
 """
 
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 
 from weft.core.errors import UsageError
+from weft.core.process import finalizer
 from weft.experts.client.channel import ClientTls, GrpcTransport
 from weft.experts.client.transport import Transport, TransportStatistics
 from weft.experts.directory import Directory, Mirror, Snapshot
@@ -40,7 +40,7 @@ class Connections:
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._closed = threading.Event()
-        self._finalizer = weakref.finalize(self, _close, self._closed, self._lock, self._transports, self._mirror)
+        self._finalizer = finalizer(self, _close, self._closed, self._lock, self._transports, self._mirror)
 
     def to(self, address: str) -> Transport:
         """The transport to this address. Raises ``UsageError`` after `close`."""

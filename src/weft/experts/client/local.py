@@ -6,13 +6,13 @@ For tests, and for trying out on one machine what will be remote. As nothing but
 write into the other's tensors.
 """
 
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from weft.core.errors import WeftError
+from weft.core.process import finalizer
 from weft.experts.client.pending import Pending
 from weft.experts.client.transport import TransportStatistics
 from weft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault
@@ -28,7 +28,7 @@ class LocalTransport:
         self._handler = handler
         self._limits = limits
         self._pending = Pending(name)
-        self._finalizer = weakref.finalize(self, self._pending.close)
+        self._finalizer = finalizer(self, self._pending.close)
 
     @property
     def address(self) -> str:

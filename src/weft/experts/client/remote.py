@@ -7,7 +7,6 @@
 For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's.
 """
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import UsageError
+from weft.core.process import finalizer
 from weft.experts.client.asking import Asker, CallOptions
 from weft.experts.client.channel import ClientTls, GrpcTransport
 from weft.experts.client.connections import Connections
@@ -203,7 +203,7 @@ class RemoteExpert(nn.Module):
         self._asker = Asker(self.uid, line, self._options)
         self._remembered = Remembered()
         # Not this module's end but its asker's: a graph that is still to be walked back holds it too.
-        self._finalizer = weakref.finalize(self._asker, _close, line, own)
+        self._finalizer = finalizer(self._asker, _close, line, own)
 
     def _crossed(self, signature: Signature, inputs: list[Tensor], ask: Forward, *, keep: bool = True) -> list[Tensor]:
         """The outputs, as one node of autograd. ``keep``: the server may keep the graph, if that was wished."""

@@ -14,6 +14,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, listed
+from weft.core.process import Home
 from weft.experts.checks import seconds_fault
 from weft.experts.directory.errors import AwayError
 from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
@@ -32,6 +33,7 @@ _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
 ]
 
 
@@ -60,7 +62,7 @@ class Endpoints:
         if faults:
             raise UsageError(listed("etcd cannot be reached like this:", faults))
         self.addresses, self.timeout = tuple(addresses), timeout
-        self._lock = threading.Lock()
+        self._home, self._lock = Home(), threading.Lock()
         self._first = 0
         self._closed = False
         self._channels = [_channel(address, tls) for address in addresses]
@@ -84,7 +86,12 @@ class Endpoints:
         return self._method(index, WATCH, stream=True)(requests, metadata=_LEADER)
 
     def order(self) -> list[int]:
-        """The members in the order in which to try them. Raises ``AwayError`` after `close`."""
+        """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
+        if not self._home.here:
+            raise UsageError(
+                "the way to etcd was opened in another process, and its threads are there; gRPC does not outlive a "
+                "fork: start processes with 'spawn', or before the first connection, and open one there"
+            )
         with self._lock:
             if self._closed:
                 raise AwayError("the directory is closed")
@@ -105,7 +112,9 @@ class Endpoints:
         return f"{address}: {code.name}: {text}"
 
     def close(self) -> None:
-        """End all calls. Again is no error."""
+        """End all calls. Again is no error, and in a fork of its process it does nothing."""
+        if not self._home.here:
+            return
         with self._lock:
             self._closed = True
         for channel in self._channels:

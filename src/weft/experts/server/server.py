@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from weft.core.errors import UsageError
+from weft.core.process import Home
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Directory
@@ -102,7 +103,7 @@ class Server:
         self._panel = None if panel is None else PanelThread(panel, self.status)
         self._loop: LoopThread | None = None
         self._lock = threading.RLock()
-        self._running = self._ended = False
+        self._home, self._running, self._ended = Home(), False, False
         for backend in experts:
             self._desk.add(self._replicas.served(backend, checkpoints, self._desk.incarnation))
 
@@ -191,8 +192,10 @@ class Server:
     def shutdown(self) -> bool:
         """`drain`, save, let the answers leave, and end all threads; False if a module still runs. May be called twice.
 
-        Raises what saving raises, after everything has ended.
+        Raises what saving raises, after everything has ended. In a fork of its process it does nothing.
         """
+        if not self._home.here:
+            return True
         with self._lock:
             if not self._running:
                 self._ended = True

@@ -1,0 +1,49 @@
+"""What a process has started is ended by that process, and by none that was forked from it."""
+
+import gc
+
+from tests.forked import forked, only_with_fork
+from weft.core.process import Home, finalizer
+
+pytestmark = only_with_fork
+
+
+class Owner:
+    """Something that can be waited for to go."""
+
+
+def test_it_is_ended_once_when_it_is_called_or_the_owner_is_gone() -> None:
+    ended: list[int] = []
+    owner = Owner()
+    finalizer(owner, ended.append, 1)
+    end = finalizer(owner, ended.append, 2)
+    end()
+    end()
+    assert ended == [2]
+    del owner
+    gc.collect()
+    assert ended == [2, 1]
+
+
+def test_a_child_neither_ends_nor_frees_what_it_inherited() -> None:
+    ended: list[str] = []
+
+    class Held:
+        def __del__(self) -> None:
+            ended.append("freed")
+
+    owner, home, held = Owner(), Home(), Held()
+    first, second = finalizer(owner, ended.append, "called"), finalizer(owner, lambda held: ended.append("gone"), held)
+    del held
+
+    def child() -> bool:
+        nonlocal owner
+        first()
+        del owner
+        gc.collect()
+        return ended == [] and not home.here and Home().here and not second.alive
+
+    assert forked(child)
+    assert home.here and second.alive
+    second()
+    assert ended == ["gone", "freed"]

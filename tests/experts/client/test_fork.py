@@ -1,0 +1,76 @@
+"""Processes that are forked while a connection is open, as a DataLoader forks its workers in each epoch."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.experts.expert_cases import fussy_backend, rows
+from tests.forked import forked, only_with_fork
+from weft.core.errors import UsageError
+from weft.experts.client import Connections, RemoteExpert
+from weft.experts.directory import LocalDirectory
+from weft.experts.server import Server
+
+pytestmark = [pytest.mark.timeout(120), *only_with_fork]
+ROOT = Path(__file__).parents[3]
+TRAINER = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from weft.experts.client import RemoteExpert
+
+data = TensorDataset(torch.ones(4, 4, dtype=torch.float64))
+with RemoteExpert("fussy", sys.argv[1]) as remote:
+    for _ in range(3):
+        for (x,) in DataLoader(data, num_workers=2, multiprocessing_context="fork"):
+            remote(x.requires_grad_()).sum().backward()
+    print(remote.steps)
+"""
+
+
+def test_a_data_loader_with_workers_leaves_training_and_the_terminal_alone() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    with Server([fussy_backend()]) as server:
+        command = [sys.executable, "-c", TRAINER, server.address]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=False)
+    assert (done.stdout, done.stderr) == ("12\n", "")
+
+
+@torch.no_grad()
+def test_a_child_leaves_what_it_inherited_to_its_parent() -> None:
+    directory = LocalDirectory()
+    with (
+        Server([fussy_backend()], directory=directory) as server,
+        Connections(directory) as connections,
+        RemoteExpert("fussy", server.address) as remote,
+    ):
+        listed = RemoteExpert("fussy", connections)
+        wanted = remote(rows(2, 0))
+        assert torch.equal(listed(rows(2, 0)), wanted)
+
+        def refused() -> bool:
+            for each in (remote, listed):
+                with pytest.raises(UsageError, match="opened in another process"):
+                    each(rows(2, 0))
+            return True
+
+        def closed() -> bool:
+            for each in (remote, listed, connections):
+                each.close()
+            return server.shutdown()
+
+        def freed() -> bool:
+            nonlocal remote, listed
+            del remote, listed
+            gc.collect()
+            return True
+
+        for child in (refused, closed, freed):
+            assert forked(child), child.__name__
+            assert torch.equal(remote(rows(2, 0)), wanted) and torch.equal(listed(rows(2, 0)), wanted)
+        assert not server.statistics().draining

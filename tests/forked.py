@@ -1,0 +1,25 @@
+"""A child of this process, for what must hold after a fork."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+only_with_fork = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="forks processes"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+def forked(work: Callable[[], object]) -> bool:
+    """Whether ``work`` returned something true in a child. A child that hangs is ended after 20 s, and is false."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1] == 0
