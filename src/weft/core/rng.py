@@ -19,6 +19,8 @@ holds the generator. Then that one's numbers are not those of other executors, b
 in silence: it compares where the generator ends with where it ended in the forward.
 
 A stage may itself contain a pipe. Its workers then take turns inside the hold of that stage, not against it.
+A stage that waits for somebody else, such as a remote expert, lets go meanwhile (`waiting`): who answers may be in
+this process and draw, or in one that waits for this one.
 """
 
 import threading
@@ -41,10 +43,13 @@ _holders = 0  # how often the generator was taken so far; an unchanged count mea
 class _Hold:
     """One turn at the generator. What runs inside it, in whichever thread, takes turns by `inside`."""
 
-    def __init__(self, outer: "_Hold | None") -> None:
+    def __init__(self, outer: "_Hold | None", sources: Sequence[torch.Generator]) -> None:
         self.outer = outer
+        self.sources = sources
+        self.before = _states(sources)
         self.inside = threading.RLock()
         self.over = False
+        self.thread = threading.get_ident()
 
 
 _hold: ContextVar[_Hold | None] = ContextVar("weft_hold", default=None)
@@ -56,6 +61,33 @@ def _current_hold() -> _Hold | None:
     while hold is not None and hold.over:
         hold = hold.outer
     return hold
+
+
+@contextmanager
+def waiting() -> Generator[None]:
+    """Surrounds waiting for somebody else. What this thread holds of the generators, others may take meanwhile.
+
+    Where the stage goes on afterwards, it draws what it would have drawn. A worker of a pipe inside of a stage does
+    not let go, since it is not the one who holds.
+    """
+    global _holders  # noqa: PLW0603 - as below
+    hold = _current_hold()
+    while hold is not None and hold.outer is not None and not hold.outer.over:
+        hold = hold.outer
+    if hold is None or hold.thread != threading.get_ident():
+        yield
+        return
+    mine = _states(hold.sources)
+    _set(hold.sources, hold.before)
+    _holders += 1
+    _holding.release()
+    try:
+        yield
+    finally:
+        _holding.acquire()
+        _holders += 1
+        hold.before = _states(hold.sources)
+        _set(hold.sources, mine)
 
 
 def mix(seed: int, *keys: int) -> int:
@@ -81,6 +113,11 @@ def generators(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
 
 def _states(sources: Sequence[torch.Generator]) -> list[torch.Tensor]:
     return [source.get_state() for source in sources]
+
+
+def _set(sources: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for source, state in zip(sources, states, strict=True):
+        source.set_state(state)
 
 
 def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
@@ -132,10 +169,9 @@ class Dice:
         sources = self._uses[stage].sources
         around = _current_hold()
         with _holding if around is None else around.inside:
-            hold = _Hold(around)
+            hold = _Hold(around, sources)
             token = _hold.set(hold)
             _holders += around is None
-            outer = _states(sources)
             try:
                 for source in sources:
                     source.manual_seed(mix(self.seed, stage, micro_batch))
@@ -148,8 +184,7 @@ class Dice:
                     self._drew[stage] = True
                     self._ends[stage, micro_batch] = end
             finally:
-                for source, state in zip(sources, outer, strict=True):
-                    source.set_state(state)
+                _set(sources, hold.before)
                 hold.over = True
                 _hold.reset(token)
                 _holders += around is None
@@ -198,8 +233,7 @@ class Dice:
         return True
 
     def _restore(self) -> None:
-        for source, state in zip(self._sources, self._before, strict=True):
-            source.set_state(state)
+        _set(self._sources, self._before)
 
 
 class Silence:
@@ -218,6 +252,5 @@ class Silence:
         """Whether something drew after all. Then the generators are put back: the step has to run again."""
         if _same(self._before, _states(self._sources)):
             return False
-        for source, state in zip(self._sources, self._before, strict=True):
-            source.set_state(state)
+        _set(self._sources, self._before)
         return True

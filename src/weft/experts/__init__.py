@@ -3,7 +3,7 @@
 backend.py      ExpertBackend, what users see   registry.py, layers.py  kinds of experts by name
 pool.py         tasks of many clients           runtime.py   one thread per device
 task.py, lanes.py, limits.py, schema.py         what waits, how much, and what it must look like
-engine.py       one expert's work on a batch    batch.py     joining tasks, dealing results
+engine.py, draft.py, batch.py   one expert's work on a batch: joining tasks, dealing results
 runner.py, effects.py                           the module as a segment, and undoing what it changes
 isolation.py, guards.py                         one client's fault stays that client's
 records.py, sums.py, kept.py                    keys, mini-batches, graphs that wait for a backward

@@ -115,7 +115,10 @@ class ExpertBackend:
 
     def _make_pools(self, forward: Columns, backward: Columns, options: PoolOptions) -> None:
         engine, once, company = self.engine, self.records.of("backward"), Company()
-        self.forward_pool = TaskPool(f"{self.name}.forward", engine.forward, forward, options, company=company)
+        alone = engine.runner.effects.draws.__getitem__ if options.min_batch_size == 1 else None
+        self.forward_pool = TaskPool(
+            f"{self.name}.forward", engine.forward, forward, options, company=company, alone=alone
+        )
         self.backward_pool = TaskPool(
             f"{self.name}.backward",
             engine.backward,
@@ -124,6 +127,7 @@ class ExpertBackend:
             ledger=once,
             splits=self.optimizer is not None,
             company=company,
+            alone=alone,
         )
         commits = replace(options, min_batch_size=1)
         self.commit_pool = TaskPool(

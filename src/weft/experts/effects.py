@@ -13,16 +13,27 @@ left alone and that a later batch writes to is known from then on, but not put b
 PyTorch has one default generator per device. A module that draws from it (dropout) gets numbers of its own for every
 batch, by a seed, and the generator is as before afterwards; see `weft.core.rng`. A module that draws nothing
 leaves the generator alone.
+
+    forward   of key k ── seed of k ──> mask          the gradient is that of the forward that was seen, if both
+    backward  of key k ── seed of k ──> same mask     ran as the same batch: so tasks of a module that draws run alone
+
+Whether it draws is observed in the dummy run, in the first batch and in the first backward, and again whenever a
+number or a flag of a layer has changed (a dropout probability). One that drew nothing until then, and draws for some
+inputs only, is not noticed: its numbers are the generator's, and a log of its batches does not lead to the same bytes.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from weft.core.rng import Dice, RandomUse, generators, mix
+from weft.experts.task import REPEATED, Task
+
+_CONFIGURATIONS = 64
 
 
 class _Slot(NamedTuple):
@@ -83,7 +94,16 @@ class Effects:
             for each in self._modules
             if isinstance(each, nn.modules.batchnorm._NormBase)
         ]
-        self._use = RandomUse(generators([device]))
+        self._attributes = [
+            (table, name)
+            for table in map(vars, self._modules)
+            for name, value in table.items()
+            if isinstance(value, bool | float) and not name.startswith("_")
+        ]
+        self._use, self._back = (RandomUse(generators([device])) for _ in range(2))
+        self._evaluation = False
+        self.draws = {False: False, True: False}
+        """Whether the module draws, in training and in evaluation, as far as was seen."""
 
     @property
     def stateful(self) -> bool:
@@ -98,18 +118,23 @@ class Effects:
         """
         filled = [place for place, slot in enumerate(self._slots) if slot.tensor is not None]
         every = Snapshot([self._slots[place] for place in filled])
-        versions = [tensor._version for tensor in inputs]
+        versions, state = [tensor._version for tensor in inputs], self._state()
         dice = Dice([self._use], [self._configuration()])
         self.seed = dice.seed or self.seed
         try:
             with dice.scope(0, 0):
                 found = forward()
         finally:
+            written = [
+                i for i, pair in enumerate(self._state()) if pair != state[i]
+            ]  # also where it wrote what was there
             changed = every.changed()
             if changed:
                 every.restore()
-            self._changing.update(filled[place] for place in changed)
+            self._changing.update(written, [filled[place] for place in changed])
         dice.settle()
+        self._note()
+        self._use.draws = {seen: True for seen, draws in self._use.draws.items() if draws}  # zeros are no sure sign
         self.writes |= {i for i, tensor in enumerate(inputs) if tensor._version != versions[i]}
         return found
 
@@ -128,9 +153,28 @@ class Effects:
         places = self._places()
         return Snapshot([self._slots[place] for place in sorted(places)]) if places else NOTHING
 
-    def seed_for(self, *keys: int) -> int:
-        """The seed of one batch."""
-        return mix(self.seed, *keys)
+    def seed_for(self, direction: int, count: int, tasks: Sequence[Task]) -> int:
+        """The seed of one batch: of its keys, if it may draw and all its tasks have one; else of its number."""
+        seen = self._configuration()
+        if self._use.draws.get(seen) is not False or self._back.draws.get(seen) is not False:
+            origin = _origin(tasks)
+            if origin is not None:
+                return mix(self.seed, 2, origin)
+        return mix(self.seed, direction, count)
+
+    @contextmanager
+    def mode(self, evaluation: bool) -> Generator[None]:
+        """Surrounds the work on a batch: in evaluation, or as the module stands. Layers are told nothing, only set."""
+        training = [each for each in self._modules if each.training] if evaluation else []
+        for each in training:
+            each.training = False
+        self._evaluation = evaluation
+        try:
+            yield
+        finally:
+            self._evaluation = False
+            for each in training:
+                each.training = True
 
     def run(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, which is a forward: note which of the module's tensors it changes.
@@ -139,35 +183,55 @@ class Effects:
         """
         before = self._state()
         try:
-            if self._use.draws.get(self._configuration()) is False:
-                return function(*args)
-            with self._drawing(seed):
-                return function(*args)
+            return self._drawn(self._use, seed, function, *args)
         finally:
             after = self._state()
             if after != before:
                 self._changing.update(i for i in range(len(after)) if after[i] != before[i])
 
-    @contextmanager
-    def _drawing(self, seed: int) -> Generator[None]:
-        before = [source.get_state() for source in self._use.sources]
-        dice = Dice([self._use], [self._configuration()])
-        for source, state in zip(self._use.sources, before, strict=True):
+    def walk(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, which is a backward. Random numbers, which hooks may draw, as those of `run`."""
+        return self._drawn(self._back, mix(seed, 1), function, *args)
+
+    def _drawn(self, use: RandomUse, seed: int, function: Callable[..., Any], *args: Any) -> Any:
+        seen = self._configuration()
+        if use.draws.get(seen) is False:
+            return function(*args)
+        if len(use.draws) > _CONFIGURATIONS:  # a number that changes all the time
+            use.draws.clear()
+        before = [source.get_state() for source in use.sources]
+        dice = Dice([use], [seen])
+        for source, state in zip(use.sources, before, strict=True):
             source.set_state(state)  # the seed is ours: no number of the caller's is used up
         dice.seed = seed
         with dice.scope(0, 0):
-            yield
+            found = function(*args)
         dice.settle()
+        self._note()
+        return found
+
+    def _note(self) -> None:
+        seen = self._configuration()
+        self.draws[self._evaluation] = bool(self._use.draws.get(seen) or self._back.draws.get(seen))
 
     def _places(self) -> set[int]:
         """The slots that a forward may write to, as far as is known now."""
         return self._changing.union(*(places for norm, places in self._norms if norm.training))
 
-    def _configuration(self) -> tuple[bool, ...]:
+    def _configuration(self) -> tuple[Any, ...]:
         """What decides whether layers draw, as far as it is seen from outside."""
-        return tuple([module.training for module in self._modules])
+        flags = [module.training for module in self._modules]
+        return (*flags, *[table.get(name) for table, name in self._attributes])
 
     def _state(self) -> list[tuple[int, int]]:
         """Which tensor is in every slot, and how often it was written to."""
         tensors = [table.get(name) for table, name in self._slots]
         return [(0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
+
+
+def _origin(tasks: Sequence[Task]) -> int | None:
+    """A number for these tasks in this order that is the same in forward and backward; None if one has no key."""
+    if any([task.key is None for task in tasks]):
+        return None
+    names = [f"{task.client}\0{str(task.key).partition(REPEATED)[0]}\0{task.rows}" for task in tasks]
+    return int.from_bytes(blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.experts.batch import BatchBuffers, deal, released, storages
+from weft.experts.draft import Drafted, copied
 from weft.experts.effects import Snapshot
 from weft.experts.errors import CommitError, ExpertError, GradientError
 from weft.experts.guards import Guards
@@ -89,7 +90,8 @@ class Engine:
         with self.lock:
             self._seed = seed
             try:
-                (self._try_backward if kind == "backward" else self._try_commit)(tasks).apply()
+                with self.runner.effects.mode(tasks[0].evaluation):
+                    (self._try_backward if kind == "backward" else self._try_commit)(tasks).apply()
             finally:
                 self._seed = None
 
@@ -102,8 +104,8 @@ class Engine:
         self._lose(self.parts.sums.all())
         self.parts.kept.void()
 
-    def _settled(self, tasks: Sequence[Task], attempt: "Callable[[Sequence[Task]], _Draft]") -> list[Answer]:
-        with self.lock:
+    def _settled(self, tasks: Sequence[Task], attempt: "Callable[[Sequence[Task]], Drafted]") -> list[Answer]:
+        with self.lock, self.runner.effects.mode(tasks[0].evaluation):
             answers, failures = settle(tasks, attempt, self.name)
             self.retried += failures
             return answers
@@ -121,11 +123,11 @@ class Engine:
 
     # Attempts: whatever happens in them, the expert is as before.
 
-    def _try_forward(self, tasks: Sequence[Task]) -> "_Draft":
+    def _try_forward(self, tasks: Sequence[Task]) -> "Drafted":
         effects, kept = self.runner.effects, self.parts.kept
         keeps = kept.keeps(tasks) and not effects.stateful
         inputs = self._forward_buffers.gather(tasks, fresh=keeps)
-        seed = effects.seed_for(0, self.forward_batches)
+        seed = effects.seed_for(0, self.forward_batches, tasks)
         before, graph, versions = effects.snapshot(), None, [x._version for x in inputs]
         saved = Saved(effects.storages() | storages(inputs) if keeps else set())
         try:
@@ -144,9 +146,9 @@ class Engine:
             if graph is not None and untouched and not effects.stateful:
                 kept.keep(tasks, graph, seed, saved.nbytes)
 
-        return _Draft(apply, results)
+        return Drafted(apply, results)
 
-    def _try_backward(self, tasks: Sequence[Task]) -> "_Draft":
+    def _try_backward(self, tasks: Sequence[Task]) -> "Drafted":
         effects, parameters = self.runner.effects, self._trained()
         self._check_mini_batch(tasks, parameters)
         walk, inputs, gradients = self._taken(tasks)
@@ -154,13 +156,13 @@ class Engine:
         self._check_outputs(tasks, gradients)
         before = effects.snapshot()
         try:
-            seed = effects.seed_for(1, self.backward_batches) if walk is None else walk.seed
+            seed = effects.seed_for(1, self.backward_batches, tasks) if walk is None else walk.seed
             seed = seed if self._seed is None else self._seed
             graph = self.runner.graph(inputs, seed, parameters)[0] if walk is None else walk.graph
-            passed = self.runner.backward(graph, gradients)
+            passed = self.runner.backward(graph, gradients, seed)
             self.parts.guards.check_parameters([g for g in passed.parameters if g is not None])
             results = self._dealt(passed.inputs, tasks, self._backward_buffers)
-            copies = _copies(tasks, results)
+            copies = copied(tasks, results)
             after = effects.snapshot()
         finally:
             before.restore()
@@ -172,14 +174,14 @@ class Engine:
                 if copy is not None:
                     self.parts.records.of("backward").settle(task, copy, self.parts.stepper.steps)
 
-        return _Draft(apply, results)
+        return Drafted(apply, results)
 
-    def _try_commit(self, tasks: Sequence[Task]) -> "_Draft":
+    def _try_commit(self, tasks: Sequence[Task]) -> "Drafted":
         owner = (tasks[0].client, tasks[0].mini_batch or "")
         total = self.parts.sums.get(owner)
         self.parts.guards.check_parameters([g for g in total.total.totals if g is not None])
         results = [[torch.tensor([self.parts.stepper.steps + 1])] for _ in tasks]
-        copies = _copies(tasks, results)
+        copies = copied(tasks, results)
 
         def apply() -> None:
             self.permit()
@@ -196,7 +198,7 @@ class Engine:
                     self.parts.records.of("commit").settle(task, copy, self.parts.stepper.steps)
             self.parts.stepper.log("commit", tasks, 0)
 
-        return _Draft(apply, results)
+        return Drafted(apply, results)
 
     def _taken(self, tasks: Sequence[Task]) -> tuple[Walk | None, list[Tensor], list[Tensor]]:
         """The graph of these tasks, if it is there and made of equal inputs; the inputs; the gradients of outputs."""
@@ -272,24 +274,6 @@ class Engine:
             self.parts.stepper.step(parameters, gradients)
         finally:
             self.parts.kept.void()
-
-
-class _Draft:
-    """A batch that went well, and what is to happen if it counts."""
-
-    def __init__(self, consequence: Callable[[], None], results: list[Results]) -> None:
-        self._consequence = consequence
-        self._results = results
-
-    def apply(self) -> list[Results]:
-        self._consequence()
-        return self._results
-
-
-def _copies(tasks: Sequence[Task], results: Sequence[Results]) -> list[Results | None]:
-    """What is recorded of the tasks with a key."""
-    pairs = zip(tasks, results, strict=True)
-    return [[tensor.clone() for tensor in found] if task.key is not None else None for task, found in pairs]
 
 
 def _granted() -> None:

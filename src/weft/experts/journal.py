@@ -38,7 +38,8 @@ class Member:
 class Entry:
     """One batch that counted: ``step`` is the number of optimizer steps after it, ``threads`` the intra-op threads.
 
-    ``failed`` says that the optimizer raised on it: what came after cannot be replayed.
+    ``failed`` says that the optimizer raised on it: what came after cannot be replayed. ``evaluation``: the module ran
+    as after ``eval()``.
     """
 
     kind: Literal["backward", "commit"]
@@ -48,6 +49,7 @@ class Entry:
     members: tuple[Member, ...]
     threads: int
     failed: bool = False
+    evaluation: bool = False
 
     @staticmethod
     def of(
@@ -55,7 +57,8 @@ class Entry:
     ) -> "Entry":
         """What is to be said of these tasks."""
         members = tuple(Member(task.client, task.key, task.rows, task.number) for task in tasks)
-        return Entry(kind, step, seed, tasks[0].mini_batch, members, torch.get_num_threads(), failed)
+        one, threads = tasks[0], torch.get_num_threads()
+        return Entry(kind, step, seed, one.mini_batch, members, threads, failed, one.evaluation)
 
     def to_json(self) -> str:
         """One line."""

@@ -110,8 +110,8 @@ class KeptGraphs:
         return len(self._graphs)
 
     def keeps(self, tasks: Sequence[Task]) -> bool:
-        """Whether something of a forward of these tasks is to be kept: all of them have a key to find it by."""
-        return self._budget is not None and all(task.key is not None for task in tasks)
+        """Whether something of a forward of these tasks is to be kept: all wish it, and have a key to find it by."""
+        return self._budget is not None and all([task.keep and task.key is not None for task in tasks])
 
     def keep(self, tasks: Sequence[Task], graph: Graph, seed: int, nbytes: int) -> None:
         """Keep a graph that saves so many bytes beside its leaves, and the inputs, at the cost of the oldest ones.

@@ -48,6 +48,7 @@ class TaskPool:
         splits: whether tasks may name a mini-batch. Tasks of different mini-batches never share a batch.
         host: where tensors are gathered; a tensor from elsewhere is copied there, in its author's thread.
         company: of pools with the same callers, such as those of one expert.
+        alone: whether tasks of a mode (evaluation or not) share no batch.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TaskPool:
         splits: bool = False,
         host: torch.device | str = "cpu",
         company: Company | None = None,
+        alone: Callable[[bool], bool] | None = None,
     ) -> None:
         self.name = name
         self.options = options or PoolOptions()
@@ -69,7 +71,7 @@ class TaskPool:
         """What runs a batch. Who observes puts something around it."""
         self._ledger = ledger
         self._splits = splits
-        self._host = torch.device(host)
+        self._host, self._alone = torch.device(host), alone
         self._where = f"pool {name!r}"
         self._lanes = Lanes(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
         self._load = Load(self.options)
@@ -90,6 +92,8 @@ class TaskPool:
         client: str | None = None,
         key: str | None = None,
         mini_batch: str | None = None,
+        evaluation: bool = False,
+        keep: bool = True,
     ) -> "Future[Results]":
         """Queue one task; the future gets its flat results, whose rows are views of the batch's, or its error.
 
@@ -99,6 +103,8 @@ class TaskPool:
             client: who asks: the owner of the quota, of ``key`` and of ``mini_batch``.
             key: idempotency key; a repetition gets the answer of the first, and nothing runs twice.
             mini_batch: adds the gradient to this sum instead of stepping; see `ExpertBackend.commit`.
+            evaluation: the module runs as after ``eval()``; forward and backward of one key should agree in it.
+            keep: of a forward with a key: what it leaves may be kept for its backward, see `weft.experts.kept`.
 
         Raises ``SpecError`` for tensors that do not fit, and what `weft.experts.errors` draws under RefusedError.
         A future that is cancelled before its turn leaves the queue at once.
@@ -107,8 +113,9 @@ class TaskPool:
             rows = self.columns.check(tensors, self._where)
             self._check_words(client, key, mini_batch)
             owner = None if mini_batch is None else client
-            lane = (mini_batch is not None, owner, mini_batch, self.columns.lane(tensors))
-            task = Task(self._here(tensors), rows, lane, deadline, client, key, mini_batch)
+            own = object() if self._alone is not None and self._alone(evaluation) else None
+            lane = (mini_batch is not None, owner, mini_batch, self.columns.lane(tensors), evaluation, own)
+            task = Task(self._here(tensors), rows, lane, deadline, client, key, mini_batch, evaluation, keep)
             future, news = self._enter(task)
         except Exception as error:
             with self._lock:

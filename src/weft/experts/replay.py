@@ -50,7 +50,7 @@ def _task(backend: ExpertBackend, entry: Entry, member: Member, fetch: Fetch) ->
     rows = backend.backward_pool.columns.check(tensors, f"the replay of {member}")
     if rows != member.rows:
         raise ReplayError(f"the tensors of {member} have {rows} rows, but had {member.rows} when it was logged")
-    return Task(tensors, rows, client=member.client, key=key, mini_batch=mini_batch)
+    return Task(tensors, rows, client=member.client, key=key, mini_batch=mini_batch, evaluation=entry.evaluation)
 
 
 def _check(backend: ExpertBackend, entry: Entry) -> None:

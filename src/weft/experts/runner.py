@@ -80,10 +80,10 @@ class Runner:
         flat = [output.detach() for output in outputs]
         return Graph(tape, leaves, [output.shape for output in flat]), flat
 
-    def backward(self, graph: Graph, gradients: Sequence[Tensor]) -> Passed:
-        """Walk a graph back, once."""
+    def backward(self, graph: Graph, gradients: Sequence[Tensor], seed: int) -> Passed:
+        """Walk a graph back, once, with the seed of its forward."""
         _same_shapes(self.outputs, graph.shapes, gradients)
-        found, parameters = graph.tape.backward([[gradient] for gradient in gradients])
+        found, parameters = self.effects.walk(seed, graph.tape.backward, [[gradient] for gradient in gradients])
         if self.device.type == "cpu":
             self._latest = [each for each in parameters if each is not None and _is_large(each)]
         pairs = zip(found, graph.leaves, strict=True)

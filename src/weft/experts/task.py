@@ -24,6 +24,9 @@ Answer = Results | BaseException
 Lane = tuple[Hashable, ...]
 """What must be equal for two tasks to share a batch."""
 
+REPEATED = "+"
+"""What stands behind it in a key tells several backwards of one forward apart; before it, the key of the forward."""
+
 _numbers = count()
 
 
@@ -32,7 +35,8 @@ class Task:
     """``tensors`` have ``rows`` rows each; ``deadline`` is a time of `time.monotonic`; ``number`` is unique here.
 
     ``key`` makes a repetition known, ``mini_batch`` names the sum that its gradient is added to, both within
-    one ``client``. Tasks of one ``lane`` may share a batch.
+    one ``client``. Tasks of one ``lane`` may share a batch. ``evaluation``: the module runs as after ``eval()``;
+    ``keep``: what its forward leaves may be kept, see `weft.experts.kept`.
     """
 
     tensors: tuple[Tensor, ...]
@@ -42,6 +46,8 @@ class Task:
     client: str | None = None
     key: str | None = None
     mini_batch: str | None = None
+    evaluation: bool = False
+    keep: bool = True
     arrival: float = field(default_factory=time.monotonic)
     number: int = field(default_factory=lambda: next(_numbers))
     waiters: list["Waiter"] = field(default_factory=list["Waiter"])

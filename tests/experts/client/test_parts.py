@@ -12,6 +12,7 @@ from tests.experts.expert_cases import rows
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, create_remote_experts
 from weft.experts.client.accumulation import Accumulation
+from weft.experts.client.key import Key
 from weft.experts.client.pending import Pending
 from weft.experts.client.remembered import Remembered
 from weft.experts.client.route import DirectoryRoute
@@ -82,24 +83,24 @@ def test_a_timeout_that_is_none_is_misuse(pending: Pending) -> None:
 
 
 def test_an_answer_is_remembered_for_equal_inputs_once_and_in_order() -> None:
-    known = Remembered(most=3)
-    known.put([rows(2, 0)], [rows(2, 10)])
-    known.put([rows(2, 0)], [rows(2, 11)])
-    known.put([rows(3, 0)], [rows(3, 12)])
+    known, keys = Remembered(most=3), [Key() for _ in range(3)]
+    known.put([rows(2, 0)], [rows(2, 10)], keys[0])
+    known.put([rows(2, 0)], [rows(2, 11)], keys[1])
+    known.put([rows(3, 0)], [rows(3, 12)], keys[2])
     assert known.take([rows(2, 5)]) is None
-    for wanted in (10, 11):
+    for wanted, key in ((10, keys[0]), (11, keys[1])):
         found = known.take([rows(2, 0)])
-        assert found is not None and torch.equal(found[0], rows(2, wanted))
+        assert found is not None and torch.equal(found[0][0], rows(2, wanted)) and found[1] is key
     assert known.take([rows(2, 0)]) is None and len(known) == 1
 
 
 def test_what_is_remembered_is_a_copy_and_bounded() -> None:
     known, x = Remembered(most=2), rows(2, 0)
-    known.put([x], [x])
+    known.put([x], [x], Key())
     x.zero_()
     assert known.take([rows(2, 0)]) is not None
     for seed in range(5):
-        known.put([rows(2, seed)], [rows(2, seed)])
+        known.put([rows(2, seed)], [rows(2, seed)], Key())
     assert len(known) == 2
 
 

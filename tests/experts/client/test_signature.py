@@ -12,6 +12,7 @@ from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, ro
 from weft.core.errors import SpecError
 from weft.experts import ExpertBackend
 from weft.experts.client.journey import RemoteJourney
+from weft.experts.client.key import Key
 from weft.experts.client.signature import Signature
 from weft.experts.service import describe, read_description
 from weft.experts.wire import Call, Header, Kind, MalformedError, Received, decode, encode
@@ -79,12 +80,12 @@ def test_only_outputs_that_can_have_a_gradient_are_tracked() -> None:
 def test_a_gradient_that_is_missing_is_sent_as_zeros_like_its_output() -> None:
     outputs, sent = [rows(3, 1), rows(3, 2), torch.tensor([1, 2, 3])], list[Tensor]()
 
-    def ask_backward(inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: str) -> list[Tensor]:
+    def ask_backward(inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: Key) -> list[Tensor]:
         sent.extend(gradients)
         return list(inputs)
 
     inputs = [torch.empty(0) for _ in NESTED.inputs.names]
-    journey = RemoteJourney(NESTED, inputs, torch.empty(0), lambda inputs, key: outputs, ask_backward)
+    journey = RemoteJourney(NESTED, inputs, torch.empty(0), lambda inputs, key: outputs, ask_backward, Key())
     assert journey.forward() == (outputs, NESTED.tracked)
     assert journey.backward([None, rows(3, 0), None], retain=False)[-1] is not None, "autograd finds the anchor by it"
     assert torch.equal(sent[0], torch.zeros_like(outputs[0])) and torch.equal(sent[1], rows(3, 0))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
+from weft.core.rng import waiting
 from weft.experts.checks import seconds_fault
 from weft.experts.client.accumulation import Accumulation
 from weft.experts.client.fencing import client_name, fence, fenced
@@ -22,7 +23,7 @@ from weft.experts.client.signature import Signature
 from weft.experts.compression import Policy
 from weft.experts.errors import CommitError, InputsGoneError
 from weft.experts.service import Description, Receipt, read_description, read_receipt
-from weft.experts.wire import Call, DeadlineError, Flags, Header, Kind, Received
+from weft.experts.wire import Call, DeadlineError, Header, Kind, Received
 
 
 @dataclass(frozen=True)
@@ -79,22 +80,19 @@ class Asker:
             self._lock.release()
         return found
 
-    def forward(self, inputs: Sequence[Tensor], key: Key | None, deadline: float) -> list[Tensor]:
-        """The flat outputs. With a key the server may keep the graph for the backward of that key, and says so."""
+    def forward(self, inputs: Sequence[Tensor], key: Key, deadline: float) -> list[Tensor]:
+        """The flat outputs. The key says whether the server is to keep the graph, and hears whether it did."""
         policy, signature = self.options.compression, self.signature(deadline)
         header = Header(
             kind=Kind.FORWARD,
             call_id=0,
             uid=self.uid,
             client=self.client,
-            key=key.text if key else "",
-            flags=Flags.KEEP if key else Flags.NONE,
             reply=policy.choose("outputs", 1)[0],
         )
-        call = Call(header, inputs, policy.choose("inputs", len(inputs)))
+        call = Call(key.forward(header), inputs, policy.choose("inputs", len(inputs)))
         answer = self._answer(call, deadline)[0]
-        if key is not None:
-            key.heard(answer)
+        key.heard(answer)
         return signature.results(answer, inputs[0].device)
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: Key) -> list[Tensor]:
@@ -148,7 +146,8 @@ class Asker:
 
     def _described(self, seconds: float) -> Description:
         call = Call(Header(kind=Kind.INFO, call_id=0, uid=self.uid, client=self.client))
-        found = read_description(self.line.ask(call, seconds, repeatable=True).header.data)
+        with waiting():
+            found = read_description(self.line.ask(call, seconds, repeatable=True).header.data)
         self.progress.heard(found.steps, Receipt(found.durable, found.incarnation))
         return found
 
@@ -166,7 +165,8 @@ class Asker:
 
     def _answer(self, call: Call, deadline: float) -> tuple[Received, Receipt]:
         """The answer of who owns the expert, and what it says of it."""
-        answer = self.line.ask(call, self._left(deadline), repeatable=True, accept=self._accept)
+        with waiting():
+            answer = self.line.ask(call, self._left(deadline), repeatable=True, accept=self._accept)
         receipt = read_receipt(answer.header.data)
         self.progress.heard(answer.header.step, receipt)
         return answer, receipt

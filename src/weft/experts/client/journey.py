@@ -17,34 +17,33 @@ from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError
 from weft.experts.client.key import Key
 from weft.experts.client.signature import Signature
 
-Forward = Callable[[Sequence[Tensor], Key | None], list[Tensor]]
-"""Flat inputs, and the key under which the server may keep the graph -> flat outputs."""
+Forward = Callable[[Sequence[Tensor], Key], list[Tensor]]
+"""Flat inputs, and the key that the backward will have -> flat outputs."""
 Backward = Callable[[Sequence[Tensor], Sequence[Tensor], Key], list[Tensor]]
 """Flat inputs, one gradient per output, idempotency key -> one gradient per input."""
 
 
 @dataclass(eq=False)
 class RemoteJourney:
-    """A `weft.core.boundary.Journey`. ``keep``: ask the server to keep the graph, under the key of the backward."""
+    """A `weft.core.boundary.Journey`, whose forward and first backward have this ``key``."""
 
     signature: Signature
     inputs: list[Tensor]
     anchor: Tensor
     ask_forward: Forward
     ask_backward: Backward
-    keep: bool = False
+    key: Key
 
     def __post_init__(self) -> None:
         self._wanted = [tensor.requires_grad for tensor in self.inputs]
         self.inputs = [tensor.detach() for tensor in self.inputs]  # which share their versions, and hold no graph
         self._versions = [_version(tensor) for tensor in self.inputs]
-        self._key = Key() if self.keep else None
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._freed = False
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `Journey.forward`."""
-        outputs = self.ask_forward(self.inputs, self._key)
+        outputs = self.ask_forward(self.inputs, self.key)
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs, self.signature.tracked
 
@@ -53,7 +52,7 @@ class RemoteJourney:
         if self._freed:
             raise BackwardTwiceError(TWICE)
         self._check_inputs()
-        key, self._key = self._key or Key(), None
+        key, self.key = self.key, self.key.again()
         wanted = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
             for gradient, (shape, dtype, device) in zip(gradients, self._outputs, strict=True)

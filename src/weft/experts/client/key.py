@@ -1,7 +1,9 @@
-"""The key of a forward and its backward, by which a server finds what it kept of the one for the other.
+"""The key of a forward and its backward: by it a server finds what it kept of the one for the other, and a module
+that draws random numbers draws the same ones for both.
 
-forward   key ──> the server keeps graph and inputs, if it has a budget for that, and says so
+forward   key ──> the server keeps graph and inputs, if that is wished and it has a budget for that, and says so
 backward  key ──> kept: only the gradients are sent; and where the inputs are gone meanwhile, the whole call
+once more key+1   another backward of the same forward: a step of its own, with the same random numbers
 """
 
 import secrets
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.experts.compression import Policy
+from weft.experts.task import REPEATED
 from weft.experts.wire import Call, Flags, Header, Received
 
 
@@ -20,10 +23,19 @@ def _fresh() -> str:
 
 @dataclass(eq=False, slots=True)
 class Key:
-    """``text`` is what travels. ``kept``: the server has said that it holds the inputs of the forward."""
+    """``text`` is what travels. ``keep``: the server is asked to keep graph and inputs; ``kept``: it has said that it
+    holds the inputs. ``evaluation``: the module runs as after ``eval()``, in forward and backward."""
 
+    keep: bool = False
+    evaluation: bool = False
     text: str = field(default_factory=_fresh)
     kept: bool = False
+    _again: int = 0
+
+    def forward(self, header: Header) -> Header:
+        """The header of the forward."""
+        flags = self._mode | (Flags.KEEP if self.keep else Flags.NONE)
+        return header._replace(key=self.text, flags=flags)
 
     def heard(self, answer: Received) -> None:
         """What the answer of the forward says."""
@@ -33,7 +45,18 @@ class Key:
         self, header: Header, inputs: Sequence[Tensor], gradients: Sequence[Tensor], compression: Policy
     ) -> tuple[Call, Call]:
         """What to send, and the whole call, for a server that does not hold the inputs. Both bear this key."""
-        header = header._replace(key=self.text)
+        header = header._replace(key=self.text, flags=self._mode)
         ways = compression.choose("output_gradients", len(gradients))
         whole = Call(header, [*inputs, *gradients], [*compression.choose("inputs", len(inputs)), *ways])
-        return Call(header._replace(flags=Flags.KEEP), gradients, ways) if self.kept else whole, whole
+        short = header._replace(flags=self._mode | Flags.KEEP)
+        return Call(short, gradients, ways) if self.kept else whole, whole
+
+    def again(self) -> "Key":
+        """The key of one more backward of the same forward."""
+        first, _, _ = self.text.partition(REPEATED)
+        number = self._again + 1
+        return Key(evaluation=self.evaluation, text=f"{first}{REPEATED}{number}", _again=number)
+
+    @property
+    def _mode(self) -> Flags:
+        return Flags.EVALUATION if self.evaluation else Flags.NONE

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from weft.experts.client.key import Key
+
 _MOST = 256
 
 
@@ -23,24 +25,24 @@ class Remembered:
 
     def __init__(self, most: int = _MOST) -> None:
         self._lock = threading.Lock()
-        self._known: deque[tuple[list[Tensor], list[Tensor]]] = deque(maxlen=most)
+        self._known: deque[tuple[list[Tensor], list[Tensor], Key]] = deque(maxlen=most)
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def put(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Remember an answer, and the inputs as they are now."""
-        pair = ([tensor.detach().clone() for tensor in inputs], [tensor.detach().clone() for tensor in outputs])
+    def put(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], key: Key) -> None:
+        """Remember an answer, the inputs as they are now, and the key that backward is to have."""
+        copies = ([tensor.detach().clone() for tensor in inputs], [tensor.detach().clone() for tensor in outputs])
         with self._lock:
-            self._known.append(pair)
+            self._known.append((*copies, key))
 
-    def take(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """The oldest answer to these inputs, which is then forgotten."""
+    def take(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Key] | None:
+        """The oldest answer to these inputs, with its key; it is then forgotten."""
         with self._lock:
-            for place, (known, outputs) in enumerate(self._known):
+            for place, (known, outputs, key) in enumerate(self._known):
                 if _equal(known, inputs):
                     del self._known[place]
-                    return outputs
+                    return outputs, key
         return None
 
 

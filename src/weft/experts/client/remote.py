@@ -104,12 +104,14 @@ class RemoteExpert(nn.Module):
         signature = self._asker.signature(deadline)
         inputs = signature.flat(args, kwargs)
         ask = partial(self._asker.forward, deadline=deadline)
+        key = Key(evaluation=not self.training)
         if is_recomputing() or is_checkpointing():
-            outputs = self._replayed(signature, inputs, ask)
+            outputs = self._replayed(signature, inputs, ask, key)
         elif torch.is_grad_enabled():
-            outputs = self._crossed(signature, inputs, ask)
+            key.keep = self._options.keep_graph
+            outputs = self._crossed(signature, inputs, ask, key)
         else:
-            outputs = ask(inputs, None)
+            outputs = ask(inputs, key)
         return signature.nested(outputs)
 
     def describe(self) -> Description:
@@ -205,8 +207,8 @@ class RemoteExpert(nn.Module):
         # Not this module's end but its asker's: a graph that is still to be walked back holds it too.
         self._finalizer = finalizer(self._asker, _close, line, own)
 
-    def _crossed(self, signature: Signature, inputs: list[Tensor], ask: Forward, *, keep: bool = True) -> list[Tensor]:
-        """The outputs, as one node of autograd. ``keep``: the server may keep the graph, if that was wished."""
+    def _crossed(self, signature: Signature, inputs: list[Tensor], ask: Forward, key: Key) -> list[Tensor]:
+        """The outputs, as one node of autograd."""
         wants = any(tensor.requires_grad for tensor in inputs)
         if not self.anchor.requires_grad and wants and signature.trained:
             raise UsageError(
@@ -214,20 +216,22 @@ class RemoteExpert(nn.Module):
                 "would step in the backward that its inputs want; call it under no_grad, or unfreeze it"
             )
         if not wants and not (signature.trained and self.anchor.requires_grad):
-            return ask(inputs, None)
-        keeps = self._options.keep_graph and keep
-        journey = RemoteJourney(signature, inputs, self.anchor, ask, self._asker.backward, keeps)
+            key.keep = False
+            return ask(inputs, key)
+        journey = RemoteJourney(signature, inputs, self.anchor, ask, self._asker.backward, key)
         return list(cross(journey, [*inputs, self.anchor]))
 
-    def _replayed(self, signature: Signature, inputs: list[Tensor], ask: Forward) -> list[Tensor]:
+    def _replayed(self, signature: Signature, inputs: list[Tensor], ask: Forward, key: Key) -> list[Tensor]:
         """In a stage that is run twice: the first time ask, the second time remember."""
         if is_recomputing():
             known = self._remembered.take(inputs)
-            again = ask if known is None else _giving(known)
-            crossing = torch.is_grad_enabled()
-            return self._crossed(signature, inputs, again, keep=known is None) if crossing else again(inputs, None)
-        outputs = ask(inputs, None)
-        self._remembered.put(inputs, outputs)
+            if known is None:
+                key.keep = self._options.keep_graph
+            else:
+                (outputs, key), ask = known, _giving(known[0])
+            return self._crossed(signature, inputs, ask, key) if torch.is_grad_enabled() else ask(inputs, key)
+        outputs = ask(inputs, key)
+        self._remembered.put(inputs, outputs, key)
         return outputs
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -238,7 +242,7 @@ class RemoteExpert(nn.Module):
 
 
 def _giving(known: list[Tensor]) -> Forward:
-    def forward(inputs: Sequence[Tensor], key: Key | None) -> list[Tensor]:
+    def forward(inputs: Sequence[Tensor], key: Key) -> list[Tensor]:
         return known
 
     return forward

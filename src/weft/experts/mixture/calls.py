@@ -27,7 +27,7 @@ from weft.experts.client.retry import Retry
 from weft.experts.client.route import DirectoryRoute
 from weft.experts.compression import Compression, Policy, Role
 from weft.experts.service import Receipt
-from weft.experts.wire import Call, DeadlineError, Flags, Header, Kind, Received
+from weft.experts.wire import Call, DeadlineError, Header, Kind, Received
 
 _HINT = 30.0  # seconds after which a hint that had no answer is forgotten
 
@@ -63,10 +63,9 @@ class Calls:
         """What the expert takes and returns."""
         return Request(Call(self._header(Kind.INFO, uid)), deadline)
 
-    def forward(self, uid: str, inputs: Sequence[Tensor], outputs: int, key: Key | None, deadline: float) -> Request:
-        """Flat inputs, answered by so many flat outputs. With a key the server may keep the graph for its backward."""
-        kept = {"key": key.text, "flags": Flags.KEEP} if key else {}
-        header = self._header(Kind.FORWARD, uid, reply=self._reply("outputs", outputs), **kept)
+    def forward(self, uid: str, inputs: Sequence[Tensor], outputs: int, key: Key, deadline: float) -> Request:
+        """Flat inputs, answered by so many flat outputs."""
+        header = key.forward(self._header(Kind.FORWARD, uid, reply=self._reply("outputs", outputs)))
         return Request(Call(header, list(inputs), self.compression.choose("inputs", len(inputs))), deadline)
 
     def backward(

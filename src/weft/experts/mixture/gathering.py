@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
+from weft.core.rng import waiting
 from weft.experts.errors import InputsGoneError
 from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.errors import AnomalyError
@@ -67,9 +68,10 @@ def gather(
     """
     wait = _Wait(calls, requests, samples, needed, patience, accept)
     try:
-        for index in range(len(requests)):
-            wait.begin(index)
-        wait.run()
+        with waiting():
+            for index in range(len(requests)):
+                wait.begin(index)
+            wait.run()
     finally:
         wait.cancel()
     return wait.gathered

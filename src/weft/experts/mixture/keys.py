@@ -1,8 +1,8 @@
-"""The keys of the calls of a passage: by the one key of forward and backward a server finds the graph that it kept.
+"""The keys of the calls of a passage, one for the forward of an expert and its backward; see `weft.experts.client.key`.
 
-forward            key k ──> the server keeps its graph under k, if it has a budget for that
-backward           key k ──> walks that graph; where there is none, or rows are missing, the forward runs again
-one more backward  a key of its own: it is one more step, not a repetition
+forward            key k    ──> the server keeps its graph under k, if that is wished and it has a budget for that
+backward           key k    ──> walks that graph; where there is none, or rows are missing, the forward runs again
+one more backward  key k+1  ──> it is one more step, not a repetition
 """
 
 from collections.abc import Iterable
@@ -16,24 +16,23 @@ from weft.experts.wire import Received
 
 
 class Keys:
-    """Of each call one. ``keep``: forward has keys too, and the first backward of the same call the same one."""
+    """Of each call one. ``keep``: servers are asked to keep graphs. ``evaluation``: modules run as after ``eval()``."""
 
-    def __init__(self, spans: Iterable[Span], *, keep: bool) -> None:
-        self._kept = {span: Key() for span in spans} if keep else {}
+    def __init__(self, spans: Iterable[Span], *, keep: bool, evaluation: bool) -> None:
+        self._keys = {span: Key(keep, evaluation) for span in spans}
 
-    def forward(self, span: Span) -> Key | None:
-        """Under which the graph is to be kept; None: not at all."""
-        return self._kept.get(span)
+    def forward(self, span: Span) -> Key:
+        """Of its forward."""
+        return self._keys[span]
 
     def heard(self, span: Span, answer: Received) -> None:
         """What the answer of its forward says of what was kept."""
-        key = self._kept.get(span)
-        if key is not None:
-            key.heard(answer)
+        self._keys[span].heard(answer)
 
     def backward(self, span: Span, *, whole: bool) -> Key:
         """Of one backward: no two are the same. Unless it is of the ``whole`` span, its inputs are others."""
-        key = self._kept.pop(span, None) or Key()
+        key = self._keys[span]
+        self._keys[span] = key.again()
         key.kept = key.kept and whole
         return key
 

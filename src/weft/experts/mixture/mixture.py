@@ -230,11 +230,11 @@ class RemoteMixtureOfExperts(nn.Module):
         ends by ``deadline``.
         """
         link = self._link
-        means = Means(link.calls, layout, self.terms, link.tally, self._batch, self.keep_graph)
+        means = Means(link.calls, layout, self.terms, link.tally, self._batch, self.keep_graph, not self.training)
         passage = Passage(means, now.crowd.uids, dispatch, flat, deadline, before)
         anchor = torch.empty(0, requires_grad=True)  # the experts learn also where no input wants a gradient
         outputs = list(cross(passage, [anchor, *flat]))
         if is_checkpointing():
             kept = [x.detach() for x in outputs]
-            link.recall.put(flat, Round(now.crowd, now.chosen, passage.alive, kept))
+            link.recall.put(flat, Round(now.crowd, now.chosen, passage.alive, kept, passage.keys))
         return outputs, passage.alive.to(now.chosen.device)

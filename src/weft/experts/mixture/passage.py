@@ -33,7 +33,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Means:
-    """What every passage of a mixture works with. ``keep_graph``: servers are asked to keep graphs for backward."""
+    """What every passage of a mixture works with. ``keep_graph``: servers are asked to keep graphs for backward;
+    ``evaluation``: the experts run as after ``eval()``."""
 
     calls: Calls
     layout: Layout
@@ -41,10 +42,12 @@ class Means:
     tally: Tally
     batch: MiniBatch
     keep_graph: bool
+    evaluation: bool
 
 
 class Passage:
-    """A `weft.core.boundary.Journey`. After `forward`, ``alive`` (samples x k, bool, CPU) says who answered.
+    """A `weft.core.boundary.Journey`. After `forward`, ``alive`` (samples x k, bool, CPU) says who answered, and
+    ``keys`` are what its backwards go by.
 
     Args:
         uids: the experts as the dispatch numbers them.
@@ -66,7 +69,9 @@ class Passage:
     ) -> None:
         self._means, self._uids, self._dispatch, self._recalled = means, uids, dispatch, recalled
         self._deadline = deadline
-        self._keys = Keys(dispatch.spans, keep=means.keep_graph and is_walked_back())
+        keep = means.keep_graph and is_walked_back()
+        made = Keys(dispatch.spans, keep=keep, evaluation=means.evaluation)
+        self.keys = made if recalled is None else recalled.keys or made
         if means.terms.detect_anomalies:
             _refuse("a mixture was given inputs", means.layout.inputs.names, inputs)
         self._wanted = [x.requires_grad for x in inputs]
@@ -116,14 +121,14 @@ class Passage:
         many = len(signature.outputs.specs)
         requests = [
             means.calls.forward(
-                self._uids[span.expert], _part(sent, span, None), many, self._keys.forward(span), self._deadline
+                self._uids[span.expert], _part(sent, span, None), many, self.keys.forward(span), self._deadline
             )
             for span in dispatch.spans
         ]
         places = [torch.arange(span.start, span.stop) for span in dispatch.spans]
 
         def accept(index: int, answer: Received) -> Tensor | None:
-            self._keys.heard(dispatch.spans[index], answer)
+            self.keys.heard(dispatch.spans[index], answer)
             return shelf.put(dispatch.pairs[places[index]], signature.results(answer, _CPU))
 
         floor = terms.k_min if terms.allow_zero_outputs else max(1, terms.k_min)
@@ -152,7 +157,7 @@ class Passage:
         places: list[Tensor] = []
         inputs: list[Sequence[Tensor]] = []
         for span, left in dispatch.without(self.alive):
-            uid, key = self._uids[span.expert], self._keys.backward(span, whole=left is None)
+            uid, key = self._uids[span.expert], self.keys.backward(span, whole=left is None)
             inputs.append(_part(sent, span, left))
             mini_batch = addition.begin(uid)
             requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), key, mini_batch, deadline))

@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 
 from weft.experts.mixture.grid import Crowd
+from weft.experts.mixture.keys import Keys
 
 _MOST = 256
 
 
 @dataclass(frozen=True)
 class Round:
-    """``chosen`` (samples x k) of the ``crowd``, who answered (samples x k, bool) and what (each samples x k x ...)."""
+    """``chosen`` (samples x k) of the ``crowd``, who answered (samples x k, bool), what (each samples x k x ...), and
+    by which keys they were asked."""
 
     crowd: Crowd
     chosen: Tensor
     alive: Tensor
     answers: Sequence[Tensor]
+    keys: Keys | None = None
 
 
 class Recall:

@@ -157,14 +157,16 @@ class Desk:
             name = _named(mini_batch, "commit")
             self._check_incarnation(served, client, name, header.data)
             return backend.commit(name, client=client, deadline=deadline)
-        tensors = call.tensors()
+        tensors, key = call.tensors(), header.key or None
+        keep, evaluation = Flags.KEEP in header.flags, Flags.EVALUATION in header.flags
         if header.kind is Kind.FORWARD:
-            key = header.key if header.key and Flags.KEEP in header.flags else None
-            return backend.forward_pool.submit_task(*tensors, deadline=deadline, client=client, key=key)
-        if Flags.KEEP in header.flags:
+            return backend.forward_pool.submit_task(
+                *tensors, deadline=deadline, client=client, key=key, evaluation=evaluation, keep=keep
+            )
+        if keep:
             tensors = [*_kept(served, client, header.key), *tensors]
         return backend.backward_pool.submit_task(
-            *tensors, deadline=deadline, client=client, key=header.key or None, mini_batch=mini_batch
+            *tensors, deadline=deadline, client=client, key=key, mini_batch=mini_batch, evaluation=evaluation
         )
 
     def _check_incarnation(self, served: Served, client: str, mini_batch: str, data: bytes) -> None:

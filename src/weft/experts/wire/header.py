@@ -58,16 +58,20 @@ WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
 
 class Flags(IntFlag):
     """KEEP, of a forward: keep its graph and its inputs for the backward that has the same key. Of its result: they
-    are kept. Of a backward: its inputs are those that are kept, and not sent again."""
+    are kept. Of a backward: its inputs are those that are kept, and not sent again. EVALUATION, of a forward and its
+    backward: the module runs as after ``eval()``."""
 
     NONE = 0
     KEEP = 1
+    EVALUATION = 2
 
 
 class Header(NamedTuple):  # a tuple: made for every call, and three times as fast as a frozen dataclass
     """All of a call but its tensors.
 
-    ``call_id`` pairs an answer with its question. ``key`` is the idempotency key of a backward or commit.
+    ``call_id`` pairs an answer with its question. ``key`` is the idempotency key of a backward or commit; that of a
+    backward is also the key of its forward: by it both draw the same random numbers. What stands behind a ``+`` tells
+    several backwards of one forward apart.
     ``mini_batch`` names the sum that a backward's gradient is added to, that a commit applies and a discard drops;
     empty: step now.
     ``deadline_ms`` is what is left of the caller's time when the frame is sent, ``None`` for no deadline. ``reply``

@@ -39,7 +39,7 @@ from weft.experts.wire.limits import Limits
 
 _KINDS = {int(kind): kind for kind in Kind}
 _COMPRESSIONS = {int(one): one for one in Compression}
-_FLAGS = {bits: Flags(bits) for bits in range(2)}
+_FLAGS = {bits: Flags(bits) for bits in range(2 * max(Flags))}
 _WORDS = {tuple(map(int, words)): words for words in product(_KINDS.values(), _FLAGS.values(), _COMPRESSIONS.values())}
 
 Parsed = tuple[Header, tuple[Descriptor, ...]]

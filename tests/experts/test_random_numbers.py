@@ -1,0 +1,264 @@
+"""A gradient is that of the forward that was seen, also of modules that draw random numbers; and ``eval()`` is heard.
+
+`Mask` makes it visible: of ``y = mask * x``, the gradient of the sum is the mask, which is ``y / x``.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.experts.client.transport_cases import WAYS, reached
+from tests.experts.expert_cases import WIDTH, X, fussy_backend, good, rows, task, weights, work
+from tests.experts.mixture.commit_cases import UIDS, Experts
+from tests.experts.test_replay import Store
+from weft import Pipe
+from weft.experts import ExpertBackend, GraphBudget, Journal, TensorSpec, replay
+from weft.experts.client import LocalTransport, RemoteExpert
+from weft.experts.server import Server
+
+BUDGET = GraphBudget(1 << 20)
+still = partial(torch.optim.SGD, lr=0.0)
+
+
+class Mask(nn.Module):
+    """Dropout, and a weight of 1 that is there to be trained."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.weight = nn.Parameter(torch.ones(width, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x) * self.weight
+
+
+def masking(name: str = "mask", width: int = WIDTH, **more: Any) -> ExpertBackend:
+    return ExpertBackend(name, Mask(width), still, args_schema=(TensorSpec((None, width), torch.float64),), **more)
+
+
+def agree(x: Tensor, y: Tensor, gradient: Tensor | None) -> bool:
+    """Whether the gradient of the sum is the mask of the outputs, which has dropped some."""
+    return gradient is not None and torch.equal(gradient, (y / x).detach().round()) and not gradient.all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("budget", [None, BUDGET])
+@pytest.mark.parametrize("options", [{}, {"keep_graph": True}, {"accumulate": True}])
+def test_of_a_remote_expert(way: str, budget: GraphBudget | None, options: dict[str, Any]) -> None:
+    with reached(way, masking(keep_graphs=budget)) as (_, transport):
+        remote = RemoteExpert("mask", transport, **options)
+        x = rows(20, 0).requires_grad_()
+        one, other = remote(x), remote(x)
+        assert not torch.equal(one, other)
+        for y in (other, one):
+            (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            assert agree(x, y, gradient)
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient)  # a step of its own, and the same mask
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_of_a_stage_of_a_pipe_which_lets_go_of_the_generator_while_it_waits(
+    way: str, checkpoint: Any, executor: Any
+) -> None:
+    with reached(way, masking()) as (_, transport):
+
+        def pipe(middle: nn.Module) -> Pipe:
+            layers = nn.Sequential(nn.Identity(), middle, nn.Dropout(0.5))
+            return Pipe(layers, balance=[1, 2], chunks=2, checkpoint=checkpoint, executor=executor)
+
+        far, near = pipe(RemoteExpert("mask", transport)), pipe(nn.Identity())
+        for seed in range(2):
+            x = rows(20, seed).requires_grad_()
+            torch.manual_seed(seed)
+            y = far(x)
+            y.sum().backward()
+            assert agree(x, y, x.grad)
+            torch.manual_seed(seed)
+            assert not y.detach()[near(x) == 0].any(), "what is drawn here is what would be drawn without"
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_graph": True}])
+def test_of_a_mixture(options: dict[str, Any]) -> None:
+    with Experts(keep_graphs=BUDGET) as experts:
+        for uid in UIDS:
+            experts.servers[uid].remove(uid)
+            experts.servers[uid].add(masking(uid, 5))
+        mixture = experts.mixture(k_best=1, accumulate=False, **options)
+        mixture.proj.requires_grad_(False)
+        x = rows(40, 1, 5).requires_grad_()
+        y = mixture(x)
+        y.sum().backward()
+        assert agree(x, y, x.grad)
+        assert torch.equal(mixture.eval()(x), x)
+
+
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=6), st.randoms(use_true_random=False))
+def test_whoever_else_waits(sizes: list[int], draw: random.Random) -> None:
+    backend = masking()
+    numbers = list(range(len(sizes)))
+    given = {i: rows(20 * size, i) for i, size in enumerate(sizes)}
+
+    def asked(submit: Callable[[int], Any]) -> dict[int, Tensor]:
+        """Some at once, the others later, in any order."""
+        order, found = draw.sample(numbers, len(numbers)), dict[int, Any]()
+        for part in (order[: draw.randint(0, len(order))], order):
+            found |= {i: submit(i) for i in part if i not in found}
+            work(backend)
+        return {i: future.result(0)[0] for i, future in found.items()}
+
+    outputs = asked(lambda i: backend.forward_pool.submit_task(given[i], client=f"{i % 2}", key=f"{i}"))
+    ones = {i: torch.ones_like(x) for i, x in given.items()}
+    found = asked(lambda i: backend.backward_pool.submit_task(given[i], ones[i], client=f"{i % 2}", key=f"{i}"))
+    assert all([agree(given[i], outputs[i], found[i]) for i in numbers])
+
+
+def test_who_wants_larger_batches_gets_them_and_equal_ones_agree() -> None:
+    backend = masking(min_batch_size=2)
+    x = {key: rows(20, int(key)) for key in "123"}
+    for keys in ("12", "21", "13"):
+        ahead = [backend.forward_pool.submit_task(x[key], key=key) for key in "12"]
+        work(backend)
+        back = [backend.backward_pool.submit_task(x[key], torch.ones_like(x[key]), key=key) for key in keys]
+        work(backend)
+        same = {key: future.result(0)[0] for key, future in zip("12", ahead, strict=True)}
+        good = [key in same and agree(x[key], same[key], f.result(0)[0]) for key, f in zip(keys, back, strict=True)]
+        assert good == ([True, True] if keys != "13" else [False, False])
+        backend = masking(min_batch_size=2)
+    backend.forward_pool.submit_task(x["1"])
+    backend.forward_pool.submit_task(x["2"])
+    work(backend)
+    assert backend.statistics().forward_batches == 1
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("budget", [None, BUDGET])
+@pytest.mark.parametrize("around", [lambda remote: remote, lambda remote: nn.Sequential(nn.Identity(), remote)])
+def test_a_model_that_is_told_to_evaluate_tells_its_experts(
+    way: str, budget: GraphBudget | None, around: Callable[[nn.Module], nn.Module]
+) -> None:
+    backend = fussy_backend(optimizer=still, keep_graphs=budget, dropout=0.5, norm=True)
+    twin = fussy_backend(dropout=0.5, norm=True).module
+    with reached(way, backend) as (_, transport):
+        model = around(RemoteExpert("fussy", transport, keep_graph=True))
+        for training in (True, False, True, False):
+            model.train(training)
+            twin.load_state_dict(backend.module.state_dict())
+            twin.train(training)
+            buffers = {name: buffer.clone() for name, buffer in backend.module.named_buffers()}
+            x, own = rows(6, 0).requires_grad_(), rows(6, 0).requires_grad_()
+            y, wanted = model(x), twin(own)
+            y.square().sum().backward()
+            wanted.square().sum().backward()
+            assert training or (torch.equal(y, wanted) and torch.equal(x.grad, own.grad))
+            assert training != torch.equal(buffers["norm.running_mean"], backend.module.get_buffer("norm.running_mean"))
+        assert backend.module.training and all(each.training for each in backend.module.modules())
+
+
+def test_modes_share_no_batch_and_what_a_server_has_frozen_stays_so() -> None:
+    backend = fussy_backend(dropout=0.5, norm=True)
+    norm = backend.module.get_submodule("norm").eval()
+    modes = [True, False, True]
+    futures = [
+        backend.forward_pool.submit_task(rows(2, 0), key=f"{i}", evaluation=mode) for i, mode in enumerate(modes)
+    ]
+    work(backend)
+    (one, _, other) = [future.result(0)[0] for future in futures]
+    assert backend.statistics().forward_batches == 2 and torch.equal(one, other)
+    assert not norm.training and backend.module.get_submodule("dropout").training
+
+
+# Modules that draw where it is not to be seen at first.
+
+
+class Late(nn.Module):
+    """Draws nothing on zeros, as in the dummy run; or in backward only; or once it is told to."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.dropout = nn.Dropout(0.0)
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(self.dropout(x))
+        if self.when == "inputs" and x.any():
+            y = y + torch.randn_like(y)
+        if self.when == "backward" and y.requires_grad:
+            y.register_hook(lambda g: g + torch.randn_like(g))
+        return y
+
+
+@pytest.mark.parametrize("when", ["inputs", "backward", "told"])
+def test_numbers_that_are_drawn_later_are_its_own_and_a_replay_draws_them_again(when: str) -> None:
+    store = Store()
+    journal = Journal(listener=store)
+    live = ExpertBackend("late", Late(when), partial(torch.optim.SGD, lr=0.1), args_schema=(X,), journal=journal)
+    again = ExpertBackend("late", Late(when), partial(torch.optim.SGD, lr=0.1), args_schema=(X,))
+    again.load_state_dict(live.state_dict())
+    before = torch.get_rng_state()
+    for number in range(4):
+        if number == 1 and when == "told":
+            live.module.get_submodule("dropout").p = 0.5
+        answer, gradient = live.forward_pool.submit_task(rows(6, number), key=f"{number}"), rows(6, number + 9)
+        work(live)
+        answer.result(0)
+        live.backward_pool.submit_task(rows(6, number), gradient, key=f"{number}", evaluation=number == 3)
+        work(live)
+        assert torch.equal(torch.get_rng_state(), before), "the generator is the caller's"
+    entries = journal.entries()
+    assert [entry.evaluation for entry in entries] == [False, False, False, True]
+    again.module.get_submodule("dropout").p = 0.0
+    replay(again, entries[:1], store.fetch)
+    again.module.get_submodule("dropout").p = 0.5 if when == "told" else 0.0
+    replay(again, entries[1:], store.fetch)
+    assert weights(again) == weights(live)
+
+
+class Mean(nn.Module):
+    """Keeps a running mean, which zeros do not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("mean").mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return self.layer(x)
+
+
+def test_a_buffer_that_the_dummy_run_wrote_zeros_to_is_known() -> None:
+    backend = ExpertBackend("mean", Mean(), still, args_schema=(X,))
+    mean = backend.module.get_buffer("mean")
+    good(backend.engine.forward([task(rows(3, 0))]))
+    assert not mean.any()
+    spoiled = backend.engine.backward([task(rows(3, 0), torch.full_like(rows(3, 0), float("nan")))])
+    assert isinstance(spoiled[0], Exception) and not mean.any()
+    good(backend.engine.backward([task(rows(3, 0), rows(3, 1))]))
+    assert mean.any() and mean.isfinite().all()
+
+
+def test_a_server_in_the_process_of_its_client_leaves_the_clients_numbers_alone() -> None:
+    def numbers(layer: nn.Module) -> Sequence[Tensor]:
+        torch.manual_seed(0)
+        found = list[Tensor]()
+        for seed in range(3):
+            x = rows(4, seed).requires_grad_()
+            layer(nn.functional.dropout(x, 0.5)).sum().backward()
+            found.append(torch.randn(2))
+        return found
+
+    with Server([masking()]) as server, LocalTransport(server.handler()) as transport:
+        assert all(map(torch.equal, numbers(RemoteExpert("mask", transport)), numbers(nn.Identity())))
