@@ -23,7 +23,7 @@ from weft.experts.guards import Guards
 from weft.experts.isolation import Offence, settle
 from weft.experts.kept import KeptGraphs, Saved, Walk
 from weft.experts.records import Records
-from weft.experts.runner import Graph, Runner
+from weft.experts.runner import Graph, Passed, Runner
 from weft.experts.schema import Columns
 from weft.experts.stepping import Kind, Stepper
 from weft.experts.sums import Owner, Sums
@@ -169,7 +169,7 @@ class Engine:
         trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]
 
         def apply() -> None:
-            self._count_backward(tasks, trained, passed.parameters, after, seed)
+            self._count_backward(tasks, trained, passed, after, seed)
             for task, copy in zip(tasks, copies, strict=True):
                 if copy is not None:
                     self.parts.records.of("backward").settle(task, copy, self.parts.stepper.steps)
@@ -187,7 +187,7 @@ class Engine:
             self.permit()
             self.parts.sums.take(owner)
             try:
-                self._step(total.parameters, total.total.totals)
+                self._step(total.parameters, Passed([], total.total.totals, set()))
             except BaseException:
                 self._refuse(owner)
                 self.parts.stepper.log("commit", tasks, 0, failed=True)
@@ -251,7 +251,7 @@ class Engine:
         self,
         tasks: Sequence[Task],
         parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor | None],
+        passed: Passed,
         after: Snapshot,
         seed: int,
     ) -> None:
@@ -259,19 +259,19 @@ class Engine:
         after.restore()
         self.backward_batches += 1
         if tasks[0].mini_batch is not None:
-            copies = [None if gradient is None else gradient.clone() for gradient in gradients]
+            copies = [None if gradient is None else gradient.clone() for gradient in passed.parameters]
             self.parts.sums.add((tasks[0].client, tasks[0].mini_batch), parameters, copies)
         elif self.parts.stepper.trains:
             try:
-                self._step(parameters, gradients)
+                self._step(parameters, passed)
             except BaseException:
                 self.parts.stepper.log("backward", tasks, seed, failed=True)
                 raise
         self.parts.stepper.log("backward", tasks, seed)
 
-    def _step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    def _step(self, parameters: Sequence[nn.Parameter], passed: Passed) -> None:
         try:
-            self.parts.stepper.step(parameters, gradients)
+            self.parts.stepper.step(parameters, passed.parameters, passed.held)
         finally:
             self.parts.kept.void()
 

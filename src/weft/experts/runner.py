@@ -25,6 +25,7 @@ from weft.core.errors import SpecError, listed
 from weft.core.segment import Segment, Tape, Visit
 from weft.core.spec import TensorSpec
 from weft.core.tree import difference
+from weft.experts.batch import storages
 from weft.experts.effects import Effects
 from weft.experts.schema import Nest, described, outputs_nest
 
@@ -34,10 +35,14 @@ _ROWS = 3  # of the rehearsal: more than one, since batch norm in training refus
 
 @dataclass
 class Passed:
-    """What a backward gives: one gradient per input, and one per parameter or None."""
+    """What a backward gives: one gradient per input, and one per parameter or None.
+
+    The latter are autograd's own, and may look into memory that somebody ``held``, by the addresses of the storages.
+    """
 
     inputs: list[Tensor]
     parameters: list[Tensor | None]
+    held: set[int]
 
 
 @dataclass
@@ -88,7 +93,8 @@ class Runner:
             self._latest = [each for each in parameters if each is not None and _is_large(each)]
         pairs = zip(found, graph.leaves, strict=True)
         inputs = [torch.zeros_like(leaf) if gradient is None else gradient for (gradient,), leaf in pairs]
-        return Passed(inputs, parameters)
+        held = storages([*inputs, *graph.leaves, *gradients]) | self.effects.storages() if parameters else set[int]()
+        return Passed(inputs, parameters, held)
 
     def _visit(self, seed: int, inputs: Sequence[Tensor]) -> Visit:
         return Visit(0, self._ambient, (seed, inputs[0].shape[0]))

@@ -1,7 +1,7 @@
 """What training leaves: optimizer steps, and the log of the batches that led to them.
 
-gradients ──> .grad ── apply_gradients ──> weights, steps + 1        .grad is empty before and after,
-                          '──raises──> StepError                     whatever happens
+gradients ── own ──> .grad ── apply_gradients ──> weights, steps + 1      .grad is empty before and after,
+                                 '──raises──> StepError                   whatever happens
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from weft.experts.errors import StepError
+from weft.experts.gradients import own
 from weft.experts.journal import Entry, Journal
 from weft.experts.task import Task
 
@@ -38,11 +39,14 @@ class Stepper:
         """Whether there is anything that applies gradients."""
         return self._apply is not None
 
-    def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """One optimizer step. Raises `StepError` if the optimizer does; then it does not count."""
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+    def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> None:
+        """One optimizer step. Raises `StepError` if the optimizer does; then it does not count.
+
+        ``held``: the addresses of the storages that others go on using. What looks into them is not written to.
+        """
         try:
+            for parameter, gradient in zip(parameters, own(parameters, gradients, held), strict=True):
+                parameter.grad = gradient
             if self._apply is not None:
                 self._apply()
         except Exception as error:
