@@ -77,6 +77,12 @@ def encoder() -> nn.Module:
     return Formula(lambda s, x: s.layer(x.unsqueeze(1) + s.p).flatten(1), layer, p=(3, 4))
 
 
+def sparse() -> nn.Module:
+    """A sparse gradient that looks into the answer's memory, and a parameter without any."""
+    table = nn.Embedding(9, 4, sparse=True, dtype=D)
+    return Formula(lambda s, x: (x + s.layer((x[:, 0] > 0).long())) * 2, table, unused=(2,))
+
+
 WIDE: dict[str, Callable[[], nn.Module]] = {
     "sum of two": lambda: Formula(lambda s, x: x @ (s.a + s.b), a=(4, 4), b=(4, 4)),
     "sum of two and its sum": lambda: Formula(lambda s, x: x @ (s.a + s.b) + s.a.sum(), a=(4, 4), b=(4, 4)),
@@ -166,6 +172,12 @@ def test_weights_and_answers_are_those_of_plain_pytorch(module: str, optimizer: 
         agree(make, OPTIMIZERS[optimizer], shape, clip, mini_batch)
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])  # the others take no sparse gradients, nor does clipping
+@pytest.mark.parametrize("mini_batch", [False, True])
+def test_sparse_gradients_step_as_those_of_plain_pytorch(optimizer: str, mini_batch: bool) -> None:
+    agree(sparse, OPTIMIZERS[optimizer], (4,), None, mini_batch)
+
+
 def test_only_what_has_to_be_is_copied() -> None:
     matrix = nn.Parameter(torch.zeros(3, 4))
     whole, other, flat = torch.ones(3, 4), torch.ones(3, 4), torch.ones(24)
@@ -181,6 +193,17 @@ def test_only_what_has_to_be_is_copied() -> None:
     assert all(one is None or (one.is_contiguous() and one.equal(torch.ones(3, 4))) for one in found)
     addresses = [one.untyped_storage().data_ptr() for one in found if one is not None]
     assert len(set(addresses)) == len(addresses) and not held & set(addresses)
+
+
+def test_a_sparse_gradient_is_copied_where_its_numbers_are_others() -> None:
+    values = torch.ones(2, 4, dtype=D)
+    gradient = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3, 4), check_invariants=True)
+    parameter = nn.Parameter(torch.zeros(3, 4, dtype=D))
+    for held, copied in ((set[int](), False), ({values.untyped_storage().data_ptr()}, True)):
+        one, other = own([parameter] * 2, [gradient] * 2, held)
+        assert one is not None and other is not None and (one is not gradient) == copied and other is not gradient
+        other._values().zero_()
+        assert values.equal(torch.ones(2, 4, dtype=D)) and one.to_dense().sum() == 8
 
 
 def test_a_gradient_gets_the_layout_of_its_parameter() -> None:

@@ -1,5 +1,6 @@
 """Optimizers are fused where that works, and used as they are where they were given."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+from tests.experts.expert_cases import work
 from weft.core.errors import UsageError
+from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.optimizers import make_optimizer, make_schedule
 
 
@@ -34,6 +37,49 @@ def test_a_factory_is_fused_where_it_can_be(factory: Any, fused: bool) -> None:
 def test_an_option_without_a_fused_step_falls_back() -> None:
     made = make_optimizer(partial(torch.optim.Adam, foreach=True), parameters())
     assert not made.defaults["fused"] and made.defaults["foreach"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3,), torch.complex64), ((), torch.complex64), ((3, 4), torch.float32), ((3,), torch.int64)]
+)
+def test_what_no_fused_step_can_walk_is_not_fused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    plain = nn.Parameter(torch.ones(2))
+    strange = torch.ones(*shape, 4, dtype=dtype)[..., ::2] if dtype is torch.float32 else torch.ones(shape, dtype=dtype)
+    made = make_optimizer(torch.optim.Adam, [plain, nn.Parameter(strange, requires_grad=False)])
+    assert bool(made.defaults["fused"]) == (dtype is torch.int64), "a frozen parameter of integers is never stepped"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("factory", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adagrad])
+def test_at_the_first_sparse_gradient_the_step_is_fused_no_more_and_right(factory: Any) -> None:
+    dense = torch.tensor([[0.0, 3.0], [0.0, -1.0]], dtype=torch.float64)
+    stepped: list[list[nn.Parameter]] = []
+    for make in (make_optimizer, lambda made, given: made(given)):
+        given = [nn.Parameter(torch.ones(2, 2, dtype=torch.float64)) for _ in range(2)]
+        optimizer = make(factory, given)
+        for sparse in (False, True, False):
+            given[0].grad, given[1].grad = dense.clone(), dense.to_sparse(1) if sparse else dense.clone()
+            optimizer.step()
+        assert not optimizer.param_groups[0]["fused"]
+        stepped.append(given)
+    for one, other in zip(*stepped, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("factory", [torch.optim.Adam, partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad])
+def test_an_expert_with_complex_parameters_steps(factory: Any) -> None:
+    module = nn.Linear(4, 4, dtype=torch.complex128)
+    spec = TensorSpec((None, 4), torch.complex128)
+    plain = copy.deepcopy(module)
+    backend = ExpertBackend("complex", module, factory, args_schema=(spec,))
+    x, gradient = torch.randn(3, 4, dtype=torch.complex128), torch.randn(3, 4, dtype=torch.complex128)
+    answered = backend.backward_pool.submit_task(x, gradient)
+    work(backend)
+    assert answered.result(0)
+    plain(x).backward(gradient)
+    factory(plain.parameters()).step()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_an_optimizer_that_was_given_stays() -> None:
