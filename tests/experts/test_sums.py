@@ -1,6 +1,7 @@
 """Gradients of a mini-batch add up until its owner commits them, as one step."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.experts.expert_cases import fussy_backend, rows, spoiled_gradient, weights, work
 from weft.core.errors import UsageError
-from weft.experts import ExpertBackend, Guards, Runtime, SumsOptions
+from weft.experts import ExpertBackend, Guards, Runtime, SumsOptions, TensorSpec
 from weft.experts.errors import CommitError, GradientError, OverloadError, StepError
 
 
@@ -173,3 +174,20 @@ def test_an_optimizer_that_raises_on_a_commit_is_told_and_the_sum_is_gone() -> N
 def test_bounds_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UsageError, match="mini_batches >= 1"):
         SumsOptions(mini_batches=0)
+
+
+def test_sums_of_sparse_gradients_are_counted_and_committed() -> None:
+    module = torch.nn.Embedding(10, 4, sparse=True, dtype=torch.float64)
+    before = module.weight.detach().clone()
+    sgd = partial(torch.optim.SGD, lr=0.5)
+    backend = ExpertBackend("e", module, sgd, args_schema=(TensorSpec((None,), torch.int64),))
+    words, gradient = torch.tensor([3, 1, 3]), torch.ones(3, 4, dtype=torch.float64)
+    for parts in (1, 2):
+        backend.backward_pool.submit_task(words, gradient, client="ann", mini_batch="m")
+        work(backend)
+        held = backend.statistics().open_mini_batch_bytes
+        assert 2 * 4 * 8 <= held <= parts * 3 * (4 * 8 + 8), "values and indices, coalesced or not"
+    committed = backend.commit("m", client="ann")
+    work(backend)
+    assert committed.result(0) and backend.statistics().open_mini_batch_bytes == 0
+    torch.testing.assert_close((before - module.weight).sum(1)[[0, 1, 3]], torch.tensor([0.0, 4.0, 8.0]).double())

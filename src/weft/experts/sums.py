@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.core.errors import UsageError
 from weft.core.segment import GradientSum
 from weft.experts.errors import CommitError, OverloadError
+from weft.experts.gradients import nbytes
 
 Owner = tuple[str | None, str]
 """Client and name of the mini-batch."""
@@ -62,7 +63,7 @@ class Sums:
     @property
     def nbytes(self) -> int:
         """The memory of all sums."""
-        return sum(t.nbytes for one in self._open.values() for t in one.total.totals if t is not None)
+        return sum(nbytes(t) for one in self._open.values() for t in one.total.totals if t is not None)
 
     def check(self, owner: Owner, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `OverloadError` if there would be one sum too many, `CommitError` if this one cannot be added to."""
