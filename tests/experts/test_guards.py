@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from tests.experts.expert_cases import X, adam, fussy_backend, good, rows, seeded, task, weights
 from weft.core.errors import UsageError
+from weft.experts import ExpertBackend
 from weft.experts.errors import GradientError
 from weft.experts.guards import Guards, norm
 
@@ -38,3 +41,51 @@ def test_gradients_of_outputs_are_judged_by_task() -> None:
     with pytest.raises(UsageError) as caught:
         Guards(max_norm=0.0, max_output_norm=math.nan)
     assert len(str(caught.value).splitlines()) == 3
+
+
+class Hides(nn.Module):
+    """A batch norm whose NaN nobody sees outside: neither outputs nor gradients have any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False, dtype=torch.float64)
+        self.layer = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.nan_to_num(self.norm(x)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_input_that_would_spoil_running_statistics_for_good_is_refused_alone(bad: float) -> None:
+    one, other = [ExpertBackend("hides", seeded(Hides), adam, args_schema=(X,)) for _ in range(2)]
+    spoiled = rows(2, 5)
+    spoiled[1, 2] = bad
+    fine = [task(rows(2, seed), rows(2, seed + 9)) for seed in range(2)]
+    answers = one.engine.backward([fine[0], task(spoiled, rows(2, 7), client="eve"), fine[1]])
+    wanted = good(other.engine.backward(fine))
+    refused = answers.pop(1)
+    assert isinstance(refused, GradientError)
+    assert "running_mean, running_var" in str(refused) and "'eve'" in refused.__notes__[0]
+    assert all(torch.equal(one[0], two[0]) for one, two in zip(good(answers), wanted, strict=True))
+    assert weights(one) == weights(other) and one.statistics().refused_gradients == {"gradient": 1}
+
+
+def test_statistics_that_are_not_finite_already_refuse_nobody() -> None:
+    backend = ExpertBackend("hides", seeded(Hides), adam, args_schema=(X,))
+    for buffer in (backend.module.norm.running_mean, backend.module.norm.running_var):
+        buffer.fill_(math.inf)
+    assert good(backend.engine.backward([task(rows(2, 0), rows(2, 1))])) and backend.steps == 1
+
+
+def test_whoever_lets_everything_pass_gets_everything() -> None:
+    backend = ExpertBackend("hides", seeded(Hides), adam, args_schema=(X,), guards=Guards(finite=False))
+    assert good(backend.engine.backward([task(torch.full((2, 4), math.nan).double(), rows(2, 1))]))
+    assert backend.module.norm.running_mean.isnan().all()
+
+
+@pytest.mark.parametrize("value", [0.5, math.nan])
+def test_without_an_optimizer_not_even_running_statistics_change(value: float) -> None:
+    backend = fussy_backend(norm=True, optimizer=None)
+    before = weights(backend)
+    assert good(backend.engine.backward([task(torch.full((2, 4), value).double(), rows(2, 1))]))
+    assert weights(backend) == before

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.experts.batch import BatchBuffers, deal, released, storages
 from weft.experts.draft import Drafted, copied
-from weft.experts.effects import Snapshot
+from weft.experts.effects import NOTHING, Snapshot
 from weft.experts.errors import CommitError, ExpertError, GradientError
 from weft.experts.guards import Guards
 from weft.experts.isolation import Offence, settle
@@ -163,7 +163,8 @@ class Engine:
             self.parts.guards.check_parameters([g for g in passed.parameters if g is not None])
             results = self._dealt(passed.inputs, tasks, self._backward_buffers)
             copies = copied(tasks, results)
-            after = effects.snapshot()
+            after = effects.snapshot() if self.parts.stepper.trains else NOTHING
+            self.parts.guards.check_own(before, after)
         finally:
             before.restore()
         trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]

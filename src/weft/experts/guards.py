@@ -5,6 +5,7 @@ applied that was not looked at:
 
     gradients of the outputs     each task's own: finite, and no longer than ``max_output_norm``
     gradients of the parameters  the batch's: finite, and no longer than ``max_norm``
+    running statistics           what the batch makes of them: finite, where they were
 
 A gradient of the outputs tells by itself whose it is. For those of the parameters the batch is taken apart; see
 `weft.experts.isolation`. A norm that overflows its dtype counts as not finite: the optimizer would square it too.
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
+from weft.experts.effects import Snapshot
 from weft.experts.errors import GradientError
 
 
 @dataclass(frozen=True)
 class Guards:
     """Args:
-    finite: refuse gradients that hold NaN or infinity.
+    finite: refuse gradients that hold NaN or infinity, and batches that would put them into running statistics.
     max_output_norm: the largest L2 norm of one task's gradients of all outputs.
     max_norm: the largest L2 norm of the gradients of all parameters. A batch beyond it is taken apart, and tasks
         that alone are beyond it are refused. This is no clipping, which `ExpertBackend` has as well.
@@ -74,6 +76,22 @@ class Guards:
             raise GradientError(
                 f"the gradients of the parameters have norm {length:.6g}, wanted at most {self.max_norm:.6g}; "
                 "nothing was changed. Scale the loss down, or raise the expert's max_norm"
+            )
+
+    def check_own(self, before: Snapshot, after: Snapshot) -> None:
+        """Raise `GradientError` if a batch has made NaN or infinity of what the module keeps: running statistics."""
+        if not self.finite or math.isfinite(norm([copy for _, _, copy in after._held])):
+            return
+        were = {(id(slot.table), slot.name) for slot, _, copy in before._held if bool(copy.isfinite().all())}
+        spoiled = [
+            slot.name
+            for slot, _, copy in after._held
+            if (id(slot.table), slot.name) in were and not bool(copy.isfinite().all())
+        ]
+        if spoiled:
+            raise GradientError(
+                f"{', '.join(dict.fromkeys(spoiled))} of the module would hold NaN or infinity from then on; nothing "
+                "was changed. Look for NaN, infinity or huge numbers in the inputs"
             )
 
 
