@@ -172,6 +172,7 @@ def test_weights_and_answers_are_those_of_plain_pytorch(module: str, optimizer: 
         agree(make, OPTIMIZERS[optimizer], shape, clip, mini_batch)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])  # the others take no sparse gradients, nor does clipping
 @pytest.mark.parametrize("mini_batch", [False, True])
 def test_sparse_gradients_step_as_those_of_plain_pytorch(optimizer: str, mini_batch: bool) -> None:

@@ -66,6 +66,21 @@ def test_at_the_first_sparse_gradient_the_step_is_fused_no_more_and_right(factor
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+def test_momentum_may_begin_later_for_some_and_the_step_is_fused_again() -> None:
+    stepped: list[list[nn.Parameter]] = []
+    for make in (make_optimizer, lambda made, given: made(given)):
+        given = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
+        optimizer = make(partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1), given)
+        for used in (1, 2, 2):
+            for parameter in given[:used]:
+                parameter.grad = torch.tensor([1.0, 2.0], dtype=torch.float64)
+            optimizer.step()
+        stepped.append(given)
+        assert bool(optimizer.param_groups[0]["fused"]) == (make is make_optimizer)
+    for one, other in zip(*stepped, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("factory", [torch.optim.Adam, partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad])
 def test_an_expert_with_complex_parameters_steps(factory: Any) -> None:
     module = nn.Linear(4, 4, dtype=torch.complex128)

@@ -8,17 +8,35 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import is_number
+from weft.experts.guards import Guards
+from weft.experts.journal import Journal
+from weft.experts.kept import GraphBudget
 from weft.experts.limits import PoolOptions
 from weft.experts.optimizers import OptimizerLike
+from weft.experts.records import RecordsOptions
 from weft.experts.schema import Column, Nest
+from weft.experts.sums import SumsOptions
+
+_TABLES = {"module", "optimizer", "schedule"}
+_PARTS: dict[str, type[Any]] = {
+    "guards": Guards,
+    "records": RecordsOptions,
+    "mini_batches": SumsOptions,
+    "keep_graphs": GraphBudget,
+    "journal": Journal,
+}
 
 
-def one_of(name: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[nn.Module, OptimizerLike | None]:
+def one_of(name: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[nn.Module, OptimizerLike | None]:
     """The module and the optimizer, by whichever of their names they came.
 
     Raises ``UsageError`` that lists what is missing, twice there, of a wrong kind, or no option of a pool.
     """
-    faults: list[str] = [] if name else ["name is empty, wanted what clients call the expert by"]
+    faults: list[str] = []
+    if not isinstance(name, str) or not name:
+        seen = "empty" if name == "" else repr(name)
+        faults.append(f"name is {seen}, wanted what clients call the expert by")
     for first, second in (("module", "expert"), ("optimizer", "opt")):
         if given[first] is not None and given[second] is not None:
             faults.append(f"{first}= and {second}= are two names of one thing, and both were given; give one")
@@ -29,8 +47,13 @@ def one_of(name: str, given: Mapping[str, Any], options: Mapping[str, Any]) -> t
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         faults.append(f"optimizer is of type {type(optimizer).__name__}, wanted an optimizer or what makes one")
     clip = given["clip_grad_norm"]
-    if clip is not None and not clip > 0:
+    if clip is not None and not (is_number(clip) and clip > 0):
         faults.append(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
+    faults += [
+        f"{part} is of type {type(given[part]).__name__}, wanted a {kind.__name__}, or None"
+        for part, kind in _PARTS.items()
+        if given[part] is not None and not isinstance(given[part], kind)
+    ]
     known = [each.name for each in fields(PoolOptions)]
     faults += [
         f"{option} is no option; those of a pool are {', '.join(known)}" for option in options if option not in known
@@ -46,7 +69,7 @@ def gradient_columns(outputs: Nest) -> list[Column]:
 
 
 def state_faults(state: Mapping[str, Any], names: set[str], parts: Mapping[str, object | None]) -> list[str]:
-    """What is wrong with a state: names of it, and whether it has a state for just the parts that are there."""
+    """What is wrong with a state: names of it, its counts, and whether it has a state for just the parts there are."""
     faults = [f"{name!r} is missing" for name in sorted(names - state.keys())]
     faults += [f"{name!r} is not known" for name in sorted(state.keys() - names)]
     faults += [
@@ -54,5 +77,15 @@ def state_faults(state: Mapping[str, Any], names: set[str], parts: Mapping[str, 
         f"{'none' if part is None else 'one'}"
         for name, part in parts.items()
         if name in state and (state[name] is None) != (part is None)
+    ]
+    faults += [
+        f"{name} is {state[name]!r}, wanted an int of at least 0"
+        for name in sorted((names & state.keys()) - _TABLES)
+        if not isinstance(state[name], int) or isinstance(state[name], bool) or state[name] < 0
+    ]
+    faults += [
+        f"{name} is of type {type(state[name]).__name__}, wanted a dict"
+        for name in sorted(names & state.keys() & _TABLES)
+        if not isinstance(state[name], Mapping) and (name == "module" or state[name] is not None)
     ]
     return faults

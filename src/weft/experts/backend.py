@@ -27,7 +27,15 @@ from weft.experts.journal import Journal
 from weft.experts.kept import GraphBudget, KeptGraphs
 from weft.experts.limits import PoolOptions
 from weft.experts.linger import Company
-from weft.experts.optimizers import OptimizerLike, ScheduleLike, make_optimizer, make_schedule
+from weft.experts.loading import load
+from weft.experts.optimizers import (
+    OptimizerLike,
+    ScheduleLike,
+    check_stepping,
+    make_optimizer,
+    make_schedule,
+    trainable,
+)
 from weft.experts.pool import TaskPool
 from weft.experts.records import Records, RecordsOptions
 from weft.experts.runner import Runner
@@ -45,8 +53,9 @@ class ExpertBackend:
     Args:
         name: what clients, errors and statistics call it.
         module: in the mode (train or eval) and on the device in which it is to be served. ``expert=`` works too.
-        optimizer: an optimizer, or a function that makes one of a list of parameters (then it is fused where that
-            works), or None: then backward gives the gradients of the inputs and changes nothing. ``opt=`` works too.
+        optimizer: an optimizer, or a function that makes one of a list of all parameters, frozen ones too (then it is
+            fused where that works), or None: then backward gives the gradients of the inputs and changes nothing.
+            ``opt=`` works too.
         args_schema, kwargs_schema: a `TensorSpec` (or a sample) for every tensor that the module takes: a tuple by
             position, a dict by name, each nested as the module wants it. Axis 0 is the batch and free (None);
             other free axes may differ between tasks, which then run in different batches. Other leaves are
@@ -91,14 +100,22 @@ class ExpertBackend:
             "optimizer": optimizer,
             "opt": opt,
             "clip_grad_norm": clip_grad_norm,
+            "guards": guards,
+            "records": records,
+            "mini_batches": mini_batches,
+            "keep_graphs": keep_graphs,
+            "journal": journal,
         }
         self.name = name
         self.module, given = one_of(name, words, pool_options)
         call = call_nest(name, args_schema, kwargs_schema)
         options = PoolOptions(**pool_options)
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = None if given is None else make_optimizer(given, trained)
+        every = list(self.module.parameters())  # frozen ones too: layers may be freed at any time
+        self._first = [parameter for parameter in every if parameter.requires_grad]
+        self.optimizer = None if given is None else make_optimizer(given, trainable(every))
         self.schedule = make_schedule(schedule, self.optimizer)
+        plainly = type(self).apply_gradients is ExpertBackend.apply_gradients
+        check_stepping(name, self.optimizer, self.schedule, every, plainly=plainly)
         self.clip_grad_norm = clip_grad_norm
         self.device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
         self.records = Records(records)
@@ -233,7 +250,8 @@ class ExpertBackend:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`. Open mini-batches and kept graphs are dropped.
 
-        Raises ``UsageError`` if it is the state of another kind of expert, and what module and optimizer raise.
+        Raises ``UsageError`` if it is the state of another kind of expert, and what module and optimizer raise. Then
+        nothing has changed.
         """
         parts = {"optimizer": self.optimizer, "schedule": self.schedule}
         faults = state_faults(state, _STATE, parts)
@@ -241,10 +259,7 @@ class ExpertBackend:
             raise UsageError(listed(f"this is no state of expert {self.name!r}:", faults))
         engine = self.engine
         with engine.lock:
-            self.module.load_state_dict(state["module"])
-            for name, part in parts.items():
-                if part is not None:
-                    part.load_state_dict(copy.deepcopy(state[name]))
+            load(self.module, self.optimizer, self.schedule, state, self._first)
             self._stepper.steps, engine.runner.effects.seed = state["steps"], state["seed"]
             engine.forward_batches, engine.backward_batches = state["forward_batches"], state["backward_batches"]
             engine.forget_pending()

@@ -51,10 +51,21 @@ def _owned(parameter: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
         seen.update(there)
         return gradient
     address = gradient.untyped_storage().data_ptr()
-    if address not in seen and _fits(parameter, gradient):
+    if address in seen:
+        return _copied(parameter, gradient)
+    found = laid_out(parameter, gradient)
+    if found is gradient:
         seen.add(address)
-        return gradient
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+    return found
+
+
+def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor of the shape of a parameter, or a copy where its memory is in another order."""
+    return tensor if _fits(parameter, tensor) else _copied(parameter, tensor)
+
+
+def _copied(parameter: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
 def _fits(parameter: Tensor, gradient: Tensor) -> bool:

@@ -21,12 +21,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
 
 OptimizerLike = Optimizer | Callable[..., Optimizer]
 """An optimizer, or what makes one out of a list of parameters."""
 ScheduleLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 """A schedule, or what makes one out of an optimizer."""
+
+
+def trainable(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that could ever have a gradient, frozen or not: an optimizer steps those alone that have one."""
+    return [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
 
 
 def make_optimizer(given: OptimizerLike, parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -41,7 +46,7 @@ def make_optimizer(given: OptimizerLike, parameters: Sequence[nn.Parameter]) -> 
         try:
             made = given(list(parameters), fused=True)
             if isinstance(made, Optimizer):
-                made.register_step_pre_hook(_fused_no_more)
+                _watch(made)
         except RuntimeError:  # this device, dtype or option has no fused step
             made = given(list(parameters))
     else:
@@ -68,21 +73,77 @@ def make_schedule(given: ScheduleLike | None, optimizer: Optimizer | None) -> LR
     return made
 
 
+def check_stepping(
+    name: str,
+    optimizer: Optimizer | None,
+    schedule: LRScheduler | None,
+    parameters: Sequence[nn.Parameter],
+    *,
+    plainly: bool,
+) -> None:
+    """Raise ``UsageError`` that lists why an optimizer and a schedule can never do what they are there for.
+
+    Args:
+        name: of the expert.
+        optimizer, schedule: as they are stepped.
+        parameters: those of the expert's module.
+        plainly: whether both are stepped without arguments; who overrides ``apply_gradients`` may give them some.
+    """
+    faults: list[str] = []
+    if optimizer is not None:
+        own = {id(parameter) for parameter in parameters}
+        if not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            faults.append("optimizer has none of the module's parameters; make it of module.parameters()")
+    for word, part in (("optimizer", optimizer), ("schedule", schedule)):
+        wanted = _wanted(type(part).step) if part is not None and plainly else []
+        if wanted:
+            faults.append(
+                f"{word} is a {type(part).__name__}, whose step wants {', '.join(wanted)}, and nobody gives that; take "
+                "another, or override apply_gradients in a class of your own"
+            )
+    if faults:
+        raise UsageError(listed(f"expert {name!r} cannot take steps:", faults))
+
+
+def _wanted(method: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that it cannot be called without. Of a class: schedules wrap that of the instance."""
+    known = list(inspect.signature(method).parameters.values())[1:]
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in known if each.default is inspect.Parameter.empty and each.kind not in free]
+
+
 def _may_fuse(parameter: nn.Parameter) -> bool:
     """Whether a fused step can be right: it walks the raw memory of real numbers."""
     dense = torch.empty_like(parameter, device="meta")
     return not parameter.is_complex() and parameter.stride() == dense.stride()
 
 
-def _fused_no_more(optimizer: Optimizer, *_: object) -> None:
-    """Before a step: give up the fused one for good where it would refuse. The states of both kinds are alike."""
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            gradients = [(each, each.grad) for each in group["params"]]
-            if any([grad is not None and (grad.is_sparse or each.is_complex()) for each, grad in gradients]):
+def _watch(optimizer: Optimizer) -> None:
+    """Before each step, give up the fused one where it would refuse. The states of both kinds are alike.
+
+    For good at complex parameters and sparse gradients. For once where momentum begins for some parameters, which were
+    frozen or not used before, while others have it.
+    """
+    paused: list[dict[str, Any]] = []
+
+    def before(*_: object) -> None:
+        for group in optimizer.param_groups:
+            stepped = [each for each in group["params"] if each.grad is not None] if group.get("fused") else []
+            if any([each.is_complex() or each.grad.is_sparse for each in stepped]):
                 for other in optimizer.param_groups:
                     other["fused"] = None
-                return
+            elif group.get("momentum"):
+                moving = {optimizer.state.get(each, {}).get("momentum_buffer") is None for each in stepped}
+                if len(moving) == 2:
+                    group["fused"] = None
+                    paused.append(group)
+
+    def after(*_: object) -> None:
+        while paused:
+            paused.pop()["fused"] = True
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def _takes_fused(factory: Callable[..., Optimizer]) -> bool:

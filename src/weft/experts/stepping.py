@@ -44,6 +44,7 @@ class Stepper:
 
         ``held``: the addresses of the storages that others go on using. What looks into them is not written to.
         """
+        self._clear()  # of what was left there by others: the optimizer may hold parameters that are frozen now
         try:
             for parameter, gradient in zip(parameters, own(parameters, gradients, held), strict=True):
                 parameter.grad = gradient
@@ -55,9 +56,12 @@ class Stepper:
                 "may have changed in part; load a checkpoint"
             ) from error
         finally:
-            for parameter in self._parameters():
-                parameter.grad = None
+            self._clear()
         self.steps += 1
+
+    def _clear(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
 
     def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False) -> None:
         """Put a batch into the journal. A full disk must not make a step that was taken look like one that was not."""

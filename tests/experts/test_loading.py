@@ -1,0 +1,158 @@
+"""A state goes in whole or not at all; layers that were frozen are trained once they are freed, also after a load."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+from tests.experts.expert_cases import X, fussy_backend, good, rows, seeded, task, weights, work
+from weft.core.errors import UsageError
+from weft.experts import ExpertBackend, TensorSpec
+from weft.experts.checkpoint.content import from_file, to_file
+
+FACTORIES = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, weight_decay=0.1),
+}
+Change = Callable[[dict[str, Any]], None]
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)])
+
+
+def half_frozen(factory: Any) -> ExpertBackend:
+    module = seeded(layers)
+    module[0].requires_grad_(False)
+    return ExpertBackend("e", module, factory, args_schema=(X,))
+
+
+def stepped(backend: ExpertBackend, seed: int, mini_batch: bool = False) -> None:
+    name = f"m{seed}" if mini_batch else None
+    answers = [backend.backward_pool.submit_task(rows(2, seed), rows(2, seed + 9), client="ann", mini_batch=name)]
+    work(backend)
+    answers += [backend.commit(f"m{seed}", client="ann")] if mini_batch else []
+    work(backend)
+    assert all(answer.result(0) for answer in answers)
+
+
+def plainly(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    module(rows(2, seed)).backward(rows(2, seed + 9))
+    optimizer.step()
+
+
+def close(one: nn.Module, other: nn.Module) -> None:
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(one.state_dict()[name], value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mini_batch", [False, True])
+@pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
+def test_a_layer_that_was_frozen_at_first_is_trained_once_it_is_freed(factory: Any, mini_batch: bool) -> None:
+    backend = half_frozen(factory)
+    plain = copy.deepcopy(backend.module)
+    optimizer = factory(plain.parameters())
+    for parameter in backend.module[0].parameters():
+        parameter.grad = torch.ones_like(parameter)  # left there by who had the module before
+    frozen = copy.deepcopy(backend.module[0])
+    stepped(backend, 0, mini_batch)
+    plainly(plain, optimizer, 0)
+    close(backend.module[0], frozen)
+    for module in (backend.module, plain):
+        module[0].requires_grad_(True)
+    for seed in (1, 2):
+        stepped(backend, seed, mini_batch)
+        plainly(plain, optimizer, seed)
+    close(backend.module, plain)
+
+
+@pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
+def test_a_state_of_the_trained_parameters_alone_fits_an_expert_with_the_same_frozen_ones(factory: Any) -> None:
+    backend = half_frozen(factory)
+    plain = seeded(layers)
+    older = factory(plain[1].parameters())
+    plainly(plain, older, 0)
+    plain[0].load_state_dict(backend.module[0].state_dict())
+    state = {**backend.state_dict(), "module": plain.state_dict(), "optimizer": older.state_dict(), "steps": 1}
+    backend.load_state_dict(copy.deepcopy(state))
+    backend.module[0].requires_grad_(True)
+    newer = factory(plain.parameters())
+    for parameter, values in older.state.items():
+        newer.state[parameter] = values
+    for seed in (1, 2):
+        stepped(backend, seed)
+        plainly(plain, newer, seed)
+    close(backend.module, plain)
+    other = ExpertBackend("e", seeded(layers), factory, args_schema=(X,))
+    with pytest.raises(UsageError, match=r"groups of \[2\] parameters, but this expert's has \[4\]"):
+        other.load_state_dict(state)
+
+
+def of_optimizer(state: dict[str, Any]) -> None:
+    state["optimizer"]["param_groups"][0]["params"] = [0]
+
+
+def of_moments(state: dict[str, Any]) -> None:
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, dtype=torch.float64)
+
+
+def of_schedule(state: dict[str, Any]) -> None:
+    state["schedule"] = [1]
+
+
+def of_layer(state: dict[str, Any]) -> None:
+    state["module"]["last.bias"] = torch.zeros(99)
+
+
+def of_names(state: dict[str, Any]) -> None:
+    del state["module"]["last.bias"]
+
+
+@pytest.mark.parametrize("change", [of_optimizer, of_moments, of_schedule, of_layer, of_names])
+@pytest.mark.parametrize("steps", [7, "many", True, -1, 1.5, None])
+def test_a_state_that_is_refused_leaves_nothing_of_itself(change: Change, steps: Any) -> None:
+    fused = partial(torch.optim.Adam, lr=0.05)
+    backend, twin = [fussy_backend(norm=True, optimizer=fused, schedule=lambda o: StepLR(o, 2)) for _ in range(2)]
+    for seed in range(3):
+        for one in (backend, twin):
+            good(one.engine.backward([task(rows(2, seed), rows(2, seed + 9))]))
+    bad = backend.state_dict()
+    for value in bad["module"].values():
+        value.add_(1)
+    bad["schedule"]["last_epoch"] = 77
+    bad["optimizer"]["state"][0]["exp_avg"].add_(1)
+    bad["steps"] = steps
+    change(bad)
+    before = weights(backend)
+    with pytest.raises(Exception) as caught:
+        backend.load_state_dict(bad)
+    assert steps == 7 or (isinstance(caught.value, UsageError) and f"steps is {steps!r}" in str(caught.value))
+    assert weights(backend) == before
+    good(backend.engine.backward([task(rows(2, 3), rows(2, 4))]))
+    good(twin.engine.backward([task(rows(2, 3), rows(2, 4))]))
+    assert weights(backend) == weights(twin)
+
+
+@pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
+def test_a_state_out_of_a_file_steps_on_also_where_weights_are_in_another_layout(factory: Any) -> None:
+    def made() -> ExpertBackend:
+        module = seeded(lambda: nn.Conv2d(3, 5, 3, dtype=torch.float64)).to(memory_format=torch.channels_last)
+        return ExpertBackend("e", module, factory, args_schema=(TensorSpec((None, 3, 6, 6), torch.float64),))
+
+    def image(seed: int) -> tuple[Tensor, Tensor]:
+        return rows(2, seed, 108).view(2, 3, 6, 6), rows(2, seed, 80).view(2, 5, 4, 4)
+
+    one, other = made(), made()
+    good(one.engine.backward([task(*image(0))]))
+    other.load_state_dict(from_file(to_file(one.state_dict())))
+    for backend in (one, other):
+        for seed in (1, 2):
+            good(backend.engine.backward([task(*image(seed))]))
+    close(other.module, one.module)
