@@ -10,8 +10,8 @@ of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
 """
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +125,12 @@ class RemoteMixtureOfExperts(nn.Module):
         Raises ``SpecError`` for arguments that the experts do not take, ``NoExpertsError``, ``TooFewAnswersError``
         and ``AnomalyError``; see `weft.experts.mixture.errors`.
         """
+        if torch.compiler.is_dynamo_compiling():  # what is around a mixture may be compiled; its calls are not traced
+            untraced = cast("Callable[..., Any]", torch.compiler.disable(self._forward))
+            return untraced(input, *args, **kwargs)
+        return self._forward(input, *args, **kwargs)
+
+    def _forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         deadline = time.monotonic() + self.terms.forward_timeout
         layout, flat, before, crowd = self._begin((input, *args), kwargs, deadline)
         scores = self._scores(self._readable(input))

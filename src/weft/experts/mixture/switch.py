@@ -77,6 +77,9 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         Add the loss to that of the model with a factor of about 0.01. Raises what `RemoteMixtureOfExperts.forward`
         raises.
         """
+        return super().forward(input, *args, **kwargs)
+
+    def _forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         deadline = time.monotonic() + self.terms.forward_timeout
         layout, flat, before, crowd = self._begin((input, *args), kwargs, deadline)
         read = self._readable(input)
