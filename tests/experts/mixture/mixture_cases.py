@@ -48,7 +48,8 @@ def only(kind: Kind, fault: Fault) -> Fault:
 
 
 class Servers:
-    """Serves modules. ``faults`` are by expert, and so are ``late``: seconds until it answers.
+    """Serves modules. ``faults`` are by expert, and so are ``late``: seconds until it answers. ``trained`` is what they
+    say of themselves.
 
     The gradients of a module add up in its parameters, as if its optimizer never stepped.
     """
@@ -59,6 +60,7 @@ class Servers:
         self.late: dict[str, float] = {}
         self.headers: list[Header] = []
         self.rows: list[int] = []
+        self.trained = True
         self._sample, self._most = sample, most
 
     def called(self, kind: Kind) -> list[str]:
@@ -99,7 +101,7 @@ class Servers:
         args, kwargs = self._sample
         with torch.no_grad():
             outputs = self.modules[uid](*args, **kwargs)
-        about = {"name": uid, "max_batch_size": self._most, "trained": True, "steps": 0}
+        about = {"name": uid, "max_batch_size": self._most, "trained": self.trained, "steps": 0}
         schemas = {"outputs_schema": _specs(outputs), "forward_schema": _specs(self._sample)}
         return describe({**about, **schemas}, None, 1)
 

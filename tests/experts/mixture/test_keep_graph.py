@@ -90,7 +90,10 @@ def test_of_what_is_not_walked_back_nothing_is_kept(mode: Callable[[], Any]) -> 
             mixture(numbers(16, WIDTH))
         assert graphs(experts) == (0, 0)
         assert {header.flags for header in headers(experts, Kind.FORWARD)} == {Flags.NONE}
-        mixture.requires_grad_(False)(numbers(16, WIDTH))  # the experts would learn, so it may be walked back
+        mixture.requires_grad_(False)(numbers(16, WIDTH))
+        assert graphs(experts) == (0, 0)
+        mixture.anchor.requires_grad_(True)
+        mixture(numbers(16, WIDTH))  # the experts would learn, so it may be walked back
         assert graphs(experts) == (len(UIDS), 0)
 
 

@@ -317,7 +317,8 @@ def test_experts_that_come_and_go_are_seen_by_the_next_call() -> None:
 
 def test_experts_are_trained_although_no_input_wants_a_gradient_but_not_without_grad_mode() -> None:
     with World(GRID) as world:
-        mixture = make(world).requires_grad_(False)
+        mixture = make(world)
+        mixture.proj.requires_grad_(False)
         mixture(numbers(3, WIDTH)).sum().backward()
         assert world.servers.called(Kind.BACKWARD)
         with torch.no_grad():

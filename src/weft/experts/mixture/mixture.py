@@ -22,6 +22,7 @@ from weft.core.errors import SpecError, UsageError
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
+from weft.experts.mixture.anchor import Anchored
 from weft.experts.mixture.commit import Committer
 from weft.experts.mixture.dispatch import Dispatch
 from weft.experts.mixture.grid import Crowd, Grid
@@ -39,7 +40,7 @@ RETRY = Retry(attempts=3)
 """A mixture has other experts to go on with, so it does not try one for long."""
 
 
-class RemoteMixtureOfExperts(nn.Module):
+class RemoteMixtureOfExperts(Anchored):
     """The weighted mean of the k best experts of a grid, for each sample.
 
     Args:
@@ -68,8 +69,13 @@ class RemoteMixtureOfExperts(nn.Module):
         device, dtype: of the router.
 
     Every backward makes the experts that it reaches take an optimizer step (or add to their sums), also if no input
-    wants a gradient; under `torch.no_grad` there is none. A group of rows beyond an expert's largest batch goes in
-    several calls. Of an expert with replicas, only the owner is let step, and is looked for until the timeout.
+    wants a gradient; under `torch.no_grad` there is none. What autograd finds the experts by is a parameter of one
+    zero, ``anchor``: in `parameters`, not in `state_dict`. Freezing it freezes the experts, and freezing ``proj`` the
+    router; ``requires_grad_(False)`` does both. Experts that are trained cannot be frozen where an input wants a
+    gradient: their servers would step in that backward.
+
+    A group of rows beyond an expert's largest batch goes in several calls. Of an expert with replicas, only the owner
+    is let step, and is looked for until the timeout.
 
     A copy shares the connections, and has an open mini-batch of its own.
 
@@ -113,6 +119,7 @@ class RemoteMixtureOfExperts(nn.Module):
         )
         self.in_features, self.keep_graph = in_features, keep_graph
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
+        self.make_anchor(self.proj.weight)
         self._link = Link(self.grid, connections, retry, compression or Policy(), client)
         self._batch = MiniBatch(accumulate)
 
@@ -122,8 +129,9 @@ class RemoteMixtureOfExperts(nn.Module):
         ``input`` and all other arguments are what the experts take; axis 0 is the batch. The router reads ``input``
         (samples x ... x in_features), averaged over the axes between.
 
-        Raises ``SpecError`` for arguments that the experts do not take, ``NoExpertsError``, ``TooFewAnswersError``
-        and ``AnomalyError``; see `weft.experts.mixture.errors`.
+        Raises ``SpecError`` for arguments that the experts do not take, ``UsageError`` where trained experts are frozen
+        here and an input wants a gradient, ``NoExpertsError``, ``TooFewAnswersError`` and ``AnomalyError``; see
+        `weft.experts.mixture.errors`.
         """
         if torch.compiler.is_dynamo_compiling():  # what is around a mixture may be compiled; its calls are not traced
             untraced = cast("Callable[..., Any]", torch.compiler.disable(self._forward))
@@ -236,10 +244,14 @@ class RemoteMixtureOfExperts(nn.Module):
         ends by ``deadline``.
         """
         link = self._link
-        means = Means(link.calls, layout, self.terms, link.tally, self._batch, self.keep_graph, not self.training)
+        anchor = self.anchor_for(f"experts {self.grid.prefix}*", layout.signature.trained, flat)
+        reached = [anchor, *flat]
+        keep_graph = self.keep_graph and any(x.requires_grad for x in reached)
+        means = Means(
+            link.calls, layout, self.terms, link.tally, self._batch, anchor, keep_graph, evaluation=not self.training
+        )
         passage = Passage(means, now.crowd.uids, dispatch, flat, deadline, before)
-        anchor = torch.empty(0, requires_grad=True)  # the experts learn also where no input wants a gradient
-        outputs = list(cross(passage, [anchor, *flat]))
+        outputs = list(cross(passage, reached))
         if is_checkpointing():
             kept = [x.detach() for x in outputs]
             link.recall.put(flat, Round(now.crowd, now.chosen, passage.alive, kept, passage.keys))

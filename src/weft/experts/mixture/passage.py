@@ -33,14 +33,18 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Means:
-    """What every passage of a mixture works with. ``keep_graph``: servers are asked to keep graphs for backward;
-    ``evaluation``: the experts run as after ``eval()``."""
+    """What every passage of a mixture works with.
+
+    ``anchor`` goes into the node before the inputs. ``keep_graph``: servers are asked to keep graphs for backward;
+    ``evaluation``: the experts run as after ``eval()``.
+    """
 
     calls: Calls
     layout: Layout
     terms: Terms
     tally: Tally
     batch: MiniBatch
+    anchor: Tensor
     keep_graph: bool
     evaluation: bool
 
@@ -95,7 +99,7 @@ class Passage:
         return outputs, [True] * len(outputs)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
-        """None, then one gradient per flat input that wants one. Every call of it is a backward of the experts.
+        """Zero for the anchor, then one gradient per flat input that wants one. Each call is a backward of the experts.
 
         Raises ``TooFewAnswersError`` as forward does, ``AnomalyError`` for gradients that are not finite.
         """
@@ -104,15 +108,16 @@ class Passage:
             raise BackwardTwiceError(TWICE)
         if not retain:
             self._sent = None
+        zero = torch.zeros_like(self._means.anchor)
         if all(gradient is None for gradient in gradients):
-            return [None] * (1 + len(sent))
+            return [zero, *[None] * len(sent)]
         pairs = zip(gradients, self._outputs, strict=True)
         full = [torch.zeros_like(out, device="cpu") if g is None else g for g, out in pairs]
         with self._means.batch.addition() as addition:
             if self._means.terms.detect_anomalies:
                 _refuse("a mixture was given gradients of outputs", self._means.layout.outputs.names, full)
             found = self._ask_backward(sent, [self._dispatch.take_pairs(g) for g in full], addition)
-        return [None, *(self._gradient(i, rows) for i, rows in enumerate(found))]
+        return [zero, *(self._gradient(i, rows) for i, rows in enumerate(found))]
 
     def _ask_forward(self) -> list[Tensor]:
         means, dispatch, terms = self._means, self._dispatch, self._means.terms

@@ -1,0 +1,64 @@
+"""The parameter by which autograd finds experts that are elsewhere, and by which they are frozen here.
+
+    anchor wants a gradient                 a node of autograd, whose backward trains the experts
+    frozen, nor does any input want one     no node: the experts only answer
+    frozen, but an input wants one          refused: the servers would step in the backward that the input wants
+
+It is one zero, not none: optimizers and norms of gradients take no tensor without numbers. Its gradient is zero, too.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.errors import UsageError
+
+_NAME = "anchor"
+
+
+class Anchored(nn.Module):
+    """A module with an ``anchor`` beside its own parameters. What is saved and loaded are those alone."""
+
+    anchor: nn.Parameter
+
+    def make_anchor(self, like: Tensor) -> None:
+        """Make it, of the dtype and on the device of another parameter: some wrappers want all of a module alike."""
+        self.anchor = nn.Parameter(like.detach().new_zeros(1))
+
+    def anchor_for(self, who: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
+        """The anchor, which wants a gradient only where these inputs' call is to train the experts.
+
+        Args:
+            who: the experts, in an error.
+            trained: whether servers step in a backward.
+
+        Raises ``UsageError`` if that is forbidden here, but an input wants a gradient.
+        """
+        if trained and self.anchor.requires_grad:
+            return self.anchor
+        if trained and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            raise UsageError(
+                f"{who} are frozen here (the anchor of their mixture does not require a gradient), but their servers "
+                "would step in the backward that the inputs want; call the mixture under no_grad, or unfreeze it"
+            )
+        return self.anchor.detach()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[prefix + _NAME]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        missing_keys += [key for key in missing if key != prefix + _NAME]

@@ -1,0 +1,138 @@
+"""The anchor of a mixture: what freezes the experts, is no part of what is saved, and is in nobody's way."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.experts.mixture.mixture_cases import WIDTH, World, numbers
+from weft.core.errors import UsageError
+from weft.experts.client.retry import NEVER
+from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from weft.experts.wire import Kind
+
+GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
+OLD_KEYS = ["proj.weight", "proj.bias"]
+kinds = pytest.mark.parametrize("kind", [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts])
+Make = Callable[..., RemoteMixtureOfExperts]
+
+
+def make(kind: Make, world: World, **more: Any) -> RemoteMixtureOfExperts:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return kind(**world.options(grid_size=[2, 2], retry=NEVER, k_best=2, **more)).eval()
+
+
+def value(mixture: nn.Module, x: Tensor) -> Tensor:
+    """A number that depends on all that the mixture returns."""
+    found = mixture(x)
+    return sum(each.square().sum() for each in (found if isinstance(found, tuple) else [found]))
+
+
+@kinds
+def test_who_is_frozen_does_not_learn_and_who_is_not_does(kind: Make) -> None:
+    for experts in (False, True):
+        for router in (False, True):
+            with World(GRID) as world:
+                mixture = make(kind, world)
+                wanted = value(mixture, numbers(8, WIDTH))
+                mixture.requires_grad_(False)
+                mixture.anchor.requires_grad_(experts)
+                mixture.proj.requires_grad_(router)
+                seen = value(mixture, numbers(8, WIDTH))
+                assert torch.equal(seen, wanted) and seen.requires_grad == (experts or router)
+                (seen + torch.zeros((), requires_grad=True)).backward()
+                assert bool(world.servers.called(Kind.BACKWARD)) == experts
+                assert [each.grad is not None for each in mixture.proj.parameters()] == [router] * 2
+                assert mixture.anchor.grad is None if not experts else mixture.anchor.grad.tolist() == [0.0]
+
+
+@kinds
+def test_frozen_experts_refuse_inputs_that_would_make_them_step_before_anybody_is_asked(kind: Make) -> None:
+    with World(GRID) as world:
+        mixture = make(kind, world).requires_grad_(False)
+        x = numbers(8, WIDTH).requires_grad_()
+        with pytest.raises(UsageError, match=r"ffn\.\* are frozen here(.|\n)*under no_grad, or unfreeze"):
+            mixture(x)
+        assert not world.servers.called(Kind.FORWARD)
+        with torch.no_grad():
+            value(mixture, x)
+        value(mixture.requires_grad_(True), x).backward()
+        assert world.servers.called(Kind.BACKWARD) and x.grad is not None
+
+
+@kinds
+def test_experts_that_never_step_give_gradients_although_they_are_frozen(kind: Make) -> None:
+    with World(GRID) as world:
+        world.servers.trained = False
+        mixture = make(kind, world)
+        x = numbers(8, WIDTH).requires_grad_()
+        wanted = torch.autograd.grad(value(mixture, x), x)[0]
+        mixture.requires_grad_(False)
+        assert torch.equal(torch.autograd.grad(value(mixture, x), x)[0], wanted)
+
+
+@kinds
+def test_what_is_saved_and_loaded_is_the_router_alone(kind: Make) -> None:
+    with World(GRID) as world:
+        mixture, other = make(kind, world), make(kind, world)
+        with torch.no_grad():
+            other.proj.weight.zero_()
+        assert list(mixture.state_dict()) == OLD_KEYS
+        other.load_state_dict(mixture.state_dict(), strict=True)
+        assert torch.equal(other.proj.weight, mixture.proj.weight)
+        whole = nn.Sequential(nn.Tanh(), mixture)
+        assert list(whole.state_dict()) == [f"1.{key}" for key in OLD_KEYS]
+        nn.Sequential(nn.Tanh(), other).load_state_dict(whole.state_dict(), strict=True, assign=True)
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "proj.bias"(.|\n)*Unexpected.*"more"'):
+            other.load_state_dict({"proj.weight": mixture.proj.weight, "more": mixture.proj.weight})
+
+
+@kinds
+@pytest.mark.parametrize("frozen", [False, True])
+def test_copies_and_conversions_keep_what_is_frozen(kind: Make, frozen: bool) -> None:
+    with World(GRID) as world:
+        mixture = make(kind, world).requires_grad_(not frozen)
+        for each in (copy.deepcopy(mixture), copy.deepcopy(mixture).to(torch.float32), mixture.half().double()):
+            assert {p.requires_grad for p in each.parameters()} == {not frozen}
+            assert {p.dtype for p in each.parameters()} == {each.proj.weight.dtype}
+            value(each, numbers(8, WIDTH))
+        assert make(kind, world, device="meta").anchor.is_meta
+        assert copy.deepcopy(mixture).anchor is not mixture.anchor
+
+
+@pytest.mark.filterwarnings("ignore:.*optimizer")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+        torch.optim.AdamW,
+        torch.optim.Adafactor,
+        torch.optim.Rprop,
+        torch.optim.NAdam,
+        torch.optim.LBFGS,
+    ],
+)
+def test_optimizers_and_norms_take_all_parameters(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    with World(GRID) as world:
+        mixture = make(RemoteMixtureOfExperts, world)
+        made = optimizer(mixture.parameters())
+
+        def closure() -> Tensor:
+            made.zero_grad()
+            loss = value(mixture, numbers(8, WIDTH))
+            loss.backward()
+            return loss
+
+        before = mixture.proj.weight.detach().clone()
+        for _ in range(2):
+            closure()
+            for kind in (2.0, float("inf")):
+                assert nn.utils.clip_grad_norm_(mixture.parameters(), 1.0, norm_type=kind).isfinite()
+            assert all(float(each.grad.abs().max()) >= 0 for each in mixture.parameters())
+            made.step(closure)
+        assert mixture.anchor.tolist() == [0.0] and not torch.equal(before, mixture.proj.weight)
