@@ -48,7 +48,7 @@ class BatchBuffers:
         joined: list[Tensor] = []
         for place, spec in list(enumerate(self._specs))[first:]:
             shape = (rows, *tasks[0].tensors[place].shape[1:])
-            into = torch.empty(shape, dtype=spec.dtype) if fresh else self._view(place, shape)
+            into = torch.empty(shape, dtype=spec.dtype, device="cpu") if fresh else self._view(place, shape)
             torch.cat([task.tensors[place] for task in tasks], out=into)
             joined.append(into if self._device.type == "cpu" else into.to(self._device, non_blocking=self._pinned))
         if self._pinned:
@@ -68,7 +68,7 @@ class BatchBuffers:
         return self._last[place].detach()  # an object of its own: what a module does to its strides stays there
 
     def _room(self, dtype: torch.dtype, size: int) -> Tensor:
-        return torch.empty(size, dtype=dtype, pin_memory=self._pinned)
+        return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
 
 def deal(batch: Sequence[Tensor], rows: Sequence[int]) -> list[Results]:

@@ -181,7 +181,7 @@ class Engine:
         owner = (tasks[0].client, tasks[0].mini_batch or "")
         total = self.parts.sums.get(owner)
         self.parts.guards.check_parameters([g for g in total.total.totals if g is not None])
-        results = [[torch.tensor([self.parts.stepper.steps + 1])] for _ in tasks]
+        results = [[torch.tensor([self.parts.stepper.steps + 1], device="cpu")] for _ in tasks]
         copies = copied(tasks, results)
 
         def apply() -> None:

@@ -55,7 +55,9 @@ def from_file(data: bytes) -> Any:
         size = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + size])["__metadata__"]
         if metadata["format"] == FORMAT:
-            return _Reader(load(data)).value(json.loads(metadata["tree"]))
+            with torch.device("cpu"):  # where `load` makes what has no numbers
+                tensors = load(data)
+            return _Reader(tensors).value(json.loads(metadata["tree"]))
     except MemoryError:  # says nothing about the file
         raise
     except Exception as error:  # whatever trips over these bytes: they are no checkpoint
@@ -175,7 +177,7 @@ class _Reader:
 
 def _stored(plain: Tensor) -> Tensor:
     """A contiguous copy on the CPU of its own, of a dtype that the file format has a name for."""
-    copy = torch.empty(plain.shape, dtype=plain.dtype)
+    copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
     copy.copy_(plain)
     return copy if plain.dtype in _PLAIN else copy.view(-1).view(torch.uint8)
 

@@ -69,9 +69,10 @@ class Committer:
         def accept(index: int, answer: Received) -> None:
             self.calls.heard(uids[index], answer)
 
-        samples = [torch.tensor([index]) for index in range(many)]  # for `gather`: each call has one of its own
+        samples = [torch.tensor([index], device="cpu") for index in range(many)]  # for `gather`: each call has its own
+        one = torch.ones(many, dtype=torch.int64, device="cpu")
         patience = Patience(deadline, None, lenient=True)
-        gathered = gather(self.calls, requests, samples, torch.ones(many, dtype=torch.int64), patience, accept)
+        gathered = gather(self.calls, requests, samples, one, patience, accept)
         self.tally.passed("commit", many, 0, gathered.faults.values())
         return {uids[index]: fault for index, fault in gathered.faults.items()}
 

@@ -45,7 +45,7 @@ class Dispatch:
         counts = by_choice.bincount()
         if capacity is not None:
             starts = counts.cumsum(0) - counts
-            rank = torch.arange(len(order)) - starts[by_choice[order]]
+            rank = torch.arange(len(order), device="cpu") - starts[by_choice[order]]
             order = order[rank < capacity]
             counts = counts.clamp(max=capacity)
         self.rows = order % max(1, self.samples)
@@ -61,7 +61,7 @@ class Dispatch:
 
     def marked(self, pairs: Tensor) -> Tensor:
         """samples x k, bool: True at these pairs."""
-        mask = torch.zeros(self.samples * self.k, dtype=torch.bool)
+        mask = torch.zeros(self.samples * self.k, dtype=torch.bool, device="cpu")
         mask[pairs] = True
         return mask.view(self.samples, self.k)
 

@@ -71,5 +71,5 @@ class Grid:
     def crowd(self, snapshot: Snapshot) -> Crowd:
         """The experts of the snapshot that stand in the grid."""
         found = sorted((place, uid) for uid in snapshot.search(self.prefix) if (place := self.place(uid)) is not None)
-        places = torch.tensor([place for place, _ in found], dtype=torch.int64).reshape(-1, len(self.sizes))
-        return Crowd(tuple(uid for _, uid in found), places)
+        places = torch.tensor([place for place, _ in found], dtype=torch.int64, device="cpu")
+        return Crowd(tuple(uid for _, uid in found), places.reshape(-1, len(self.sizes)))

@@ -81,9 +81,10 @@ class Link:
             found.append(read_description(answer.header.data))
 
         requests = [self.calls.info(uid, deadline) for uid in uids]
-        one = [torch.zeros(1, dtype=torch.int64)] * len(uids)
+        sample = [torch.zeros(1, dtype=torch.int64, device="cpu")] * len(uids)
+        one = torch.ones(1, dtype=torch.int64, device="cpu")
         patience = Patience(deadline, 0.0, lenient=True)
-        gathered = gather(self.calls, requests, one, torch.ones(1, dtype=torch.int64), patience, accept)
+        gathered = gather(self.calls, requests, sample, one, patience, accept)
         if not found:
             faults = {uids[index]: fault for index, fault in gathered.faults.items()}
             raise too_few(f"{len(uids)} experts of a mixture were asked what they take", 1, 1, 1, faults)

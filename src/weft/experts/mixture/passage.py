@@ -83,7 +83,7 @@ class Passage:
         self._sizes = means.layout.sizes(inputs)
         self._sent: list[Tensor] | None = [dispatch.take(x.detach()) for x in inputs]
         self._outputs: list[Tensor] = []  # on the meta device: dtype and shape are all that backward wants
-        self.alive = torch.zeros(dispatch.samples, dispatch.k, dtype=torch.bool)
+        self.alive = torch.zeros(dispatch.samples, dispatch.k, dtype=torch.bool, device=_CPU)
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """One tensor per flat output: samples x k x ..., on the device of the first input.
@@ -112,7 +112,7 @@ class Passage:
         if all(gradient is None for gradient in gradients):
             return [zero, *[None] * len(sent)]
         pairs = zip(gradients, self._outputs, strict=True)
-        full = [torch.zeros_like(out, device="cpu") if g is None else g for g, out in pairs]
+        full = [torch.zeros_like(out, device=_CPU) if g is None else g for g, out in pairs]
         with self._means.batch.addition() as addition:
             if self._means.terms.detect_anomalies:
                 _refuse("a mixture was given gradients of outputs", self._means.layout.outputs.names, full)
@@ -130,7 +130,7 @@ class Passage:
             )
             for span in dispatch.spans
         ]
-        places = [torch.arange(span.start, span.stop) for span in dispatch.spans]
+        places = [torch.arange(span.start, span.stop, device=_CPU) for span in dispatch.spans]
 
         def accept(index: int, answer: Received) -> Tensor | None:
             self.keys.heard(dispatch.spans[index], answer)
@@ -166,7 +166,7 @@ class Passage:
             inputs.append(_part(sent, span, left))
             mini_batch = addition.begin(uid)
             requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), key, mini_batch, deadline))
-            places.append(torch.arange(span.start, span.stop) if left is None else left)
+            places.append(torch.arange(span.start, span.stop, device=_CPU) if left is None else left)
         self._exchange(
             "backward",
             deadline,
@@ -225,7 +225,7 @@ class Passage:
                 "axes are not those of an input"
             )
         return [
-            torch.zeros(dispatch.samples, dispatch.k, *(size or ()), dtype=spec.dtype)
+            torch.zeros(dispatch.samples, dispatch.k, *(size or ()), dtype=spec.dtype, device=_CPU)
             for spec, size in zip(outputs.specs, self._sizes, strict=True)
         ]
 

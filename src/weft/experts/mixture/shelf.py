@@ -23,7 +23,7 @@ class Shelf:
     def __init__(self, samples: int, k: int, *, finite: bool) -> None:
         self._samples, self._k, self._finite = samples, k, finite
         self._flat: list[Tensor] | None = None
-        self.alive = torch.zeros(samples * k, dtype=torch.bool)
+        self.alive = torch.zeros(samples * k, dtype=torch.bool, device="cpu")
 
     def put(self, pairs: Tensor, answer: Sequence[Tensor]) -> Tensor | None:
         """Lay an answer down at these pairs. Returns which of its rows are good, None for all.

@@ -65,7 +65,7 @@ def memory(message: memoryview, start: int) -> Bytes:
     interface = seen.__array_interface__
     address, read_only = interface["data"]
     if address % ALIGNMENT:
-        fresh: Bytes = torch.empty(len(seen), dtype=torch.uint8).numpy()  # torch aligns to 64
+        fresh: Bytes = torch.empty(len(seen), dtype=torch.uint8, device="cpu").numpy()  # torch aligns to 64
         fresh[:] = seen
         return fresh
     if read_only:

@@ -1,0 +1,106 @@
+"""A default device is where users' own tensors are made; what experts make for themselves lies where it always does.
+
+The meta device stands for any other: what wrongly lies there has no numbers, and says so.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.experts.mixture.commit_cases import WIDTH, Experts, X, sgd
+from tests.experts.mixture.mixture_cases import numbers, two_layers
+from weft.experts import ExpertBackend
+from weft.experts.checkpoint.content import from_file, to_file
+from weft.experts.client import LocalTransport, RemoteExpert, commit
+from weft.experts.server import Server
+from weft.experts.wire.tensors import memory
+
+Life = Callable[[], list[Any]]
+
+
+def given(seed: int = 0) -> Tensor:
+    with torch.device("cpu"):
+        return numbers(16, WIDTH, seed=seed)
+
+
+def trained(remote: nn.Module) -> list[Any]:
+    """Forward, backward and commit, twice: the outputs, the gradients, and who stepped."""
+    found: list[Any] = []
+    for seed in range(2):
+        x = given(seed).requires_grad_()
+        y = remote(x)
+        tensors: list[Tensor] = [y] if isinstance(y, Tensor) else list(y)
+        torch.stack([each.square().sum() for each in tensors]).sum().backward()
+        found += [*tensors, x.grad, commit(remote)]
+    return [*found, *(each.grad for name, each in remote.named_parameters() if name != "anchor")]
+
+
+def one() -> list[Any]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            module = two_layers()
+    with Server([ExpertBackend("one", module, sgd, args_schema=(X,))]) as server:
+        transport = LocalTransport(server.handler(), name="one")
+        remote = RemoteExpert("one", transport, accumulate=True)
+        return trained(remote)
+
+
+def mixture(**options: Any) -> list[Any]:
+    with torch.device("cpu"):
+        experts = Experts(keep_graphs=None)
+    with experts:
+        return trained(experts.mixture(device="cpu", **options))
+
+
+LIVES: dict[str, Life] = {
+    "a remote expert": one,
+    "a mixture": mixture,
+    "a mixture of few answers": lambda: mixture(allow_zero_outputs=True, detect_anomalies=True),
+    "a switch": lambda: mixture(switch=True),
+    "a switch with a capacity": lambda: mixture(switch=True, capacity_factor=0.5),
+}
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_experts_are_called_and_served_the_same_under_any_default_device(life: str) -> None:
+    wanted = LIVES[life]()
+    with torch.device("meta"):
+        seen = LIVES[life]()
+    for one, other in zip(seen, wanted, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_what_was_found_under_a_default_device_serves_without_it() -> None:
+    with Experts() as experts:
+        mixture, other = experts.mixture(), experts.mixture()
+        x = given()
+        with torch.device("meta"), torch.no_grad():
+            mixture(x)
+        assert torch.equal(mixture(x), other(x))
+        with torch.device("meta"), torch.no_grad():
+            assert torch.equal(mixture(x), other(x))
+
+
+def test_zeros_for_nobody_are_where_answers_would_be() -> None:
+    with Experts() as experts:
+        mixture = experts.mixture(allow_zero_outputs=True, k_min=1)
+        mixture(given())
+        for lease in experts.leases.values():
+            experts.directory.withdraw(lease)
+        with torch.device("meta"):
+            y = mixture(given())
+        assert not y.any() and y.shape == (16, WIDTH)
+
+
+def test_checkpoints_and_messages_are_read_and_written_under_any_default_device() -> None:
+    state = {"some": numbers(3, 2), "none": torch.empty(0, 2), "narrow": torch.ones(2, dtype=torch.complex128)}
+    with torch.device("meta"):
+        read = from_file(to_file(state))
+        body = memory(memoryview(bytes(range(16))), 3)
+    assert all(each.device.type == "cpu" and torch.equal(each, state[name]) for name, each in read.items())
+    assert np.array_equal(body, np.arange(3, 16))
