@@ -37,3 +37,16 @@ def count_fault(name: str, value: Any, *, none: bool = False) -> list[str]:
     if (value is None and none) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return []
     return [f"{name} is {value!r}, wanted an int of at least 1{', or None' * none}"]
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether this is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def kind_fault(name: str, value: Any, kind: type, wanted: str, *, none: bool = False) -> list[str]:
+    """What is wrong with a value that must be of this kind, in words: ``wanted`` says how one gets it."""
+    if isinstance(value, kind) or (value is None and none):
+        return []
+    seen = repr(value) if value is None or isinstance(value, str | int | float) else f"of type {type(value).__name__}"
+    return [f"{name} is {seen}, wanted {wanted}{', or None' * none}"]

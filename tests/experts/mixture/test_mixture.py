@@ -509,8 +509,11 @@ def test_what_travels_may_be_compressed() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"k_best": 0}, r"k_best is 0(.|\n)*k_min is 1"),
-        ({"k_min": 3, "backward_k_min": -1}, r"k_min is 3, wanted 0 to k_best \(2\)(.|\n)*backward_k_min is -1"),
+        ({"k_best": 0, "k_min": -1}, r"k_best is 0(.|\n)*k_min is -1"),
+        (
+            {"k_min": 3, "backward_k_min": -1},
+            r"k_min is 3, wanted an int from 0 to k_best \(2\)(.|\n)*backward_k_min is -1",
+        ),
         (
             {"forward_timeout": 0.0, "backward_timeout": math.inf},
             r"forward_timeout is 0.0(.|\n)*backward_timeout is inf",

@@ -13,11 +13,13 @@ product keys of Lample et al., "Large Memory Layers with Product Keys" (2019), i
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault
 from weft.experts.directory import Snapshot
 
 
@@ -32,6 +34,17 @@ class Crowd:
         return len(self.uids)
 
 
+def grid_faults(prefix: Any, sizes: Any) -> list[str]:
+    """What is wrong with the ``uid_prefix`` and the ``grid_size`` of a grid."""
+    named = isinstance(prefix, str) and prefix.strip(".")
+    faults = [] if named else [f"uid_prefix is {prefix!r}, wanted a name such as 'ffn'"]
+    if isinstance(sizes, str | bytes) or not isinstance(sizes, Sequence):
+        return [*faults, f"grid_size is {sizes!r}, wanted a list with one size for each axis, such as [4, 32]"]
+    faults += [] if sizes else ["grid_size is empty, wanted one size for each axis"]
+    each = enumerate(cast("Sequence[Any]", sizes))
+    return faults + [fault for i, size in each for fault in count_fault(f"grid_size[{i}]", size)]
+
+
 class Grid:
     """Names of experts, and what they mean. ``sizes`` says how many places there are along each axis.
 
@@ -39,9 +52,7 @@ class Grid:
     """
 
     def __init__(self, prefix: str, sizes: Sequence[int]) -> None:
-        faults = [] if prefix.strip(".") else [f"uid_prefix is {prefix!r}, wanted a name such as 'ffn'"]
-        faults += [] if sizes else ["grid_size is empty, wanted one size for each axis"]
-        faults += [f"grid_size[{i}] is {size}, wanted at least 1" for i, size in enumerate(sizes) if size < 1]
+        faults = grid_faults(prefix, sizes)
         if faults:
             raise UsageError(listed("there is no such grid of experts:", faults))
         self.prefix = prefix.rstrip(".") + "."

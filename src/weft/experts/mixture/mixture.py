@@ -11,6 +11,7 @@ of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
 
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import SpecError, UsageError
+from weft.experts.checks import count_fault, kind_fault
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
 from weft.experts.mixture.anchor import Anchored
 from weft.experts.mixture.commit import Committer
 from weft.experts.mixture.dispatch import Dispatch
-from weft.experts.mixture.grid import Crowd, Grid
+from weft.experts.mixture.grid import Crowd, Grid, grid_faults
 from weft.experts.mixture.layout import Layout
 from weft.experts.mixture.link import Link
 from weft.experts.mixture.minibatch import MiniBatch
@@ -33,7 +35,7 @@ from weft.experts.mixture.passage import Means, Passage
 from weft.experts.mixture.recall import Round
 from weft.experts.mixture.routing import choose, chosen_scores
 from weft.experts.mixture.tally import MixtureStatistics
-from weft.experts.mixture.terms import Terms
+from weft.experts.mixture.terms import Terms, refuse, term_faults
 from weft.experts.mixture.weighing import gating_input, weighted_mean, weights_of_answered
 
 RETRY = Retry(attempts=3)
@@ -59,7 +61,8 @@ class RemoteMixtureOfExperts(Anchored):
             as failed. It reads every number, which costs about as much as a copy.
         allow_zero_outputs: samples with fewer answers than they need are zero (in backward: add nothing to the
             inputs' gradients) instead of an error.
-        retry: when calls that failed are sent again. A backward or commit bears a key, and so steps once however often.
+        retry: when calls that failed are sent again; None: a call is sent three times at most. A backward or commit
+            bears a key, and so steps once however often.
         compression: of what is sent and answered.
         accumulate: gradients of backward add up at the experts until `commit`, which is one optimizer step of each.
             For mini-batches that are cut into micro-batches (in a `weft.Pipe`, or by hand). ``False``: every backward
@@ -97,7 +100,7 @@ class RemoteMixtureOfExperts(Anchored):
         backward_timeout: float = 30.0,
         detect_anomalies: bool = False,
         allow_zero_outputs: bool = False,
-        retry: Retry = RETRY,
+        retry: Retry | None = None,
         compression: Policy | None = None,
         accumulate: bool = False,
         keep_graph: bool = False,
@@ -106,21 +109,32 @@ class RemoteMixtureOfExperts(Anchored):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.grid = Grid(uid_prefix, grid_size)
-        self.terms = Terms(
-            k_best=k_best,
-            k_min=k_min,
-            backward_k_min=backward_k_min,
-            forward_timeout=forward_timeout,
-            backward_timeout=backward_timeout,
-            timeout_after_k_min=timeout_after_k_min,
-            detect_anomalies=detect_anomalies,
-            allow_zero_outputs=allow_zero_outputs,
-        )
+        terms: dict[str, Any] = {
+            "k_best": k_best,
+            "k_min": k_min,
+            "backward_k_min": backward_k_min,
+            "forward_timeout": forward_timeout,
+            "backward_timeout": backward_timeout,
+            "timeout_after_k_min": timeout_after_k_min,
+            "detect_anomalies": detect_anomalies,
+            "allow_zero_outputs": allow_zero_outputs,
+        }
+        nowhere = grid_faults(uid_prefix, grid_size)
+        faults = [
+            *count_fault("in_features", in_features),
+            *nowhere,
+            *kind_fault("connections", connections, Connections, "Connections, made with Connections(directory)"),
+            *term_faults(terms, None if nowhere else prod(grid_size)),
+            *kind_fault("retry", retry, Retry, "a Retry", none=True),
+            *kind_fault("compression", compression, Policy, "a Policy, such as Policy(inputs='fp16')", none=True),
+            *kind_fault("client", client, str, "a name", none=True),
+        ]
+        refuse(faults + self._faults())
+        self.grid, self.terms = Grid(uid_prefix, grid_size), Terms(**terms)
         self.in_features, self.keep_graph = in_features, keep_graph
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
         self.make_anchor(self.proj.weight)
-        self._link = Link(self.grid, connections, retry, compression or Policy(), client)
+        self._link = Link(self.grid, connections, retry or RETRY, compression or Policy(), client)
         self._batch = MiniBatch(accumulate)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -148,6 +162,10 @@ class RemoteMixtureOfExperts(Anchored):
         answers, alive = self._ask(layout, flat, dispatch, Round(crowd, chosen, dispatch.sent, ()), before, deadline)
         weights = weights_of_answered(chosen_scores(scores, places, sizes, chosen), alive)
         return layout.outputs.pack([weighted_mean(each, weights) for each in answers])
+
+    def _faults(self) -> list[str]:
+        """What is wrong with the arguments of a class that is made of this one, and has set them before."""
+        return []
 
     @property
     def accumulates(self) -> bool:

@@ -14,13 +14,22 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.core.errors import UsageError, listed
+from weft.experts.checks import is_number
 from weft.experts.client.connections import Connections
 from weft.experts.mixture.dispatch import Dispatch
 from weft.experts.mixture.mixture import RemoteMixtureOfExperts
 from weft.experts.mixture.recall import Round
 from weft.experts.mixture.routing import all_scores
 from weft.experts.mixture.weighing import jittered, load_balancing_loss, weighted_mean
+
+
+def switch_faults(jitter_eps: Any, capacity_factor: Any) -> list[str]:
+    """What is wrong with these arguments of a switch."""
+    still = is_number(jitter_eps) and 0 <= jitter_eps < 1
+    faults = [] if still else [f"jitter_eps is {jitter_eps!r}, wanted a number from 0 to less than 1"]
+    if capacity_factor is None or (is_number(capacity_factor) and 0 < capacity_factor < float("inf")):
+        return faults
+    return [*faults, f"capacity_factor is {capacity_factor!r}, wanted a positive number, or None"]
 
 
 class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
@@ -53,11 +62,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         capacity_factor: float | None = None,
         **options: Any,
     ) -> None:
-        faults = [] if 0 <= jitter_eps < 1 else [f"jitter_eps is {jitter_eps}, wanted from 0 to less than 1"]
-        if capacity_factor is not None and not 0 < capacity_factor < float("inf"):
-            faults.append(f"capacity_factor is {capacity_factor}, wanted a positive number, or None")
-        if faults:
-            raise UsageError(listed("a switch mixture cannot work like this:", faults))
+        self.jitter_eps, self.capacity_factor = jitter_eps, capacity_factor  # first, for `_faults`
         super().__init__(
             in_features=in_features,
             grid_size=grid_size,
@@ -69,7 +74,6 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
             allow_zero_outputs=allow_zero_outputs,
             **options,
         )
-        self.jitter_eps, self.capacity_factor = jitter_eps, capacity_factor
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """What the experts return, weighted, and the load-balancing loss (a scalar; see `load_balancing_loss`).
@@ -97,6 +101,9 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         weights = probabilities.gather(1, chosen) * alive
         outputs = layout.outputs.pack([weighted_mean(each, weights) for each in answers])
         return outputs, load_balancing_loss(probabilities, chosen)
+
+    def _faults(self) -> list[str]:
+        return switch_faults(self.jitter_eps, self.capacity_factor)
 
     def _capacity(self, chosen: Tensor, experts: int) -> int | None:
         if self.capacity_factor is None:

@@ -1,0 +1,117 @@
+"""What makes no sense is told where a mixture is made, by name, and all of it at once; what does makes one."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import weft
+from weft.experts.checks import kind_fault
+from weft.experts.mixture.grid import grid_faults
+from weft.experts.mixture.switch import switch_faults
+from weft.experts.mixture.terms import term_faults
+
+GOOD: dict[str, Any] = {
+    "k_best": 4,
+    "k_min": 1,
+    "backward_k_min": 1,
+    "forward_timeout": 1.0,
+    "backward_timeout": 1.0,
+    "timeout_after_k_min": None,
+}
+NO_COUNT = st.one_of(st.none(), st.booleans(), st.floats(), st.text(max_size=3), st.integers(max_value=-1))
+CONSTRUCTED = """
+import torch
+from weft.core.errors import UsageError
+from weft.experts.client import Connections
+from weft.experts.directory import LocalDirectory
+from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+
+directory = LocalDirectory()
+connections = Connections(directory)
+good = {"in_features": 8, "grid_size": [2, 2], "uid_prefix": "ffn", "connections": connections}
+wrong = {
+    "in_features": [0, 8.0, None],
+    "grid_size": [4, "22", [2.0, 2.0], None, [], [2, True]],
+    "uid_prefix": [None, "", 3],
+    "connections": [directory, None, "host:1"],
+    "k_best": [2.0, True, "2", None],
+    "k_min": [0.5, True, -1, None],
+    "backward_k_min": [1.5, True],
+    "retry": [3, "never"],
+    "compression": ["fp16", 1],
+    "client": [5],
+    "forward_timeout": [None, "1"],
+}
+of_switch = {"jitter_eps": [None, "a", 1.0, True], "capacity_factor": ["1", True, 0.0]}
+
+def told(kind, given):
+    try:
+        kind(**{**good, **given})
+    except UsageError as error:
+        return str(error).splitlines()[1:]
+    return []
+
+for kind, cases in ((RemoteMixtureOfExperts, wrong), (RemoteSwitchMixtureOfExperts, {**wrong, **of_switch})):
+    assert told(kind, {}) == [] == told(kind, {"retry": None, "compression": None, "grid_size": torch.Size([2, 2])})
+    for name, values in cases.items():
+        for value in values:
+            lines = told(kind, {name: value})
+            assert lines and all(line.startswith(f"  - {name}") for line in lines), (name, value, lines)
+    everything = "\\n".join(told(kind, {name: values[0] for name, values in cases.items()}))
+    assert all(f"- {name} is " in everything for name in cases), everything
+    assert told(kind, {"k_best": 9, "k_min": 9})[0].startswith("  - k_min is 9")
+connections.close()
+directory.close()
+"""
+
+
+def test_arguments_of_the_wrong_type_are_refused_where_they_are_given_all_at_once() -> None:
+    # In a process of its own: the run-time type checks of this suite would refuse them before.
+    path = os.pathsep.join(filter(None, [str(Path(weft.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    seen = subprocess.run(
+        [sys.executable, "-c", CONSTRUCTED],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert seen.returncode == 0, seen.stderr
+
+
+@given(st.sampled_from(["k_best", "k_min", "backward_k_min"]), NO_COUNT)
+def test_what_is_no_count_is_a_fault_of_its_own_name_alone(name: str, value: Any) -> None:
+    faults = term_faults({**GOOD, name: value})
+    assert len(faults) == 1 and faults[0].startswith(f"{name} is {value!r}, wanted an int")
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(1, 9))
+def test_counts_are_taken_if_so_many_can_answer(k_best: int, k_min: int, backward_k_min: int, places: int) -> None:
+    faults = term_faults({**GOOD, "k_best": k_best, "k_min": k_min, "backward_k_min": backward_k_min}, places)
+    wanted = [k_min > min(k_best, places), backward_k_min > k_best]
+    assert [any(fault.startswith(name) for fault in faults) for name in ("k_min", "backward_k_min")] == wanted
+    assert len(faults) == sum(wanted)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.sampled_from([list, tuple]))
+def test_any_list_of_sizes_is_a_grid(sizes: list[int], kind: Any) -> None:
+    assert grid_faults("ffn", kind(sizes)) == []
+    assert grid_faults("ffn", kind([*sizes, 1.5])) == [f"grid_size[{len(sizes)}] is 1.5, wanted an int of at least 1"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, "1", True])
+def test_both_numbers_of_a_switch_are_told_together(bad: Any) -> None:
+    faults = switch_faults(bad, bad)
+    assert [fault.split()[0] for fault in faults] == ["jitter_eps", "capacity_factor"]
+    assert switch_faults(0, None) == switch_faults(0.5, 1) == []
+
+
+def test_large_values_are_told_by_their_type() -> None:
+    assert kind_fault("x", [0] * 1000, str, "a name") == ["x is of type list, wanted a name"]
+    assert kind_fault("x", None, str, "a name", none=True) == kind_fault("x", "y", str, "a name") == []
