@@ -7,7 +7,7 @@
 For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -100,6 +100,12 @@ class RemoteExpert(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expert's outputs; see the class."""
+        if torch.compiler.is_dynamo_compiling():  # what is around it may be compiled; a call over there is not traced
+            untraced = cast("Callable[..., Any]", torch.compiler.disable(self._forward))
+            return untraced(args, kwargs)
+        return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._asker.deadline()
         signature = self._asker.signature(deadline)
         inputs = signature.flat(args, kwargs)

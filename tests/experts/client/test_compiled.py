@@ -1,0 +1,76 @@
+"""A model around a remote expert may be compiled: the call itself is not traced, and means what it always means."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(240)
+ROOT = Path(__file__).parents[3]
+COMPILED = """
+import sys
+from functools import partial
+
+import torch
+from torch import nn
+
+from tests.experts.client.transport_cases import reached
+from tests.experts.expert_cases import WIDTH, Fussy, fussy_backend, rows, seeded
+from weft.experts.client import RemoteExpert
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+same = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
+
+
+class Scaled(RemoteExpert):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def compared(model, here, twin, remote):
+    compiled, optimizer = torch.compile(model, backend=sys.argv[1]), sgd(twin.parameters())
+    for step in range(3):
+        x, y = rows(2 + step, step).requires_grad_(), rows(2 + step, step).requires_grad_()
+        mine, wanted = compiled(x), here(y)
+        same(mine, wanted)
+        mine.square().sum().backward()
+        wanted.square().sum().backward()
+        same(x.grad, y.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        same(compiled(rows(2, 0)), here(rows(2, 0)))
+    assert remote.steps == 3, remote.steps
+
+
+def one(kind, around):
+    torch._dynamo.reset()
+    with reached("grpc", fussy_backend(optimizer=sgd)) as (_, transport):
+        remote, twin = kind("fussy", transport, timeout=30.0), seeded(Fussy)
+        here = nn.Sequential(twin) if kind is RemoteExpert else lambda x: 2 * twin(x)
+        if not around:
+            return compared(remote, here, twin, remote)
+        first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        compared(nn.Sequential(first, remote, nn.Tanh()), lambda x: here(first(x)).tanh(), twin, remote)
+
+
+for kind in (RemoteExpert, Scaled):
+    for around in (False, True):
+        one(kind, around)
+"""
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_computes_and_trains_as_before(backend: str) -> None:
+    # In a process of its own: the compiler cannot trace through the run-time type checks of this suite.
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    seen = subprocess.run(
+        [sys.executable, "-c", COMPILED, backend],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert seen.returncode == 0, seen.stderr
