@@ -4,7 +4,7 @@ import copy
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -139,11 +139,43 @@ def test_an_output_that_nobody_uses_and_an_input_without_gradient(there: tuple[S
     assert x.grad is None and pair[1].grad is not None and not pair[1].grad.any()
 
 
-def test_it_has_no_parameters_with_numbers_and_no_state(fake: FakeTransport) -> None:
+def test_it_has_no_state(fake: FakeTransport) -> None:
     model = nn.Sequential(nn.Linear(2, WIDTH), RemoteExpert("fussy", fake))
-    assert sum(p.numel() for p in model[1].parameters()) == 0
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     assert model.load_state_dict(model.state_dict()).missing_keys == []
+
+
+OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    partial(torch.optim.AdamW, lr=0.1, weight_decay=0.1, amsgrad=True),
+    partial(torch.optim.Adafactor, lr=0.1, weight_decay=0.1),
+    partial(torch.optim.RMSprop, lr=0.1, centered=True),
+    partial(torch.optim.Rprop, lr=0.1),
+    partial(torch.optim.Adagrad, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda made: made.func.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_its_only_parameter_stays_zero(
+    fake: FakeTransport, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    remote = RemoteExpert("fussy", fake).to(dtype)
+    mine = optimizer(list(remote.parameters()))
+    for _ in range(3):
+        remote(rows(2, 0)).sum().backward()
+        mine.step()
+        mine.zero_grad()
+    assert [parameter.tolist() for parameter in remote.parameters()] == [[0.0]]
+
+
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+def test_training_code_may_ask_for_norms_and_largest_numbers(fake: FakeTransport, kind: float) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), RemoteExpert("fussy", fake))
+    model(rows(2, 0)).sum().backward()
+    wanted = nn.utils.get_total_norm([each.grad for each in model[0].parameters() if each.grad is not None], kind)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=kind) == wanted
+    assert all(each.grad is not None and each.grad.abs().max() >= 0 for each in model.parameters())
 
 
 def test_a_frozen_expert_gives_values_but_takes_no_gradients(fake: FakeTransport) -> None:

@@ -4,7 +4,8 @@
     their gradients <── [ backward: inputs, output gradients ─> server ] <── gradients of the outputs
 
 The graph stays here empty: the server runs its module again for the backward, or has kept its graph. The *anchor* is
-a parameter without numbers, so that the node is reached, and the expert trained, also where no input wants a gradient.
+a parameter, a zero with zero as its gradient, so that the node is reached, and the expert trained, also where no input
+wants a gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ class RemoteJourney:
             self._freed = True
             self.inputs = []
         back: list[Tensor | None] = [g if flag else None for g, flag in zip(found, self._wanted, strict=True)]
-        return [*back, self.anchor.new_empty(self.anchor.shape)]  # which has no numbers
+        return [*back, torch.zeros_like(self.anchor)]
 
     def _check_inputs(self) -> None:
         changed = [

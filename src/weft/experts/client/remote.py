@@ -60,8 +60,9 @@ class RemoteExpert(nn.Module):
     and the server's optimizer steps, also where no input wants a gradient. In a `weft.Pipe` that recomputes, forward
     is not asked again.
 
-    Its parameters live at the server. Here there is one without numbers, ``anchor``, through which autograd finds the
-    expert; it is in `parameters`, not in `state_dict`. Freezing it forbids backward.
+    Its parameters live at the server. Here there is a single zero, ``anchor``, through which autograd finds the expert.
+    It is in `parameters`, not in `state_dict`; its gradient is zero, and its value means nothing. Freezing it forbids
+    backward.
 
     A copy or a pickle of it is one more client of the same expert: with an address it makes a connection of its own;
     with a `Transport` or `Connections` it can be copied, but not pickled.
@@ -91,7 +92,7 @@ class RemoteExpert(nn.Module):
         if not isinstance(where, str) and (tls is not None or token is not None):
             raise UsageError("tls= and token= are for an address; a transport or connections have their own")
         self.uid = uid
-        self.anchor = nn.Parameter(torch.empty(0))
+        self.anchor = nn.Parameter(torch.zeros(1))  # one: training code takes norms and largest numbers
         self._where = where
         self._keys = (tls, token)
         self._retry = retry or Retry()
