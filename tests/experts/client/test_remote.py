@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
 from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, fussy_backend, rows, seeded
@@ -143,6 +144,41 @@ def test_it_has_no_state(fake: FakeTransport) -> None:
     model = nn.Sequential(nn.Linear(2, WIDTH), RemoteExpert("fussy", fake))
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     assert model.load_state_dict(model.state_dict()).missing_keys == []
+
+
+class Calibrated(RemoteExpert):
+    """A subclass with numbers of its own, a child and a forward."""
+
+    def __init__(self, uid: str, where: str | Transport) -> None:
+        super().__init__(uid, where)
+        self.scale = nn.Parameter(torch.full((1,), 2.0, dtype=torch.float64))
+        self.shift = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return self.shift(self.scale * super().forward(*args, **kwargs))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("strange", ["weight", "layer.weight", "anchor"])
+def test_weights_for_it_are_unexpected(fake: FakeTransport, strange: str, alone: bool) -> None:
+    remote = RemoteExpert("fussy", fake)
+    model, key = (remote, strange) if alone else (nn.Sequential(nn.Linear(2, 2), remote), f"1.{strange}")
+    state = {**model.state_dict(), key: torch.ones(1)}
+    with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{key}"'):
+        model.load_state_dict(state)
+    assert model.load_state_dict(state, strict=False) == ([], [key])
+    assert remote.anchor == 0
+
+
+def test_what_a_subclass_adds_is_state_as_of_any_module(fake: FakeTransport) -> None:
+    one, other = (nn.Sequential(Calibrated("fussy", fake)) for _ in range(2))
+    with torch.no_grad():
+        one[0].scale.fill_(3.0)
+    assert list(one.state_dict()) == ["0.scale", "0.shift.weight", "0.shift.bias"]
+    other.load_state_dict(one.state_dict())
+    assert close(one(rows(2, 0)), other(rows(2, 0)))
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.scale"'):
+        other.load_state_dict({name: each for name, each in one.state_dict().items() if name != "0.scale"})
 
 
 OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
@@ -465,6 +501,67 @@ def test_a_pickled_expert_with_an_address_makes_a_connection_of_its_own() -> Non
         wanted = remote(rows(2, 0))
         with pickle.loads(pickle.dumps(remote)) as again, copy.deepcopy(remote) as copied:
             assert close(again(rows(2, 0)), wanted) and close(copied(rows(2, 0)), wanted)
+
+
+def doubled(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
+
+
+COPIES: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, pickled]
+CONVERSIONS: list[Callable[[nn.Module], nn.Module]] = [
+    *(lambda m, d=dtype: m.to(d) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+    lambda m: m.to("meta"),
+    lambda m: m.requires_grad_(False),
+    lambda m: m.eval(),
+]
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("converted", CONVERSIONS)
+def test_a_copy_is_as_its_original_was_made_and_converted(
+    copied: Callable[[nn.Module], nn.Module], converted: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = converted(nn.Sequential(nn.Linear(2, 2), RemoteExpert("fussy", "127.0.0.1:1"), Calibrated("a", "b:1")))
+    again = copied(model)
+    for mine, other in zip(model.modules(), again.modules(), strict=True):
+        assert mine is not other and type(mine) is type(other) and mine.training == other.training
+    for mine, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert mine is not other and (mine.dtype, mine.device, mine.requires_grad, mine.shape) == (
+            (other.dtype, other.device, other.requires_grad, other.shape)
+        )
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_computes_what_its_original_does(copied: Callable[[nn.Module], nn.Module]) -> None:
+    with Server([fussy_backend(optimizer=sgd)]) as server, Calibrated("fussy", server.address) as remote:
+        remote.register_forward_hook(doubled)
+        remote.note = ["mine"]
+        again = copied(remote)
+        assert isinstance(again, Calibrated) and again.note == remote.note and again.note is not remote.note
+        with again:
+            assert close(again(rows(2, 0)), remote(rows(2, 0)))
+            again.scale.detach().zero_()
+            assert not close(again(rows(2, 0)), remote(rows(2, 0)))
+            again.close()
+            assert remote(rows(2, 0)).shape == (2, WIDTH)
+
+
+def test_what_is_twice_in_a_model_is_twice_in_its_copy(fake: FakeTransport) -> None:
+    remote = RemoteExpert("fussy", fake)
+    again = copy.deepcopy(nn.Sequential(remote, remote))
+    assert again[0] is again[1] and again[0] is not remote and len(list(again.parameters())) == 1
+
+
+def test_averaged_models_hold_it(fake: FakeTransport) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), RemoteExpert("fussy", fake)).double()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(2):
+        averaged.update_parameters(model)
+    assert close(averaged(rows(2, 0)), model(rows(2, 0)))
 
 
 def test_an_expert_with_a_transport_can_be_copied_but_not_pickled(fake: FakeTransport) -> None:

@@ -8,6 +8,7 @@ For PyTorch it is an ordinary layer. The idea of one autograd function that join
 """
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ from weft.experts.compression import Policy
 from weft.experts.service import Description
 
 _HERE = ("_asker", "_remembered", "_finalizer")  # belongs to this process, and is made anew in another
+_SHARED = ("_where", "_keys", "_retry", "_options")  # which a copy takes as they are
 
 
 class RemoteExpert(nn.Module):
@@ -64,8 +66,8 @@ class RemoteExpert(nn.Module):
     It is in `parameters`, not in `state_dict`; its gradient is zero, and its value means nothing. Freezing it forbids
     backward.
 
-    A copy or a pickle of it is one more client of the same expert: with an address it makes a connection of its own;
-    with a `Transport` or `Connections` it can be copied, but not pickled.
+    A copy or a pickle of it is one more client of the same expert, and the same layer in all else: with an address it
+    makes a connection of its own; with a `Transport` or `Connections` it can be copied, but not pickled.
 
     Raises, at the first call or `describe`, ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``; at every
     call ``SpecError`` for arguments that do not fit (before anything is sent), ``DeadlineError``, ``LostError``, and
@@ -173,34 +175,27 @@ class RemoteExpert(nn.Module):
                 f"remote expert {self.uid!r} uses connections of this process, which cannot be pickled; make it from "
                 "an address, or make it anew where it is needed"
             )
-        return {name: value for name, value in self.__dict__.items() if name not in _HERE}
+        return self._state()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._connect()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteExpert":
-        options = self._options
-        copy = RemoteExpert(
-            self.uid,
-            self._where,
-            timeout=options.timeout,
-            retry=self._retry,
-            compression=options.compression,
-            client=options.client,
-            accumulate=options.accumulate,
-            keep_graph=options.keep_graph,
-            tls=self._keys[0],
-            token=self._keys[1],
-        )
-        copy.anchor.requires_grad_(self.anchor.requires_grad)
-        memo[id(self)] = copy
-        return copy.train(self.training)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        state = self._state()
+        made.__setstate__({name: each if name in _SHARED else deepcopy(each, memo) for name, each in state.items()})
+        return made
 
     def extra_repr(self) -> str:
         """For `print`."""
         where = self._where if isinstance(self._where, str) else type(self._where).__name__
         return f"{self.uid!r}, {where!r}"
+
+    def _state(self) -> dict[str, Any]:
+        """What makes this layer what it is, whatever a subclass or a user has added, and nothing of this process."""
+        return {name: value for name, value in super().__getstate__().items() if name not in _HERE}
 
     def _connect(self) -> None:
         where, (tls, token) = self._where, self._keys
@@ -242,10 +237,26 @@ class RemoteExpert(nn.Module):
         return outputs
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Nothing: what is learned is saved by the server."""
+        """Nothing of the expert: what is learned is saved by the server. What a subclass has, as for any module."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}anchor", None)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, for the same reason."""
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Nothing of the expert, for the same reason: weights for it are unexpected, and so an error if ``strict``."""
+        key, missing = f"{prefix}anchor", list[str]()
+        if state_dict.pop(key, None) is not None and strict:
+            unexpected_keys.append(key)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
+        missing_keys += [name for name in missing if name != key]
 
 
 def _giving(known: list[Tensor]) -> Forward:
