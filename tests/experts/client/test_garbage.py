@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.experts.client.test_retry import CALL, ClosedAfter
 from tests.experts.client.transport_cases import FakeTransport, reached
 from tests.experts.expert_cases import TROUBLE, fussy_backend, rows
 from tests.experts.mixture.commit_cases import Experts
@@ -18,7 +19,7 @@ from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft.core.errors import SpecError, WeftError
 from weft.experts import GraphBudget
 from weft.experts.client import NEVER, RemoteExpert, Retry
-from weft.experts.wire import Kind
+from weft.experts.wire import Kind, LostError, UnreachableError
 
 SWIFT = Retry(attempts=3, first=0.001)
 
@@ -65,6 +66,20 @@ def test_of_an_expert(keep: bool, accumulate: bool, lose: list[str], factor: flo
             remote.discard()
 
         assert not left_behind(work)
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_of_a_call_whose_error_is_that_of_an_earlier_attempt(close: bool) -> None:
+    way = ClosedAfter(close)
+
+    def work() -> None:
+        way.line.closed.clear()
+        way.fates += [LostError("x"), LostError("y"), UnreachableError("z")]
+        call = CALL._replace(tensors=[rows(2, 0)])
+        with pytest.raises(LostError, match="y"):
+            way.line.ask(call, 15.0, repeatable=True)
+
+    assert not left_behind(work)
 
 
 def test_of_an_expert_that_is_late_unknown_wrongly_called_or_raises() -> None:

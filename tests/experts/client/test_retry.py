@@ -1,8 +1,11 @@
 """The rule of repetition, and the line that keeps it within one deadline."""
 
+import re
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -108,6 +111,97 @@ def test_all_attempts_end_with_the_deadline() -> None:
     assert time.monotonic() - start < 0.5 and 2 < transport.calls < 100
 
 
+@pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
+def test_unless_told_otherwise_only_the_deadline_ends_the_attempts(error: Exception) -> None:
+    transport = Scripted(*[error for _ in range(100)])
+    assert line(transport, first=0.0, longest=0.0).ask(CALL, 15.0, repeatable=True) is ANSWER
+    assert transport.calls == 101
+
+
+def test_an_error_tells_how_long_it_was_tried() -> None:
+    with pytest.raises(UnreachableError) as caught:
+        line(Scripted(*[UnreachableError("x") for _ in range(9)]), attempts=9).ask(CALL, 5.0, repeatable=True)
+    assert re.search(r"this was attempt 9 in [\d.]+ s; the one before it ended", caught.value.__notes__[0])
+
+
+class Slow(threading.Event):
+    """Pauses take a second, by a clock that stands still otherwise."""
+
+    now = 0.0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now += 1.0
+        return False
+
+
+@pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
+def test_a_pause_that_took_all_the_time_left_does_not_hide_what_was_before_it(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow()
+    monkeypatch.setattr("weft.experts.client.line.time", SimpleNamespace(monotonic=lambda: slow.now))
+    mine = Line(FixedRoute(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
+    with pytest.raises(type(error), match="x") as caught:
+        mine.ask(CALL, 0.5, repeatable=True)
+    assert "no time" in caught.value.__notes__[0]
+
+
+class ClosedAfter(Scripted):
+    """Closed, once all its fates have come: by who calls, or under who calls."""
+
+    def __init__(self, close: bool, *fates: Exception | str) -> None:
+        super().__init__(*fates)
+        self._close, self.line = close, Line(FixedRoute(self), Retry(first=0.0, longest=0.0))
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        if not self.fates:
+            raise UsageError("the way was closed")
+        future = super().submit(call, timeout)
+        if not self.fates and self._close:
+            self.line.closed.set()
+        return future
+
+
+@pytest.mark.parametrize("close", [True, False], ids=["who calls", "the way"])
+@given(st.lists(st.sampled_from([*SURE, *UNSURE]), min_size=1, max_size=5))
+def test_what_may_have_been_done_is_never_called_not_sent(close: bool, errors: list[Exception]) -> None:
+    fates = [type(error)("x") for error in errors]
+    unsure = [fate for fate in fates if isinstance(fate, LostError | DeadlineError)]
+    with pytest.raises((UsageError, LostError, DeadlineError)) as caught:
+        ClosedAfter(close, *fates).line.ask(CALL, 15.0, repeatable=True)
+    if unsure:
+        assert caught.value is unsure[-1] and "closed" in caught.value.__notes__[0]
+    else:
+        assert type(caught.value) is UsageError and "closed" in str(caught.value)
+
+
+@pytest.mark.parametrize("sure", SURE, ids=lambda e: type(e).__name__)
+def test_the_last_attempts_do_not_hide_that_an_earlier_one_may_have_been_done(sure: Exception) -> None:
+    transport = Scripted(LostError("first"), *[sure for _ in range(3)])
+    with pytest.raises(LostError, match="first") as caught:
+        line(transport, attempts=4).ask(CALL, 5.0, repeatable=True)
+    (note,) = caught.value.__notes__
+    assert transport.calls == 4 and note.startswith("attempt 4 in ") and f"{type(sure).__name__}: x" in note
+    with pytest.raises(SpecError):  # the last word is the server's
+        line(Scripted(LostError("first"), SpecError("y"))).ask(CALL, 5.0, repeatable=True)
+
+
+class Interrupted(Future[Received]):
+    """Who waits for it is interrupted, as by Ctrl-C."""
+
+    def result(self, timeout: float | None = None) -> Received:
+        raise KeyboardInterrupt
+
+
+def test_who_is_interrupted_has_the_call_cancelled() -> None:
+    future = Interrupted()
+    transport = Scripted()
+    transport.submit = lambda call, timeout: future  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        line(transport).ask(CALL, 5.0, repeatable=True)
+    assert future.cancelled()
+
+
 def test_a_transport_that_never_answers_is_not_waited_for_longer() -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineError, match="script"):
@@ -137,8 +231,36 @@ def test_pauses_are_within_their_bound(attempt: int, first: float, growth: float
 
 
 @pytest.mark.parametrize(
-    "options", [{"attempts": 0}, {"growth": 0.5}, {"first": 3.0}, {"first": -1.0}, {"attempt_seconds": 0.0}]
+    "options",
+    [
+        {"attempts": 0},
+        {"attempts": 2.5},
+        {"attempts": True},
+        {"growth": 0.5},
+        {"growth": float("inf")},
+        {"growth": "2"},
+        {"growth": None},
+        {"first": 3.0},
+        {"first": -1.0},
+        {"first": "a"},
+        {"first": float("nan")},
+        {"longest": None},
+        {"longest": float("nan")},
+        {"attempt_seconds": 0.0},
+        {"attempts": 0, "growth": None, "first": "a", "longest": None, "attempt_seconds": "b"},
+    ],
 )
-def test_rules_that_make_no_sense_are_misuse(options: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match=next(iter(options))):
-        Retry(**options)  # type: ignore[arg-type]
+def test_rules_that_make_no_sense_are_misuse(options: dict[str, Any]) -> None:
+    rule = object.__new__(Retry)  # past the checks of types that this suite adds
+    for name, value in {
+        "attempts": 1,
+        "first": 0.0,
+        "growth": 1.0,
+        "longest": 1.0,
+        "attempt_seconds": None,
+        **options,
+    }.items():
+        object.__setattr__(rule, name, value)
+    with pytest.raises(UsageError) as caught:
+        rule.__post_init__()
+    assert all(f"{name} is {options[name]!r}" in str(caught.value) for name in options)

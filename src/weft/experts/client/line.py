@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from weft.core.errors import UsageError, WeftError
 from weft.experts.client.pending import TICK, named
-from weft.experts.client.retry import Retry
+from weft.experts.client.retry import Retry, surely_not_done
 from weft.experts.client.route import Route
 from weft.experts.client.transport import Transport
 from weft.experts.wire import Call, DeadlineError, Received
@@ -43,32 +43,37 @@ class Line:
 
         ``accept`` may raise for an answer that is not to be taken, which counts as if that had been the answer.
         Raises what the server answered, ``DeadlineError`` after ``timeout`` seconds, ``LostError``,
-        ``UnreachableError``, each with a note that tells of attempts before it; ``UsageError`` once it is closed.
+        ``UnreachableError``, each with a note that tells of attempts before it; ``UsageError`` once it is closed. Where
+        the last attempt was surely not carried out but an earlier one may have been, the error is that one's.
         """
-        end, attempt, counted = time.monotonic() + timeout, 0, 0
-        last: WeftError | None = None
+        tries = _Tries(time.monotonic())
+        end = tries.start + timeout
         while True:
-            left = end - time.monotonic()
             try:
-                if self.closed.is_set():
-                    raise UsageError(f"{named(call)} was not sent: its RemoteExpert was closed")
-                if left <= 0:
-                    raise DeadlineError(f"{named(call)} found no time to be sent again within {timeout:g} s")
-                seconds = left if self.retry.attempt_seconds is None else min(left, self.retry.attempt_seconds)
-                answer = _answer(self.route.transport(attempt, last), call, seconds)
+                answer = self._attempt(call, timeout, end, tries)
                 if accept is not None:
                     accept(answer)
                 return answer
             except WeftError as error:
-                attempt += 1
-                counted = 1 if self.route.hopeful(error) else counted + 1
-                pause = self.retry.pause(attempt)
+                tries.count += 1
+                tries.counted = 1 if self.route.hopeful(error) else tries.counted + 1
+                pause = self.retry.pause(tries.count)
                 over = time.monotonic() + pause >= end
-                if over or not self.retry.again(error, counted, repeatable=repeatable):
-                    _tell(error, last, attempt)
+                if over or not self.retry.again(error, tries.counted, repeatable=repeatable):
+                    tries.end(error)
                     raise
-                last = error.with_traceback(None)  # which holds this frame, and so would keep itself alive
+                tries.failed(error)
             self.closed.wait(pause)
+
+    def _attempt(self, call: Call, timeout: float, end: float, tries: "_Tries") -> Received:
+        tries.sent = False
+        if self.closed.is_set():
+            raise UsageError(f"{named(call)} was not sent: its RemoteExpert was closed")
+        left = end - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(f"{named(call)} found no time to be sent again within {timeout:g} s")
+        seconds = left if self.retry.attempt_seconds is None else min(left, self.retry.attempt_seconds)
+        return _answer(self.route.transport(tries.count, tries.last), call, seconds, tries)
 
     def tell(self, call: Call, timeout: float) -> None:
         """Send it once and wait for nothing: a hint, which may be lost. Raises nothing that a server may cause."""
@@ -76,8 +81,51 @@ class Line:
             self.route.transport(0, None).submit(call, timeout)
 
 
-def _answer(transport: Transport, call: Call, seconds: float) -> Received:
+@dataclass(eq=False, slots=True)
+class _Tries:
+    """What became of the attempts of one call. ``sent``: the one under way was handed to its transport.
+
+    ``unsure``: how the last one ended that may have been carried out.
+    """
+
+    start: float
+    count: int = 0
+    counted: int = 0
+    sent: bool = False
+    last: WeftError | None = None
+    unsure: WeftError | None = None
+
+    def failed(self, error: WeftError) -> None:
+        """It will be tried again."""
+        self.last = error.with_traceback(None)  # which holds a frame, and so would keep itself alive
+        if not surely_not_done(error):
+            self.unsure = self.last
+
+    def end(self, error: WeftError) -> None:
+        """It will not be tried again: tell of what was before this error, or raise that if it says more."""
+        last, earlier, seconds = self.last, self.unsure, time.monotonic() - self.start
+        self.last = self.unsure = None
+        if self.sent and not surely_not_done(error):
+            earlier = None
+        elif not self.sent and isinstance(error, DeadlineError):
+            earlier = earlier or last
+        if earlier is not None:
+            over = f"attempt {self.count} in {seconds:.3g} s, the last, ended with {type(error).__name__}"
+            earlier.add_note(f"{over if self.sent else 'it was not sent again'}: {error}")
+            try:
+                raise earlier from None
+            finally:
+                del earlier, last, error  # for the same reason
+        if last is not None:
+            error.add_note(
+                f"this was attempt {self.count} in {seconds:.3g} s; the one before it ended with "
+                f"{type(last).__name__}: {last}"
+            )
+
+
+def _answer(transport: Transport, call: Call, seconds: float, tries: _Tries) -> Received:
     future = transport.submit(call, seconds)
+    tries.sent = True
     try:
         return future.result(seconds + _GRACE)
     except FutureTimeout as error:
@@ -87,10 +135,8 @@ def _answer(transport: Transport, call: Call, seconds: float) -> Received:
         raise DeadlineError(f"{named(call)} had no answer from {transport.address} within {seconds:g} s") from None
     except CancelledError:
         raise UsageError(f"{named(call)} was cancelled while it waited") from None
+    except BaseException:  # Ctrl-C, for instance: what has not left yet is not sent any more
+        future.cancel()
+        raise
     finally:
         del future  # it holds an error which holds this frame, and with it the tensors of the call
-
-
-def _tell(error: WeftError, last: WeftError | None, attempts: int) -> None:
-    if last is not None:
-        error.add_note(f"this was attempt {attempts}; the one before it ended with {type(last).__name__}: {last}")

@@ -18,7 +18,7 @@ import random
 from dataclasses import dataclass
 
 from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault, seconds_fault
+from weft.experts.checks import count_fault, is_number, seconds_fault
 from weft.experts.errors import ExpiredError
 from weft.experts.wire import RETRYABLE, DeadlineError, LostError
 
@@ -29,34 +29,41 @@ _random = random.Random()  # its own: the caller's numbers are the caller's
 @dataclass(frozen=True)
 class Retry:
     """Args:
-    attempts: how often a call is sent at most; 1: never again.
+    attempts: how often a call is sent at most; 1: never again; None: until its deadline.
     first, growth, longest: seconds of the first pause, its factor each time, and where it stops growing.
     attempt_seconds: how long one attempt waits for its answer before the call is sent again; None: all the time
         that the call has. For networks that swallow messages while the connection seems fine.
 
-    The call's own timeout goes over all: attempts and pauses end with it.
+    The call's own timeout goes over all: attempts and pauses end with it. So a server that is away for a while is
+    waited for, and one that was never there as well: which of them it is nobody can tell.
+
+    Raises ``UsageError`` that lists all numbers that make no sense.
     """
 
-    attempts: int = 10
+    attempts: int | None = None
     first: float = 0.05
     growth: float = 2.0
     longest: float = 2.0
     attempt_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        faults = count_fault("attempts", self.attempts)
-        faults += [] if self.growth >= 1 else [f"growth is {self.growth}, wanted at least 1"]
-        faults += [] if 0 <= self.first <= self.longest else [f"first is {self.first}, wanted 0 to longest"]
-        faults += seconds_fault("longest", self.longest, zero=True)
+        faults = count_fault("attempts", self.attempts, none=True)
+        if not (is_number(self.growth) and 1 <= self.growth < math.inf):
+            faults.append(f"growth is {self.growth!r}, wanted a finite number of at least 1")
+        faults += seconds_fault("first", self.first, zero=True)
+        longest = seconds_fault("longest", self.longest, zero=True)
+        if not faults and not longest and self.first > self.longest:
+            faults.append(f"first is {self.first}, wanted at most longest, which is {self.longest}")
+        faults += longest
         faults += seconds_fault("attempt_seconds", self.attempt_seconds, none=True)
         if faults:
             raise UsageError(listed("calls cannot be repeated by these rules:", faults))
 
     def again(self, error: BaseException, attempt: int, *, repeatable: bool) -> bool:
         """Whether to send the call again, after ``attempt`` attempts of which the last ended with this error."""
-        if attempt >= self.attempts:
+        if self.attempts is not None and attempt >= self.attempts:
             return False
-        if isinstance(error, (*RETRYABLE, ExpiredError)):
+        if surely_not_done(error):
             return True
         return repeatable and isinstance(error, LostError | DeadlineError)
 
@@ -64,6 +71,11 @@ class Retry:
         """Seconds to wait after so many attempts."""
         factor = math.exp(min(_MOST, (attempt - 1) * math.log(self.growth)))
         return _random.uniform(0.0, min(self.longest, self.first * factor))
+
+
+def surely_not_done(error: BaseException) -> bool:
+    """Whether a call that ended so was surely not carried out, and may be next time."""
+    return isinstance(error, (*RETRYABLE, ExpiredError))
 
 
 NEVER = Retry(attempts=1)
