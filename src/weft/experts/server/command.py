@@ -1,11 +1,14 @@
 """``weft serve``: a server in a process of its own, until it is told to end.
 
-SIGTERM, SIGINT ──> drain: accepted work is answered, new work is sent elsewhere ── save ── exit 0
-SIGKILL         ──> nothing that was reported durable is lost; the next start goes on from there
+SIGTERM, SIGINT, SIGHUP ──> drain: accepted work is answered, new work is sent elsewhere ── save ── exit 0
+    during the start    ──> the start is given up ── exit 0
+SIGKILL                 ──> nothing that was reported durable is lost; the next start goes on from there
 """
 
 import gc
+import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -15,20 +18,42 @@ from weft.experts.server.config import build
 from weft.experts.server.memory import keep_freed_memory
 from weft.experts.server.server import Server
 
+_LOOK = 0.25  # seconds
+
+
+class _Stop:
+    """Notes that a signal asked for the end. Until the server serves, it also gives up what the main thread does."""
+
+    def __init__(self) -> None:
+        self.serving = False
+        self._asked = threading.Event()
+
+    def __call__(self, number: int, frame: object) -> None:
+        again = self._asked.is_set()
+        self._asked.set()
+        if not (again or self.serving):  # what a first signal began to close is not to be disturbed by a second
+            raise SystemExit(0)
+
+    def wait(self) -> None:
+        """Return when a signal has come.
+
+        Python's handlers run in the main thread, when it runs. The system may hand a signal to any other thread, and
+        does so after a stop (Ctrl-Z), which does not wake this one: so it has to look by itself.
+        """
+        while not self._asked.wait(_LOOK):
+            pass
+
 
 def serve(config: Mapping[str, Any]) -> None:
-    """Serve what the configuration says until SIGTERM or SIGINT. In the main thread of the process.
+    """Serve what the configuration says until SIGTERM, SIGINT or SIGHUP. In the main thread of the process.
 
-    Prints one line with the address when it listens. Raises what `weft.experts.server.config.build` and
-    `Server.start` raise, and ``ExpertError`` if a module did not end in time.
+    SIGHUP is left alone where it is ignored (``nohup``). Prints one line with the address when it listens. Raises what
+    `weft.experts.server.config.build` and `Server.start` raise, ``SystemExit`` for a signal before it listens, and
+    ``ExpertError`` if a module did not end in time.
     """
     keep_freed_memory()
-    stop = threading.Event()
-
-    def end(number: int, frame: object) -> None:
-        stop.set()
-
-    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGINT)}
+    stop = _Stop()
+    before = {each: signal.signal(each, stop) for each in _signals()}
     try:
         _until(stop, build(config))
     finally:  # also where the configuration was refused: Ctrl-C is the caller's again
@@ -36,20 +61,37 @@ def serve(config: Mapping[str, Any]) -> None:
             signal.signal(each, handler)
 
 
-def _until(stop: threading.Event, server: Server) -> None:
+def _signals() -> list[signal.Signals]:
+    hang_up: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not on every system
+    ignored = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if hang_up is None or ignored else [hang_up])]
+
+
+def _until(stop: _Stop, server: Server) -> None:
     frozen = gc.get_freeze_count()
     try:
         server.start()
+        stop.serving = True
         # A full garbage collection stops all threads, 0.2 s with what importing torch has made, and that never goes.
         gc.freeze()
-        print(f"weft: serving {len(server.experts)} experts at {server.address}", flush=True)
+        _say(f"weft: serving {len(server.experts)} experts at {server.address}")
         if server.panel_url is not None:
-            print(f"weft: status page at {server.panel_url}", flush=True)
+            _say(f"weft: status page at {server.panel_url}")
         stop.wait()
-        print("weft: draining", flush=True)
+        _say("weft: draining")
         if not server.shutdown():
             raise ExpertError("a module did not end in time; what it worked on was not answered")
     finally:
         server.shutdown()
         if not frozen:
             gc.unfreeze()
+
+
+def _say(line: str) -> None:
+    """One line for whoever reads it. Who reads no more, such as ``| head -1``, does not end the server."""
+    try:
+        print(line, flush=True)
+    except OSError:  # what is still in the buffer would be tried again when the interpreter ends
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

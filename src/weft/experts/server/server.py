@@ -18,13 +18,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, WeftError
 from weft.core.process import Home
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Directory
 from weft.experts.replica import ReplicaOptions
-from weft.experts.runtime import Runtime
 from weft.experts.server.access import Access, Audit, Caller
 from weft.experts.server.desk import Reply
 from weft.experts.server.endpoint import Endpoint
@@ -36,6 +35,7 @@ from weft.experts.server.panel_thread import PanelThread
 from weft.experts.server.presence import Presence
 from weft.experts.server.repeat import Repeats
 from weft.experts.server.replicas import Replicas
+from weft.experts.server.runtimes import Runtimes
 from weft.experts.server.served import save_all
 from weft.experts.server.statistics import Reporter, ServerStatistics
 from weft.experts.tracing.spans import Observer
@@ -94,7 +94,7 @@ class Server:
         self._desk = make_desk(access, self.audit, self.options.longest_seconds, observer, self.own)
         self._replicas = Replicas(replicas, directory, self.options.limits)
         self._endpoint = Endpoint(self._desk, self.options, self.status, self._replicas.feed)
-        self._runtimes: dict[str, Runtime] = {}
+        self._runtimes = Runtimes()
         self._presence: Presence | None = None
         self._neighbours: Neighbours | None = None
         self._repeats = Repeats()
@@ -135,8 +135,7 @@ class Server:
             try:
                 self._start()
             except BaseException:
-                self._ended = True
-                self._close(_LAST)
+                self._give_up()
                 raise
 
     def add(self, backend: ExpertBackend) -> None:
@@ -146,7 +145,7 @@ class Server:
             served = self._replicas.served(backend, self._store, self._desk.incarnation)
             if self._running:
                 served.restore()
-                self._run(backend)
+                self._runtimes.run(backend)
             self._desk.add(served)
         self._announce()
         self._replicas.wait()
@@ -183,7 +182,7 @@ class Server:
             if self._loop is not None:
                 self._loop.run(self._endpoint.drain(), _LAST)
             end = time.monotonic() + self.options.drain_seconds
-            finished = all([r.shutdown(timeout=max(0.0, end - time.monotonic())) for r in self._runtimes.values()])
+            finished = self._runtimes.finish(end)
             if replicated:  # the directory is left last, when others have the last state
                 self._replicas.hand_over(end, finished)
                 self._leave()
@@ -239,7 +238,7 @@ class Server:
         for served in self._desk.experts().values():
             served.restore()
         for served in self._desk.experts().values():
-            self._run(served.backend)
+            self._runtimes.run(served.backend)
         self._loop = LoopThread("server")
         self.port = self._loop.run(self._endpoint.start(self._wanted, self._tls), _START)
         self._reporter.began, self._running = time.monotonic(), True
@@ -259,12 +258,14 @@ class Server:
             self.own(partial(self._panel.stop, _LAST))
             self._panel.start(_START)
 
-    def _run(self, backend: ExpertBackend) -> None:
-        name = str(backend.device)
-        if name not in self._runtimes:
-            self._runtimes[name] = Runtime(name=name)
-            self._runtimes[name].start()
-        self._runtimes[name].add(backend)
+    def _give_up(self) -> None:
+        """End what a failed start has begun."""
+        if self._running:  # it listened already: what came meanwhile is not lost
+            with suppress(WeftError):  # why it failed to start is told, and nothing else
+                self.shutdown()
+        else:
+            self._ended = True
+            self._close(_LAST)
 
     def _announce(self) -> None:
         """Tell the directory now; if it is away, the lease thread goes on trying."""
@@ -293,7 +294,6 @@ class Server:
             with suppress(TimeoutError):
                 self._loop.run(self._endpoint.stop(left()), left() + seconds)
             self._loop.close(left())
-        for runtime in self._runtimes.values():
-            runtime.shutdown(drain=False, timeout=left())
+        self._runtimes.stop(left)
         while self._owned:
             self._owned.pop()()

@@ -1,0 +1,158 @@
+"""How a served process ends: by which signals, in whichever thread and at whatever moment they come."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experts.waiting import until
+from weft.__main__ import main
+from weft.core.errors import UsageError
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.directory import LocalDirectory
+from weft.experts.registry import make_expert
+from weft.experts.server import Server, command
+from weft.experts.server.command import serve
+from weft.experts.server.config import parse_expert
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the signals of POSIX"),
+]
+ROOT = Path(__file__).parents[3]
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+CONFIG: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [parse_expert("f=ffn:hidden=8")]}
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(each) for each in SIGNALS]
+
+
+def signalled(capsys: pytest.CaptureFixture[str], send: Callable[[], None]) -> threading.Thread:
+    """A thread that sends a signal when the server says that it serves."""
+
+    def run() -> None:
+        said: list[str] = []
+        until(lambda: "serving" in (said.append(capsys.readouterr().out) or "".join(said)))
+        send()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_another_thread_gets_ends_the_server_all_the_same(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = handlers()
+    thread = signalled(capsys, lambda: signal.pthread_kill(threading.get_ident(), number))
+    serve(CONFIG)
+    thread.join()
+    assert handlers() == before
+
+
+def test_what_is_left_to_ignore_a_hang_up_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def send() -> None:
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        thread = signalled(capsys, send)
+        serve(CONFIG)
+        thread.join()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("moment", ["build", "start"])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_during_the_start_gives_it_up_and_closes_what_there_is(
+    moment: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Server] = []
+    closed: list[bool] = []
+
+    class Slow(LocalDirectory):
+        def declare(self, uids: Any, address: str, ttl: float) -> Any:
+            os.kill(os.getpid(), number)
+            return super().declare(uids, address, ttl)
+
+    def close() -> None:
+        os.kill(os.getpid(), number)  # a second one does not disturb the end
+        closed.append(True)
+
+    def build(config: Any) -> Server:
+        if moment == "build":
+            os.kill(os.getpid(), number)
+        made.append(Server([make_expert("ffn", hidden=8).backend("f")], directory=directory))
+        made[0].own(close)
+        return made[0]
+
+    before = handlers()
+    monkeypatch.setattr(command, "build", build)
+    with closing(Slow()) as directory:
+        with pytest.raises(SystemExit) as stop:
+            serve(CONFIG)
+        assert stop.value.code == 0 and handlers() == before
+        if moment == "start":
+            assert closed and made[0].shutdown()
+            with pytest.raises(UsageError, match="started once"):
+                made[0].start()
+            assert directory.get().experts == {}
+    assert capsys.readouterr().err == ""
+
+
+def test_a_server_that_fails_late_in_its_start_says_why_and_is_not_left_half_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stepping(LocalDirectory):  # it listens already when it is listed, so clients may come
+        def declare(self, uids: Any, address: str, ttl: float) -> Any:
+            backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
+            return super().declare(uids, address, ttl)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken, closing(Stepping()) as directory:
+        panel = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(SystemExit) as stop:
+            main(["serve", "--expert", "f=ffn:hidden=8", "--address", "127.0.0.1:0", "--panel", panel])
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and said.startswith("weft: ") and panel in said and "Traceback" not in said
+        backend = make_expert("ffn", hidden=8).backend("f", torch.optim.Adam)
+        store = CheckpointStore(tmp_path)
+        server = Server([backend], panel=panel, directory=directory, checkpoints=store)
+        with pytest.raises(UsageError, match=panel):
+            server.start()
+        assert store.steps("f")[0] == 1 and directory.get().experts == {}
+        assert server.shutdown() and server.drain()
+
+
+def test_who_reads_no_more_does_not_end_the_server() -> None:
+    words = ["--expert", "f=ffn:hidden=8", "--address", "127.0.0.1:0"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "weft", "serve", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert child.stdout is not None and child.stderr is not None
+    try:
+        assert child.stdout.readline().startswith("weft: serving")
+        child.stdout.close()  # as `| head -1` does
+        child.send_signal(signal.SIGTERM)
+        assert (child.wait(30), child.stderr.read()) == (0, "")
+    finally:
+        child.kill()
+        child.wait(20)
+        child.stderr.close()
