@@ -32,6 +32,7 @@ from weft.experts.server.neighbours import Neighbours
 from weft.experts.server.observed import make_desk
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.panel_thread import PanelThread
+from weft.experts.server.place import Place
 from weft.experts.server.presence import Presence
 from weft.experts.server.repeat import Repeats
 from weft.experts.server.replicas import Replicas
@@ -52,7 +53,7 @@ class Server:
     Args:
         experts: more may be added and removed while it runs.
         address: host and port to listen at; port 0 takes a free one, see `address` afterwards.
-        advertise: the address that the directory lists; by default the one where it listens.
+        advertise: the address that the directory lists; by default the one where it listens, if others can call that.
         access: who may do what; see `Access`. By default everybody who can connect may do everything.
         tls: certificates. Without, nothing is encrypted.
         directory: where the experts are listed.
@@ -64,7 +65,8 @@ class Server:
             `panel_url`. Plain HTTP without passwords: whoever reaches it reads it. None: no panel.
         observer: hears of calls, queues, batches and steps; see `weft.experts.tracing`.
 
-    Raises ``UsageError`` for two experts of one name, schemas that cannot be told, and replicas without a directory.
+    Raises ``UsageError`` for two experts of one name, schemas that cannot be told, replicas without a directory, and
+    addresses that are none, or that the directory would list and nobody could call (0.0.0.0 without ``advertise``).
     """
 
     def __init__(
@@ -84,9 +86,7 @@ class Server:
     ) -> None:
         self.options = options or ServerOptions()
         self.audit = Audit()
-        self.port = 0
-        self._wanted = address
-        self._advertise = advertise
+        self._place = Place(address, advertise, directory is not None)
         self._tls = tls
         self._directory = directory
         self._owned: list[Callable[[], None]] = []
@@ -110,9 +110,7 @@ class Server:
     @property
     def address(self) -> str:
         """Where it listens. Raises ``UsageError`` before the start."""
-        if not self.port:
-            raise UsageError("the server has no address before it is started; use it in a with block, or call start()")
-        return f"{self._wanted.rpartition(':')[0]}:{self.port}"
+        return self._place.address
 
     @property
     def panel_url(self) -> str | None:
@@ -217,7 +215,7 @@ class Server:
 
     def statistics(self) -> ServerStatistics:
         """What was done since the start, and what is under way."""
-        return self._reporter.statistics(self.address if self.port else self._wanted)
+        return self._reporter.statistics(self._place.known)
 
     def status(self) -> dict[str, Any]:
         """`statistics` as JSON has it, and the last refusals: what ``weft status`` and pages show."""
@@ -240,13 +238,13 @@ class Server:
         for served in self._desk.experts().values():
             self._runtimes.run(served.backend)
         self._loop = LoopThread("server")
-        self.port = self._loop.run(self._endpoint.start(self._wanted, self._tls), _START)
+        self._place.port = self._loop.run(self._endpoint.start(self._place.wanted, self._tls), _START)
         self._reporter.began, self._running = time.monotonic(), True
         if self._store is not None:
             self._repeats.begin("checkpoints", self.options.checkpoint_seconds, self.checkpoint)
         if self._directory is not None:
             ttl = self.options.lease_seconds
-            here = self._advertise or self.address
+            here = self._place.listed
             self._presence = Presence(self._directory, lambda: self.experts, here, ttl, self._replicas.moved)
             self._neighbours = Neighbours(self._directory, here, self._presence.turn)
             self.own(self._neighbours.close)

@@ -1,0 +1,60 @@
+"""Addresses as users write them: ``host:port``, with brackets around an IPv6 address.
+
+gRPC takes more than makes sense: port 70000 is 4464 to it, -1 is 65535, and no port is 443.
+"""
+
+import ipaddress
+import socket
+from typing import Any
+
+from weft.core.errors import UsageError
+
+_MOST = 65535
+_STRANGE = frozenset("/\\@,?#%&=\"'<>[]")
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port. Raises ``UsageError``."""
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if not (port.isascii() and port.isdecimal() and int(port) <= _MOST and _is_host(host, bracketed)):
+        raise UsageError(
+            f"an address is {address!r}, wanted host:port with a port from 0 to {_MOST}, such as 127.0.0.1:7070, or "
+            "[::1]:7070 for IPv6"
+        )
+    return host, int(port)
+
+
+def address_fault(name: str, address: Any, *, free: bool = False) -> list[str]:
+    """What is wrong with an address, in words. ``free``: whether port 0 makes sense, which takes a free one."""
+    try:
+        port = split(address)[1] if isinstance(address, str) else -1
+    except UsageError:
+        port = -1
+    if port > 0 or (free and not port):
+        return []
+    least = "0" if free else "1"
+    return [f"{name} is {address!r}, wanted host:port, such as 10.0.0.1:7070, with a port from {least} to {_MOST}"]
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether this stands for all addresses of a machine, such as 0.0.0.0: there one can listen, but not call."""
+    try:
+        number = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            return socket.inet_aton(host) == bytes(4)  # such as "0"
+        except (OSError, ValueError):
+            return False
+    mapped = getattr(number, "ipv4_mapped", None)
+    return number.is_unspecified or (mapped is not None and mapped.is_unspecified)
+
+
+def _is_host(host: str, bracketed: bool) -> bool:
+    if bracketed:
+        try:
+            return bool(ipaddress.IPv6Address(host))
+        except ValueError:
+            return False
+    return bool(host) and ":" not in host and host.isprintable() and " " not in host and not _STRANGE & set(host)
