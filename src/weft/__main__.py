@@ -95,6 +95,10 @@ def _serve(chosen: argparse.Namespace) -> None:
         table |= {} if getattr(chosen, name) is None else {name: getattr(chosen, name)}
     how = {} if chosen.optimizer is None else {"optimizer": chosen.optimizer}
     how |= {} if chosen.lr is None else {"optimizer_arguments": {"lr": chosen.lr}}
+    if how and not chosen.expert:
+        raise UsageError("--optimizer and --lr are about the experts that --expert names, but there is none")
+    if chosen.lr is not None and chosen.optimizer is None:
+        raise UsageError("--lr is the learning rate of an optimizer, but there is no --optimizer")
     table["experts"] = [*table.get("experts", []), *({**config.parse_expert(word), **how} for word in chosen.expert)]
     table["imports"] = [*table.get("imports", []), *chosen.imports]
     server.serve(table)

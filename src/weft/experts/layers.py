@@ -6,8 +6,9 @@ They are ordinary users of `register_expert`; look here for how to add one of yo
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
 from weft.core.spec import TensorSpec
+from weft.experts.checks import count_fault, is_number
 from weft.experts.registry import Blueprint, register_expert
 
 
@@ -26,7 +27,8 @@ class FeedForward(nn.Module):
 
 @register_expert("ffn")
 def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
-    """Rows x ``hidden``, float32; ``inner`` is 4 times that unless given."""
+    """Rows x ``hidden``, float32; ``inner`` is 4 times that unless given. Raises ``UsageError`` for sizes below 1."""
+    _check([*count_fault("hidden", hidden), *count_fault("inner", inner, none=True)])
     return Blueprint(FeedForward(hidden, inner or 4 * hidden), (TensorSpec((None, hidden), torch.float32),))
 
 
@@ -47,8 +49,12 @@ class TransformerLayer(nn.Module):
 def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: float = 0.0) -> Blueprint:
     """Rows x length x ``hidden``, float32, of any length; keyword ``padding``: rows x length bool, True where padded.
 
-    Raises ``UsageError`` if ``hidden`` is no multiple of ``heads``.
+    Raises ``UsageError`` for sizes below 1, and if ``hidden`` is no multiple of ``heads``.
     """
+    faults = [*count_fault("hidden", hidden), *count_fault("heads", heads), *count_fault("inner", inner, none=True)]
+    if not (is_number(dropout) and 0 <= dropout <= 1):
+        faults.append(f"dropout is {dropout!r}, wanted a number from 0 to 1")
+    _check(faults)
     if hidden % heads:
         raise UsageError(f"a transformer layer of width {hidden} cannot have {heads} heads: wanted a divisor of it")
     return Blueprint(
@@ -56,3 +62,8 @@ def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: 
         (TensorSpec((None, None, hidden), torch.float32),),
         {"padding": TensorSpec((None, None), torch.bool)},
     )
+
+
+def _check(faults: list[str]) -> None:
+    if faults:
+        raise UsageError(listed("there is no such layer:", faults))

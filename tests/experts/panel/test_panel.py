@@ -227,4 +227,4 @@ def test_a_file_and_the_command_line_name_it(tmp_path: Path, capsys: pytest.Capt
         assert "weft server" in get(url(server))[2]
     with pytest.raises(SystemExit) as stop:
         main(["serve", "--expert", "f=ffn:hidden=8", "--address", LOCAL, "--panel", "nowhere"])
-    assert stop.value.code == 2 and "a panel's address is 'nowhere'" in capsys.readouterr().err
+    assert stop.value.code == 2 and "panel is 'nowhere'" in capsys.readouterr().err

@@ -82,6 +82,12 @@ def test_empty_tokens_and_names_are_misuse() -> None:
             Access(tokens=tokens)
 
 
+def test_tokens_without_grants_would_leave_everything_open() -> None:
+    with pytest.raises(UsageError, match="tokens and no grants"):
+        Access(tokens={"s3cret": "me"})
+    assert not Access([], {"s3cret": "me"}).admits("me")
+
+
 def test_secrets_are_not_shown() -> None:
     assert "s3cret" not in repr(ACCESS)
 

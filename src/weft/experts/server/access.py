@@ -66,7 +66,7 @@ class Access:
     grants: what is allowed; by default everything, to everybody who can connect.
     tokens: secret -> client name. A token that is not in it is refused.
 
-    Raises ``UsageError`` for an empty token or name.
+    Raises ``UsageError`` for an empty token or name, and for tokens without grants: everybody could go without.
     """
 
     grants: Sequence[Grant] = OPEN
@@ -78,6 +78,11 @@ class Access:
     def __post_init__(self) -> None:
         if not all(token and name for token, name in self.tokens.items()):
             raise UsageError("a token or the name of its client is empty; wanted a secret and a name for every client")
+        if self.tokens and self.grants is OPEN:
+            raise UsageError(
+                "there are tokens and no grants, so that who shows no token might do everything; say by grants= who "
+                "may do what"
+            )
         object.__setattr__(self, "grants", tuple(self.grants))  # roles are remembered: nobody changes them later
 
     def named(self, token: str) -> str | None:

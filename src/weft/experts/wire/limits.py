@@ -10,14 +10,20 @@ The limits of a server are its own; a client that keeps to the server's limits i
 from dataclasses import dataclass, fields
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault
 
 MOST_AXES = 64
 """What torch itself can count."""
+MOST_FRAME = 0x7FFF_FFFF - (1 << 16)
+"""gRPC counts the bytes of a message, which is a frame and its own framing, with 31 bits."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The caps of one frame. All are inclusive; bytes where the name says so. Raises ``UsageError`` for values < 1."""
+    """The caps of one frame. All are inclusive; bytes where the name says so.
+
+    Raises ``UsageError`` for what is no int from 1, and for more than the format can count.
+    """
 
     frame_bytes: int = 64 << 20
     header_bytes: int = 1 << 20
@@ -31,10 +37,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         seen = {field.name: getattr(self, field.name) for field in fields(self)}
-        faults = [f"{name} is {value}, wanted at least 1" for name, value in seen.items() if value < 1]
+        wrong = {name: count_fault(name, value) for name, value in seen.items()}
+        faults = [fault for found in wrong.values() for fault in found]
         caps = {"axes": MOST_AXES, "calls": 0xFFFF, "tensors": 0xFFFF, "name_bytes": 0xFFFF, "header_bytes": 0xFFFFFFFF}
+        caps["frame_bytes"] = MOST_FRAME
         faults += [
-            f"{name} is {seen[name]}, the format ends at {cap}" for name, cap in caps.items() if seen[name] > cap
+            f"{name} is {seen[name]}, the format ends at {cap}"
+            for name, cap in caps.items()
+            if not wrong[name] and seen[name] > cap
         ]
         if faults:
             raise UsageError(listed("these limits do not make sense:", faults))

@@ -1,0 +1,214 @@
+"""Configurations that cannot be served: each is refused with words that say where, and nothing is left open."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.__main__ import main
+from weft.core.errors import UsageError
+from weft.experts.registry import Blueprint, make_expert, register_expert
+from weft.experts.server.access import Role
+from weft.experts.server.config import build
+from weft.experts.wire.limits import MOST_FRAME, Limits
+
+pytestmark = pytest.mark.timeout(60)
+EXPERT: dict[str, Any] = {"name": "a", "kind": "ffn", "arguments": {"hidden": 8}}
+GOOD: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [EXPERT]}
+TABLES = ["options", "limits", "tls", "directory_tls", "replicas", "tokens"]
+LISTS = ["experts", "grants", "imports"]
+
+
+@register_expert("zz-spoiled")
+def spoiled(hidden: int) -> Blueprint:
+    raise RuntimeError("no such device")
+
+
+def refused(config: dict[str, Any]) -> str:
+    with pytest.raises(UsageError) as caught:
+        build(config)
+    text = str(caught.value)
+    assert text.startswith("the server cannot be made:\n  - ")
+    return text
+
+
+def expert(**more: Any) -> dict[str, Any]:
+    return {**GOOD, "experts": [{**EXPERT, **more}]}
+
+
+def replicas(**more: Any) -> dict[str, Any]:
+    return {"directory": "local", "replicas": more}
+
+
+@pytest.mark.parametrize("wrong", [5, True, "x", 1.5])
+@pytest.mark.parametrize("name", [*TABLES, *LISTS])
+def test_a_value_of_a_wrong_type_is_told_with_its_name(name: str, wrong: Any) -> None:
+    assert f"{name} of the configuration is {wrong!r}, which is of a wrong type" in refused({**GOOD, name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [5, True, "x", [1]])
+@pytest.mark.parametrize("name", ["experts", "grants"])
+def test_an_entry_that_is_no_table_is_told_with_its_number(name: str, wrong: Any) -> None:
+    assert f"{name}[0] is {wrong!r}, wanted a table" in refused({**GOOD, name: [wrong]})
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"grants": [{"role": ["train"]}]}, ["role of grants[0] is ['train']"]),
+        ({"grants": [{"role": 1}]}, ["role of grants[0] is 1"]),
+        ({"imports": [5, ""]}, ["imports has 5", "imports has ''"]),
+        ({"imports": [".x"]}, ["imports", "'.x'", "full name"]),
+        ({"tls": {}}, ["tls has no key", "tls has no certificate"]),
+        ({"tls": {"key": "/x"}}, ["tls has no certificate"]),
+        ({"tls": {"key": 4, "certificate": 5}}, ["key of tls is 4", "certificate of tls is 5"]),
+        ({"directory": "etcd://a:1", "directory_tls": {"key": "/x"}}, ["directory: a key goes with its certificate"]),
+        ({"directory": "etcd://a:1", "directory_tls": {"key": 1}}, ["key of directory_tls is 1"]),
+        ({"directory": "zk://a"}, ["directory: ", "zk://a"]),
+        ({"limits": {"frame_bytes": "1"}}, ["frame_bytes of limits is '1'"]),
+        ({"limits": {"frame_bytes": 1e6}}, ["frame_bytes of limits is 1000000.0"]),
+        ({"limits": {"frame_bytes": 1 << 31}}, ["frame_bytes is 2147483648, the format ends at"]),
+        ({"limits": {"calls": 0}, "options": {"connections": 0}}, ["limits: calls is 0", "options: connections is 0"]),
+        ({"keep": 0, "checkpoints": "x"}, ["keep is 0"]),
+        ({"checkpoints": ""}, ["checkpoints is ''"]),
+        ({"checkpoints": "a\0b"}, ["checkpoints is 'a\\x00b'"]),
+        ({"checkpoints": "/dev/null"}, ["checkpoints: ", "/dev/null"]),
+        ({"checkpoints": "/dev/null/x"}, ["checkpoints: ", "/dev/null"]),
+        ({"keep": 3}, ["[keep] and no checkpoints"]),
+        ({"advertise": "a:1"}, ["[advertise] and no directory"]),
+        ({"directory_tls": {}}, ["[directory_tls] and no directory"]),
+        ({"replicas": {}}, ["[replicas] and no directory"]),
+        ({"advertise": "not an address", "directory": "local"}, ["advertise is 'not an address'"]),
+        ({"advertise": "", "directory": "local"}, ["advertise is ''"]),
+        ({"address": "127.0.0.1:70000", "panel": "x"}, ["address is '127.0.0.1:70000'", "panel is 'x'"]),
+        ({"tokens": {"a": 5}, "grants": []}, ["tokens has a client that is no text"]),
+        ({"tokens": {"a": ""}, "grants": []}, ["tokens: ", "empty"]),
+        ({"tokens": {"s3cret": "me"}}, ["[tokens] and no grants"]),
+        (replicas(experts=[5]), ["experts of replicas has 5"]),
+        (replicas(experts=[]), ["replicas: experts is []"]),
+        (replicas(follow_seconds=-1), ["replicas: follow_seconds is -1.0"]),
+        (replicas(tls={"zz": "x"}), ["replicas.tls has 'zz'"]),
+        (replicas(tls={"key": "x"}), ["replicas: a key goes with its certificate"]),
+    ],
+)  # fmt: skip
+def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list[str]) -> None:
+    text = refused({**GOOD, **more})
+    for word in words:
+        assert word in text
+    assert "s3cret" not in text
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        *(({"arguments": {"hidden": wrong}}, "hidden") for wrong in ("8", 8.5, True)),
+        *(({"arguments": {"hidden": wrong}}, f"hidden is {wrong}, wanted an int") for wrong in (-8, 0)),
+        ({"kind": "transformer", "arguments": {"hidden": 8, "dropout": 2.0}}, "dropout is 2.0"),
+        ({"kind": "transformer", "arguments": {"hidden": 8, "heads": 0}}, "heads is 0"),
+        ({"arguments": {"hiden": 8}}, "ffn(hidden: int"),
+        ({"kind": "zebra"}, "zebra"),
+        ({"kind": "zz-spoiled"}, "RuntimeError: no such device (test_config.py:"),
+        ({"optimizer": "Optimizer"}, "no optimizer 'Optimizer'"),
+        ({"optimizer": "lr_scheduler"}, "no optimizer 'lr_scheduler'"),
+        *(
+            ({"optimizer": "Adam", "optimizer_arguments": arguments}, word)
+            for arguments, word in (
+                ({"lr": -1.0}, "ValueError: Invalid learning rate: -1.0 (adam.py:"),
+                ({"lr": "x"}, "TypeError"),
+                ({"lrr": 1}, "'lrr'"),
+                ({"params": 1.0}, "'params'"),
+            )
+        ),
+        ({"optimizer_arguments": {"lr": 1.0}}, "experts[0] has optimizer_arguments and no optimizer"),
+        ({"clip_grad_norm": 1}, "experts[0] has clip_grad_norm and no optimizer"),
+        ({"optimizer": "SGD", "clip_grad_norm": -1}, "clip_grad_norm is -1.0"),
+        *(({"options": {name: 1}}, f"options of experts[0] has {name!r}") for name in ("name", "guards", "optimizer")),
+        ({"options": {"keep_graphs": True}}, "options of experts[0] has 'keep_graphs'"),
+        ({"options": {"max_batch_size": 0}}, "max_batch_size is 0"),
+        ({"keep_graphs": {"nbytes": 0}}, "nbytes"),
+        ({"count": 0}, "count of experts[0] is 0"),
+        ({"count": -1}, "count of experts[0] is -1"),
+        ({"count": True}, "count of experts[0] is True"),
+        ({"count": 2}, "{}"),
+        ({"name": ""}, "name is empty"),
+    ],
+)
+def test_an_entry_that_cannot_be_made_is_told_with_its_number(more: dict[str, Any], word: str) -> None:
+    text = refused(expert(**more))
+    assert word in text and "experts[0]" in text
+
+
+def test_faults_of_several_entries_are_told_together() -> None:
+    entries = [{**EXPERT, "kind": "zebra"}, EXPERT, EXPERT, {**EXPERT, "name": "{}", "count": 3, "arguments": {}}]
+    config = {**GOOD, "experts": entries, "limits": {"calls": 0}, "directory": "zk"}
+    text = refused(config)
+    assert text.count("\n") == 6
+    for word in ("limits: calls", "directory: ", "experts[0], called 'a': ", "experts[1] is called 'a'", "experts[3]"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("def (", "SyntaxError"),
+        ("raise ValueError('boo')", "ValueError: boo"),
+        ("import no_such_thing", "no_such_thing"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_says_why(
+    source: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spoiled_kinds.py").write_text(source, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = refused({**GOOD, "imports": ["spoiled_kinds", "no.such.module"]})
+    assert word in text and "'spoiled_kinds'" in text and "'no.such.module'" in text
+
+
+def test_nothing_is_made_on_the_disk_for_a_configuration_that_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    refused({**GOOD, "checkpoints": str(folder), "directory": "zk"})
+    assert not folder.exists()
+    assert os.listdir(tmp_path) == []
+
+
+def test_who_may_do_what_is_open_only_where_nothing_is_said_of_it() -> None:
+    def access(**more: Any) -> Any:
+        return build({**GOOD, **more})._desk.access
+
+    assert access().role("", "a") is Role.ADMIN
+    assert not access(grants=[]).admits("") and not access(grants=[], tokens={"s": "me"}).admits("me")
+    some = access(grants=[{"client": "me"}], tokens={"s": "me"})
+    assert some.role("me", "a") is Role.TRAIN and not some.admits("")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--expert", "a=ffn:hidden=8", "--lr", "0.1"], "--optimizer"),
+        (["--optimizer", "SGD"], "--expert"),
+        (["--lr", "0.1"], "--expert"),
+        (["--expert", "a=ffn:hidden=-8"], "hidden is -8"),
+        (["--expert", "a=ffn:hidden=8", "--address", "127.0.0.1:70000"], "address is '127.0.0.1:70000'"),
+    ],
+)
+def test_misuse_of_the_command_line_ends_with_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", *words])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_limits_end_where_grpc_counts_no_further() -> None:
+    assert Limits(frame_bytes=MOST_FRAME).frame_bytes + (1 << 16) == (1 << 31) - 1
+    for wrong in (MOST_FRAME + 1, True, 0):
+        with pytest.raises(UsageError, match="frame_bytes is"):
+            Limits(frame_bytes=wrong)
+
+
+@pytest.mark.parametrize("kind", ["ffn", "transformer"])
+def test_layers_of_no_size_are_refused(kind: str) -> None:
+    for wrong in ({"hidden": 0}, {"hidden": 8, "inner": 0}, {"hidden": True}):
+        with pytest.raises(UsageError, match="no such layer"):
+            make_expert(kind, **wrong)
