@@ -24,7 +24,6 @@ from weft.core.ambient import Ambient
 from weft.core.errors import SpecError, listed
 from weft.core.segment import Segment, Tape, Visit
 from weft.core.spec import TensorSpec
-from weft.core.tree import difference
 from weft.experts.batch import storages
 from weft.experts.effects import Effects
 from weft.experts.schema import Nest, described, outputs_nest
@@ -116,15 +115,18 @@ class Runner:
 
         An axis is free if it follows the batch, or the free axes of the inputs.
         """
-        rows = [_ROWS, _ROWS + 2] if any(None in spec.shape[1:] for spec in self.call.specs) else [_ROWS]
-        first, *more = [self._rehearse(name, count) for count in rows]
+        first, more = self._rehearse(name, _ROWS), list[Nest]()
+        if first.constants or any(None in spec.shape[1:] for spec in self.call.specs):
+            more.append(self._rehearse(name, _ROWS + 2))
         pairs = zip(first.names, first.specs, strict=True)
         faults = [
             f"{path} has shape {spec.shape} for {_ROWS} rows" for path, spec in pairs if spec.shape[:1] != (_ROWS,)
         ]
-        faults += [fault for other in more if (fault := difference(first.structure, other.structure, "output"))]
         if faults:
             raise SpecError(listed(f"axis 0 of all outputs of expert {name!r} must be the batch:", faults))
+        faults = [fault for other in more for fault in first.differences(other)]
+        if faults:
+            raise SpecError(listed(f"expert {name!r} must return the same for all sizes but in tensors:", faults))
         specs = [_freed(spec, [other.specs[i] for other in more]) for i, spec in enumerate(first.specs)]
         found = outputs_nest(name, first.pack(specs))
         if outputs is None:

@@ -10,6 +10,7 @@ passes can be concatenated with whatever else passed, if the free axes agree (`C
 task is its author's error and nobody else's. Schemas are hivemind's idea.
 """
 
+import cmath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,8 @@ from torch import Tensor
 from weft.core.errors import SpecError, UsageError, listed
 from weft.core.spec import TensorSpec
 from weft.core.tree import difference, flatten, map_leaves, paths, structure_paths, unflatten
+
+_BRIEF = 80  # characters of a constant that an error shows
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,12 @@ class Nest:
         self.names = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, TensorSpec)]
         self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TensorSpec)]
         self.root = root
-        self._leaves = leaves
+        self.leaves = leaves
+        self.constants = [
+            (place, name, leaf)
+            for place, (name, leaf) in enumerate(zip(names, leaves, strict=True))
+            if not isinstance(leaf, TensorSpec)
+        ]
         by_position = [f"call[0][{i}]" for i in range(len(self.specs))]
         self._plain = root == "call" and structure_paths(self.structure, root) == by_position
         self._columns = [Column(name, spec) for name, spec in zip(self.names, self.specs, strict=True)]
@@ -118,7 +126,7 @@ class Nest:
         """The flat tensors, nested, with the constants among them."""
         if self._plain:  # tensors by position alone, as in most calls; saves some microseconds of each
             return (tuple(tensors), {})
-        leaves = list(self._leaves)
+        leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
         return unflatten(self.structure, leaves)
@@ -133,15 +141,31 @@ class Nest:
         pairs = zip(self.names, self.specs, strict=True)
         return [Column(f"{prefix}{name}", spec, casts and _differentiable(spec)) for name, spec in pairs]
 
+    def constant_faults(self, leaves: Sequence[Any]) -> list[str]:
+        """Which leaves of a value that is nested like this should be constants, but are others, in words."""
+        return [
+            f"{name} is {_brief(leaves[place])}, wanted {_brief(leaf)}: what is no tensor is a constant, the same in "
+            "every call. Return it as a tensor with one row per sample, or not at all"
+            for place, name, leaf in self.constants
+            if not _same(leaf, leaves[place])
+        ]
+
+    def differences(self, other: "Nest") -> list[str]:
+        """In what another value is not like this one, but for the sizes of tensors: nesting, and constants."""
+        fault = difference(self.structure, other.structure, self.root)
+        return [fault] if fault else self.constant_faults(other.leaves) or other.constant_faults(self.leaves)
+
     def tensors(self, value: Any, rows: int) -> list[Tensor]:
         """The flat tensors of a value that the module returned. Raises ``SpecError`` that lists what does not fit."""
         leaves, structure = flatten(value)
         fault = difference(self.structure, structure, self.root)
         found = [] if fault else [leaves[place] for place in self.places]
         pairs = list(zip(self._columns, found, strict=not fault))
-        if not fault and all(isinstance(x, Tensor) and c.fits(x) and x.shape[0] == rows for c, x in pairs):
-            return found
         faults = [fault] if fault else []
+        if self.constants and not fault:
+            faults += self.constant_faults(leaves)
+        if not faults and all(isinstance(x, Tensor) and c.fits(x) and x.shape[0] == rows for c, x in pairs):
+            return found
         for column, leaf in pairs:
             if not (isinstance(leaf, Tensor) and column.fits(leaf) and leaf.shape[0] == rows):
                 faults += column.faults(leaf) or [f"{column.name} has {leaf.shape[0]} rows for a batch of {rows}"]
@@ -201,6 +225,24 @@ def _batch_faults(nest: Nest) -> list[str]:
         for name, spec in zip(nest.names, nest.specs, strict=True)
         if not spec.shape or spec.shape[0] is not None
     ]
+
+
+def _same(constant: Any, leaf: Any) -> bool:
+    """Whether a leaf is the constant, also where that is NaN."""
+    if leaf is constant:
+        return True
+    if type(leaf) is not type(constant) or isinstance(leaf, Tensor):
+        return False
+    if isinstance(constant, float | complex) and cmath.isnan(constant):
+        return cmath.isnan(leaf)
+    try:
+        return bool(leaf == constant)
+    except Exception:  # such as arrays, which compare by their elements
+        return False
+
+
+def _brief(leaf: Any) -> str:
+    return "a tensor" if isinstance(leaf, Tensor | TensorSpec) else " ".join(repr(leaf).split())[:_BRIEF]
 
 
 def _differentiable(spec: TensorSpec) -> bool:
