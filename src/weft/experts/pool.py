@@ -15,19 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.core.errors import UsageError
 from weft.experts.counts import PoolStatistics, Tally
-from weft.experts.errors import ClosedError, ExpiredError, reason_of
+from weft.experts.errors import ClosedError, ExpertError, ExpiredError, reason_of
 from weft.experts.lanes import Lanes
 from weft.experts.limits import Load, PoolOptions
 from weft.experts.linger import Company, Linger
 from weft.experts.schema import Columns
-from weft.experts.task import Answer, Ledger, Results, Task, answer, answered
+from weft.experts.task import Answer, Ledger, Results, Task, answer, answered, complete
+from weft.experts.words import check_words
 
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
 """Works on a batch: one answer per task, in order. What it raises, all of them get."""
@@ -78,6 +77,7 @@ class TaskPool:
         self._linger = Linger(self.options.linger if self.options.min_batch_size == 1 else 0.0, company)
         self._tally = Tally()
         self._running = 0
+        self._taken: Sequence[Task] = ()
         self._swept = 0.0
         self._closed: str | None = None
         self._lock = threading.Lock()
@@ -111,7 +111,7 @@ class TaskPool:
         """
         try:
             rows = self.columns.check(tensors, self._where)
-            self._check_words(client, key, mini_batch)
+            check_words(self.name, client, key, mini_batch, splits=self._splits)
             owner = None if mini_batch is None else client
             own = object() if self._alone is not None and self._alone(evaluation) else None
             lane = (mini_batch is not None, owner, mini_batch, self.columns.lane(tensors), evaluation, own)
@@ -132,20 +132,6 @@ class TaskPool:
         if all([tensor.device == host and not tensor.requires_grad for tensor in tensors]):
             return tensors
         return tuple([tensor.detach().to(host) for tensor in tensors])
-
-    def _check_words(self, client: Any, key: Any, mini_batch: Any) -> None:
-        if mini_batch is None and all([word is None or (word and type(word) is str) for word in (client, key)]):
-            return
-        words = {"client": client, "key": key, "mini_batch": mini_batch}
-        wrong = [
-            f"{name} is {word!r}" for name, word in words.items() if not isinstance(word, str | None) or word == ""
-        ]
-        if wrong:
-            raise UsageError(f"pool {self.name!r}: {', '.join(wrong)}, wanted None or a non-empty str")
-        if mini_batch is not None and not self._splits:
-            raise UsageError(
-                f"pool {self.name!r} adds up no gradients, so mini_batch={mini_batch!r} means nothing here"
-            )
 
     def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
         """The task's future, and whether who works on batches must be told."""
@@ -202,6 +188,7 @@ class TaskPool:
         """The next batch, now out of the queue and to be given to `work`; empty if nothing is ready."""
         with self._lock:
             batch, expired = self._lanes.take(time.monotonic() if now is None else now)
+            self._taken = batch
             wanted = [task for task in batch if task.take()]
             for task in batch:
                 if not task.taken:  # it was cancelled just now
@@ -219,7 +206,7 @@ class TaskPool:
         """Process a batch from `take` and answer everyone in it. Raises nothing."""
         start = time.monotonic()
         try:
-            answers = self.process(tasks)
+            answers = complete(self.process(tasks), len(tasks), self._where)
         except BaseException as error:  # a fault of the process, not of a task; but nobody must wait for ever
             answers = [error] * len(tasks)
         self._finish(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
@@ -249,6 +236,15 @@ class TaskPool:
         why = self._closed or "its tasks were abandoned"
         text = f"pool {self.name!r} did not get to this task: {why}; ask elsewhere"
         self._finish(left, [ClosedError(text) for _ in left])
+
+    def perish(self, why: str) -> None:
+        """Whoever worked on this pool is gone, perhaps amid a batch: everyone is told, and it takes no more tasks."""
+        with self._lock:
+            self._closed = why
+            taken, ran = [task for task in self._taken if task.waiters], self._running
+        text = f"pool {self.name!r} was at this task when {why}; nobody knows whether it was applied"
+        self._finish(taken, [ExpertError(text) for _ in taken], ran=ran)
+        self.abandon()
 
     def drained(self, timeout: float | None) -> bool:
         """Wait until nothing waits or runs, for at most so many seconds; whether it came to that."""
@@ -294,6 +290,7 @@ class TaskPool:
         """Answer everyone; so many of them ran. Who is told may see at once that the pool is through with it."""
         with self._lock:
             waiting = [self._leave(task) for task in tasks]
+            self._taken = () if ran else self._taken
             for found in answers:
                 self._tally.ended(found)
             if ran:

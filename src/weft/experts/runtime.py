@@ -48,6 +48,7 @@ class Runtime:
         self._active: dict[TaskPool, None] = {}
         self._thread: threading.Thread | None = None
         self._ending = False
+        self._lost: str | None = None
         self._working_on: TaskPool | None = None
         self._batches, self._busy, self._began = 0, 0.0, 0.0
         for each in served:
@@ -57,6 +58,8 @@ class Runtime:
         """Work on these too; their pools take tasks from now on. Raises ``UsageError`` for a pool that is here."""
         for pool in _pools(served):
             with self._state:
+                if self._lost is not None:
+                    raise UsageError(f"runtime {self.name!r} ended with {self._lost}; shut it down and start it again")
                 if pool in self._pools:
                     raise UsageError(f"pool {pool.name!r} is in runtime {self.name!r} already")
                 self._pools[pool] = None
@@ -124,7 +127,7 @@ class Runtime:
             if thread.is_alive():
                 return False
             with self._state:
-                self._thread = None
+                self._thread = self._lost = None
         return True
 
     def statistics(self) -> RuntimeStatistics:
@@ -157,6 +160,17 @@ class Runtime:
         return time.monotonic() - self._began - self._busy
 
     def _run(self) -> None:
+        try:
+            self._work_on()
+        except BaseException as error:  # nothing should come here; but nobody must wait for ever
+            with self._state:
+                self._lost, self._working_on = f"{type(error).__name__}: {error}", None
+                pools = list(self._pools)
+            for pool in pools:
+                pool.perish(f"the thread of runtime {self.name!r} ended with {self._lost}")
+            raise
+
+    def _work_on(self) -> None:
         while (pool := self._next()) is not None:
             start = time.monotonic()
             worked = _work(pool)

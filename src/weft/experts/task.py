@@ -8,14 +8,18 @@ Usually one future waits. A task with an idempotency key may be asked for again 
 second asker joins as one more waiter, and may give up without hurting the first.
 """
 
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from torch import Tensor
+
+from weft.experts.errors import ExpertError
 
 Results = list[Tensor]
 Answer = Results | BaseException
@@ -79,7 +83,7 @@ class Task:
 
     def take(self) -> bool:
         """Whether somebody still waits; if so nobody can cancel from here on."""
-        self.waiters = [waiter for waiter in self.waiters if waiter.set_running_or_notify_cancel()]
+        self.waiters = [waiter for waiter in self.waiters if _still_waits(waiter)]
         self.taken = bool(self.waiters)
         return self.taken
 
@@ -109,6 +113,10 @@ class Waiter(Future[Results]):
             waits[1](waits[0])
         return done
 
+    def add_done_callback(self, fn: "Callable[[Future[Results]], object]") -> None:
+        """As the library says; and nothing that ``fn`` raises ends the thread that answers, which others need too."""
+        super().add_done_callback(partial(_call, fn))
+
     def let_go(self) -> None:
         """Forget the task."""
         self._waits = None
@@ -117,12 +125,28 @@ class Waiter(Future[Results]):
 def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
     """Give the result to everyone who still waits."""
     for waiter in waiters:
-        if not waiter.running() and not waiter.set_running_or_notify_cancel():
+        if not waiter.running() and not _still_waits(waiter):
             continue
-        if isinstance(result, BaseException):
-            waiter.set_exception(result)
-        else:
-            waiter.set_result(result)
+        try:
+            if isinstance(result, BaseException):
+                waiter.set_exception(result)
+            else:
+                waiter.set_result(result)
+        except InvalidStateError:  # its owner has set it, and wants nothing else
+            continue
+
+
+def complete(answers: object, wanted: int, where: str) -> Sequence[Answer]:
+    """What a process gave for so many tasks. Raises ``ExpertError`` if that is not one answer for each."""
+    if not isinstance(answers, Sequence):
+        found = f"a {type(answers).__name__}"
+    elif len(given := cast("Sequence[Answer]", answers)) != wanted:
+        found = f"{len(given)} answers"
+    else:
+        return given
+    raise ExpertError(
+        f"the process of {where} gave {found} for a batch of {wanted} tasks, wanted one for each, in order"
+    )
 
 
 def answered(results: Results) -> "Future[Results]":
@@ -130,6 +154,26 @@ def answered(results: Results) -> "Future[Results]":
     future: Future[Results] = Future()
     future.set_result(results)
     return future
+
+
+def _still_waits(waiter: "Future[Results]") -> bool:
+    """Whether a future is to be answered. Nobody can cancel it from here on."""
+    try:
+        return waiter.set_running_or_notify_cancel()
+    except RuntimeError:  # its owner has set it; the library logs that
+        return False
+
+
+def _call(fn: "Callable[[Future[Results]], object]", future: "Future[Results]") -> None:
+    """A callback. The library logs what it raises, but lets through what is no ``Exception``."""
+    try:
+        fn(future)
+    except Exception:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
+        raise RuntimeError(f"a callback raised {type(error).__name__}, which ends nothing here") from error
 
 
 @runtime_checkable

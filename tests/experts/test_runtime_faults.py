@@ -1,0 +1,172 @@
+"""Nothing that a process, a callback or a caller does ends the thread that others need; and if it ends, all hear it."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.core.errors import UsageError
+from weft.core.spec import TensorSpec
+from weft.experts.errors import ClosedError, ExpertError, RefusedError
+from weft.experts.limits import PoolOptions
+from weft.experts.pool import TaskPool
+from weft.experts.runtime import Runtime
+from weft.experts.schema import Column, Columns
+from weft.experts.task import Task
+
+X = Columns([Column("x", TensorSpec((None,), torch.float32))])
+ROW = torch.ones(1)
+
+
+class Stopped(BaseException):
+    """What some libraries end their threads with."""
+
+
+class Gate:
+    """A process that begins a batch when it is let on, and then gives what ``answers`` makes of the tasks."""
+
+    def __init__(self, answers: Callable[[Sequence[Task]], Any]) -> None:
+        self.answers = answers
+        self.entered, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, tasks: Sequence[Task]) -> Any:
+        self.entered.release()
+        assert self.go.acquire(timeout=30)
+        return self.answers(tasks)
+
+
+def same(tasks: Sequence[Task]) -> list[list[Tensor]]:
+    return [list(task.tensors) for task in tasks]
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, Stopped, ValueError])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_callback_raises_ends_nothing_and_keeps_no_other_from_its_answer(
+    kind: type[BaseException], fails: bool
+) -> None:
+    def boom(tasks: Sequence[Task]) -> Any:
+        raise SystemExit
+
+    called: list[object] = []
+    gate = Gate(boom if fails else same)
+    pool = TaskPool("p", gate, X)
+
+    def callback(future: object) -> None:
+        called.append(future)
+        raise kind
+
+    with Runtime([pool]) as runtime:
+        futures = [pool.submit_task(ROW)]
+        assert gate.entered.acquire(timeout=30)
+        futures += [pool.submit_task(ROW) for _ in range(3)]
+        for future in futures:
+            future.add_done_callback(callback)
+            future.add_done_callback(callback)
+        gate.go.release(9)
+        assert [future.exception(30) is not None for future in futures] == [fails] * 4
+        gate.answers = same
+        assert pool.submit_task(ROW).result(30)
+        assert runtime.statistics().alive
+    assert len(called) == 8, "also the second callback of each"
+    expired = pool.statistics()
+    assert expired.waiting_tasks == expired.running_tasks == 0
+
+
+def test_a_callback_of_an_answer_that_is_there_is_no_other() -> None:
+    pool = TaskPool("p", same, X)
+    future = pool.submit_task(ROW)
+    pool.work(pool.take())
+    seen: list[object] = []
+    future.add_done_callback(seen.append)
+    assert seen == [future]
+
+
+SHORT: dict[str, Callable[[Sequence[Task]], Any]] = {
+    "none of 2": lambda tasks: [],
+    "one too few": lambda tasks: same(tasks)[1:],
+    "one too many": lambda tasks: [*same(tasks), [ROW]],
+    "None": lambda tasks: None,
+    "a generator": lambda tasks: (answer for answer in same(tasks)),
+}
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_process_that_does_not_answer_everyone_fails_its_batch_and_nothing_else(kind: str) -> None:
+    gate = Gate(same)
+    pool, other = TaskPool("p", gate, X), TaskPool("other", same, X)
+    with Runtime([pool, other]) as runtime:
+        first = pool.submit_task(ROW)
+        assert gate.entered.acquire(timeout=30)
+        waiting = [pool.submit_task(ROW) for _ in range(2)]
+        gate.go.release()
+        assert first.result(30)
+        gate.answers = SHORT[kind]
+        gate.go.release()
+        for future in waiting:
+            with pytest.raises(ExpertError, match=r"pool 'p' gave .* for a batch of 2 tasks, wanted one for each"):
+                future.result(30)
+        gate.answers = same
+        gate.go.release()
+        assert pool.submit_task(ROW).result(30) and other.submit_task(ROW).result(30)
+        assert runtime.statistics().alive
+    assert pool.statistics().failed == {"expert": 2}
+
+
+def test_who_sets_his_own_future_gets_nothing_else_and_disturbs_nobody() -> None:
+    gate = Gate(same)
+    pool = TaskPool("p", gate, X)
+    mine = [ROW]
+    with Runtime([pool]):
+        running = pool.submit_task(ROW)
+        assert gate.entered.acquire(timeout=30)
+        waiting, other = pool.submit_task(ROW), pool.submit_task(ROW)
+        for future in (running, waiting):
+            future.set_result(mine)
+        gate.go.release(9)
+        assert other.result(30)
+        assert pool.submit_task(ROW).result(30)
+    assert running.result(0) is mine and waiting.result(0) is mine
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("step", ["urgency", "take", "work"])
+def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_again(step: str) -> None:
+    gate = Gate(same)
+    pool = TaskPool("p", gate, X, PoolOptions(max_client_tasks=9))
+    other = TaskPool("other", same, X, PoolOptions(min_batch_size=9, timeout=1000.0))
+    original = getattr(pool, step)
+
+    def fails(*arguments: Any) -> Any:
+        if step == "take":
+            original()
+        raise MemoryError("none left")
+
+    runtime = Runtime([pool, other])
+    runtime.start()
+    waits: list[Future[Any]] = [other.submit_task(ROW)]
+    done = pool.submit_task(ROW)
+    assert gate.entered.acquire(timeout=30)
+    setattr(pool, step, fails)
+    waits += [pool.submit_task(ROW, client="ann") for _ in range(2)]
+    gate.go.release(9)
+    assert done.result(30)
+    for future in waits:
+        error = future.exception(30)
+        assert isinstance(error, ExpertError) and "MemoryError: none left" in str(error)
+        assert isinstance(error, RefusedError) == (future is waits[0] or step == "urgency"), "else it may have run"
+    for each in (pool, other):
+        with pytest.raises(ClosedError, match="the thread of runtime 'cpu' ended with MemoryError"):
+            each.submit_task(ROW)
+        assert each.drained(30.0)
+    with pytest.raises(UsageError, match="shut it down and start it again"):
+        runtime.add(TaskPool("new", same, X))
+    setattr(pool, step, original)
+    assert runtime.shutdown() and not runtime.statistics().alive
+    with runtime:
+        assert pool.submit_task(ROW, client="ann").result(30)
+    assert pool.statistics().running_tasks == 0 and not pool._load.tasks
