@@ -200,7 +200,8 @@ class ExpertBackend:
     def apply_gradients(self) -> None:
         """One step, with the gradients in ``.grad``: clip, optimizer, schedule. May be overridden.
 
-        Called in the runtime's thread; the gradients are cleared afterwards, whatever happens. What it raises
+        Called in the runtime's thread, after the hooks of ``register_post_accumulate_grad_hook``; the gradients are
+        nobody else's, and cleared afterwards, whatever happens. What it raises
         comes to the clients as a `StepError`, and nothing is tried again.
         """
         if self.clip_grad_norm is not None:

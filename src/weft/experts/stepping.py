@@ -1,12 +1,13 @@
 """What training leaves: optimizer steps, and the log of the batches that led to them.
 
-gradients ── own ──> .grad ── apply_gradients ──> weights, steps + 1      .grad is empty before and after,
-                                 '──raises──> StepError                   whatever happens
+gradients ── own ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
+                                 '────────raises──> StepError                    whatever happens
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from weft.experts.errors import StepError
@@ -40,7 +41,7 @@ class Stepper:
         return self._apply is not None
 
     def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> None:
-        """One optimizer step. Raises `StepError` if the optimizer does; then it does not count.
+        """One optimizer step. Raises `StepError` if the optimizer does, or a hook; then it does not count.
 
         ``held``: the addresses of the storages that others go on using. What looks into them is not written to.
         """
@@ -48,6 +49,8 @@ class Stepper:
         try:
             for parameter, gradient in zip(parameters, own(parameters, gradients, held), strict=True):
                 parameter.grad = gradient
+                if gradient is not None and parameter._post_accumulate_grad_hooks:
+                    _hear(parameter)
             if self._apply is not None:
                 self._apply()
         except Exception as error:
@@ -71,3 +74,11 @@ class Stepper:
             self._journal.write(Entry.of(kind, tasks, self.steps, seed, failed), tasks)
         except Exception:
             self.journal_failures += 1
+
+
+def _hear(parameter: nn.Parameter) -> None:
+    """Its post-accumulate hooks: autograd calls them only where it puts the gradient there itself."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    with torch.no_grad():
+        for hook in list(hooks.values()):
+            hook(parameter)
