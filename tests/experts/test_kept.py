@@ -1,5 +1,9 @@
 """A kept graph saves a forward, changes no number, and is not used for other weights."""
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -153,3 +157,98 @@ def test_dropout_uses_the_numbers_of_its_forward() -> None:
     work(backend)
     slope = (moved.result(0)[0] - seen.result(0)[0]).mul(seen.result(0)[0].sign()).sum() / step
     assert found.result(0)[0].sum().item() == pytest.approx(slope.item(), rel=1e-4)
+
+
+class Formula(nn.Module):
+    """A function of a layer and an input."""
+
+    def __init__(self, formula: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.formula = formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.formula(self.layer, x)
+
+
+class Spoils(torch.autograd.Function):
+    """``x * y``, whose backward writes into x, which others saved too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, y = ctx.saved_tensors
+        found = gradients[0] * y, gradients[0] * x
+        x.detach().zero_()
+        return found
+
+
+def spoiling(layer: nn.Module, x: Tensor) -> Tensor:
+    y = layer(x)
+    z = y.exp()
+    return Spoils.apply(z, z)
+
+
+def kept_and_not(formula: Callable[[nn.Module, Tensor], Tensor]) -> tuple[list[Any], ExpertBackend]:
+    """What a backward gives with a kept graph and without, and the expert that has kept it."""
+    found: list[Any] = []
+    for budget in (None, BUDGET):
+        backend = ExpertBackend("e", seeded(lambda: Formula(formula)), adam, args_schema=(X,), keep_graphs=budget)
+        forward = backend.forward_pool.submit_task(rows(2, 0), key="a")
+        work(backend)
+        assert forward.result(0)
+        future = backend.backward_pool.submit_task(rows(2, 0), rows(2, 9), key="a")
+        work(backend)
+        found.append(future.exception(0) or future.result(0)[0])
+    return found, backend
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda layer, x: layer(x).exp().add_(1),
+        lambda layer, x: [y := layer(x).tanh(), y.square(), y.zero_()][1],
+        lambda layer, x: [y := layer(x) + 0, y.square(), y.detach().zero_()][1],
+        spoiling,
+    ],
+)
+def test_a_module_that_writes_into_what_backward_needs_is_told_as_autograd_tells_it(formula: Any) -> None:
+    (plain, kept), backend = kept_and_not(formula)
+    for error in (plain, kept):
+        assert isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
+    assert backend.steps == 0
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda layer, x: layer(x).relu_().mul(2),
+        lambda layer, x: nn.functional.leaky_relu(layer(x), inplace=True).exp(),
+        lambda layer, x: layer(x).sigmoid_().add(1),
+        lambda layer, x: [y := layer(x), y[:, 0].exp_()][0],
+        lambda layer, x: torch.zeros_like(x).copy_(layer(x)).cumsum_(1).tanh_(),
+        lambda layer, x: (torch.eye(4, dtype=torch.float64).to_sparse() @ layer(x).t()).t(),
+    ],
+)
+def test_writing_where_autograd_allows_it_leaves_the_graph_as_it_is(formula: Any) -> None:
+    (plain, kept), backend = kept_and_not(formula)
+    assert torch.equal(plain, kept) and backend.statistics().used_graphs == 1
+
+
+def test_a_graph_whose_weights_another_expert_has_stepped_is_not_walked() -> None:
+    shared = seeded(Counts)
+    one, other = [ExpertBackend(name, shared, adam, args_schema=(X,), keep_graphs=BUDGET) for name in "ab"]
+    plain = ExpertBackend("a", copy.deepcopy(shared), adam, args_schema=(X,))
+    one.forward_pool.submit_task(rows(2, 0), key="a")
+    work(one)
+    for backend in (other, plain):
+        backend.backward_pool.submit_task(rows(2, 1), rows(2, 2))
+        work(backend)
+    futures = [backend.backward_pool.submit_task(rows(2, 0), rows(2, 9), key="a") for backend in (one, plain)]
+    for backend in (one, plain):
+        work(backend)
+    assert torch.equal(futures[0].result(0)[0], futures[1].result(0)[0]) and one.statistics().used_graphs == 0

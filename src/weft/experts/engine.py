@@ -144,7 +144,7 @@ class Engine:
         def apply() -> None:
             self.forward_batches += 1
             if graph is not None and untouched and not effects.stateful:
-                kept.keep(tasks, graph, seed, saved.nbytes)
+                kept.keep(tasks, graph, seed, saved)
 
         return Drafted(apply, results)
 

@@ -13,6 +13,7 @@ Held are at most so many bytes, inputs and what autograd saves, for so many seco
 """
 
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.core.errors import UsageError
 from weft.experts.batch import deal
+from weft.experts.gradients import strided
 from weft.experts.runner import Graph
 from weft.experts.task import Task
 
@@ -32,7 +34,11 @@ Name = tuple[str | None, str]
 
 @dataclass(frozen=True)
 class GraphBudget:
-    """``nbytes`` of inputs and saved tensors that may be kept, each for at most ``seconds``."""
+    """``nbytes`` of inputs and saved tensors that may be kept, each for at most ``seconds``.
+
+    What a `torch.autograd.Function` of your own keeps as an attribute of its ``ctx`` is not seen, and not counted: use
+    ``ctx.save_for_backward``.
+    """
 
     nbytes: int
     seconds: float = 30.0
@@ -42,29 +48,61 @@ class GraphBudget:
             raise UsageError(f"a graph budget wants nbytes >= 1 and seconds > 0, but got {self}")
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Packed:
+    """A saved tensor, and how often it was written to by then."""
+
+    tensor: Tensor
+    version: int
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has written into it since."""
+        return _version(self.tensor) == self.version
+
+    def unpack(self) -> Tensor:
+        """The tensor. Raises what autograd raises where it was written to."""
+        if not self.untouched:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {_version(self.tensor)}; expected "
+                f"version {self.version} instead"
+            )
+        return self.tensor
+
+
 @dataclass
 class Saved:
     """What one graph saves: a graph keeps tensors alive by their storages, each counted once."""
 
     ignored: set[int]
     sizes: dict[int, int] = field(default_factory=dict[int, int])
+    packed: "list[weakref.ref[_Packed]]" = field(default_factory=list["weakref.ref[_Packed]"])
 
     @property
     def nbytes(self) -> int:
         """The bytes of all storages."""
         return sum(self.sizes.values())
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has written into what the graph saves. Autograd would tell, but does not look behind hooks."""
+        return all([one is None or one.untouched for one in [ref() for ref in self.packed]])
+
     @contextmanager
     def counting(self) -> Generator[None]:
         """Surrounds the forward that makes the graph."""
 
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self.ignored:
-                self.sizes[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # packing an output itself would make a cycle with its graph
+        def pack(tensor: Tensor) -> _Packed:
+            for part in strided(tensor):
+                storage = part.untyped_storage()
+                if storage.data_ptr() not in self.ignored:
+                    self.sizes[storage.data_ptr()] = storage.nbytes()
+            packed = _Packed(tensor.detach(), _version(tensor))  # packing an output itself makes a cycle with its graph
+            self.packed.append(weakref.ref(packed))
+            return packed
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(pack, _Packed.unpack):
             yield
 
 
@@ -82,6 +120,7 @@ class _Kept:
     """What one forward left: a graph until a step or a backward, and the flat inputs of every task, on the host."""
 
     graph: Graph | None
+    saved: Saved
     seed: int
     inputs: dict[Name, list[Tensor]]
     graph_bytes: int
@@ -113,8 +152,8 @@ class KeptGraphs:
         """Whether something of a forward of these tasks is to be kept: all wish it, and have a key to find it by."""
         return self._budget is not None and all([task.keep and task.key is not None for task in tasks])
 
-    def keep(self, tasks: Sequence[Task], graph: Graph, seed: int, nbytes: int) -> None:
-        """Keep a graph that saves so many bytes beside its leaves, and the inputs, at the cost of the oldest ones.
+    def keep(self, tasks: Sequence[Task], graph: Graph, seed: int, saved: Saved) -> None:
+        """Keep a graph that saves so much beside its leaves, and the inputs, at the cost of the oldest ones.
 
         What is larger than the whole budget is not kept.
         """
@@ -123,12 +162,12 @@ class KeptGraphs:
         for name in names:
             self._leave(name)
         leaves = [leaf.detach() for leaf in graph.leaves]
-        size = sum([leaf.nbytes for leaf in leaves])
+        size, nbytes = sum([leaf.nbytes for leaf in leaves]), saved.nbytes
         if all([leaf.is_cpu for leaf in leaves]):  # the graph's own, so that nothing is held twice
             inputs = deal(leaves, [task.rows for task in tasks])
         else:
             inputs, nbytes = [list(task.tensors[: len(leaves)]) for task in tasks], nbytes + size
-        kept = _Kept(graph, seed, dict(zip(names, inputs, strict=True)), nbytes, size, self._clock())
+        kept = _Kept(graph, saved, seed, dict(zip(names, inputs, strict=True)), nbytes, size, self._clock())
         total = nbytes + size
         if self._budget is None or total > self._budget.nbytes or len(kept.inputs) < len(names):
             return
@@ -139,7 +178,11 @@ class KeptGraphs:
         self.nbytes += total
 
     def take(self, tasks: Sequence[Task]) -> Walk | None:
-        """The graph that exactly these tasks made, if it is here. What was theirs is not held any more."""
+        """The graph that exactly these tasks made, if it is here as it was. What was theirs is not held any more.
+
+        Who writes into what a graph saves, be it the module itself or another that shares its weights, has the forward
+        run again; if that cannot be walked back either, autograd says why.
+        """
         self.forget_old()
         names = _names(tasks)
         kept = self._found.get(names[0])
@@ -147,7 +190,8 @@ class KeptGraphs:
             for name in names:
                 self._leave(name)
             return None
-        walk = None if kept.graph is None else Walk(kept.graph, kept.seed, kept.brought_by(tasks))
+        valid = kept.graph is not None and kept.saved.untouched
+        walk = None if kept.graph is None or not valid else Walk(kept.graph, kept.seed, kept.brought_by(tasks))
         self._drop(kept)
         return walk
 
@@ -191,6 +235,10 @@ class KeptGraphs:
         self.nbytes -= kept.input_bytes
         for name in kept.inputs:
             del self._found[name]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _names(tasks: Sequence[Task]) -> tuple[Name, ...]:
