@@ -93,7 +93,7 @@ def test_a_journal_goes_through_a_file_and_tells_who_was_in_a_batch(tmp_path: Pa
     assert replay(fussy_backend(), entries, store.fetch) == 2
     with pytest.raises(UsageError, match="no line of an expert's journal"):
         read_journal(['{"kind": "backward"}'])
-    with pytest.raises(UsageError, match="limit >= 0"):
+    with pytest.raises(UsageError, match="limit is -1"):
         Journal(limit=-1)
 
 

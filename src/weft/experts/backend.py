@@ -264,6 +264,7 @@ class ExpertBackend:
             self._stepper.steps, engine.runner.effects.seed = state["steps"], state["seed"]
             engine.forward_batches, engine.backward_batches = state["forward_batches"], state["backward_batches"]
             engine.forget_pending()
+            self._stepper.restored(state["backward_batches"])
 
     def statistics(self) -> BackendStatistics:
         """What was done so far, and what is held now."""

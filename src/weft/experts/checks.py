@@ -32,11 +32,12 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def count_fault(name: str, value: Any, *, none: bool = False) -> list[str]:
-    """What is wrong with a count, in words; ``none``: whether None makes sense."""
-    if (value is None and none) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+def count_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
+    """What is wrong with a count, in words; ``zero`` and ``none``: whether 0 and None make sense."""
+    least = 0 if zero else 1
+    if (value is None and none) or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         return []
-    return [f"{name} is {value!r}, wanted an int of at least 1{', or None' * none}"]
+    return [f"{name} is {value!r}, wanted an int of at least {least}{', or None' * none}"]
 
 
 def is_whole(value: Any) -> TypeGuard[int]:

@@ -220,7 +220,7 @@ class Engine:
         if tasks[0].mini_batch is None:
             return
         try:
-            if self.parts.records.step_of("commit", *owner) is not None:
+            if self._seed is None and self.parts.records.step_of("commit", *owner) is not None:  # a redo did count
                 raise CommitError(f"mini-batch {owner[1]!r} of client {owner[0]!r} was committed; start a new one")
             self.parts.sums.check(owner, parameters)
         except ExpertError as error:
@@ -258,7 +258,7 @@ class Engine:
     ) -> None:
         self.permit()
         after.restore()
-        self.backward_batches += 1
+        self.backward_batches = self.parts.stepper.batches = self.backward_batches + 1
         if tasks[0].mini_batch is not None:
             copies = [None if gradient is None else gradient.clone() for gradient in passed.parameters]
             self.parts.sums.add((tasks[0].client, tasks[0].mini_batch), parameters, copies)

@@ -26,12 +26,16 @@ Fetch = Callable[[Member], Sequence[Tensor]]
 def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> int:
     """Run logged batches on a backend that is in the state before the first of them; how many ran.
 
+    Those after a ``state_dict`` are the entries whose ``place`` is greater than its ``(steps, backward_batches)``.
     Nobody else may use the backend meanwhile. Raises `ReplayError` if the log does not fit its state, and
     what the batches raise; the batches before that have run.
     """
     count = 0
     for entry in entries:
         _check(backend, entry)
+        if entry.kind == "restored":
+            _forget_sums(backend)
+            continue
         with _threads(entry.threads):
             backend.engine.redo(
                 entry.kind, [_task(backend, entry, member, fetch) for member in entry.members], entry.seed
@@ -55,6 +59,8 @@ def _task(backend: ExpertBackend, entry: Entry, member: Member, fetch: Fetch) ->
 
 def _check(backend: ExpertBackend, entry: Entry) -> None:
     steps = 1 if entry.kind == "commit" or (entry.mini_batch is None and backend.optimizer is not None) else 0
+    steps, batches = (0, 0) if entry.kind == "restored" else (steps, entry.kind == "backward")
+    before = backend.engine.backward_batches
     faults: list[str] = []
     if entry.failed:
         faults.append(f"the optimizer raised after step {entry.step}, and what it left then is not known")
@@ -62,10 +68,22 @@ def _check(backend: ExpertBackend, entry: Entry) -> None:
         faults.append(
             f"the expert is at step {backend.steps}, but the batch led from {entry.step - steps} to {entry.step}"
         )
-    if not entry.members:
+    if not entry.failed and entry.batch and before + batches != entry.batch:
+        faults.append(f"{before} backward batches ran on the expert, but {entry.batch - batches} before this batch")
+    if faults and entry.kind == "restored":
+        faults.append("it went on from another state there; `read_journal` drops what did not lead to that")
+    if not entry.members and entry.kind != "restored":
         faults.append("the batch has no members")
     if faults:
         raise ReplayError(listed(f"a batch cannot be replayed on expert {backend.name!r}:", faults))
+
+
+def _forget_sums(backend: ExpertBackend) -> None:
+    """Open mini-batches are no part of a state that is loaded, and their names may be used anew."""
+    with backend.engine.lock:
+        sums = backend.engine.parts.sums
+        for owner in sums.all():
+            sums.take(owner)
 
 
 @contextmanager

@@ -28,12 +28,13 @@ class Stepper:
         apply: Callable[[], None] | None,
         journal: Journal | None,
     ) -> None:
-        self.steps = 0
+        self.steps = self.batches = 0
         self.journal_failures = 0
         self._name = name
         self._parameters = parameters
         self._apply = apply
         self._journal = journal
+        self.restored(0)
 
     @property
     def trains(self) -> bool:
@@ -66,12 +67,18 @@ class Stepper:
         for parameter in self._parameters():
             parameter.grad = None
 
+    def restored(self, batches: int) -> None:
+        """The expert goes on after so many backward batches, and now from there."""
+        self.batches = batches
+        if self._journal is not None:
+            self._journal.restored(self.steps, batches)
+
     def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False) -> None:
         """Put a batch into the journal. A full disk must not make a step that was taken look like one that was not."""
         if self._journal is None:
             return
         try:
-            self._journal.write(Entry.of(kind, tasks, self.steps, seed, failed), tasks)
+            self._journal.write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches), tasks)
         except Exception:
             self.journal_failures += 1
 

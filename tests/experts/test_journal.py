@@ -1,0 +1,262 @@
+"""What a crash, a full disk or a return to an older state leaves of a journal can be read, and replayed."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from weft.core.errors import UsageError
+from weft.experts import Entry, Journal, Member, read_journal, replay
+from weft.experts.errors import ReplayError
+from weft.experts.task import Task
+
+
+class Store:
+    """Remembers the tensors of every task that counted, as a process that outlives the others."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Sequence[Tensor]] = {}
+
+    def __call__(self, entry: Entry, tasks: Sequence[Task]) -> None:
+        for member, task in zip(entry.members, tasks, strict=True):
+            self.tensors[member.number] = [tensor.clone() for tensor in task.tensors]
+
+    def fetch(self, member: Member) -> Sequence[Tensor]:
+        return self.tensors[member.number]
+
+
+def entry(step: int) -> Entry:
+    return Entry("backward", step, 7, None, (Member("ann", f"k{step}", 3, step),), 1, batch=step)
+
+
+def steps(path: Path) -> list[int]:
+    with path.open(encoding="utf-8") as file:
+        return [each.step for each in read_journal(file)]
+
+
+def written(path: Path, *numbers: int, since: int) -> None:
+    """By one process, which begins where ``since`` says."""
+    with Journal(path) as journal:
+        journal.restored(since, since)
+        for number in numbers:
+            journal.write(entry(number), [])
+
+
+@pytest.mark.parametrize("zeros", [0, 5])
+def test_a_journal_that_was_torn_anywhere_keeps_all_whole_lines_and_goes_on(tmp_path: Path, zeros: int) -> None:
+    path = tmp_path / "log"
+    written(path, 1, 2, since=0)
+    data = path.read_bytes()
+    ends = [place for place, byte in enumerate(data) if byte == ord("\n")]
+    for size in sorted({0, 1, 9, 10, *range(0, len(data), 30), *[end + more for end in ends for more in (-1, 0, 1)]}):
+        path.write_bytes(data[:size] + b"\0" * zeros)
+        whole = [number for number in (1, 2) if data.find(f'"k{number}"'.encode()) < data.rfind(b"\n", 0, size)]
+        if not zeros and data[size : size + 1] == b"\n" and size > data.find(b'"k1"'):
+            whole = [*whole, len(whole) + 1]  # it lacks nothing but its end
+        assert steps(path) == whole
+        written(path, 3, since=len(whole))
+        assert steps(path) == [*whole, 3]
+
+
+def test_only_the_last_line_may_be_torn() -> None:
+    good, torn = entry(1).to_json(), entry(2).to_json()[:30]
+    assert [each.step for each in read_journal([good, torn])] == [1]
+    for lines in ([torn, good], [good, torn + "\n"], [good, "hello"], [good, "{}"], [good, '{"kind": "backward"}']):
+        with pytest.raises(UsageError, match="no line of an expert's journal"):
+            read_journal(lines)
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b'{"name": 1}\n', b"\x80\x02weights"])
+def test_what_is_no_journal_is_not_written_to(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match="is no journal"):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+class Full:
+    """A file with room for so many bytes more."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        count = self.file.write(data[: self.room])
+        self.room -= count
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 1, 100])
+def test_a_batch_that_the_disk_has_no_room_for_is_told_to_the_listener_and_leaves_no_part_of_a_line(
+    tmp_path: Path, room: int
+) -> None:
+    path, heard = tmp_path / "log", list[int]()
+    with Journal(path, listener=lambda entry, tasks: heard.append(entry.step)) as journal:
+        backend = fussy_backend(journal=journal)
+        for number in range(3):
+            log: Any = journal._file
+            if number == 1:
+                log._file = Full(log._file, room)
+            elif number == 2:
+                log._file = log._file.file
+            backend.backward_pool.submit_task(rows(2, number), rows(2, number + 9))
+            work(backend)
+        assert backend.statistics().journal_failures == 1 and backend.steps == 3
+        assert heard == [each.step for each in journal.entries()] == [1, 2, 3]
+    assert steps(path) == [1, 3]
+
+
+def test_a_mark_that_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    written(path, 1, 2, 3, since=0)
+    with Journal(path) as journal:
+        journal.restored(1, 1)
+        log: Any = journal._file
+        log._file = Full(log._file, 20)
+        with pytest.raises(OSError, match="No space"):
+            journal.write(entry(2), [])
+        log._file = log._file.file
+        journal.write(entry(2), [])
+    assert steps(path) == [1, 2]
+
+
+class Lines:
+    """A file that is a list."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+
+    def append(self, text: str) -> None:
+        self.lines += text.splitlines()
+
+
+class Life:
+    """An expert that is saved, goes back, and is made anew after a crash, with all its lines in one file."""
+
+    def __init__(self, norm: bool) -> None:
+        self.norm, self.store, self.lines = norm, Store(), list[str]()
+        self.saved: dict[str, Any] | None = None
+        self.whole, self.number, self.name = True, 0, 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.journal = Journal(listener=self.store)
+        self.journal._file = Lines(self.lines)  # type: ignore[assignment]
+        self.live = fussy_backend(norm=self.norm, journal=self.journal)
+
+    def act(self, what: str) -> None:
+        self.number += 1
+        task = rows(2, self.number), rows(2, self.number + 100)
+        if what == "step":
+            self.live.backward_pool.submit_task(*task, client="ann")
+        elif what == "add":
+            self.live.backward_pool.submit_task(*task, client="ann", mini_batch=str(self.name))
+        elif what == "commit":
+            self.live.commit(str(self.name), client="ann")
+            self.name += 1
+        elif what == "save":
+            self.saved, self.whole = self.live.state_dict(), not len(self.live.engine.parts.sums)
+        elif what == "crash":
+            self.begin()
+            self.name = 0  # the names of before come again
+        if what in ("load", "crash") and self.saved is not None:
+            self.live.load_state_dict(self.saved)
+            self.name += what == "load"
+        work(self.live)
+
+
+@given(st.lists(st.sampled_from(["step", "step", "add", "add", "commit", "save", "load", "crash"])), st.booleans())
+def test_the_entries_after_any_returns_replay_to_the_bytes_of_the_expert(history: list[str], norm: bool) -> None:
+    life = Life(norm)
+    for what in [*history, "step"]:
+        life.act(what)
+    entries = read_journal(life.lines)
+    batches = [each for each in entries if each.kind != "restored"]
+    assert [each.place for each in batches] == sorted({each.place for each in batches})
+    again = fussy_backend(norm=norm)
+    assert replay(again, entries, life.store.fetch) == len(batches)
+    assert weights(again) == weights(life.live)
+    if life.saved is not None and life.whole:  # else a part of an open mini-batch is in no state
+        again = fussy_backend(norm=norm)
+        again.load_state_dict(life.saved)
+        place = (life.saved["steps"], life.saved["backward_batches"])
+        replay(again, [each for each in entries if each.place > place], life.store.fetch)
+        assert weights(again) == weights(life.live)
+
+
+def test_what_is_in_memory_goes_back_at_once_and_the_listener_hears_of_batches_alone() -> None:
+    life = Life(norm=False)
+    for what in ("step", "save", "step", "step", "load"):
+        life.act(what)
+    assert [each.step for each in life.journal.entries()] == [1]
+    assert len(life.store.tensors) == 3
+    life.act("step")
+    assert [each.step for each in life.journal.entries()] == [1, 2] and len(life.store.tensors) == 4
+    kinds = [Entry.from_json(line).kind for line in life.lines]
+    assert kinds == ["restored", "backward", "backward", "backward", "restored", "backward"]
+
+
+def test_a_state_that_none_of_the_entries_led_to_begins_a_new_line() -> None:
+    marks = [Entry("restored", step, 0, None, (), 1, batch=step) for step in (2, 9)]
+    lines = [each.to_json() for each in (entry(1), entry(2), entry(3), marks[0], entry(3), marks[1], entry(10))]
+    assert [each.step for each in read_journal(lines[:5])] == [1, 2, 3]
+    assert [each.step for each in read_journal(lines)] == [10]
+
+
+def test_replay_notices_a_return_that_was_not_dropped_and_a_batch_that_is_missing() -> None:
+    life = Life(norm=False)
+    for what in ("add", "step", "save", "step", "load", "step"):
+        life.act(what)
+    with pytest.raises(ReplayError, match="`read_journal` drops"):
+        replay(fussy_backend(), [*map(Entry.from_json, life.lines)], life.store.fetch)
+    with pytest.raises(ReplayError, match="0 backward batches ran on the expert, but 1 before this batch"):
+        replay(fussy_backend(), read_journal(life.lines)[1:2], life.store.fetch)
+
+
+WRONG: dict[str, list[Any]] = {
+    "kind": ["foo", None, []],
+    "step": ["x", -1, True, 1.5],
+    "seed": [-1, "1", 1 << 64],
+    "mini_batch": [1, []],
+    "threads": [0, -1, "2", None],
+    "failed": [0, "no"],
+    "batch": [-1, None],
+    "members": [None, {}, "ab", [1], [{}], [{"client": 1}], [None]],
+    "new": [0],
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_every_wrong_field_of_a_line_is_named(field: str) -> None:
+    good = json.loads(entry(1).to_json())
+    for value in WRONG[field]:
+        with pytest.raises(UsageError, match=f"no line of an expert's journal.*\n  - {field}"):
+            Entry.from_json(json.dumps({**good, field: value}))
+
+
+def test_all_that_is_wrong_with_a_line_is_told_at_once() -> None:
+    member = {"client": 1, "key": 2, "rows": 0, "number": "x", "more": 1}
+    lines = {
+        json.dumps({"kind": "foo", "step": "x", "seed": 1, "mini_batch": None, "members": [], "more": 1}): 4,
+        json.dumps({**json.loads(entry(1).to_json()), "members": [member, {}]}): 9,
+        "[" * 100_000: 1,
+        "[1, 2]": 1,
+        "null": 1,
+    }
+    for line, count in lines.items():
+        with pytest.raises(UsageError) as caught:
+            Entry.from_json(line)
+        assert len(str(caught.value).splitlines()) == 1 + count, str(caught.value)
+    assert Entry.from_json(entry(3).to_json()) == entry(3)
