@@ -26,7 +26,7 @@ def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
     ("wrong", "said"),
     [
         ({"endpoints": []}, "there is no endpoint"),
-        ({"endpoints": ["a:1", "b"], "timeout": 0.0}, r"'b' is no host:port(.|\n)*timeout is 0.0"),
+        ({"endpoints": ["a:1", "b"], "timeout": 0.0}, r"an endpoint is 'b', wanted host:port(.|\n)*timeout is 0.0"),
         ({"endpoints": "a:1", "namespace": ""}, "namespace is ''"),
         ({"endpoints": "a:1", "history": 0}, "history is 0"),
     ],

@@ -1,7 +1,9 @@
-"""One rule for the spans of time, and one for the counts, that users give as options.
+"""One rule for the spans of time, the counts, the kinds of values and the tokens that users give as options.
 
 ``float("inf")`` looks like "never", and NaN passes many a comparison. But both, like all beyond some three hundred
-years, fail much later: in a thread that works for others too (`threading.TIMEOUT_MAX`), or in gRPC's clock.
+years, fail much later: in a thread that works for others too (`threading.TIMEOUT_MAX`), or in gRPC's clock. Likewise a
+token that no header can carry, for which it looks as if the server were not there. Addresses have a rule of their own,
+see `weft.experts.service.address`.
 """
 
 from typing import Any, TypeGuard
@@ -51,3 +53,16 @@ def kind_fault(name: str, value: Any, kind: type, wanted: str, *, none: bool = F
         return []
     seen = repr(value) if value is None or isinstance(value, str | int | float) else f"of type {type(value).__name__}"
     return [f"{name} is {seen}, wanted {wanted}{', or None' * none}"]
+
+
+def token_fault(value: Any) -> list[str]:
+    """What is wrong with a token, in words that do not show it."""
+    if value is None:
+        return []
+    if not isinstance(value, str):
+        return [f"token is of type {type(value).__name__}, wanted a text"]
+    if not value or value != value.strip():
+        return ["token is empty, or has white space around it, such as the line break of its file: strip() it"]
+    if not (value.isascii() and value.isprintable()):
+        return ["token holds characters that no header can carry, wanted printable ASCII"]
+    return []

@@ -582,7 +582,7 @@ def test_a_closed_expert_says_so(fake: FakeTransport) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: RemoteExpert("", "127.0.0.1:1"), "uid is empty"),
+        (lambda: RemoteExpert("", "127.0.0.1:1"), "uid is ''"),
         (lambda: RemoteExpert("x", "nowhere"), "host:port"),
         (lambda: RemoteExpert("x", "127.0.0.1:1", timeout=0.0), "timeout"),
     ],

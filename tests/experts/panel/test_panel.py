@@ -20,9 +20,10 @@ from weft.core.errors import UsageError
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.command import status
 from weft.experts.directory import LocalDirectory
-from weft.experts.panel.panel import FRESH, split
+from weft.experts.panel.panel import FRESH
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.config import build, parse_expert
+from weft.experts.service.address import split
 from weft.experts.wire import Call, Header, Kind
 
 pytestmark = pytest.mark.timeout(40)

@@ -2,6 +2,7 @@
 
 remote.py       RemoteExpert, what users see          group.py       many at once
 journey.py      a call as one node of autograd        signature.py   what a call looks like
+arguments.py    what is wrong with options
 asking.py       info, forward, backward, commit       accumulation.py, remembered.py   mini-batches, recomputation
 fencing.py      who asks, and under which fence       progress.py    what answers tell of the expert
 line.py         deadlines, repetition                 retry.py       the rule of repetition

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.core.rng import waiting
-from weft.experts.checks import seconds_fault
 from weft.experts.client.accumulation import Accumulation
+from weft.experts.client.arguments import option_faults
 from weft.experts.client.fencing import client_name, fence, fenced
 from weft.experts.client.key import Key
 from weft.experts.client.line import Line
@@ -37,11 +37,7 @@ class CallOptions:
     keep_graph: bool = False
 
     def __post_init__(self) -> None:
-        faults = seconds_fault("timeout", self.timeout)
-        if not isinstance(self.compression.outputs, str | int):
-            faults.append("compression has one choice per output; the server takes one wish for all of them")
-        if not isinstance(self.compression.input_gradients, str | int):
-            faults.append("compression has one choice per input gradient; the server takes one wish for all of them")
+        faults = option_faults(self.timeout, self.compression, self.client, self.accumulate, self.keep_graph)
         if faults:
             raise UsageError(listed("a remote expert cannot be called with these options:", faults))
 

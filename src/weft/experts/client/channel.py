@@ -14,13 +14,14 @@ from typing import Any, cast
 
 import grpc
 
-from weft.core.errors import UsageError, WeftError
+from weft.core.errors import UsageError, WeftError, listed
 from weft.core.process import Home, finalizer
 from weft.experts.client.pending import Entry, Pending
 from weft.experts.client.refusal import explained
 from weft.experts.client.stream import Explain, Stream
-from weft.experts.client.tls import ClientTls
+from weft.experts.client.tls import ClientTls, way_faults
 from weft.experts.client.transport import TransportStatistics
+from weft.experts.service.address import address_fault
 from weft.experts.service.names import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
 from weft.experts.wire import (
     LIMITS,
@@ -46,12 +47,14 @@ class GrpcTransport:
     """A `Transport` to the server at ``address`` (host:port). A context manager.
 
     Args:
-        address: nothing is connected before the first call.
+        address: host:port, such as 10.0.0.7:7070 or [::1]:7070; nothing is connected before the first call.
         tls: certificates; None: nothing is encrypted.
         token: who this client is, where certificates do not say it.
         limits: of a frame; the server's are kept to as well.
         trace: asked for a traceparent, in the thread of the caller, whenever a stream is opened; its calls belong to
             that trace. Such as ``current`` of a `weft.experts.tracing.Observer`.
+
+    Raises ``UsageError`` for an address that is none, and a token that no header can carry.
     """
 
     def __init__(
@@ -63,9 +66,9 @@ class GrpcTransport:
         limits: Limits = LIMITS,
         trace: Callable[[], str | None] | None = None,
     ) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise UsageError(f"a server's address is {address!r}, wanted host:port, such as 127.0.0.1:7070")
+        faults = [*address_fault("address", address), *way_faults(tls, token)]
+        if faults:
+            raise UsageError(listed("there is no way to a server like this:", faults))
         self._limits = limits
         self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
         self._channel = open_channel(address, tls, limits)

@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
 from weft.core.process import finalizer
-from weft.experts.client.channel import ClientTls, GrpcTransport
+from weft.experts.checks import kind_fault
+from weft.experts.client.channel import GrpcTransport
+from weft.experts.client.tls import ClientTls, way_faults
 from weft.experts.client.transport import Transport, TransportStatistics
 from weft.experts.directory import Directory, Mirror, Snapshot
 from weft.experts.wire import LIMITS, Limits
@@ -24,6 +26,8 @@ class Connections:
             later its last snapshot serves while it is away.
         tls, token, limits: see `GrpcTransport`.
         open_transport: makes the transport to an address, in place of `GrpcTransport`.
+
+    Raises ``UsageError`` for a directory that is none, and for certificates and tokens as `GrpcTransport` does.
     """
 
     def __init__(
@@ -35,6 +39,10 @@ class Connections:
         limits: Limits = LIMITS,
         open_transport: Callable[[str], Transport] | None = None,
     ) -> None:
+        faults = way_faults(tls, token)
+        faults += kind_fault("directory", directory, Directory, "one, such as EtcdDirectory(['host:2379'])", none=True)
+        if faults:
+            raise UsageError(listed("there are no connections like this:", faults))
         self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
         self._mirror = None if directory is None else Mirror(directory)
         self._lock = threading.Lock()

@@ -1,11 +1,12 @@
 """Many remote experts at once: made from a directory, and committed together."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import nn
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
+from weft.experts.client.arguments import call_faults, uid_fault
 from weft.experts.client.connections import Connections
 from weft.experts.client.remote import RemoteExpert
 from weft.experts.directory import Directory
@@ -22,13 +23,34 @@ def create_remote_experts(
             with a bare directory, connections are made that close when the last of the experts is collected.
         options: as `RemoteExpert` takes them, but for ``tls`` and ``token``, which `Connections` have.
 
-    Raises ``AwayError`` if the directory does not answer, ``UsageError`` for a single text in place of a list.
+    Raises ``AwayError`` if the directory does not answer, ``UsageError`` that lists all arguments that make no sense,
+    such as a single text in place of a list.
     """
-    if isinstance(uids, str):
-        raise UsageError(f"uids is the single text {uids!r}, wanted a list of names")
+    names, faults = _named(uids)
+    faults += _faults(directory, options)
+    if faults:
+        raise UsageError(listed("remote experts cannot be made like this:", faults))
     connections = directory if isinstance(directory, Connections) else Connections(directory)
     known = connections.snapshot()
-    return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in uids]
+    return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]
+
+
+def _named(uids: Any) -> tuple[list[str], list[str]]:
+    """The names, and what is wrong with them."""
+    if isinstance(uids, str) or not isinstance(uids, Iterable):
+        return [], [f"uids is {uids!r}, wanted a list of names"]
+    names = list(cast("Iterable[Any]", uids))
+    return names, [fault for uid in names for fault in uid_fault(uid)]
+
+
+def _faults(directory: Any, options: Mapping[str, Any]) -> list[str]:
+    faults: list[str] = []
+    if not isinstance(directory, Directory | Connections):
+        faults.append(
+            f"directory is {directory!r}, wanted a directory or Connections to one; for the address of a single "
+            "server, make each RemoteExpert(uid, address)"
+        )
+    return faults + call_faults(address=False, **options)
 
 
 @runtime_checkable

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
 from weft.core.process import finalizer
+from weft.experts.client.arguments import remote_faults
 from weft.experts.client.asking import Asker, CallOptions
 from weft.experts.client.channel import ClientTls, GrpcTransport
 from weft.experts.client.connections import Connections
@@ -69,9 +70,10 @@ class RemoteExpert(nn.Module):
     A copy or a pickle of it is one more client of the same expert, and the same layer in all else: with an address it
     makes a connection of its own; with a `Transport` or `Connections` it can be copied, but not pickled.
 
-    Raises, at the first call or `describe`, ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``; at every
-    call ``SpecError`` for arguments that do not fit (before anything is sent), ``DeadlineError``, ``LostError``, and
-    what the expert answers; see `weft.experts.errors`.
+    Raises ``UsageError`` that lists all arguments that make no sense; at the first call or `describe`,
+    ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``; at every call ``SpecError`` for arguments that do
+    not fit (before anything is sent), ``DeadlineError``, ``LostError``, and what the expert answers; see
+    `weft.experts.errors`.
     """
 
     def __init__(
@@ -89,10 +91,10 @@ class RemoteExpert(nn.Module):
         token: str | None = None,
     ) -> None:
         super().__init__()
-        if not uid:
-            raise UsageError("a remote expert's uid is empty; wanted the name that its server knows it by")
-        if not isinstance(where, str) and (tls is not None or token is not None):
-            raise UsageError("tls= and token= are for an address; a transport or connections have their own")
+        calls = {"timeout": timeout, "client": client, "accumulate": accumulate, "keep_graph": keep_graph}
+        faults = remote_faults(uid, where, retry=retry, compression=compression, tls=tls, token=token, **calls)
+        if faults:
+            raise UsageError(listed("a remote expert cannot be made like this:", faults))
         self.uid = uid
         self.anchor = nn.Parameter(torch.zeros(1))  # one: training code takes norms and largest numbers
         self._where = where

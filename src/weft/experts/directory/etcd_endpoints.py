@@ -18,6 +18,7 @@ from weft.core.process import Home
 from weft.experts.checks import seconds_fault
 from weft.experts.directory.errors import AwayError
 from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
+from weft.experts.service.address import address_fault
 from weft.experts.service.certificates import Certificates
 
 _grpc = cast("Any", grpc)
@@ -57,7 +58,7 @@ class Endpoints:
 
     def __init__(self, addresses: Sequence[str], tls: EtcdTls | None, timeout: float) -> None:
         faults = [] if addresses else ["there is no endpoint, wanted at least one host:port"]
-        faults += [f"{one!r} is no host:port" for one in addresses if not one.rpartition(":")[2].isdecimal()]
+        faults += [fault for one in addresses for fault in address_fault("an endpoint", one)]
         faults += seconds_fault("timeout", timeout)
         if faults:
             raise UsageError(listed("etcd cannot be reached like this:", faults))

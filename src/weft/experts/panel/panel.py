@@ -13,13 +13,13 @@ import json
 import time
 from collections.abc import Callable
 
-from weft.core.errors import UsageError
 from weft.experts.panel.answer import HTML, JSON, Answer, plain
 from weft.experts.panel.listener import Bounds, Listener
 from weft.experts.panel.metrics import exposition
 from weft.experts.panel.page import page, parts, title
 from weft.experts.panel.request import Request, host_name
 from weft.experts.panel.summary import Status
+from weft.experts.service.address import split
 
 FRESH = 0.2
 """Seconds for which a status is shown again."""
@@ -78,15 +78,6 @@ class Panel:
             self._made.clear()
             self._seen, self._until = self._status(), now + FRESH
         return self._seen
-
-
-def split(address: str) -> tuple[str, int]:
-    """Host and port. Raises ``UsageError``."""
-    host, _, port = address.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"a panel's address is {address!r}, wanted host:port, such as 127.0.0.1:9090")
-    return host, int(port)
 
 
 def _is_loopback(host: str) -> bool:

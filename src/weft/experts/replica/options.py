@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault, seconds_fault
+from weft.experts.checks import count_fault, seconds_fault, token_fault
 from weft.experts.client.channel import ClientTls
 
 
@@ -39,6 +39,7 @@ class ReplicaOptions:
         for name in ("follow_seconds", "follow_steps", "first_seconds", "state_bytes"):
             check = seconds_fault if name.endswith("_seconds") else count_fault
             faults += check(name, getattr(self, name))
+        faults += token_fault(self.token)
         if isinstance(self.experts, str) or not self.experts:
             faults.append(f"experts is {self.experts!r}, wanted a list of patterns such as ['ffn.*']")
         if faults:

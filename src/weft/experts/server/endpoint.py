@@ -20,7 +20,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
 from weft.experts.replica import Feed
 from weft.experts.server.access import Caller, Role
 from weft.experts.server.budget import Budget
@@ -28,6 +28,7 @@ from weft.experts.server.connection import Connection, goaway
 from weft.experts.server.desk import Desk, fault
 from weft.experts.server.identity import identify
 from weft.experts.server.options import ServerOptions, ServerTls
+from weft.experts.service.address import address_fault
 from weft.experts.service.names import FRAME_BYTES, SERVICE, server_options
 from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, WireError, decode, encode
 
@@ -65,6 +66,9 @@ class Endpoint:
 
     async def start(self, address: str, tls: ServerTls | None) -> int:
         """Listen; returns the port. Raises ``UsageError`` if the address cannot be had, or a certificate is bad."""
+        faults = address_fault("address", address, free=True)
+        if faults:
+            raise UsageError(listed("the server cannot listen like this:", faults))
         server: Any = _aio.server(options=server_options(self._options.limits))
         server.add_generic_rpc_handlers((self._handlers(),))
         self._health = cast("Any", health).aio.HealthServicer()

@@ -1,0 +1,162 @@
+"""Addresses, tokens and options that make no sense are refused where they are given, all at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.errors import UsageError
+from weft.experts.checks import token_fault
+from weft.experts.client import ClientTls, Connections, GrpcTransport, LocalTransport, RemoteExpert, Retry
+from weft.experts.client.arguments import remote_faults
+from weft.experts.client.group import create_remote_experts
+from weft.experts.compression import Policy
+from weft.experts.directory import LocalDirectory
+from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.panel import panel
+from weft.experts.replica import ReplicaOptions
+from weft.experts.server import Server
+from weft.experts.service.address import address_fault, split
+
+HERE = "127.0.0.1:1"
+HOSTS = ["127.0.0.1", "localhost", "ffn-0.experts.svc.cluster.local", "[::1]", "[fe80::1%eth0]", "a_b"]
+NO_ADDRESSES = [
+    "",
+    "nowhere",
+    ":80",
+    "a:",
+    "a:x",
+    "a:-1",
+    "a:65536",
+    "a:70000",
+    "a:0x10",
+    "a:７0",
+    "a:80 ",
+    " a:80",
+    "a b:80",
+    "a\n:80",
+    "::1:80",
+    "[::1:80",
+    "::1]:80",
+    "[a]:80",
+    "http://a:80",
+    "a/b:80",
+    "a,b:80",
+]
+NO_TOKENS = ["", " ", "s3cret\n", "\ts3cret", "s3\ncret", "s3cret\0", "s3crät", "s3cret\x7f"]
+
+
+@given(st.sampled_from(HOSTS), st.integers(1, 65535))
+def test_an_address_is_a_host_and_a_port(host: str, port: int) -> None:
+    assert address_fault("x", f"{host}:{port}") == []
+    assert split(f"{host}:{port}") == (host.strip("[]"), port)
+
+
+@pytest.mark.parametrize("address", [*NO_ADDRESSES, None, 5, b"a:80", ("a", 80)], ids=repr)
+def test_what_is_no_address_is_said_with_what_is_wanted(address: Any) -> None:
+    (fault,) = address_fault("where", address)
+    assert repr(address) in fault and fault.startswith("where is ") and "wanted host:port" in fault
+
+
+def test_port_0_is_for_who_listens() -> None:
+    assert address_fault("x", "a:0") and not address_fault("x", "a:0", free=True)
+
+
+MADE_FROM_ADDRESSES: list[Callable[[str], object]] = [
+    GrpcTransport,
+    lambda address: RemoteExpert("x", address),
+    lambda address: Connections().to(address),
+    lambda address: EtcdDirectory([address]),
+    panel.split,
+    lambda address: Server([], address=address).start(),
+]
+
+
+@pytest.mark.parametrize("make", MADE_FROM_ADDRESSES)
+@pytest.mark.parametrize("address", NO_ADDRESSES, ids=repr)
+def test_all_who_take_addresses_refuse_what_is_none(make: Callable[[str], object], address: str) -> None:
+    with pytest.raises(UsageError, match="wanted host:port"):
+        make(address)
+
+
+@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1))
+def test_a_token_is_what_a_header_can_carry(token: str) -> None:
+    assert token_fault(token) == [] == token_fault(None) == token_fault(f"{token} {token}")
+
+
+MADE_WITH_TOKENS: list[Callable[[str], object]] = [
+    lambda token: GrpcTransport(HERE, token=token),
+    lambda token: RemoteExpert("x", HERE, token=token),
+    lambda token: Connections(token=token),
+    lambda token: ReplicaOptions(token=token),
+]
+
+
+@pytest.mark.parametrize("make", MADE_WITH_TOKENS)
+@pytest.mark.parametrize("token", NO_TOKENS, ids=repr)
+def test_what_is_no_token_is_refused_and_not_shown(make: Callable[[str], object], token: str) -> None:
+    with pytest.raises(UsageError, match="token ") as caught:
+        make(token)
+    assert "s3" not in str(caught.value)
+
+
+GOOD: dict[str, list[Any]] = {
+    "uid": ["ffn.0"],
+    "timeout": [1, 0.5],
+    "retry": [None, Retry(attempts=2)],
+    "compression": [None, Policy(inputs="fp16")],
+    "client": ["", "me"],
+    "accumulate": [False, True],
+    "keep_graph": [False, True],
+    "tls": [None, ClientTls()],
+    "token": [None, "s3cret"],
+}
+
+BAD: dict[str, list[Any]] = {
+    "uid": ["", None, 5, b"ffn.0"],
+    "where": [None, b"a:80", ("a", 80), 5, LocalDirectory(), object()],
+    "timeout": [0, -1.0, float("nan"), float("inf"), "3", None, True],
+    "retry": [3, False, 0, "never"],
+    "compression": ["fp16", 0, "", Policy(outputs=["fp16"]), Policy(input_gradients=["int8"])],
+    "client": [None, 5, b"me"],
+    "accumulate": [None, 1, "yes"],
+    "keep_graph": [None, 0, "no"],
+    "tls": [True, "tls.pem"],
+    "token": [5, b"s3cret", "s3cret\n"],
+    "timout": [1.0],
+}
+
+
+@given(st.data())
+def test_every_fault_of_the_arguments_is_told_and_nothing_else(data: st.DataObject) -> None:
+    wrong = data.draw(st.sets(st.sampled_from(list(BAD))))
+    with LocalTransport(lambda *_: None) as transport, Connections() as connections:
+        good = {**GOOD, "where": [HERE] if wrong & {"tls", "token"} else [HERE, transport, connections]}
+        drawn = {
+            name: data.draw(st.sampled_from((BAD if name in wrong else good)[name]))
+            for name in {**good, **dict.fromkeys(wrong)}
+        }
+        if not isinstance(drawn["where"], str):
+            drawn.update({name: None for name in ("tls", "token") if name not in wrong})
+        faults = remote_faults(**drawn)
+    about = {name for name in BAD for fault in faults if fault.startswith((name, f"there is no option '{name}'"))}
+    assert about - {"tls"} == wrong - {"tls"} and (wrong <= about)
+    assert "s3cret" not in "".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RemoteExpert("", "nowhere", timeout=0.0, token="a\n"), ["uid", "where", "timeout", "token"]),
+        (lambda: Connections(token=" "), ["token"]),
+        (lambda: create_remote_experts("x", LocalDirectory()), ["list of names"]),
+        (lambda: create_remote_experts(["", "x"], LocalDirectory(), timout=3), ["uid is ''", "no option 'timout'"]),
+        (lambda: create_remote_experts(["x"], LocalDirectory(), token="a"), ["tls= and token="]),
+    ],
+)
+def test_who_is_made_of_them_refuses_them_all_at_once(make: Callable[[], object], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert all(word in str(caught.value) for word in words)
