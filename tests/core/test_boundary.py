@@ -89,3 +89,16 @@ def test_hooks_are_quiet_inside_and_back_afterwards(fails: bool) -> None:
     handle.remove()
     torch.autograd.grad(p * 9, p)
     assert fired == [7]
+
+
+class Stubborn(Product):
+    """It has words of its own."""
+
+    only_once = "this product is stubborn"
+
+
+def test_a_journey_may_say_why_it_can_be_differentiated_only_once() -> None:
+    a = torch.tensor([2.0], requires_grad=True)
+    y, _ = cross(Stubborn(a, a), [a, a])
+    with pytest.raises(DoubleBackwardError, match=r"asked for, but this product is stubborn$"):
+        torch.autograd.grad(y, a, create_graph=True)

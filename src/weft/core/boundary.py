@@ -19,6 +19,10 @@ from torch import Tensor
 
 from weft.core.errors import DoubleBackwardError
 
+_CUT_OUT = (
+    "the model ran cut out of autograd; use executor='graph' for a Pipe, and no wavefront for a Stack: then the whole "
+    "graph is visible"
+)
 # The only way to know of ``retain_graph=True`` from inside a backward; AOTAutograd asks it as well.
 _autograd = cast(Any, torch._C)._autograd
 
@@ -45,6 +49,16 @@ class TwiceDifferentiable(Protocol):
         ...
 
 
+@runtime_checkable
+class OnceDifferentiable(Protocol):
+    """A journey that knows better words for why its gradients have no gradient, and what to do."""
+
+    @property
+    def only_once(self) -> str:
+        """They go on after "a gradient of a gradient was asked for, but"."""
+        ...
+
+
 class Boundary(torch.autograd.Function):
     """Use `cross`; this is its autograd node."""
 
@@ -60,17 +74,15 @@ class Boundary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and isinstance(ctx.journey, TwiceDifferentiable):
             return (None, *ctx.journey.differentiable_backward(gradients, retain=keeps_graph()))
-        forbid_double()
+        forbid_double(ctx.journey)
         return (None, *ctx.journey.backward(gradients, retain=keeps_graph()))
 
 
-def forbid_double() -> None:
+def forbid_double(journey: object = None) -> None:
     """Inside a backward: raise DoubleBackwardError if it is to be differentiated itself."""
     if torch.is_grad_enabled():
-        raise DoubleBackwardError(
-            "a gradient of a gradient (create_graph=True) was asked for, but the model ran cut out of autograd; use "
-            "executor='graph' for a Pipe, and no wavefront for a Stack: then the whole graph is visible"
-        )
+        why = journey.only_once if isinstance(journey, OnceDifferentiable) else _CUT_OUT
+        raise DoubleBackwardError(f"a gradient of a gradient (create_graph=True) was asked for, but {why}")
 
 
 def keeps_graph() -> bool:

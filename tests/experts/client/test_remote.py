@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
@@ -243,8 +245,28 @@ def test_a_second_backward_needs_retain_graph_and_is_one_more_step(fake: FakeTra
 
 def test_the_gradient_of_a_gradient_is_refused(fake: FakeTransport) -> None:
     x = rows(2, 0).requires_grad_()
-    with pytest.raises(DoubleBackwardError):
+    with pytest.raises(DoubleBackwardError, match="expert 'fussy' has its graph at its server") as caught:
         torch.autograd.grad(RemoteExpert("fussy", fake)(x).sum(), x, create_graph=True)
+    assert "Pipe" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch's own, at its first use
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("optimizer", [sgd, None])
+def test_a_tangent_is_refused_before_anything_is_sent(grad: bool, optimizer: Any) -> None:
+    with reached("fake", fussy_backend(optimizer=optimizer)) as (_, fake):
+        assert isinstance(fake, FakeTransport)
+        remote, x = RemoteExpert("fussy", fake), rows(2, 0)
+        remote(x)
+        sent = len(fake.seen)
+        with torch.set_grad_enabled(grad):
+            with forward_ad.dual_level(), pytest.raises(UsageError, match="'fussy' has a tangent"):
+                remote(forward_ad.make_dual(x, torch.ones_like(x)))
+            with pytest.raises(UsageError, match="'fussy' has a tangent"):
+                torch.func.jvp(remote, (x,), (torch.ones_like(x),))
+            assert len(fake.seen) == sent
+            with forward_ad.dual_level():
+                assert remote(x).shape == x.shape
 
 
 def test_an_input_that_was_written_to_is_noticed(fake: FakeTransport) -> None:

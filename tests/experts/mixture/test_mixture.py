@@ -408,7 +408,7 @@ def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_
         assert torch.equal(first, torch.autograd.grad(y, x, retain_graph=True)[0])
         keys = [header.key for header in world.servers.headers if header.kind is Kind.BACKWARD]
         assert len(set(keys)) == len(keys)
-        with pytest.raises(DoubleBackwardError):
+        with pytest.raises(DoubleBackwardError, match="has its graph at its server"):
             torch.autograd.grad(y, x, create_graph=True)
         y.backward()
         z = mixture(x)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
-from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError
+from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, UsageError
 from weft.experts.client.key import Key
 from weft.experts.client.signature import Signature
 
@@ -22,6 +23,12 @@ Forward = Callable[[Sequence[Tensor], Key], list[Tensor]]
 """Flat inputs, and the key that the backward will have -> flat outputs."""
 Backward = Callable[[Sequence[Tensor], Sequence[Tensor], Key], list[Tensor]]
 """Flat inputs, one gradient per output, idempotency key -> one gradient per input."""
+
+AT_ITS_SERVER = (
+    "has its graph at its server, and hands on first gradients only; compute such a penalty with layers of this "
+    "process, and with the expert's outputs detached"
+)
+"""Why there is no gradient of a gradient through an expert."""
 
 
 @dataclass(eq=False)
@@ -65,6 +72,11 @@ class RemoteJourney:
         back: list[Tensor | None] = [g if flag else None for g, flag in zip(found, self._wanted, strict=True)]
         return [*back, torch.zeros_like(self.anchor)]
 
+    @property
+    def only_once(self) -> str:
+        """See `weft.core.boundary.OnceDifferentiable`."""
+        return f"expert {self.signature.name!r} {AT_ITS_SERVER}"
+
     def _check_inputs(self) -> None:
         changed = [
             name
@@ -76,6 +88,15 @@ class RemoteJourney:
                 f"{', '.join(changed)} of expert {self.signature.name!r} was written to after the call, but its "
                 "backward needs it as it was; give the expert a copy, or write into a copy"
             )
+
+
+def forbid_tangents(uid: str, inputs: Sequence[Tensor]) -> None:
+    """Raise ``UsageError`` for forward-mode differentiation, whose tangents would be lost without a word."""
+    if any(unpack_dual(tensor).tangent is not None for tensor in inputs):
+        raise UsageError(
+            f"an input of expert {uid!r} has a tangent (forward-mode differentiation), but what an expert does to "
+            "tangents only its server could tell; use backward, or call it with inputs that have none"
+        )
 
 
 def _version(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from weft.experts.client.arguments import remote_faults
 from weft.experts.client.asking import Asker, CallOptions
 from weft.experts.client.channel import ClientTls, GrpcTransport
 from weft.experts.client.connections import Connections
-from weft.experts.client.journey import Forward, RemoteJourney
+from weft.experts.client.journey import Forward, RemoteJourney, forbid_tangents
 from weft.experts.client.key import Key
 from weft.experts.client.line import Line
 from weft.experts.client.remembered import Remembered
@@ -114,6 +114,7 @@ class RemoteExpert(nn.Module):
         deadline = self._asker.deadline()
         signature = self._asker.signature(deadline)
         inputs = signature.flat(args, kwargs)
+        forbid_tangents(self.uid, inputs)
         ask = partial(self._asker.forward, deadline=deadline)
         key = Key(evaluation=not self.training)
         if is_recomputing() or is_checkpointing():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import TWICE, BackwardTwiceError, listed
+from weft.experts.client.journey import AT_ITS_SERVER
 from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.dispatch import Dispatch, Span
 from weft.experts.mixture.errors import AnomalyError, NoExpertsError, too_few
@@ -97,6 +98,11 @@ class Passage:
             self.alive, outputs = recalled.alive, list(recalled.answers)
         self._outputs = [torch.empty_like(x, device="meta") for x in outputs]
         return outputs, [True] * len(outputs)
+
+    @property
+    def only_once(self) -> str:
+        """See `weft.core.boundary.OnceDifferentiable`."""
+        return f"each expert of a mixture {AT_ITS_SERVER}"
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
         """Zero for the anchor, then one gradient per flat input that wants one. Each call is a backward of the experts.
