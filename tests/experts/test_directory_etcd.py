@@ -40,6 +40,7 @@ from tests.experts.test_directory import (
     test_withdrawing_is_at_once_and_may_be_repeated,
     told,
 )
+from tests.experts.waiting import until
 from tests.forked import forked
 from weft.core.errors import UsageError
 from weft.experts.directory import AwayError, Directory, Lease, Mirror, WatchLostError
@@ -47,6 +48,7 @@ from weft.experts.directory.etcd import EtcdDirectory
 from weft.experts.directory.etcd_endpoints import EtcdTls, RefusedByEtcdError
 from weft.experts.directory.etcd_messages import message
 from weft.experts.directory.etcd_watch import EtcdWatch
+from weft.experts.directory.token import later, life_of
 
 LAWS = (
     test_a_declaration_that_makes_no_sense_is_refused,
@@ -319,6 +321,46 @@ def test_a_server_of_which_etcd_forgot_nothing_is_there_after_a_restart(tmp_path
                 while "b" not in mirror.snapshot() and time.monotonic() < end:
                     time.sleep(0.02)
                 assert mirror.snapshot().uids == ("a", "b") and mirror.away_seconds == 0
+
+
+@pytest.mark.parametrize(("before", "since"), [(20, 0), (0, 20)], ids=["smaller", "larger"])
+def test_an_etcd_that_was_emptied_has_another_life_and_watches_of_the_one_before_are_lost(
+    before: int, since: int, tmp_path: Path
+) -> None:
+    def pass_by(directory: EtcdDirectory, count: int) -> None:
+        for _ in range(count):
+            directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))
+
+    with cluster(tmp_path) as (member,):
+        wait_for_port(member.endpoint)
+        with EtcdDirectory(member.endpoint) as directory, Mirror(directory, retry=0.05) as mirror:
+            pass_by(directory, before)
+            old = directory.claim("a", directory.declare("a", "x:1", 60.0))
+            assert mirror.snapshot().owner("a") in (None, old)
+            begin, ready = directory._endpoints.watch, threading.Event()
+
+            def slowly(index: int, requests: Any) -> Any:
+                assert ready.wait(20)  # what happens meanwhile is not of this watch's life
+                return begin(index, requests)
+
+            with directory.watch(after=directory.get().revision) as watch:
+                directory._endpoints.watch = slowly
+                member.kill()
+                shutil.rmtree(tmp_path / "m0")
+                member.start()
+                wait_for_port(member.endpoint)
+                with EtcdDirectory(member.endpoint) as other:
+                    pass_by(other, since)
+                    lease = other.declare("b", "y:1", 60.0)
+                    new = other.claim("b", lease)
+                    ready.set()
+                    with pytest.raises(WatchLostError, match="begun anew"):
+                        watch.next(timeout=10.0)
+                    assert life_of(new.token) != life_of(old.token)
+                    until(lambda: mirror.snapshot().uids == ("b",) and mirror.snapshot().owner("b") == new)
+                    again = directory.claim("b", Lease(lease.number, ("b",), "y:1", 60.0))
+                    assert later(again.token, new.token)
+                    assert directory.get().owner("b") == again
 
 
 @pytest.fixture(scope="module")

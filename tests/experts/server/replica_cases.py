@@ -8,7 +8,16 @@ from typing import Any
 from tests.experts.expert_cases import fussy_backend, rows
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.directory import AwayError, Directory, Event, Lease, LocalDirectory, Ownership, Snapshot
+from weft.experts.directory import (
+    AwayError,
+    Directory,
+    Event,
+    Lease,
+    LocalDirectory,
+    Ownership,
+    Snapshot,
+    WatchLostError,
+)
 from weft.experts.directory.local import LocalWatch
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
@@ -30,24 +39,30 @@ class Away(LocalDirectory):
 
 
 class CutWatch(LocalWatch):
-    """A watch of a directory that may be cut off."""
+    """A watch of a directory that may be cut off, or begin anew."""
 
     def __init__(self, directory: "Cut", prefix: str, after: int) -> None:
         super().__init__(directory.inner, prefix, after)
         self._outer = directory
 
     def next(self, timeout: float | None = None) -> Event | None:
-        self._outer._there()
+        if self._outer._there() is not self._directory:
+            raise WatchLostError("the directory has begun anew")
         return super().next(timeout)
 
 
 class Cut(LocalDirectory):
-    """What one server sees of a directory: it can be cut off from it, and from it alone."""
+    """What one server sees of a directory: it can be cut off from it, and from it alone; and it can begin anew."""
 
     def __init__(self, inner: LocalDirectory) -> None:
         super().__init__()
         self.inner = inner
         self.cut = False
+
+    def begin_anew(self, revisions: int = 0) -> None:
+        """It has lost all that it knew; ``revisions`` have passed since."""
+        leases, self.inner = self.inner._last_lease, after(revisions)
+        self.inner._last_lease += leases  # numbers of leases do not come again
 
     def _there(self) -> LocalDirectory:
         if self.cut:
@@ -74,6 +89,14 @@ class Cut(LocalDirectory):
 
     def release(self, ownership: Ownership) -> None:
         self._there().release(ownership)
+
+
+def after(revisions: int) -> LocalDirectory:
+    """A directory in which something else has happened before."""
+    directory = LocalDirectory()
+    while directory.get().revision < revisions:
+        directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))
+    return directory
 
 
 def expert(name: str = "fussy", **options: Any) -> ExpertBackend:

@@ -1,6 +1,7 @@
-"""Replicas in processes of their own, with a real etcd: SIGKILL of the owner, and SIGTERM."""
+"""Replicas with a real etcd: SIGKILL of the owner, and SIGTERM, in processes of their own; an etcd that is emptied."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.experts.etcd_cases import WHERE, cluster, free_ports, wait_for_port
+from tests.experts.server.replica_cases import expert, make, role, same, step
 from tests.experts.waiting import until
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.directory.etcd import EtcdDirectory
@@ -103,3 +105,27 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
         assert remote.steps == 5
         assert served[second].wait(10) == 0 and time.monotonic() - start < 6.0
         until(lambda: owner() == first)
+
+
+def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) -> None:
+    with cluster(tmp_path) as (member,), ExitStack() as stack:
+        wait_for_port(member.endpoint)
+        made = [stack.enter_context(EtcdDirectory(member.endpoint)) for _ in range(3)]
+        for _ in range(50):  # so that tokens were larger before
+            made[0].withdraw(made[0].declare("else", "elsewhere:1", 60.0))
+        one, other = (stack.enter_context(make(directory, expert())) for directory in made[:2])
+        connections = stack.enter_context(Connections(made[2]))
+        remote = RemoteExpert("fussy", connections, timeout=20.0)
+        for seed in range(3):
+            step(remote, seed)
+        before = made[2].get().owners["fussy"]
+        member.kill()
+        shutil.rmtree(tmp_path / "m0")
+        member.start()
+        wait_for_port(member.endpoint)
+        step(remote, 3)
+        until(lambda: connections.snapshot().owner("fussy") not in (None, before))
+        assert connections.snapshot().revision < 50
+        step(remote, 4)
+        until(lambda: sorted((role(one), role(other))) == ["follower", "owner"] and same(one, other))
+        assert remote.steps == 5

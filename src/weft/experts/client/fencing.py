@@ -3,7 +3,8 @@
     call     client       owns quotas, keys and open mini-batches
              token        of the owner that the directory names now: one that was replaced hears of it, and refuses
              incarnation  of the server that has the sum to commit; 0 for a backward
-    answer   token        of who answered: if it is smaller than the directory's by then, the answer is not taken
+    answer   token        of who answered: if it is smaller than the directory's by then, or of another life of the
+                          directory, the answer is not taken
 
 Fencing tokens are as in `weft.experts.directory`; the bytes are those of `weft.experts.service.receipt`.
 """
@@ -13,6 +14,7 @@ import socket
 import uuid
 
 from weft.experts.client.route import Route
+from weft.experts.directory.token import number_of, replaced
 from weft.experts.service import Receipt, read_receipt
 from weft.experts.wire import NotOwnerError, Received
 
@@ -33,9 +35,9 @@ def fenced(uid: str, route: Route, answer: Received) -> Receipt:
     Raises ``NotOwnerError`` for that of an owner which the directory has replaced: its steps are lost.
     """
     receipt, known = read_receipt(answer.header.data), route.token()
-    if receipt.token < known:
+    if replaced(receipt.token, known):
         raise NotOwnerError(
-            f"expert {uid!r} was answered by a server with fencing token {receipt.token}, but its owner has {known}: "
-            "what it stepped does not count, and the call is to be sent to the owner"
+            f"expert {uid!r} was answered by a server with fencing token {number_of(receipt.token)}, but its owner has "
+            f"{number_of(known)}: what it stepped does not count, and the call is to be sent to the owner"
         )
     return receipt

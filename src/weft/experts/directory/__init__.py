@@ -2,7 +2,8 @@
 
 protocol.py   what every directory can do      local.py      one in this process
 snapshot.py   the directory of one moment      mirror.py     a snapshot that follows the directory
-fence.py      refuses replaced owners          errors.py     the tree of errors
+fence.py      refuses replaced owners          token.py      what the fence compares
+errors.py     the tree of errors
 etcd.py       one for several machines, in an etcd cluster (with etcd_*.py)
 """
 

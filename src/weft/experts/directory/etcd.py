@@ -5,7 +5,8 @@
     withdraw  lease revoke: etcd deletes the keys                       expert at an address     key
     get       one range                                                 snapshot's revision      store revision
     watch     one watch                                                 event                    put or delete
-    claim     transaction: if nobody owns it, or this address does      token                    mod revision of the key
+    claim     transaction: if nobody owns it, or this address does      token                    mod revision of its key
+                                                                                  and a number that etcd keeps
 
 Thread-safe; needs the ``experts`` extra (grpcio, protobuf). Leases count in whole seconds here, and etcd looks for
 ended ones twice a second: a ``ttl`` is rounded up, and a server that died is seen up to half a second later.
@@ -30,11 +31,13 @@ from weft.experts.directory.etcd_messages import (
     MODIFIED,
     RANGE,
     TXN,
+    VALUE,
     message,
 )
 from weft.experts.directory.etcd_watch import EtcdWatch
 from weft.experts.directory.protocol import Lease
 from weft.experts.directory.snapshot import Ownership, Snapshot
+from weft.experts.directory.token import new_life, number_of, token_of
 
 _PUTS = 100  # of one transaction; etcd takes 128 unless told otherwise
 _TRIES = 100  # of a claim that others keep changing
@@ -70,6 +73,7 @@ class EtcdDirectory:
         self._endpoints = Endpoints([endpoints] if isinstance(endpoints, str) else endpoints, tls, timeout)
         self._history = history
         self._watches: list[EtcdWatch] = []
+        self._life = 0  # as last seen; every claim compares it
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
         """See `Directory.declare`. The lease's ``ttl`` is what etcd granted: whole seconds, at least its minimum."""
@@ -78,6 +82,7 @@ class EtcdDirectory:
         granted = self._endpoints.call(LEASE_GRANT, LEASE_GRANT.request(TTL=ceil(ttl)))
         lease = Lease(granted.ID, names, address, float(granted.TTL))
         try:
+            self._life = self._begun()
             for some in _cut(names):
                 request = TXN.request()
                 for uid in some:
@@ -120,15 +125,18 @@ class EtcdDirectory:
             raise UsageError(f"expert {uid!r} was not declared under the lease of {lease.address}: declare it first")
         key, seen = self._keys.owner(uid), 0
         for _ in range(_TRIES):
-            request = TXN.request(compare=[_unchanged(key, seen)])
+            life = self._life
+            same = _Compare(result=EQUAL, target=VALUE, key=self._keys.life, value=str(life).encode())
+            request = TXN.request(compare=[_unchanged(key, seen), same])
             put = request.success.add().request_put
-            put.key, put.value, put.lease = key, lease.address.encode(), lease.number
+            put.key, put.value, put.lease = key, self._keys.owned(lease.address, life), lease.number
             request.failure.add().request_range.key = key
             answer = self._txn(request, lease)
             if answer.succeeded:
-                return Ownership(uid, lease.address, token=answer.header.revision)
+                return Ownership(uid, lease.address, token_of(life, answer.header.revision))
+            self._life = self._begun()
             found = answer.responses[0].response_range.kvs
-            there = found[0].value.decode() if found else lease.address
+            there = self._keys.ownership(uid, found[0]).address if found else lease.address
             if there != lease.address:
                 raise OwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
             seen = found[0].mod_revision if found else 0
@@ -137,7 +145,7 @@ class EtcdDirectory:
     def release(self, ownership: Ownership) -> None:
         """See `Directory.release`."""
         key = self._keys.owner(ownership.uid)
-        request = TXN.request(compare=[_unchanged(key, ownership.token)])
+        request = TXN.request(compare=[_unchanged(key, number_of(ownership.token))])
         request.success.add().request_delete_range.key = key
         self._endpoints.call(TXN, request)
 
@@ -153,6 +161,16 @@ class EtcdDirectory:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _begun(self) -> int:
+        """Which life of the directory this is: what was drawn for it; or it begins now."""
+        key, drawn = self._keys.life, new_life()
+        request = TXN.request(compare=[_unchanged(key, 0)])
+        put = request.success.add().request_put
+        put.key, put.value = key, str(drawn).encode()
+        request.failure.add().request_range.key = key
+        answer = self._endpoints.call(TXN, request)
+        return drawn if answer.succeeded else int(answer.responses[0].response_range.kvs[0].value)
 
     def _txn(self, request: Any, lease: Lease) -> Any:
         """A transaction that puts under a lease."""

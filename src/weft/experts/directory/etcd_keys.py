@@ -1,7 +1,9 @@
 """How a directory lies in etcd: one key per expert and address, and one per owner, each under its server's lease.
 
     weft/ffn.3.17 0 a 10.0.0.5:7000      listed there              value: nothing
-    weft/ffn.3.17 0 o                    who steps it              value: the address; its revision is the token
+    weft/ffn.3.17 0 o                    who steps it              value: the address 0 life; its revision and that
+                                                                          life are the token
+    weft/ 0 life                         a number of this etcd's   drawn by who declares or claims first, for good
 
 The byte 0 ends the name, so no name is a prefix of another's keys; and names stand first, so that one range, and one
 watch, covers all that concerns the experts with a prefix, in the order in which it happened.
@@ -13,6 +15,7 @@ from weft.core.errors import UsageError
 from weft.experts.directory.etcd_messages import DELETE
 from weft.experts.directory.protocol import Event
 from weft.experts.directory.snapshot import Ownership, Snapshot
+from weft.experts.directory.token import token_of
 
 _END = b"\0"
 
@@ -33,6 +36,20 @@ class Keys:
         """Where it is written who owns ``uid``."""
         return self._root + uid.encode() + _END + b"o"
 
+    @property
+    def life(self) -> bytes:
+        """Where it is written which life of the directory this is; no expert's name is empty."""
+        return self._root + _END + b"life"
+
+    def owned(self, address: str, life: int) -> bytes:
+        """What is written for an owner: the life goes with it, so that whoever reads it knows the whole token."""
+        return address.encode() + _END + str(life).encode()
+
+    def ownership(self, uid: str, kv: Any) -> Ownership:
+        """What the KeyValue of an owner tells."""
+        address, _, life = kv.value.partition(_END)
+        return Ownership(uid, address.decode(), token_of(int(life) if life.isdigit() else 0, kv.mod_revision))
+
     def range(self, prefix: str) -> tuple[bytes, bytes]:
         """First key, and first key behind the last, of all experts whose name starts with ``prefix``."""
         start = self._root + prefix.encode()
@@ -47,7 +64,7 @@ class Keys:
             if kind == "a":
                 experts.setdefault(uid, []).append(address)
             elif kind == "o":
-                owners[uid] = Ownership(uid, each.value.decode(), each.mod_revision)
+                owners[uid] = self.ownership(uid, each)
         lists = {uid: tuple(sorted(addresses)) for uid, addresses in experts.items()}
         return Snapshot(found.header.revision, lists, owners)
 
@@ -62,8 +79,10 @@ class Keys:
         if kind != "o":
             return None
         if gone:
-            return Event(kv.mod_revision, "released", uid, told.prev_kv.value.decode(), told.prev_kv.mod_revision)
-        return Event(kv.mod_revision, "owned", uid, kv.value.decode(), kv.mod_revision)
+            before = self.ownership(uid, told.prev_kv)
+            return Event(kv.mod_revision, "released", uid, before.address, before.token)
+        now = self.ownership(uid, kv)
+        return Event(kv.mod_revision, "owned", uid, now.address, now.token)
 
     def _read(self, key: bytes) -> tuple[str, str, str]:
         """Name, kind and address; all empty for a key that somebody else put there."""

@@ -27,7 +27,7 @@ _PACKAGE = "etcdserverpb"
 
 PUT, DELETE = 0, 1  # types of an Event
 EQUAL = 0  # result of a Compare
-CREATED, MODIFIED = 1, 2  # targets of a Compare
+CREATED, MODIFIED, VALUE = 1, 2, 3  # targets of a Compare
 
 _HEADER = {"header": (1, "ResponseHeader")}
 _MESSAGES: Mapping[str, Mapping[str, tuple[int, str]]] = {

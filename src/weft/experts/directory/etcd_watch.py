@@ -2,6 +2,7 @@
 
     member 1 ── events 7, 8 ── gone          next() ──> 7, 8, 9 ...
     member 2 ── from 9 on ── events 9 ...    all gone: next() tells what came, then AwayError
+    member 1 ── another life ── lost         revisions of an etcd that was emptied mean something else
 
 One thread reads the stream into a queue, since a stream of gRPC cannot be waited for with a timeout. A watch whose
 reader falls behind the queue's length is lost, instead of memory growing with the slowest reader.
@@ -18,7 +19,7 @@ import grpc
 from weft.experts.directory.errors import AwayError, WatchLostError
 from weft.experts.directory.etcd_endpoints import Endpoints
 from weft.experts.directory.etcd_keys import Keys
-from weft.experts.directory.etcd_messages import WATCH
+from weft.experts.directory.etcd_messages import RANGE, WATCH
 from weft.experts.directory.protocol import Event, Watch
 
 _grpc = cast("Any", grpc)
@@ -32,6 +33,7 @@ class EtcdWatch(Watch):
     def __init__(self, endpoints: Endpoints, keys: Keys, prefix: str, after: int | None, most: int) -> None:
         self._endpoints, self._keys, self._prefix, self._most = endpoints, keys, prefix, most
         self._next = 0 if after is None else after + 1
+        self._life: bytes | None = None
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
         self._end: Exception | None = None
@@ -143,6 +145,17 @@ class EtcdWatch(Watch):
         create.progress_notify = create.prev_kv = True
         return made
 
+    def _check_life(self) -> None:
+        """Raise ``WatchLostError`` if what answers is not the etcd that was watched before: it lost what it knew."""
+        found = self._endpoints.call(RANGE, RANGE.request(key=self._keys.life))  # as new as anything that was told
+        life = found.kvs[0].value if found.kvs else b""
+        if found.header.revision + 1 < self._next or self._life not in (None, life):
+            raise WatchLostError(
+                f"the watch stopped before revision {self._next}, and etcd has begun anew since, and is at "
+                f"{found.header.revision}: get a new snapshot and watch from there"
+            )
+        self._life = life
+
     def _take(self, response: Any) -> None:
         if response.compact_revision:
             raise WatchLostError(
@@ -155,6 +168,7 @@ class EtcdWatch(Watch):
         if response.events:
             self._next = max(each.kv.mod_revision for each in response.events) + 1
         elif response.created:
+            self._check_life()
             self._next = self._next or response.header.revision + 1
             self._listening.set()
         else:

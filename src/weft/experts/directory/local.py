@@ -19,6 +19,7 @@ from weft.experts.checks import seconds_fault
 from weft.experts.directory.errors import AwayError, LeaseLostError, OwnedError, WatchLostError
 from weft.experts.directory.protocol import Event, EventKind, Lease, Watch
 from weft.experts.directory.snapshot import Ownership, Snapshot
+from weft.experts.directory.token import new_life, token_of
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class LocalDirectory:
         self._owners: dict[str, _Owner] = {}
         self._events: list[Event] = []
         self._revision = 0
+        self._life = new_life()
         self._last_lease = 0
         self._closed = False
 
@@ -102,7 +104,8 @@ class LocalDirectory:
             if owner is not None and owner.ownership.address != lease.address:
                 there = owner.ownership.address
                 raise OwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
-            ownership = Ownership(uid, lease.address, token=self._revision + 1)  # that of its event: it only grows
+            token = token_of(self._life, self._revision + 1)  # that of its event: it only grows
+            ownership = Ownership(uid, lease.address, token)
             self._tell("owned", uid, lease.address, ownership.token)
             self._owners[uid] = _Owner(ownership, lease.number)
             return ownership

@@ -110,7 +110,8 @@ class Directory(Protocol):
     def claim(self, uid: str, lease: Lease) -> Ownership:
         """Become the owner of an expert that was declared under ``lease``, if nobody else is. Compare and swap.
 
-        The token is larger than every earlier one. An own earlier claim, from the same address, is replaced.
+        The token is larger than every earlier one of this life of the directory; one that lost what it knew, or
+        another one in its place, has another life. An own earlier claim, from the same address, is replaced.
         Raises ``OwnedError`` if another address owns it, ``LeaseLostError`` if the lease has ended, ``UsageError``
         if the expert was not declared under it.
         """

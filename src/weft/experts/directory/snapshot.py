@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The right of one server to step an expert. Later owners of it have a larger ``token``."""
+    """The right of one server to step an expert. Later owners of it have a larger ``token``; see token.py."""
 
     uid: str
     address: str

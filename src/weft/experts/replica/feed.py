@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from weft.core.errors import WeftError
-from weft.experts.replica.mark import Ask, Mark, News, Told, read_ask
+from weft.experts.replica.mark import Ask, Mark, News, Told, newer, read_ask
 from weft.experts.replica.replica import Replica
 from weft.experts.wire import (
     Call,
@@ -128,7 +128,7 @@ class Feed:
         if not ask.token:
             replica.standing.check(steps=False)
         mark = replica.mark
-        if ask.token and not (mark > ask.have and replica.has_state):
+        if ask.token and not (newer(mark, ask.have, ask.token) and replica.has_state):
             stream.done(uid, waiting)
             await stream.say(waiting.number, Told(News.NOTHING, mark))
         elif ask.token or _due(waiting, mark, replica.final):

@@ -6,9 +6,10 @@
         was mine    the lease ended: as if it were free; or follow who was faster
     at the end:    nothing steps any more ── save ── followers fetch the last state ── let go
 
-Who claims is the owner before it looks for a newer state, so that nobody steps while it looks; calls are refused
-until it has looked. Transfers are asynchronous, as in most replicated stores: what an owner stepped after the last
-transfer is lost if it dies.
+Who claims is the owner before it looks for a newer state, so that nobody steps while it looks; calls are refused until
+it has looked. In a directory that has begun anew it looks a lease later: the owner of before may not know yet.
+Transfers are asynchronous, as in most replicated stores: what an owner stepped after the last transfer is lost if it
+dies.
 """
 
 import threading
@@ -28,12 +29,13 @@ from weft.experts.directory import (
     Ownership,
     Snapshot,
 )
+from weft.experts.directory.token import later, replaced
 from weft.experts.errors import ExpertError
 from weft.experts.replica.feed import Feed
 from weft.experts.replica.link import Link
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.replica.replica import Replica
-from weft.experts.replica.statistics import ReplicaStatistics
+from weft.experts.replica.statistics import ReplicaStatistics, statistics
 from weft.experts.wire import Limits
 
 TURN = 0.05  # seconds between two looks at the directory, which are reads of memory
@@ -131,7 +133,7 @@ class Keeper:
     def remove(self, uid: str, seconds: float, *, save: bool = True) -> None:
         """Keep one less, after `hand_over`. Raises what that raises."""
         replica = self.replicas[uid]
-        ownership = replica.standing.owner if replica.standing.role == "owner" else None
+        ownership = replica.standing.owner if replica.standing.role != "follower" else None
         try:
             self.hand_over([uid], seconds, save=save)
         finally:
@@ -153,26 +155,7 @@ class Keeper:
 
     def statistics(self) -> dict[str, ReplicaStatistics]:
         """How every replica stands."""
-        return {uid: self._told(replica) for uid, replica in sorted(self.replicas.items())}
-
-    def _told(self, replica: Replica) -> ReplicaStatistics:
-        standing, owner, steps = replica.standing, replica.standing.owner, replica.backend.steps
-        follows = standing.role == "follower"
-        marks = {} if follows else self.feed.followers(replica.uid)
-        return ReplicaStatistics(
-            role=standing.role,
-            owner="" if owner is None else owner.address,
-            token=0 if owner is None else owner.token,
-            lasts=standing.lasts,
-            steps=steps,
-            behind=replica.behind,
-            heard_seconds=time.monotonic() - replica.heard if follows and replica.heard else None,
-            followers={name: steps if mark.token == 0 else max(0, steps - mark.steps) for name, mark in marks.items()},
-            taken=replica.taken,
-            received=replica.received,
-            received_bytes=replica.received_bytes,
-            failure="" if replica.failure is None else f"{type(replica.failure).__name__}: {replica.failure}",
-        )
+        return {uid: statistics(each, self.feed.followers(uid)) for uid, each in sorted(self.replicas.items())}
 
     def _lacking(self, replica: Replica) -> bool:
         return any(mark != replica.mark for mark in self.feed.followers(replica.uid).values())
@@ -215,14 +198,16 @@ class Keeper:
         standing, owner = replica.standing, snapshot.owner(replica.uid)
         theirs = owner is not None and owner.address != self._address()
         listed = lease is not None and replica.uid in lease.uids
-        if standing.role == "owner":
+        if standing.role != "follower":
             kept = lease is not None and standing.lease is not None and lease.number == standing.lease.number
-            if theirs and owner is not None and owner.token > standing.token:
+            if theirs and owner is not None and replaced(standing.token, owner.token):
                 replica.follow(owner)
             elif listed and not kept and lease is not None:
                 return self._claimed(replica, snapshot, lease)
-            elif kept and lease is not None and owner is not None and owner.token > standing.token:
-                standing.claim(owner, lease, "owner")  # two claims of ours crossed: the later one counts
+            elif kept and lease is not None and owner is not None and later(owner.token, standing.token):
+                standing.claim(owner, lease, standing.role)  # two claims of ours crossed: the later one counts
+            elif kept and lease is not None and standing.role == "taking over":
+                return self._led(replica, snapshot, lease)
             return False
         if theirs:
             if standing.owner != owner:
@@ -240,7 +225,7 @@ class Keeper:
         return self._claimed(replica, snapshot, lease)
 
     def _claimed(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> bool:
-        """Claim it, find the newest state, and lead; whether that came about."""
+        """Claim it, and lead if nobody of before may step it any more; whether that came about."""
         try:
             ownership = self._directory.claim(replica.uid, lease)
         except OwnedError as error:
@@ -249,6 +234,19 @@ class Keeper:
         except LeaseLostError:  # it is declared again soon
             return False
         replica.claimed(ownership, lease)
+        return self._led(replica, snapshot, lease)
+
+    def _led(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> bool:
+        """It is claimed: find the newest state, and lead; whether that came about."""
+        ownership = replica.standing.owner
+        if ownership is None:
+            return False
+        if seconds := replica.quiet(lease):
+            replica.failure = ExpertError(
+                f"the directory has begun anew: expert {replica.uid!r} is claimed, and is led in {seconds:.1f} s, when "
+                "the lease of the owner of before has surely ended"
+            )
+            return False
         failure: Exception | None = None
         try:
             for address in snapshot.addresses(replica.uid):

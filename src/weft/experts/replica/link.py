@@ -72,6 +72,7 @@ class Link:
     def __init__(self, address: str, me: str, options: ReplicaOptions, limits: Limits) -> None:
         self.address = address
         self.gone = False
+        self._closed = False
         self._me = me
         self._options = options
         self._limits = limits
@@ -97,7 +98,8 @@ class Link:
             self._ask(replica)
 
     def close(self) -> None:
-        """End it, and wait for its thread."""
+        """End it, and wait for its thread. What was followed here has not failed by that."""
+        self._closed = True
         self._call.cancel()
         self._questions.put(None)
         if threading.current_thread() is not self._thread:
@@ -167,8 +169,8 @@ class Link:
                 left, self._asked = list(self._asked.values()), {}
             self._call.cancel()
             self._questions.put(None)
-            for replica in left:
-                replica.failure = failure
+            for replica in [] if self._closed else left:
+                replica.failed(failure)
 
     def _received(self, answer: Received) -> None:
         number = answer.header.call_id
@@ -184,7 +186,8 @@ class Link:
             again = True
             replica.failure = None
         except Exception as error:  # also what module and optimizer raise; the thread goes on for the other experts
-            replica.failure, again = error, False
+            replica.failed(error)
+            again = False
         with self._lock:
             self._asked.pop(number, None)
             self._arriving.pop(number, None)

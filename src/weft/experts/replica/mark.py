@@ -3,7 +3,8 @@
     Mark(token 7, steps 20)  <  Mark(token 7, steps 21)  <  Mark(token 12, steps 15)
 
 A later owner has a larger token, so its state is the newer one even if it has fewer steps: what the earlier owner
-stepped beyond it was never seen by anybody who took over.
+stepped beyond it was never seen by anybody who took over. Tokens of different lives of the directory have no order;
+see `newer`.
 
     follower   Ask: the mark that it has, and when it wants more      owner   Told: a mark, and how many bytes follow
 """
@@ -12,6 +13,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
+from weft.experts.directory.token import life_of
 from weft.experts.wire import MalformedError
 
 _ASK = struct.Struct("<QQQQQQB")
@@ -26,6 +28,20 @@ class Mark:
     token: int = 0
     steps: int = 0
     batches: int = 0
+
+
+def newer(one: Mark, other: Mark, token: int) -> bool:
+    """Whether state ``one`` is newer than ``other``, for who has claimed the expert with ``token``.
+
+    What was made in the life of the directory that granted that, goes before all that was made in others: its owners
+    had what there was of these. Of two other lives it is not known which was later; then it is the steps.
+    """
+    lives = life_of(one.token), life_of(other.token)
+    if lives[0] == lives[1]:
+        return one > other
+    if life_of(token) in lives:
+        return lives[0] == life_of(token)
+    return (one.steps, one.batches) > (other.steps, other.batches)
 
 
 class News(IntEnum):

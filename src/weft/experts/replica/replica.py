@@ -17,7 +17,8 @@ from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.checkpoint.content import from_file, to_file
 from weft.experts.directory import Fence, Lease, Ownership
-from weft.experts.replica.mark import Mark
+from weft.experts.directory.token import replaced
+from weft.experts.replica.mark import Mark, newer
 from weft.experts.replica.standing import Standing
 
 
@@ -59,6 +60,7 @@ class Replica:
         self.final = False  # nothing steps it here any more
         self._seen_owner = False
         self._token = 0
+        self._anew = float("-inf")  # when the directory was last seen to have begun anew
         self._store = store
         self._loaded = loaded or (lambda: None)
         backend.engine.permit = self.standing.permit
@@ -78,7 +80,9 @@ class Replica:
     def settled(self) -> bool:
         """Whether it is owned here, or the owner's state is here."""
         standing, owner = self.standing, self.standing.owner
-        return standing.role == "owner" or (owner is not None and self.heard > 0 and self._token >= owner.token)
+        return standing.role == "owner" or (
+            owner is not None and self.heard > 0 and not replaced(self._token, owner.token)
+        )
 
     @property
     def behind(self) -> int | None:
@@ -97,16 +101,31 @@ class Replica:
             if self.standing.role != "follower":
                 self._token = self.mark.token
             self._seen_owner = self._seen_owner or owner is not None
-            if owner is not None and owner.token > (self.fence.largest(self.uid) or 0):
-                self.fence.admit(self.uid, owner.token)
+            if owner is not None and owner.token and self.fence.named(self.uid, owner.token):
+                self._anew = time.monotonic()
             self.standing.follow(owner)
 
     def claimed(self, ownership: Ownership, lease: Lease) -> None:
-        """It is ours, but not ready; from now on no older owner's state is let in."""
+        """It is ours, but not ready; from now on no older owner's state is let in, nor one of an earlier life."""
         with self.lock:
             self._token = self.mark.token
             self.standing.claim(ownership, lease, "taking over")
-            self.fence.admit(self.uid, ownership.token)
+            if self.fence.named(self.uid, ownership.token, granted=True):
+                self._anew = time.monotonic()
+
+    def quiet(self, lease: Lease) -> float:
+        """Seconds for which nobody may lead it yet, under this lease.
+
+        A directory that began anew grants what the owner of before may still believe to own: until its lease, which
+        is as long as this one, has surely ended.
+        """
+        return max(0.0, self._anew + lease.ttl - time.monotonic())
+
+    def failed(self, error: Exception) -> None:
+        """Following went wrong. It matters no more to who owns it by now."""
+        with self.lock:
+            if self.standing.role == "follower":
+                self.failure = error
 
     def lead(self, ownership: Ownership, lease: Lease) -> None:
         """It is ours and ready. Mini-batches that were open under an earlier owner do not go on."""
@@ -152,10 +171,10 @@ class Replica:
             return False
         mark = Mark(found.extra.get("token", 0), found.step, found.state["backward_batches"])
         with self.lock:
-            newer = mark > self.mark or not self.has_state or self.broken
-            if newer:
+            wanted = newer(mark, self.mark, self.standing.token) or not self.has_state or self.broken
+            if wanted:
                 self._load(mark, found.state, found.extra["records"])
-            return newer
+            return wanted
 
     def told(self, mark: Mark) -> None:
         """The owner is as far as this."""

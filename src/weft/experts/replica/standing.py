@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from weft.experts.directory import Lease, Ownership
+from weft.experts.directory.token import life_of, number_of, replaced
 from weft.experts.wire import NotOwnerError
 
 Role = Literal["owner", "taking over", "follower"]
@@ -38,6 +39,8 @@ class Standing:
         self.lease: Lease | None = None
         self._until = until
         self._lock = threading.Lock()
+        self._life = 0  # of the directory, as the last owner's token tells
+        self._past: set[int] = set()  # its lives before
 
     @property
     def token(self) -> int:
@@ -60,37 +63,49 @@ class Standing:
         """The directory says that it is ours, under this lease; ``role`` says whether all is ready."""
         with self._lock:
             self.role, self.owner, self.lease = role, ownership, lease
+            self._heard(ownership)
 
     def follow(self, owner: Ownership | None) -> None:
         """The directory says that it is another's, or nobody's."""
         with self._lock:
             self.role, self.owner, self.lease = "follower", owner, None
+            self._heard(owner)
 
     def check(self, *, steps: bool, carried: int = 0) -> None:
         """Raise ``NotOwnerError`` if a call is not for this server.
 
         Args:
             steps: whether the call changes the expert, or only reads it.
-            carried: the largest fencing token that its author knows; 0: none.
+            carried: the largest fencing token that its author knows; 0: none. One of a life of the directory that
+                is known here to be over counts as none: the author made the call before it heard of that.
         """
         with self._lock:
             role, owner, token, lasts = self.role, self.owner, self.token, self.lasts
         where = {} if owner is None or role == "taking over" else {"address": owner.address}
         if role == "taking over":
-            raise self._refusal(f"this server has claimed it with token {token}, and is taking over", where)
+            raise self._refusal(f"this server has claimed it with token {number_of(token)}, and is taking over", where)
         if role == "follower":
             who = "nobody is known to own it now" if owner is None else f"{owner.address} owns it"
             raise self._refusal(f"this server follows; {who}", where)
-        if carried > token:
-            text = f"it was replaced: this server owns it with token {token}, and you know of token {carried}"
+        if carried and replaced(token, carried) and life_of(carried) not in self._past:
+            mine, yours = number_of(token), number_of(carried)
+            text = f"it was replaced: this server owns it with token {mine}, and you know of token {yours}"
             raise self._refusal(text, {})
         if steps and not lasts:
-            text = f"the lease under which it has token {token} has lapsed, so that another may own it by now"
+            text = (
+                f"the lease under which it has token {number_of(token)} has lapsed, so that another may own it by now"
+            )
             raise self._refusal(text, {})
 
     def permit(self) -> None:
         """`check` for a step that is about to be applied."""
         self.check(steps=True)
+
+    def _heard(self, owner: Ownership | None) -> None:
+        life = 0 if owner is None else life_of(owner.token)
+        if life and life != self._life:
+            self._past = (self._past | {self._life}) - {0, life}
+            self._life = life
 
     def _refusal(self, why: str, details: dict[str, str]) -> NotOwnerError:
         return NotOwnerError(

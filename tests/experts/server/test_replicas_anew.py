@@ -1,0 +1,230 @@
+"""Replicas of which the directory loses all it knew, or is replaced by another one: fencing tokens begin again."""
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from tests.experts.server.replica_cases import (
+    PATIENCE,
+    Cut,
+    after,
+    backend_of,
+    die,
+    expert,
+    make,
+    role,
+    same,
+    step,
+)
+from tests.experts.waiting import until
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client import Connections, RemoteExpert
+from weft.experts.directory import FencedError, Lease, LocalDirectory, Ownership
+from weft.experts.directory.token import life_of, token_of
+from weft.experts.replica import Replica, Standing
+from weft.experts.replica.mark import Mark, newer
+from weft.experts.wire import NotOwnerError
+
+pytestmark = pytest.mark.timeout(60)
+MANY = 60  # more revisions than a test needs: tokens of a life that begins there are larger than any of another
+NOW, BEFORE = 5, 9  # lives of the directory
+LEASED = Lease(1, ("fussy",), "here:1", 5.0)
+small = st.integers(1, 6)
+marks = st.builds(Mark, st.builds(token_of, st.sampled_from([NOW, BEFORE]), small), small, small)
+
+
+@given(st.lists(marks, min_size=1, max_size=4), small)
+def test_the_newest_state_is_the_same_one_in_whatever_order_they_are_looked_at(found: list[Mark], now: int) -> None:
+    token, newest = token_of(NOW, 6 + now), set[Mark]()
+    for order in permutations(found):
+        best = order[0]
+        for each in order[1:]:
+            best = each if newer(each, best, token) else best
+        newest.add(best)
+    assert len(newest) == 1
+    of_this_life = [each for each in found if life_of(each.token) == NOW]
+    assert newest == {max(of_this_life or found)}
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_of_two_other_lives_nobody_knows_which_was_later_and_the_steps_decide(one: int, other: int) -> None:
+    first, second = Mark(token_of(7, 9 - one), one, 0), Mark(token_of(BEFORE, one), other, 0)
+    assert newer(first, second, token_of(NOW, 1)) == (one > other)
+    assert newer(second, first, token_of(NOW, 1)) == (other > one)
+
+
+def stepped(replica: Replica, times: int) -> None:
+    for turn in range(times):
+        future = replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key=str(turn))
+        work(replica.backend)
+        future.result(0)
+
+
+def owning(token: int, store: CheckpointStore | None = None, steps: int = 0) -> Replica:
+    """A replica that owns the expert with this token, after these steps."""
+    replica = Replica(fussy_backend(), lambda lease: float("inf"), store=store)
+    mine = Ownership("fussy", "here:1", token)
+    replica.claimed(mine, LEASED)
+    replica.lead(mine, LEASED)
+    stepped(replica, steps)
+    return replica
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3], ids=lambda steps: f"saved{steps}")
+@pytest.mark.parametrize("old", [3, 8, 20], ids=lambda token: f"old{token}")  # smaller, between, larger than others
+@pytest.mark.parametrize("life", [NOW, BEFORE, 0], ids=["now", "before", "unknown"])
+@pytest.mark.parametrize("heard", [True, False], ids=["followed", "alone"])
+def test_what_an_owner_of_this_life_stepped_is_never_replaced_by_a_checkpoint_of_another(
+    saved: int, old: int, life: int, heard: bool, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path)
+    owner = owning(token_of(life, old), steps=saved)
+    state, records = owner.backend.state_dict(), owner.backend.records.state_dict()
+    store.save("fussy", state, saved, {"records": records, "token": token_of(life, old)})
+    replica = Replica(fussy_backend(), lambda lease: float("inf"), store=store)
+    if heard:
+        before = token_of(NOW, 5)
+        replica.follow(Ownership("fussy", "there:1", before))
+        taken = owning(before, steps=2).take()
+        assert taken is not None and replica.receive(*taken)
+    replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 10)), LEASED)
+    wanted = not heard or (life == NOW and old > 5)
+    assert replica.improve() == wanted and replica.backend.steps == (saved if wanted else 2)
+
+
+@pytest.mark.parametrize("number", [1, 7, 30])
+def test_a_claim_that_the_directory_grants_is_never_refused_and_no_state_of_before_comes_in(number: int) -> None:
+    replica, late = owning(token_of(BEFORE, 7)), owning(token_of(BEFORE, 40), steps=1)
+    taken = late.take()
+    assert taken is not None
+    replica.claimed(Ownership("fussy", "here:1", token_of(NOW, number)), LEASED)
+    with pytest.raises(FencedError, match="another life"):
+        replica.receive(*taken)
+    replica.follow(Ownership("fussy", "there:1", token_of(NOW, number + 1)))
+    with pytest.raises(FencedError, match="another life"):
+        replica.receive(*taken)
+    assert replica.quiet(LEASED) > 0 and replica.backend.steps == 0
+
+
+def test_nobody_waits_in_a_directory_that_did_not_begin_anew() -> None:
+    replica = owning(token_of(NOW, 3))
+    replica.follow(Ownership("fussy", "there:1", token_of(NOW, 5)))
+    replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 9)), LEASED)
+    assert replica.quiet(LEASED) == 0
+
+
+@given(st.integers(1, 99), st.integers(1, 99))
+def test_a_call_made_in_another_life_is_refused_unless_that_is_known_to_be_over(mine: int, theirs: int) -> None:
+    standing = Standing("fussy", lambda lease: float("inf"))
+    standing.claim(Ownership("fussy", "here:1", token_of(BEFORE, mine)), LEASED, "owner")
+    with pytest.raises(NotOwnerError, match="replaced"):  # it may be the life to come
+        standing.check(steps=True, carried=token_of(NOW, theirs))
+    standing.claim(Ownership("fussy", "here:1", token_of(NOW, theirs)), LEASED, "owner")
+    standing.check(steps=True, carried=token_of(BEFORE, mine))
+    standing.check(steps=True, carried=token_of(NOW, theirs))
+    with pytest.raises(NotOwnerError, match="replaced"):
+        standing.check(steps=True, carried=token_of(7, mine))
+
+
+@pytest.mark.parametrize(("first", "second"), [(MANY, 0), (0, MANY), (0, 0)], ids=["smaller", "larger", "alike"])
+def test_training_goes_on_when_the_directory_has_lost_all_it_knew(first: int, second: int) -> None:
+    directory = Cut(after(first))
+    with make(directory) as one, make(directory, expert()) as other, Connections(directory) as connections:
+        remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
+        for seed in range(3):
+            step(remote, seed)
+        before = directory.get().owners["fussy"].token
+        directory.begin_anew(second)
+        step(remote, 3)  # it may still have been made with the old token
+        until(lambda: sorted((role(one), role(other))) == ["follower", "owner"])
+        step(remote, 4)
+        until(lambda: same(one, other))
+        assert remote.steps == 5 and weights(backend_of(one)) == weights(backend_of(other))
+        owner = directory.get().owners["fussy"]
+        assert life_of(owner.token) != life_of(before)
+        until(lambda: {each.statistics().replicas["fussy"].failure for each in (one, other)} == {""})
+
+
+def test_two_never_step_when_the_directory_begins_anew_and_the_owner_does_not_hear_of_it() -> None:
+    directory, seen = LocalDirectory(), list[bool]()
+    here, there = Cut(directory), Cut(directory)
+    with make(here) as old, make(there, expert()) as new:
+        until(lambda: same(old, new) and role(new) == "follower")
+        here.cut = True
+        there.begin_anew()
+
+        def both() -> bool:
+            leads = role(new) == "owner"
+            seen.append(leads and old.statistics().replicas["fussy"].lasts)  # looked at later: so it lasted before too
+            return leads
+
+        until(both)
+        assert not any(seen)
+        here.inner, here.cut = there.inner, False
+        until(lambda: role(old) == "follower" and same(old, new))
+
+
+@pytest.mark.parametrize("revisions", [0, MANY], ids=["smaller", "larger"])
+@pytest.mark.parametrize("dies", [False, True], ids=["ends", "dies"])
+def test_steps_under_a_new_directory_outlive_a_take_over_by_who_has_an_old_checkpoint(
+    revisions: int, dies: bool, tmp_path: Path
+) -> None:
+    stores = [CheckpointStore(tmp_path / name) for name in "ab"]
+
+    def pair(directory: LocalDirectory, steps: int) -> list[int]:
+        """Two servers one after the other own the expert; the steps that each is at then."""
+        first, second = (make(directory, expert(), checkpoints=store) for store in stores)
+        first.start()
+        with second, Connections(directory) as connections:
+            remote = RemoteExpert("fussy", connections, timeout=PATIENCE)
+            for seed in range(steps):
+                step(remote, seed)
+            until(lambda: same(first, second))
+            done = backend_of(first).steps
+            while directory.get().revision < revisions:
+                directory.withdraw(directory.declare("else", "elsewhere:1", 60.0))
+            if dies:
+                die(first)
+            else:
+                first.shutdown()
+            until(lambda: role(second) == "owner")
+            found = [done, backend_of(second).steps]
+            step(remote)
+            return [*found, remote.steps]
+
+    assert pair(after(MANY // 2), 1) == [1, 1, 2]  # of which the second server has a checkpoint, with a later token
+    ours = pair(LocalDirectory(), 4)
+    assert ours == [ours[0], ours[0], ours[0] + 1] and ours[0] >= 4
+
+
+def test_an_expert_is_led_a_lease_after_its_directory_began_anew_and_says_so_till_then() -> None:
+    directory = Cut(LocalDirectory())
+    with make(directory) as server:
+        directory.begin_anew()
+        until(lambda: role(server) == "taking over")
+        until(lambda: "begun anew" in server.statistics().replicas["fussy"].failure or role(server) == "owner")
+        until(lambda: role(server) == "owner")
+        assert server.statistics().replicas["fussy"].failure == ""
+
+
+def test_a_link_that_is_closed_on_purpose_has_not_failed() -> None:
+    directory = LocalDirectory()
+    with make(directory) as owner, make(directory, expert()) as follower:
+        until(lambda: follower.statistics().replicas["fussy"].behind == 0)
+        keeper = follower._replicas._keeper
+        assert keeper is not None
+        keeper._links[owner.address].close()
+        assert follower.statistics().replicas["fussy"].failure == ""
+
+
+def test_what_goes_wrong_with_following_is_no_failure_of_who_owns_it_by_then() -> None:
+    replica = owning(token_of(NOW, 3))
+    replica.failed(OSError("gone"))
+    assert replica.failure is None
+    replica.follow(None)
+    replica.failed(OSError("gone"))
+    assert replica.failure is not None
