@@ -13,7 +13,7 @@ from weft.experts.guards import Guards
 from weft.experts.journal import Journal
 from weft.experts.kept import GraphBudget
 from weft.experts.limits import PoolOptions
-from weft.experts.optimizers import OptimizerLike
+from weft.experts.optimizers import OptimizerLike, optimizer_faults
 from weft.experts.records import RecordsOptions
 from weft.experts.schema import Column, Nest
 from weft.experts.sums import SumsOptions
@@ -26,6 +26,9 @@ _PARTS: dict[str, type[Any]] = {
     "keep_graphs": GraphBudget,
     "journal": Journal,
 }
+
+OPTIMIZER_CLASS = "optimizer_class"
+"""The one name that a state may lack: older ones do."""
 
 
 def one_of(name: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[nn.Module, OptimizerLike | None]:
@@ -70,7 +73,7 @@ def gradient_columns(outputs: Nest) -> list[Column]:
 
 def state_faults(state: Mapping[str, Any], names: set[str], parts: Mapping[str, object | None]) -> list[str]:
     """What is wrong with a state: names of it, its counts, and whether it has a state for just the parts there are."""
-    faults = [f"{name!r} is missing" for name in sorted(names - state.keys())]
+    faults = [f"{name!r} is missing" for name in sorted(names - {OPTIMIZER_CLASS} - state.keys())]
     faults += [f"{name!r} is not known" for name in sorted(state.keys() - names)]
     faults += [
         f"there is {'no' if state[name] is None else 'a'} state of the {name}, but this expert has "
@@ -80,7 +83,7 @@ def state_faults(state: Mapping[str, Any], names: set[str], parts: Mapping[str, 
     ]
     faults += [
         f"{name} is {state[name]!r}, wanted an int of at least 0"
-        for name in sorted((names & state.keys()) - _TABLES)
+        for name in sorted((names & state.keys()) - _TABLES - {OPTIMIZER_CLASS})
         if not isinstance(state[name], int) or isinstance(state[name], bool) or state[name] < 0
     ]
     faults += [
@@ -88,4 +91,7 @@ def state_faults(state: Mapping[str, Any], names: set[str], parts: Mapping[str, 
         for name in sorted(names & state.keys() & _TABLES)
         if not isinstance(state[name], Mapping) and (name == "module" or state[name] is not None)
     ]
+    optimizer = parts.get("optimizer")
+    if not faults and isinstance(optimizer, Optimizer):
+        faults += optimizer_faults(optimizer, state["optimizer"], state.get(OPTIMIZER_CLASS))
     return faults

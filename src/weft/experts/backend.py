@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import UsageError, listed
-from weft.experts.arguments import gradient_columns, one_of, state_faults
+from weft.experts.arguments import OPTIMIZER_CLASS, gradient_columns, one_of, state_faults
 from weft.experts.counts import BackendStatistics
 from weft.experts.engine import Engine, Parts
 from weft.experts.guards import Guards
@@ -32,6 +32,7 @@ from weft.experts.optimizers import (
     OptimizerLike,
     ScheduleLike,
     check_stepping,
+    class_name,
     make_optimizer,
     make_schedule,
     trainable,
@@ -44,7 +45,7 @@ from weft.experts.stepping import Stepper
 from weft.experts.sums import Sums, SumsOptions
 from weft.experts.task import Results
 
-_STATE = {"module", "optimizer", "schedule", "steps", "seed", "forward_batches", "backward_batches"}
+_STATE = {"module", "optimizer", OPTIMIZER_CLASS, "schedule", "steps", "seed", "forward_batches", "backward_batches"}
 
 
 class ExpertBackend:
@@ -240,6 +241,7 @@ class ExpertBackend:
             state = {
                 "module": self.module.state_dict(),
                 "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+                OPTIMIZER_CLASS: class_name(self.optimizer),
                 "schedule": None if self.schedule is None else self.schedule.state_dict(),
                 "steps": self.steps,
                 "seed": self.engine.runner.effects.seed,

@@ -12,7 +12,7 @@ the first of the latter, which nobody can foresee, the optimizer goes on without
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,6 +25,8 @@ from weft.core.errors import UsageError, listed
 
 OptimizerLike = Optimizer | Callable[..., Optimizer]
 """An optimizer, or what makes one out of a list of parameters."""
+_MAY_LACK = {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
+"""What torch came to add to its optimizers, and fills in itself."""
 ScheduleLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 """A schedule, or what makes one out of an optimizer."""
 
@@ -144,6 +146,27 @@ def _watch(optimizer: Optimizer) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
+
+
+def class_name(optimizer: Optimizer | None) -> str | None:
+    """What a state says that it is of."""
+    return None if optimizer is None else type(optimizer).__name__
+
+
+def optimizer_faults(optimizer: Optimizer, state: Any, kind: str | None) -> list[str]:
+    """Whether a state is of another optimizer; torch would load it, and fail at the next step.
+
+    ``kind`` is the `class_name` of which it is; None: it is not known, and seen by what the state lacks.
+    """
+    mine = class_name(optimizer)
+    if kind is not None:
+        return [] if kind == mine else [f"the state is of optimizer {kind}, but this expert has {mine}"]
+    if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
+        return [f"the state of the optimizer is of type {type(cast('Any', state)).__name__}, wanted one of {mine}"]
+    groups = cast("list[Mapping[str, Any]]", state["param_groups"])
+    pairs = zip(optimizer.param_groups, groups, strict=False)  # of how many groups there are, torch itself complains
+    lacks = {name for own, saved in pairs for name in own.keys() - saved.keys()} - _MAY_LACK
+    return [f"the state of the optimizer lacks {name}, which {mine} has" for name in sorted(lacks)]
 
 
 def _takes_fused(factory: Callable[..., Optimizer]) -> bool:

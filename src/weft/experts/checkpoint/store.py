@@ -142,6 +142,13 @@ class CheckpointStore:
         """The steps of this expert's checkpoints, the newest first. Whether they are whole is seen when loading."""
         return [entry.step for entry in self._entries(self._folder(uid))]
 
+    def has(self, uid: str, step: int) -> bool:
+        """Whether there is a checkpoint of this step; also where nobody can tell, since the disk does not answer."""
+        try:
+            return step in self.steps(uid)
+        except OSError:
+            return True
+
     def statistics(self) -> dict[str, int]:
         """How many were saved, with how many bytes, failed to be saved, loaded, and skipped as damaged."""
         with self._counting:
@@ -163,11 +170,17 @@ class CheckpointStore:
         return final
 
     def _make(self, folder: Path) -> None:
-        """A folder that survives a crash. It may be there, and yet not be on the disk, so once each it is synced."""
-        if folder not in self._made:
-            self._disk.make_folder(folder)
-            self._disk.sync(folder.parent)
-            self._made.add(folder)
+        """A folder that survives a crash. It may be there, and yet not be on the disk, so once each it is synced.
+
+        One that somebody removed is made again, with those above it.
+        """
+        if folder in self._made and self._disk.is_folder(folder):
+            return
+        if not self._disk.is_folder(folder.parent):
+            self._make(folder.parent)
+        self._disk.make_folder(folder)
+        self._disk.sync(folder.parent)
+        self._made.add(folder)
 
     def _sweep(self, folder: Path) -> None:
         """Remove what a crash left half written."""

@@ -10,17 +10,21 @@ Keys and weights are saved together. So a backward that is sent again after a cr
 step is in the weights, or finds neither, and is applied now: once in both cases.
 """
 
+import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weft.core.errors import UsageError, WeftError
+from weft.core.errors import UsageError, WeftError, listed
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Lease
 from weft.experts.replica import Replica
+from weft.experts.server.hyperparameters import changed, hyperparameters
 from weft.experts.service import Description, Receipt, describe, read_description, read_receipt
 from weft.experts.wire import Header, Kind
+
+_LOG = logging.getLogger("weft.experts.checkpoints")
 
 
 class Served:
@@ -39,6 +43,8 @@ class Served:
         self.backend = backend
         self.durable: int | None = None
         self.restored: int | None = None
+        self.failure: str | None = None  # of the start, which passed over checkpoints
+        self.notes: tuple[str, ...] = ()  # on how it was restored
         self._store = store
         self._incarnation = incarnation
         self._saving = threading.Lock()
@@ -73,8 +79,7 @@ class Served:
 
         A replica makes none: it is not its owner yet.
 
-        Raises what `CheckpointStore` raises, ``UsageError`` if the checkpoint is of another kind of expert, and what
-        module and optimizer raise when they load it.
+        Raises what `CheckpointStore` raises, and ``UsageError`` if the checkpoint is of another kind of expert.
         """
         if self._store is None:
             return
@@ -82,15 +87,22 @@ class Served:
         if found is None:
             self.save()  # a replica refuses
             return
+        asked = hyperparameters(self.backend)
         try:
+            extra: dict[str, Any] = {} if found.extra is None else found.extra  # None: saved by hand, without keys
             self.backend.load_state_dict(found.state)
-        except Exception as error:
-            error.add_note(f"while expert {self.backend.name!r} was restored from {found.path}")
-            raise
-        self.backend.records.load_state_dict(found.extra["records"])
+            if "records" in extra:
+                self.backend.records.load_state_dict(extra["records"])
+            token: int = extra.get("token", 0)
+        except Exception as error:  # whatever module and optimizer raise: it is not of this expert
+            raise UsageError(
+                f"expert {self.backend.name!r} cannot go on from {found.path}: {error}. Configure it as it was when "
+                "that was saved, or give it another folder"
+            ) from error
         self.durable = self.restored = found.step
+        self._tell(found.skipped, changed(asked, hyperparameters(self.backend)))
         if self.replica is not None:
-            self.replica.restored(found.extra.get("token", 0))
+            self.replica.restored(token)
 
     def save(self) -> bool:
         """Make what was reached durable; False if it is already, or is another server's to do.
@@ -99,14 +111,15 @@ class Served:
         """
         if self._store is None:
             return False
+        uid = self.backend.name
         with self._saving:
-            if self.durable == self.backend.steps or not self._owns:
+            if not self._owns or (self.durable == self.backend.steps and self._store.has(uid, self.backend.steps)):
                 return False
             with self.backend.engine.lock:
                 state, keys = self.backend.state_dict(), self.backend.records.state_dict()
                 token = 0 if self.replica is None else self.replica.mark.token
             step: int = state["steps"]
-            taken = self._store.take(self.backend.name, state, step, {"records": keys, "token": token})
+            taken = self._store.take(uid, state, step, {"records": keys, "token": token})
             if not self._owns:  # the lease may have lapsed meanwhile
                 return False
             self._store.write(taken)
@@ -116,6 +129,18 @@ class Served:
     def statistics(self) -> dict[str, Any]:
         """What the checkpoints of this expert are at."""
         return {"durable": self.durable, "restored": self.restored}
+
+    def _tell(self, skipped: Sequence[str], changes: Sequence[str]) -> None:
+        """In the log and in the status: what an operator has to know of this start."""
+        uid = self.backend.name
+        if skipped:
+            self.failure = listed(
+                f"it went on from step {self.restored}, as newer checkpoints cannot be read:", skipped
+            )
+            _LOG.warning("restore of expert %r: %s", uid, self.failure)
+        self.notes = tuple(changes)
+        for note in self.notes:
+            _LOG.warning("expert %r: %s", uid, note)
 
     @property
     def _owns(self) -> bool:
@@ -130,6 +155,20 @@ class Served:
         found: Description = read_description(self.describe())
         if found.name != self.backend.name:
             raise UsageError(f"expert {self.backend.name!r} has a name that does not survive the wire")
+
+
+def restore_all(experts: Iterable[Served]) -> None:
+    """Restore every expert. Raises as `Served.restore`, and ``UsageError`` that tells of all experts that cannot."""
+    faults: list[str] = []
+    cause: UsageError | None = None
+    for served in experts:
+        try:
+            served.restore()
+        except UsageError as error:
+            faults.append(str(error))
+            cause = error
+    if cause is not None:
+        raise UsageError(listed("the server cannot start:", faults)) from cause
 
 
 def save_all(experts: Iterable[Served]) -> int:

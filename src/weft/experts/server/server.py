@@ -37,7 +37,7 @@ from weft.experts.server.presence import Presence
 from weft.experts.server.repeat import Repeats
 from weft.experts.server.replicas import Replicas
 from weft.experts.server.runtimes import Runtimes
-from weft.experts.server.served import save_all
+from weft.experts.server.served import restore_all, save_all
 from weft.experts.server.statistics import Reporter, ServerStatistics
 from weft.experts.tracing.spans import Observer
 from weft.experts.wire import Received
@@ -233,8 +233,7 @@ class Server:
         self.shutdown()
 
     def _start(self) -> None:
-        for served in self._desk.experts().values():
-            served.restore()
+        restore_all(self._desk.experts().values())
         for served in self._desk.experts().values():
             self._runtimes.run(served.backend)
         self._loop = LoopThread("server")

@@ -24,10 +24,14 @@ from weft.experts.server.repeat import Repeat
 
 @dataclass(frozen=True)
 class KeepingStatistics:
-    """``durable``: the step on the disk (None: no checkpoints). ``restored``: the step that this start went on from."""
+    """``durable``: the step on the disk (None: no checkpoints). ``restored``: the step that this start went on from.
+
+    ``notes``: where the checkpoint it went on from says something else than the configuration.
+    """
 
     durable: int | None
     restored: int | None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class ServerStatistics:
 
     ``turned_away`` clients found the server full, ``broken`` ones sent what is no frame, ``refusals`` were forbidden;
     all by kind of call, ``errors`` by reason. ``seconds`` since the start. ``failures``: what last went wrong with
-    the directory or the checkpoints, empty if nothing does now. ``directory``: who else is alive; None without one.
+    the directory or the checkpoints, empty if nothing does now; and damaged checkpoints that the start passed over.
+    ``directory``: who else is alive; None without one.
     """
 
     address: str
@@ -87,6 +92,7 @@ class Reporter:
         connections = list(endpoint.connections)
         answered, errors = desk.counts()
         failures = {name: str(each.last_failure) for name, each in dict(self._repeats).items() if each.last_failure}
+        failures |= {f"restore of {uid}": one.failure for uid, one in served.items() if one.failure is not None}
         self._last = {uid: self._expert(one.backend) for uid, one in served.items()}
         return ServerStatistics(
             address=address,
@@ -105,7 +111,7 @@ class Reporter:
             failures=failures,
             listed=() if self.presence is None else self.presence.listed,
             experts=dict(self._last),
-            keeping={uid: KeepingStatistics(one.durable, one.restored) for uid, one in served.items()},
+            keeping={uid: KeepingStatistics(one.durable, one.restored, one.notes) for uid, one in served.items()},
             runtimes={name: runtime.statistics() for name, runtime in dict(self._runtimes).items()},
             directory=None if self.neighbours is None else self.neighbours.statistics(),
             replicas=self.replicas(),

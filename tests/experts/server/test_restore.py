@@ -1,0 +1,194 @@
+"""What a server goes on from: only what is its own, and whatever is not as asked for is told."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim.lr_scheduler import StepLR
+
+from tests.experts.crashing_disk import CrashingDisk
+from weft.core.errors import UsageError
+from weft.experts import ExpertBackend
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client.command import shown
+from weft.experts.registry import make_expert
+from weft.experts.server import Server
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def expert(optimizer: Any = Adam, hidden: int = 4, name: str = "f", **more: Any) -> ExpertBackend:
+    return make_expert("ffn", hidden=hidden).backend(name, optimizer, **more)
+
+
+def step(backend: ExpertBackend) -> None:
+    x = torch.ones(2, 4)
+    backend.backward_pool.submit_task(x, x).result(20)
+
+
+def saved(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) -> CheckpointStore:
+    """A folder in which there are checkpoints of these steps."""
+    store, backend = CheckpointStore(folder, keep=9), expert(optimizer, **more)
+    with Server([backend], checkpoints=store) as server:
+        for wanted in steps or (1,):
+            while backend.steps < wanted:
+                step(backend)
+            server.checkpoint()
+    return store
+
+
+def lacking(state: dict[str, Any]) -> None:
+    """As it was before states said of which optimizer they are."""
+    del state["optimizer_class"]
+
+
+def older(store: CheckpointStore, change: Callable[[dict[str, Any]], object]) -> None:
+    found = store.load_newest("f")
+    assert found is not None
+    change(found.state)
+    store.save("f", found.state, found.step, found.extra)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Adam, partial(SGD, lr=0.1)), (partial(SGD, lr=0.1), Adam), (Adam, RMSprop), (AdamW, Adam), (Adam, AdamW)],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(before: Any, after: Any, old: bool, tmp_path: Path) -> None:
+    store = saved(tmp_path, optimizer=before)
+    if old:
+        if {before, after} == {Adam, AdamW}:
+            pytest.skip("their states look the same")
+        older(store, lacking)
+    count = len(store.steps("f"))
+    server = Server([expert(after)], checkpoints=store)
+    with pytest.raises(UsageError, match=r"state is of optimizer|state of the optimizer lacks") as caught:
+        server.start()
+    assert "'f'" in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert len(store.steps("f")) == count
+
+
+@pytest.mark.parametrize("optimizer", [Adam, AdamW, RMSprop, partial(SGD, lr=0.1), partial(SGD, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_checkpoint_of_the_same_optimizer_goes_on(optimizer: Any, old: bool, tmp_path: Path) -> None:
+    store = saved(tmp_path, optimizer=optimizer)
+    if old:
+        older(store, lacking)
+    backend = expert(optimizer)
+    with Server([backend], checkpoints=store) as server:
+        step(backend)
+        assert server.statistics().keeping["f"].notes == () and server.statistics().failures == {}
+    assert store.steps("f")[0] == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda backend: (expert(hidden=8).state_dict(), {"records": backend.records.state_dict()}),
+        lambda backend: ([1, 2], {"records": backend.records.state_dict()}),
+        lambda backend: (backend.state_dict(), 5),
+        lambda backend: (backend.state_dict(), {"records": "x"}),
+        lambda backend: ({**backend.state_dict(), "optimizer": {"state": {}, "param_groups": []}}, None),
+    ],
+)
+def test_what_cannot_be_loaded_is_misuse_and_tells_of_every_expert(wrong: Any, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for name in ("f", "g"):
+        state, extra = wrong(expert(name=name))
+        store.save(name, state, 3, extra)
+    with pytest.raises(UsageError) as caught:
+        Server([expert(), expert(name="g")], checkpoints=store).start()
+    text = str(caught.value)
+    for word in ("expert 'f' cannot go on from", "expert 'g' cannot go on from", str(tmp_path / "f"), "another folder"):
+        assert word in text
+    assert store.steps("f") == [3]
+
+
+def test_a_checkpoint_that_was_made_by_hand_needs_no_keys(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path).save("f", expert().state_dict(), 0)
+    backend = expert()
+    with Server([backend], checkpoints=CheckpointStore(tmp_path)) as server:
+        step(backend)
+        assert server.statistics().keeping["f"].restored == 0
+
+
+def test_damaged_checkpoints_that_were_passed_over_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = saved(tmp_path, 1, 5)
+    newest = max((tmp_path / "f").iterdir())
+    newest.write_bytes(newest.read_bytes()[:100])
+    with Server([expert()], checkpoints=store) as server:
+        status = server.status()
+        assert status["keeping"]["f"]["restored"] == 1
+        for text in (status["failures"]["restore of f"], shown(status), caplog.text):
+            assert "went on from step 1" in text and newest.name in text
+        server._repeats["checkpoints"]._act()
+        assert server.status()["failures"] == status["failures"]
+    store = saved(tmp_path, 6)
+    caplog.clear()
+    with Server([expert()], checkpoints=store) as server:  # a newer one is whole
+        assert server.status()["failures"] == {} and caplog.text == ""
+
+
+def test_another_learning_rate_than_that_of_the_checkpoint_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = saved(tmp_path, optimizer=partial(Adam, lr=0.01, betas=(0.5, 0.9)))
+    backend = expert(partial(Adam, lr=0.5))
+    with caplog.at_level(logging.WARNING), Server([backend], checkpoints=store) as server:
+        assert backend.optimizer is not None and backend.optimizer.param_groups[0]["lr"] == 0.01
+        for text in ("\n".join(server.statistics().keeping["f"].notes), shown(server.status()), caplog.text):
+            assert (
+                "lr is 0.01, as in its checkpoint, and not 0.5 as asked for" in text and "betas is (0.5, 0.9)" in text
+            )
+        assert server.status()["failures"] == {}
+    older(store, lambda state: state["optimizer"]["param_groups"][0].update(lr=0.5, betas=(0.9, 0.999)))
+    with Server([expert(partial(Adam, lr=0.5))], checkpoints=store) as server:
+        assert server.statistics().keeping["f"].notes == ()
+
+
+def test_what_a_schedule_changed_is_no_news(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"schedule": partial(StepLR, step_size=1, gamma=0.5)}
+    store = saved(tmp_path, 3, **more)
+    with Server([expert(**more)], checkpoints=store) as server:
+        assert server.statistics().keeping["f"].notes == ()
+
+
+@pytest.mark.parametrize("removed", [".", "saved", "saved/f"])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_folder_that_was_removed_is_made_again(removed: str, steps: int, tmp_path: Path) -> None:
+    root = tmp_path / "here"
+    store, backend, idle = CheckpointStore(root / "saved"), expert(), expert(name="idle")
+    with Server([backend, idle], checkpoints=store) as server:
+        step(backend)
+        assert server.checkpoint() == 1
+        shutil.rmtree(root / removed)
+        for _ in range(steps):
+            step(backend)
+        assert server.checkpoint() == (1 if removed == "saved/f" else 2)
+        assert server.checkpoint() == 0
+        assert store.steps("f") == [1 + steps] and store.steps("idle") == [0]
+
+
+def test_what_is_made_again_survives_a_crash_as_well() -> None:
+    disk, root = CrashingDisk(), Path("/data/experts")
+    store = CheckpointStore(root, disk=disk)
+    store.save("f", {"a": 1}, 1)
+    for path in [path for path in (*disk.now, *disk.folders) if path.is_relative_to(root)]:
+        disk.now.pop(path, None)
+        disk.folders.discard(path)
+    store.save("f", {"a": 2}, 2)
+    assert store.steps("f") == [2]
+
+
+def test_a_disk_that_does_not_answer_is_not_asked_to_save_again(tmp_path: Path) -> None:
+    store = saved(tmp_path, 1)
+    assert store.has("f", 1) and not store.has("f", 2) and not store.has("g", 1)
+    shutil.rmtree(tmp_path / "f")
+    (tmp_path / "f").write_text("no folder")
+    assert store.has("f", 1)
