@@ -28,6 +28,7 @@ from weft.experts.server.connection import Connection, goaway
 from weft.experts.server.desk import Desk, fault
 from weft.experts.server.identity import identify
 from weft.experts.server.options import ServerOptions, ServerTls
+from weft.experts.server.tls import server_credentials
 from weft.experts.service.address import address_fault
 from weft.experts.service.names import FRAME_BYTES, SERVICE, server_options
 from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, WireError, decode, encode
@@ -75,9 +76,12 @@ class Endpoint:
         cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, cast("Any", health).SERVICE_NAME, cast("Any", reflection).SERVICE_NAME)
         cast("Any", reflection).enable_server_reflection(names, server)
+        credentials = None if tls is None else server_credentials(tls)
         try:
             port: int = (
-                server.add_insecure_port(address) if tls is None else server.add_secure_port(address, _credentials(tls))
+                server.add_insecure_port(address)
+                if credentials is None
+                else server.add_secure_port(address, credentials)
             )
         except (RuntimeError, ValueError) as error:
             raise UsageError(f"the server cannot listen at {address!r}: {error}; is the port taken?") from None
@@ -219,8 +223,3 @@ class Endpoint:
             self._desk.audit.refused(Caller("", context.peer()), "", what.upper(), str(error))
             await context.abort(_grpc.StatusCode.UNAUTHENTICATED, str(error))
             raise
-
-
-def _credentials(tls: ServerTls) -> Any:
-    key, certificate, authority = tls.read()
-    return _grpc.ssl_server_credentials([(key, certificate)], authority, authority is not None)

@@ -50,7 +50,7 @@ class ServerTls:
     """Certificates of a server, as PEM: bytes, or the path of a file.
 
     With ``authority``, clients must show a certificate that it has signed (mutual TLS); its common name is who they
-    are. Raises ``UsageError`` for files that cannot be read.
+    are. Files are read again when they have changed. Raises ``UsageError`` for files that cannot be read.
     """
 
     key: Pem = field(repr=False)

@@ -1,0 +1,148 @@
+"""A server's certificates: checked before it listens, and read again when their files have changed.
+
+start       read ── check ── listen            a fault is told as what it is: gRPC only says that it cannot listen
+handshake   changed? ── read ── check ── from now on these        connections that are open stay as they are
+                                  '── a fault: logged, and the old ones stay (half of the files may be new)
+"""
+
+import logging
+import os
+import ssl
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+
+from weft.core.errors import UsageError, listed
+from weft.experts.server.options import ServerTls
+
+_LOG = logging.getLogger("weft.experts.tls")
+_grpc = cast("Any", grpc)
+_Pems = tuple[bytes, bytes, bytes | None]
+
+
+def server_credentials(tls: ServerTls) -> Any:
+    """As gRPC wants them. Raises ``UsageError`` that lists what is wrong with the files."""
+    source = _Source(tls)
+    return _grpc.dynamic_ssl_server_credentials(source.first, source.changed, tls.authority is not None)
+
+
+class _Source:
+    """The files, as of the last look. `changed` is called by gRPC for each new connection, in threads of its own."""
+
+    def __init__(self, tls: ServerTls) -> None:
+        self._tls = tls
+        self._files = [Path(one) for one in (tls.key, tls.certificate, tls.authority) if isinstance(one, str | Path)]
+        self._stamps = self._seen()
+        self.first = _configuration(_read(tls))
+
+    def changed(self) -> Any:
+        """What holds from now on; None: what held before."""
+        stamps = self._seen()
+        if stamps == self._stamps:
+            return None
+        self._stamps = stamps
+        try:
+            return _configuration(_read(self._tls))
+        except UsageError as error:
+            _LOG.warning("new certificates are not used, the old ones stay: %s", error)
+            return None
+
+    def _seen(self) -> list[tuple[int, ...]]:
+        return [_stamp(file) for file in self._files]
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _configuration(pems: _Pems) -> Any:
+    key, certificate, authority = pems
+    return _grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+
+def _read(tls: ServerTls) -> _Pems:
+    """What the files hold. Raises ``UsageError`` if it is of no use; one that clients will refuse is only logged."""
+    key, certificate, authority = tls.read()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    faults = _own_faults(context, key, certificate)
+    if authority is not None:
+        faults += _trust(context, authority, "the authority")
+    if faults:
+        raise UsageError(listed("the server cannot use these certificates (tls=):", faults))
+    if why := _refusal(context, certificate):
+        _LOG.warning("clients will refuse the certificate of this server: %s", why)
+    return key, certificate, authority
+
+
+def _own_faults(context: ssl.SSLContext, key: bytes, certificate: bytes) -> list[str]:
+    asked: list[bool] = []
+
+    def password() -> str:  # without it, a terminal would be asked
+        asked.append(True)
+        return ""
+
+    with _as_file(key) as key_file, _as_file(certificate) as certificate_file:
+        try:
+            context.load_cert_chain(certificate_file, key_file, password)
+        except ssl.SSLError as error:
+            if asked:
+                return ["the key is encrypted with a password, wanted one without"]
+            if error.reason == "KEY_VALUES_MISMATCH":
+                return ["the key is that of another certificate"]
+            return [f"the key or the certificate cannot be read: {error.reason or error}"]
+    return []
+
+
+def _trust(context: ssl.SSLContext, certificate: bytes, name: str) -> list[str]:
+    try:
+        context.load_verify_locations(cadata=certificate.decode("ascii", "replace"))
+    except ssl.SSLError as error:
+        return [f"{name} cannot be read: {error.reason or error}"]
+    return []
+
+
+def _refusal(server: ssl.SSLContext, certificate: bytes) -> str:
+    """Why a client that trusts just this certificate refuses it, such as that it has expired; empty if it does not."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if _trust(client, certificate, ""):
+        return ""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    for end in [*ends, *ends]:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message
+        except ssl.SSLError:
+            return ""
+    return ""
+
+
+@contextmanager
+def _as_file(data: bytes) -> Generator[str]:
+    """A file of these bytes, which `ssl` wants; in memory where that is possible, as it may be a key."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        handle = os.memfd_create("weft")
+        name = f"/proc/self/fd/{handle}"
+    else:
+        handle, name = tempfile.mkstemp()
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            yield name
+    finally:
+        if not name.startswith("/proc/"):
+            Path(name).unlink()

@@ -1,0 +1,118 @@
+"""A server's certificates: faults are told as what they are, and new files are taken while it runs."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cryptography.hazmat.primitives import serialization
+
+from tests.experts.expert_cases import fussy_backend, rows
+from tests.experts.server.raw import Authority
+from weft.core.errors import UsageError
+from weft.experts.client import NEVER, ClientTls, RemoteExpert
+from weft.experts.server import Server, ServerTls
+from weft.experts.wire import UnreachableError
+
+pytestmark = pytest.mark.timeout(60)
+LOCAL = "localhost:0"
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+def call(server: Server, tls: ClientTls) -> None:
+    with RemoteExpert("fussy", server.address, tls=tls, retry=NEVER, timeout=5.0) as remote, torch.no_grad():
+        remote(rows(2, 0))
+
+
+def encrypted(key: bytes) -> bytes:
+    secret: Any = serialization.load_pem_private_key(key, None)
+    how = serialization.BestAvailableEncryption(b"password")
+    return secret.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, how)
+
+
+@pytest.mark.parametrize("as_files", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("other key", "the key is that of another certificate"),
+        ("password", "the key is encrypted with a password"),
+        ("cut", "the key or the certificate cannot be read"),
+        ("cut key", "the key or the certificate cannot be read"),
+        ("swapped", "the key or the certificate cannot be read"),
+        ("authority", "the authority cannot be read"),
+        ("cut and authority", r"(?s)certificate cannot be read.*the authority cannot be read"),
+        ("missing", "none.pem' cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_certificates_is_told(
+    wrong: str, words: str, as_files: bool, authority: Authority, tmp_path: Path
+) -> None:
+    key, certificate = authority.issue("server")
+    pems: list[Any] = [key, certificate, authority.pem]
+    spoiled = b"-----BEGIN CERTIFICATE-----\nxx\n-----END CERTIFICATE-----\n"
+    changes: dict[str, dict[int, Any]] = {
+        "other key": {0: authority.issue("other")[0]},
+        "password": {0: encrypted(key)},
+        "cut": {1: certificate[:200]},
+        "cut key": {0: key[:60]},
+        "swapped": {0: certificate, 1: key},
+        "authority": {2: spoiled},
+        "cut and authority": {1: certificate[:200], 2: spoiled},
+        "missing": {0: tmp_path / "none.pem"},
+    }
+    for index, value in changes[wrong].items():
+        pems[index] = value
+    if as_files:
+        for index, value in enumerate(pems):
+            if isinstance(value, bytes):
+                pems[index] = tmp_path / f"{index}.pem"
+                pems[index].write_bytes(value)
+    with pytest.raises(UsageError, match=words) as caught:
+        Server([fussy_backend()], address=LOCAL, tls=ServerTls(*pems)).start()
+    assert "port" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("days", "why"), [((-3, -1), "certificate has expired"), ((1, 2), "certificate is not yet valid"), ((-1, 1), "")]
+)
+def test_a_certificate_that_clients_will_refuse_is_served_with_a_warning(
+    days: tuple[int, int], why: str, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = ServerTls(*authority.issue("server", days=days))
+    with caplog.at_level(logging.WARNING, "weft.experts.tls"), Server([], address=LOCAL, tls=tls):
+        pass
+    assert (why in caplog.text) if why else not caplog.text
+
+
+def test_certificates_that_were_renewed_are_taken_while_the_server_runs(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [tmp_path / name for name in ("key", "certificate", "authority")]
+
+    def write(*pems: bytes) -> None:
+        for file, pem in zip(files, pems, strict=False):
+            file.write_bytes(pem)
+
+    new = Authority("new")
+    mine = ClientTls(authority.pem, *authority.issue("me"))
+    write(*authority.issue("server"), authority.pem)
+    with Server([fussy_backend()], address=LOCAL, tls=ServerTls(*files)) as server:
+        call(server, mine)
+        key, certificate = new.issue("server")
+        write(key)  # half of it: the old ones stay
+        with caplog.at_level(logging.WARNING, "weft.experts.tls"):
+            call(server, mine)
+            call(server, mine)
+        assert caplog.text.count("that of another certificate") == 1
+        write(key, certificate, new.pem)
+        call(server, ClientTls(new.pem, *new.issue("me")))
+        with pytest.raises(UnreachableError):
+            call(server, mine)
+        for file in files:
+            file.unlink()
+        call(server, ClientTls(new.pem, *new.issue("me")))
