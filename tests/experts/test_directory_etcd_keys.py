@@ -1,16 +1,20 @@
 """What can be told of a directory in etcd without an etcd: its keys, its options, and that it is away."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
-from weft.experts.directory import AwayError, LocalDirectory
+from weft.experts.directory import AwayError, Lease, LocalDirectory, OwnedError, Ownership
 from weft.experts.directory.etcd import EtcdDirectory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.directory.etcd_keys import Keys
+from weft.experts.directory.etcd_messages import DELETE, PUT, RANGE
 
 
 def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
@@ -62,3 +66,33 @@ def test_an_address_names_a_directory() -> None:
             open_directory(wrong)
     with pytest.raises(UsageError, match="leave tls out"):
         open_directory("local", tls=EtcdTls())
+
+
+@given(st.binary(max_size=30), st.binary(max_size=30))
+def test_whatever_others_put_below_the_namespace_spoils_nothing(name: bytes, value: bytes) -> None:
+    keys = Keys("weft")
+    there = [(keys.entry("mine", "a:1"), b""), (keys.owner("mine"), b"a:1")]
+    strange = [(b"weft/" + name, value), (b"weft/x\0o", value), (b"weft/" + name + b"\0o", value)]
+    found = RANGE.response()
+    for key, content in [*strange, *there]:
+        found.kvs.add(key=key, value=content, mod_revision=7)
+        for kind in (PUT, DELETE):
+            told = keys.event(SimpleNamespace(kv=found.kvs[-1], prev_kv=found.kvs[-1], type=kind))
+            assert told is None or isinstance(told.address, str)
+    snapshot = keys.snapshot(found)
+    assert snapshot.experts["mine"] == ("a:1",) and snapshot.owners["mine"] == Ownership("mine", "a:1", 7)
+    owner = snapshot.owners["x"].address  # it is owned: nobody may step it
+    assert owner.encode() == value.partition(b"\0")[0] or "\\x" in owner
+
+
+def test_a_claim_of_what_a_stranger_owns_is_refused_by_his_name() -> None:
+    class Taken:
+        def call(self, method: Any, request: Any) -> Any:
+            answer = method.response(succeeded=False)
+            answer.responses.add().response_range.kvs.add(value=b"\xff\xfe", mod_revision=3)
+            return answer
+
+    with EtcdDirectory("a:1") as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory._endpoints, "call", Taken().call)
+        with pytest.raises(OwnedError, match=r"owned by \\xff\\xfe"):
+            directory.claim("x", Lease(1, ("x",), "b:1", 5.0))

@@ -21,7 +21,7 @@ from weft.core.errors import UsageError, listed
 from weft.experts.checks import seconds_fault
 from weft.experts.directory.errors import AwayError, LeaseLostError, OwnedError
 from weft.experts.directory.etcd_endpoints import Endpoints, EtcdTls, RefusedByEtcdError
-from weft.experts.directory.etcd_keys import Keys
+from weft.experts.directory.etcd_keys import Keys, life_told
 from weft.experts.directory.etcd_messages import (
     CREATED,
     EQUAL,
@@ -170,7 +170,7 @@ class EtcdDirectory:
         put.key, put.value = key, str(drawn).encode()
         request.failure.add().request_range.key = key
         answer = self._endpoints.call(TXN, request)
-        return drawn if answer.succeeded else int(answer.responses[0].response_range.kvs[0].value)
+        return drawn if answer.succeeded else life_told(answer.responses[0].response_range.kvs[0].value)
 
     def _txn(self, request: Any, lease: Lease) -> Any:
         """A transaction that puts under a lease."""
