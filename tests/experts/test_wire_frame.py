@@ -170,9 +170,9 @@ def test_a_bool_that_is_no_bool_is_refused() -> None:
         (Limits(elements=11), r"shape \(3, 4\)"),
         (Limits(name_bytes=4), "uid takes 5 bytes"),
         (Limits(data_bytes=2), "data takes 3 bytes"),
-        (Limits(header_bytes=60), "header_bytes"),
-        (Limits(frame_bytes=100), "frame_bytes"),
-        (Limits(decoded_bytes=95), "decoded_bytes"),
+        (Limits(header_bytes=60), "header_bytes of 2 calls together: "),
+        (Limits(frame_bytes=100), "frame_bytes of 2 calls together: "),
+        (Limits(decoded_bytes=95), "decoded_bytes of 2 calls together: "),
     ],
     ids=lambda value: None if isinstance(value, str) else "limits",
 )
@@ -183,6 +183,20 @@ def test_both_sides_refuse_what_is_larger_than_the_limits(limits: Limits, told: 
         encode(sent, limits)
     with pytest.raises(LimitError):
         decode(b"".join(encode(sent)), limits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "uid", "told"),
+    [
+        (Kind.FORWARD, "ffn.0", "the forward of expert 'ffn.0'"),
+        (Kind.BACKWARD, "ffn.0", "the backward of expert 'ffn.0'"),
+        (Kind.RESULT, "ffn.0", "the answer of expert 'ffn.0'"),
+        (Kind.RESULT, "", "one answer"),
+    ],
+)
+def test_who_sends_too_much_hears_whose_call_it_was_and_what_to_do(kind: Kind, uid: str, told: str) -> None:
+    with pytest.raises(LimitError, match=f"frame_bytes of {told}: .*, at most 100 are allowed; send fewer rows"):
+        encode([Call(Header(kind=kind, call_id=1, uid=uid), [torch.ones(30)])], Limits(frame_bytes=100))
 
 
 def test_limits_are_inclusive() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.core.errors import UsageError
 from weft.experts.compression import Compression
 from weft.experts.wire.errors import LimitError
-from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION, Descriptor, Header, aligned, write_call
+from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION, Descriptor, Header, Kind, aligned, write_call
 from weft.experts.wire.limits import LIMITS, Limits
 from weft.experts.wire.parse import parse
 from weft.experts.wire.tensors import Bytes as Body
@@ -89,7 +89,7 @@ def encode(calls: Sequence[Call], limits: Limits = LIMITS) -> list[bytes | memor
             offset += nbytes + padding
             decoded += tensor.nbytes
         heads.append(write_call(call.header, descriptors, limits))
-    _check_frame(sum(map(len, heads)), offset, decoded, limits)
+    _check_frame(calls, sum(map(len, heads)), offset, decoded, limits)
     header = b"".join(heads)
     preamble = PREAMBLE.pack(MAGIC, VERSION, 0, len(calls), len(header), offset)
     head_bytes = len(preamble) + len(header)
@@ -116,11 +116,25 @@ def _compressions(call: Call) -> Sequence[Compression]:
     return call.compressions
 
 
-def _check_frame(header: int, body: int, decoded: int, limits: Limits) -> None:
+def _check_frame(calls: Sequence[Call], header: int, body: int, decoded: int, limits: Limits) -> None:
     total = aligned(PREAMBLE.size + header) + body
     if header <= limits.header_bytes and total <= limits.frame_bytes and decoded <= limits.decoded_bytes:
         return
     sizes = {"header_bytes": header, "frame_bytes": total, "decoded_bytes": decoded}
     for name, seen in sizes.items():
         if seen > getattr(limits, name):
-            raise LimitError(f"{name}: {seen}, at most {getattr(limits, name)} are allowed", reason=name)
+            raise LimitError(
+                f"{name} of {_named(calls)}: {seen}, at most {getattr(limits, name)} are allowed; send fewer rows at a "
+                "time, compress them with a Policy, or allow more in the limits= of both ends (GrpcTransport or "
+                "Connections, and ServerOptions)",
+                reason=name,
+            )
+
+
+def _named(calls: Sequence[Call]) -> str:
+    """What a frame holds, in words."""
+    header = calls[0].header
+    if len(calls) > 1:
+        return f"{len(calls)} calls together"
+    what = "answer" if header.kind is Kind.RESULT else header.kind.name.lower()
+    return f"the {what} of expert {header.uid!r}" if header.uid else f"one {what}"
