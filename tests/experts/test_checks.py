@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
+from weft.experts import GraphBudget, Guards, RecordsOptions, SumsOptions
 from weft.experts.checks import LONGEST
 from weft.experts.client.asking import CallOptions
 from weft.experts.client.pending import Pending
@@ -68,10 +70,45 @@ SECONDS: dict[str, Callable[[Any], object]] = {
     "Terms.forward_timeout": lambda s: Terms(**{**TERMS, "forward_timeout": s}),
     "Terms.backward_timeout": lambda s: Terms(**{**TERMS, "backward_timeout": s}),
     "Terms.timeout_after_k_min": lambda s: Terms(**{**TERMS, "timeout_after_k_min": s}),
+    "GraphBudget.seconds": lambda s: GraphBudget(1, seconds=s),
+    "RecordsOptions.seconds": lambda s: RecordsOptions(seconds=s),
+    "SumsOptions.seconds": lambda s: SumsOptions(seconds=s),
     "declare.ttl": lambda s: LocalDirectory().declare("a", "b:1", s),
     "EtcdDirectory.timeout": etcd,
     "call's timeout": call,
 }
+
+COUNT: list[Any] = [-1, 1.5, "1", True, [], float("nan")]
+NUMBER: list[Any] = [-1, "x", [], True, float("nan")]
+WRONG: list[tuple[type, str, list[Any]]] = [
+    (PoolOptions, "max_rows", [*COUNT, 0, None]),
+    (PoolOptions, "max_client_tasks", [*COUNT, 0]),
+    (PoolOptions, "timeout", [*NUMBER, None]),
+    (PoolOptions, "linger", [*NUMBER, None]),
+    (GraphBudget, "nbytes", [*COUNT, 0, None]),
+    (GraphBudget, "seconds", [*NUMBER, 0, None]),
+    (RecordsOptions, "result_bytes", [*COUNT, None]),
+    (RecordsOptions, "keys", [*COUNT, 0, None]),
+    (RecordsOptions, "seconds", [*NUMBER, 0, None]),
+    (SumsOptions, "mini_batches", [*COUNT, 0, None]),
+    (SumsOptions, "seconds", [*NUMBER, 0, None]),
+    (Guards, "finite", [0, 1, "no", None, []]),
+    (Guards, "max_norm", [*NUMBER, 0]),
+    (Guards, "max_output_norm", [*NUMBER, 0]),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "values"), WRONG, ids=[f"{kind.__name__}.{name}" for kind, name, _ in WRONG])
+def test_options_of_another_type_are_refused_by_name(kind: Any, name: str, values: list[Any]) -> None:
+    """As where no types are checked: here they would be, before the options are looked at."""
+    for value in values:
+        options = object.__new__(kind)
+        for one in fields(kind):
+            object.__setattr__(options, one.name, 1 if one.default is MISSING else one.default)
+        options.__post_init__()
+        object.__setattr__(options, name, value)
+        with pytest.raises(UsageError, match=rf"  - {name} is .*, wanted"):
+            options.__post_init__()
 
 
 @pytest.mark.parametrize("option", SECONDS)
@@ -94,6 +131,10 @@ def test_the_longest_seconds_are_taken(option: str) -> None:
         (lambda: ReplicaOptions(follow_steps=0, state_bytes=-1), ["follow_steps is 0", "state_bytes is -1"]),
         (lambda: Retry(attempts=0, longest=float("inf")), ["attempts is 0", "longest is inf"]),
         (lambda: PoolOptions(linger=float("inf"), max_tasks=0), ["linger is inf", "max_tasks is 0"]),
+        (lambda: GraphBudget(0, seconds=0.0), ["nbytes is 0", "seconds is 0"]),
+        (lambda: SumsOptions(0, seconds=0.0), ["mini_batches is 0", "seconds is 0"]),
+        (lambda: RecordsOptions(-1, 0, 0.0), ["result_bytes is -1", "keys is 0", "seconds is 0"]),
+        (lambda: Guards(max_norm=0.0, max_output_norm=-1.0), ["max_norm is 0", "max_output_norm is -1"]),
     ],
 )
 def test_all_faults_of_one_set_of_options_are_told_at_once(made: Callable[[], object], names: list[str]) -> None:

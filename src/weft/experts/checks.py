@@ -66,3 +66,8 @@ def token_fault(value: Any) -> list[str]:
     if not (value.isascii() and value.isprintable()):
         return ["token holds characters that no header can carry, wanted printable ASCII"]
     return []
+
+
+def switch_fault(name: str, value: Any) -> list[str]:
+    """What is wrong with what should be True or False, in words."""
+    return [] if isinstance(value, bool) else [f"{name} is {value!r}, wanted True or False"]

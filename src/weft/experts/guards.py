@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
+from weft.experts.checks import is_number, switch_fault
 from weft.experts.effects import Snapshot
 from weft.experts.errors import GradientError
 
@@ -42,10 +43,11 @@ class Guards:
         faults = [
             f"{name} is {limit!r}, wanted a number above 0, or None"
             for name, limit in limits.items()
-            if limit is not None and not limit > 0
+            if limit is not None and not (is_number(limit) and limit > 0)
         ]
+        faults += switch_fault("finite", self.finite)
         if faults:
-            raise UsageError(listed("gradients cannot be guarded by these limits:", faults))
+            raise UsageError(listed("gradients cannot be guarded like this:", faults))
 
     def sound_outputs(self, gradients: Sequence[Tensor]) -> bool:
         """Whether the gradients of the outputs of a whole batch pass for sure. False: look at every task."""

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
 from weft.experts.batch import deal
+from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.gradients import strided
 from weft.experts.runner import Graph
 from weft.experts.task import Task
@@ -44,8 +45,9 @@ class GraphBudget:
     seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.nbytes < 1 or not self.seconds > 0:
-            raise UsageError(f"a graph budget wants nbytes >= 1 and seconds > 0, but got {self}")
+        faults = count_fault("nbytes", self.nbytes) + seconds_fault("seconds", self.seconds)
+        if faults:
+            raise UsageError(listed("a graph budget cannot be like this:", faults))
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

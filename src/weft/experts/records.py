@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.counts import RecordsStatistics
 from weft.experts.errors import RepeatedError
 from weft.experts.task import Results, Task
@@ -37,8 +38,10 @@ class RecordsOptions:
     seconds: float = 3600.0
 
     def __post_init__(self) -> None:
-        if self.result_bytes < 0 or self.keys < 1 or not self.seconds > 0:
-            raise UsageError(f"records want result_bytes >= 0, keys >= 1 and seconds > 0, but got {self}")
+        faults = count_fault("result_bytes", self.result_bytes, zero=True) + count_fault("keys", self.keys)
+        faults += seconds_fault("seconds", self.seconds)
+        if faults:
+            raise UsageError(listed("records cannot be kept like this:", faults))
 
 
 @dataclass

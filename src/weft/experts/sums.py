@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
 from weft.core.segment import GradientSum
+from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.errors import CommitError, OverloadError
 from weft.experts.gradients import nbytes
 
@@ -34,8 +35,9 @@ class SumsOptions:
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.mini_batches < 1 or not self.seconds > 0:
-            raise UsageError(f"open mini-batches want mini_batches >= 1 and seconds > 0, but got {self}")
+        faults = count_fault("mini_batches", self.mini_batches) + seconds_fault("seconds", self.seconds)
+        if faults:
+            raise UsageError(listed("open mini-batches cannot be kept like this:", faults))
 
 
 @dataclass

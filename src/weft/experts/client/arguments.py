@@ -3,7 +3,7 @@
 from inspect import signature
 from typing import Any
 
-from weft.experts.checks import kind_fault, seconds_fault
+from weft.experts.checks import kind_fault, seconds_fault, switch_fault
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
 from weft.experts.client.tls import way_faults
@@ -56,8 +56,8 @@ def option_faults(timeout: Any, compression: Any, client: Any, accumulate: Any, 
         each = [name for name, choice in asked.items() if not isinstance(choice, str | int)]
         faults += [f"compression has one choice per {name}; the server takes one wish for all of them" for name in each]
     faults += kind_fault("client", client, str, "a text: what servers know this caller by")
-    faults += kind_fault("accumulate", accumulate, bool, "True or False")
-    faults += kind_fault("keep_graph", keep_graph, bool, "True or False")
+    faults += switch_fault("accumulate", accumulate)
+    faults += switch_fault("keep_graph", keep_graph)
     return faults
 
 
