@@ -1,6 +1,7 @@
 """Kinds of experts are asked for by name, and those of weft are ordinary ones."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -46,3 +47,32 @@ def test_the_layers_of_the_demo_are_trained_like_any_other() -> None:
     assert ffn.steps == layer.steps == 1
     with pytest.raises(UsageError, match="width 8 cannot have 3 heads"):
         make_expert("transformer", hidden=8, heads=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "names"),
+    [
+        ("ffn", {"hidden": 0}, ["hidden"]),
+        ("ffn", {"hidden": -4, "inner": 0}, ["hidden", "inner"]),
+        ("transformer", {"hidden": 8, "heads": 0}, ["heads"]),
+        (
+            "transformer",
+            {"hidden": 0, "heads": -2, "inner": 0, "dropout": 2.0},
+            ["hidden", "heads", "inner", "dropout"],
+        ),
+        ("transformer", {"hidden": 8, "dropout": float("nan")}, ["dropout"]),
+    ],
+)
+def test_sizes_of_which_no_layer_can_be_made_are_told_at_once(kind: str, arguments: Any, names: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_expert(kind, **arguments)
+    assert [fault.split()[1] for fault in str(caught.value).splitlines()[1:]] == names
+
+
+def test_a_kind_that_makes_no_blueprint_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bare(width: int) -> nn.Linear:
+        return nn.Linear(width, width)
+
+    monkeypatch.setattr(registered, "_kinds", {"bare": bare})
+    with pytest.raises(UsageError, match="kind 'bare' made a Linear, wanted a Blueprint"):
+        make_expert("bare", width=3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.experts.errors import ClosedError, ExpertError, RefusedError
@@ -18,6 +19,7 @@ from weft.experts.pool import TaskPool
 from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, Columns
 from weft.experts.task import Task
+from weft.experts.words import check_words
 
 X = Columns([Column("x", TensorSpec((None,), torch.float32))])
 ROW = torch.ones(1)
@@ -170,3 +172,66 @@ def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_
     with runtime:
         assert pool.submit_task(ROW, client="ann").result(30)
     assert pool.statistics().running_tasks == 0 and not pool._load.tasks
+
+
+def test_a_pool_is_worked_on_by_one_runtime_which_no_other_disturbs() -> None:
+    pool, own = TaskPool("p", same, X), TaskPool("own", same, X)
+    first, second = Runtime([pool], name="first"), Runtime([pool, own], name="second")
+    with first:
+        for refused in (second.start, lambda: Runtime([pool]), lambda: Runtime().add(own, pool)):
+            with pytest.raises(UsageError, match="'p' is in runtime 'first'"):
+                refused()
+        assert second.shutdown() and pool.submit_task(ROW).result(30)
+    with second:
+        assert pool.submit_task(ROW).result(30) and own.submit_task(ROW).result(30)
+        assert first.shutdown() and first.remove(pool)
+        assert pool.submit_task(ROW).result(30)
+        assert second.remove(pool)
+        with Runtime([pool]):
+            assert pool.submit_task(ROW).result(30)
+
+
+def test_what_cannot_be_added_as_a_whole_is_not_added_in_part() -> None:
+    pool, held = TaskPool("p", same, X), TaskPool("held", same, X)
+    with Runtime([held]), Runtime() as runtime:
+        for pools in ((pool, held), (pool, pool)):
+            with pytest.raises(UsageError):
+                runtime.add(*pools)
+        assert runtime.statistics().pools == 0
+        runtime.add(pool)
+        assert pool.submit_task(ROW).result(30)
+
+
+def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
+    gate = Gate(same)
+    pool = TaskPool("p", gate, X)
+    removed: list[bool] = []
+    with Runtime([pool]) as runtime:
+        future = pool.submit_task(ROW)
+        assert gate.entered.acquire(timeout=30)
+        remover = threading.Thread(target=lambda: removed.append(runtime.remove(pool)))
+        remover.start()
+        until(lambda: pool in runtime._leaving)
+        with pytest.raises(UsageError, match=r"has no pools \['p'\], or they are being removed"):
+            runtime.remove(pool)
+        gate.go.release()
+        remover.join(30)
+        assert removed == [True] and future.result(0)
+        runtime.add(pool)
+        with pytest.raises(UsageError, match="more than once"):
+            runtime.remove(pool, pool)
+        gate.go.release()
+        assert pool.submit_task(ROW).result(30)
+
+
+@pytest.mark.parametrize("deadline", ["soon", True, float("nan"), [1.0], torch.tensor(1e18)])
+def test_a_deadline_that_is_no_time_is_refused(deadline: Any) -> None:
+    with pytest.raises(UsageError, match=r"pool 'p': deadline is .*, wanted None or a time"):
+        check_words("p", None, None, None, deadline, splits=False)
+
+
+def test_a_deadline_may_be_any_number_and_all_wrong_words_are_told_at_once() -> None:
+    for deadline in (None, 1, 1.5, float("inf"), 10**400):
+        check_words("p", "ann", "k", None, deadline, splits=False)
+    with pytest.raises(UsageError, match=r"client is '', .*; key is 5, .*; deadline is 'soon', "):
+        check_words("p", "", 5, None, "soon", splits=False)

@@ -28,8 +28,12 @@ class FeedForward(nn.Module):
 @register_expert("ffn")
 def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
     """Rows x ``hidden``, float32; ``inner`` is 4 times that unless given. Raises ``UsageError`` for sizes below 1."""
-    _check([*count_fault("hidden", hidden), *count_fault("inner", inner, none=True)])
-    return Blueprint(FeedForward(hidden, inner or 4 * hidden), (TensorSpec((None, hidden), torch.float32),))
+    faults = count_fault("hidden", hidden) + count_fault("inner", inner, none=True)
+    if faults:
+        raise UsageError(listed("a feed-forward layer cannot be made like this:", faults))
+    return Blueprint(
+        FeedForward(hidden, 4 * hidden if inner is None else inner), (TensorSpec((None, hidden), torch.float32),)
+    )
 
 
 class TransformerLayer(nn.Module):
@@ -49,21 +53,17 @@ class TransformerLayer(nn.Module):
 def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: float = 0.0) -> Blueprint:
     """Rows x length x ``hidden``, float32, of any length; keyword ``padding``: rows x length bool, True where padded.
 
-    Raises ``UsageError`` for sizes below 1, and if ``hidden`` is no multiple of ``heads``.
+    Raises ``UsageError`` for sizes below 1, a dropout that is none, and if ``hidden`` is no multiple of ``heads``.
     """
-    faults = [*count_fault("hidden", hidden), *count_fault("heads", heads), *count_fault("inner", inner, none=True)]
+    faults = count_fault("hidden", hidden) + count_fault("heads", heads) + count_fault("inner", inner, none=True)
     if not (is_number(dropout) and 0 <= dropout <= 1):
         faults.append(f"dropout is {dropout!r}, wanted a number from 0 to 1")
-    _check(faults)
+    if faults:
+        raise UsageError(listed("a transformer layer cannot be made like this:", faults))
     if hidden % heads:
         raise UsageError(f"a transformer layer of width {hidden} cannot have {heads} heads: wanted a divisor of it")
     return Blueprint(
-        TransformerLayer(hidden, heads, inner or 4 * hidden, dropout),
+        TransformerLayer(hidden, heads, 4 * hidden if inner is None else inner, dropout),
         (TensorSpec((None, None, hidden), torch.float32),),
         {"padding": TensorSpec((None, None), torch.bool)},
     )
-
-
-def _check(faults: list[str]) -> None:
-    if faults:
-        raise UsageError(listed("there is no such layer:", faults))

@@ -111,7 +111,7 @@ class TaskPool:
         """
         try:
             rows = self.columns.check(tensors, self._where)
-            check_words(self.name, client, key, mini_batch, splits=self._splits)
+            check_words(self.name, client, key, mini_batch, deadline, splits=self._splits)
             owner = None if mini_batch is None else client
             own = object() if self._alone is not None and self._alone(evaluation) else None
             lane = (mini_batch is not None, owner, mini_batch, self.columns.lane(tensors), evaluation, own)

@@ -10,7 +10,7 @@ asks for it by name cannot know them.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -55,7 +55,8 @@ def register_expert(name: str) -> Callable[[Kind], Kind]:
 def make_expert(kind: str, **arguments: Any) -> Blueprint:
     """A new expert of a registered kind.
 
-    Raises ``UsageError`` for an unknown kind, and for arguments that the kind does not take or lacks.
+    Raises ``UsageError`` for an unknown kind, for arguments that the kind does not take or lacks, and for a kind that
+    makes something else.
     """
     if kind not in _kinds:
         raise UsageError(f"there is no kind of expert called {kind!r}; known are {', '.join(expert_kinds())}")
@@ -65,7 +66,12 @@ def make_expert(kind: str, **arguments: Any) -> Blueprint:
         signature.bind(**arguments)
     except TypeError as error:
         raise UsageError(f"an expert of kind {kind!r} is made by {kind}{signature}, but {error}") from None
-    return make(**arguments)
+    made = cast("object", make(**arguments))
+    if not isinstance(made, Blueprint):
+        raise UsageError(
+            f"kind {kind!r} made a {type(made).__name__}, wanted a Blueprint: the module, and the schemas of its call"
+        )
+    return made
 
 
 def expert_kinds() -> list[str]:

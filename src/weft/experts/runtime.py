@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from weft.core.errors import UsageError
 from weft.experts.checks import LONGEST
@@ -20,6 +21,8 @@ from weft.experts.counts import RuntimeStatistics
 from weft.experts.errors import ExpertError
 from weft.experts.pool import TaskPool
 
+_holders: "WeakKeyDictionary[TaskPool, Runtime]" = WeakKeyDictionary()  # which runtime that runs has which pool
+_holding = threading.Lock()
 _GRACE = 30.0  # seconds that the end of a ``with`` block leaves for what was accepted
 
 
@@ -46,6 +49,7 @@ class Runtime:
         self._state = threading.Condition()
         self._pools: dict[TaskPool, None] = {}
         self._active: dict[TaskPool, None] = {}
+        self._leaving: set[TaskPool] = set()
         self._thread: threading.Thread | None = None
         self._ending = False
         self._lost: str | None = None
@@ -55,14 +59,20 @@ class Runtime:
             self.add(each)
 
     def add(self, *served: HasPools | TaskPool) -> None:
-        """Work on these too; their pools take tasks from now on. Raises ``UsageError`` for a pool that is here."""
-        for pool in _pools(served):
-            with self._state:
-                if self._lost is not None:
-                    raise UsageError(f"runtime {self.name!r} ended with {self._lost}; shut it down and start it again")
-                if pool in self._pools:
-                    raise UsageError(f"pool {pool.name!r} is in runtime {self.name!r} already")
-                self._pools[pool] = None
+        """Work on these too; their pools take tasks from now on.
+
+        Raises ``UsageError`` for a pool that is here, or in another runtime that runs; then it adds none of them.
+        """
+        pools = _pools(served)
+        with self._state:
+            if self._lost is not None:
+                raise UsageError(f"runtime {self.name!r} ended with {self._lost}; shut it down and start it again")
+            twice = [pool.name for place, pool in enumerate(pools) if pool in self._pools or pool in pools[:place]]
+            if twice:
+                raise UsageError(f"pool {', '.join(map(repr, twice))} is in runtime {self.name!r} already")
+            self._hold(pools, runs=self._thread is not None)
+            self._pools.update(dict.fromkeys(pools))
+        for pool in pools:
             pool.open(self._wake, self._idle)
 
     def remove(self, *served: HasPools | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
@@ -72,32 +82,47 @@ class Runtime:
         whether nothing of them runs any more. Raises ``UsageError`` for a pool that is not here.
         """
         pools = _pools(served)
+        if len(set(pools)) < len(pools):
+            raise UsageError(f"pools are to be removed more than once: {[pool.name for pool in pools]}")
         with self._state:
-            strangers = [pool.name for pool in pools if pool not in self._pools]
+            strangers = [pool.name for pool in pools if pool not in self._pools or pool in self._leaving]
+            if strangers:
+                raise UsageError(f"runtime {self.name!r} has no pools {strangers}, or they are being removed")
+            self._leaving.update(pools)
             runs = self._thread is not None
-        if strangers:
-            raise UsageError(f"runtime {self.name!r} has no pools {strangers}")
-        for pool in pools:
+        try:
+            return self._remove(pools, timeout, drain=drain and runs)
+        finally:
+            with self._state:
+                self._leaving.difference_update(pools)
+
+    def _remove(self, pools: Sequence[TaskPool], timeout: float, *, drain: bool) -> bool:
+        mine = self._mine(pools)
+        for pool in mine:
             pool.close("it was removed from its runtime")
         end = time.monotonic() + min(timeout, LONGEST)
-        for pool in pools:
-            if drain and runs:
+        for pool in mine:
+            if drain:
                 pool.drained(max(0.0, end - time.monotonic()))
-            with self._state:
+        with self._state:
+            for pool in pools:
                 del self._pools[pool]
                 self._active.pop(pool, None)
+        for pool in mine:
             pool.abandon()
-        return all([pool.drained(max(0.0, end - time.monotonic())) for pool in pools])
+        self._let_go(mine)
+        return all([pool.drained(max(0.0, end - time.monotonic())) for pool in mine])
 
     def start(self) -> None:
-        """Start the thread. Raises ``UsageError`` if it runs already."""
+        """Start the thread. Raises ``UsageError`` if it runs already, or another one that runs has one of the pools."""
         with self._state:
             if self._thread is not None:
                 raise UsageError(f"runtime {self.name!r} was started already; shut it down first")
+            pools = list(self._pools)
+            self._hold(pools, runs=True)
             self._ending, self._began = False, time.monotonic()
             self._thread = threading.Thread(target=self._run, name=f"weft-runtime-{self.name}", daemon=True)
             self._thread.start()
-            pools = list(self._pools)
         for pool in pools:
             pool.open(self._wake, self._idle)
 
@@ -111,7 +136,7 @@ class Runtime:
             raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
         end = time.monotonic() + min(timeout, LONGEST)
         with self._state:
-            pools, thread = list(self._pools), self._thread
+            pools, thread = self._mine(self._pools), self._thread
         for pool in pools:
             pool.close(f"runtime {self.name!r} shuts down")
         if drain and thread is not None:
@@ -122,6 +147,7 @@ class Runtime:
             self._state.notify_all()
         for pool in pools:
             pool.abandon()
+        self._let_go(pools)
         if thread is not None:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
@@ -148,6 +174,30 @@ class Runtime:
                 f"runtime {self.name!r} did not end within {_GRACE:g} s: a batch of pool "
                 f"{self.statistics().working_on!r} still runs"
             )
+
+    def _hold(self, pools: Sequence[TaskPool], *, runs: bool) -> None:
+        """Have these pools to oneself, if the runtime runs, or raise if another one does that has any of them."""
+        with _holding:
+            others = {pool.name: _holders[pool].name for pool in pools if _holders.get(pool, self) is not self}
+            if others:
+                raise UsageError(
+                    f"runtime {self.name!r} cannot work on pools that another one works on: "
+                    f"{', '.join(f'{pool!r} is in runtime {other!r}' for pool, other in others.items())}; remove them "
+                    "there, or shut it down, first"
+                )
+            if runs:
+                _holders.update(dict.fromkeys(pools, self))
+
+    def _mine(self, pools: Iterable[TaskPool]) -> list[TaskPool]:
+        """Those that no other runtime works on."""
+        with _holding:
+            return [pool for pool in pools if _holders.get(pool, self) is self]
+
+    def _let_go(self, pools: Sequence[TaskPool]) -> None:
+        with _holding:
+            for pool in pools:
+                if _holders.get(pool) is self:
+                    del _holders[pool]
 
     def _wake(self, pool: TaskPool) -> None:
         with self._state:
