@@ -13,15 +13,15 @@ module runs under the autocast in which its backend was made.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from weft.core.ambient import Ambient
-from weft.core.errors import SpecError, listed
+from weft.core.errors import SpecError, UsageError, listed
 from weft.core.segment import Segment, Tape, Visit
 from weft.core.spec import TensorSpec
 from weft.experts.batch import storages
@@ -57,6 +57,7 @@ class Runner:
     """One module and what a call of it looks like."""
 
     def __init__(self, name: str, module: nn.Module, call: Nest, outputs: Any, device: torch.device) -> None:
+        _check_module(name, module)
         self.module = module
         self.call = call
         self.effects = Effects(module, device, zlib.crc32(name.encode()))
@@ -151,6 +152,17 @@ class Runner:
             error.add_note(f"in the dummy run of expert {name!r} on zeros with {rows} rows, as its schemas say")
             raise
         return described(value, "output")
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    """Refuse what keeps its tensors where nobody can put back what a failed batch changed."""
+    modules = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
+    scripted = [path or "itself" for path, each in modules if isinstance(each, torch.jit.ScriptModule)]
+    if scripted:
+        raise UsageError(
+            f"the module of expert {name!r} was made by torch.jit.script or torch.jit.trace: "
+            f"{', '.join(scripted[:3])}; give the nn.Module that it was made of, or one that torch.compile made"
+        )
 
 
 def _is_large(tensor: Tensor) -> bool:

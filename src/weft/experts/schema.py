@@ -36,8 +36,10 @@ class Column:
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor passes; quick, for the many that do."""
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            return False  # a nested one has no shape to be asked for
         shape, seen = self.spec.shape, tensor.shape
-        if tensor.layout is not torch.strided or tensor.is_nested or len(seen) != len(shape):
+        if len(seen) != len(shape):
             return False
         for size, have in zip(shape, seen, strict=True):
             if size is not None and size != have:
@@ -48,9 +50,9 @@ class Column:
         """Every way in which what was sent is not what this column takes, in words."""
         if not isinstance(tensor, Tensor):
             return [f"{self.name} is of type {type(tensor).__name__}, wanted a tensor ({self.spec})"]
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            kind = "nested" if tensor.is_nested else str(tensor.layout)
-            return [f"{self.name} is a {kind} tensor, wanted a dense (strided) one"]
+        kind = _unusual(tensor)
+        if kind is not None:
+            return [f"{self.name} is a {kind} tensor, wanted a dense (strided) one with values"]
         dtype = tensor.dtype if self._castable(tensor) else self.spec.dtype
         spec = replace(self.spec, dtype=dtype, requires_grad=tensor.requires_grad)
         return [f"{self.name} {fault}" for fault in spec.faults(tensor)]
@@ -92,7 +94,7 @@ class Columns:
             return [f"{len(tensors)} tensors were given, wanted {len(self.columns)}: {names}"]
         pairs = list(zip(self.columns, tensors, strict=True))
         faults = [fault for column, tensor in pairs for fault in column.faults(tensor)]
-        rows = {c.name: t.shape[0] for c, t in pairs if isinstance(t, Tensor) and t.dim()}
+        rows = {c.name: t.shape[0] for c, t in pairs if isinstance(t, Tensor) and not t.is_nested and t.dim()}
         if len(set(rows.values())) > 1:
             sizes = ", ".join(f"{name} has {count}" for name, count in rows.items())
             faults.append(f"axis 0 is the batch and must have one size everywhere: {sizes}")
@@ -245,6 +247,15 @@ def _brief(leaf: Any) -> str:
     return "a tensor" if isinstance(leaf, Tensor | TensorSpec) else " ".join(repr(leaf).split())[:_BRIEF]
 
 
+def _unusual(tensor: Tensor) -> str | None:
+    """In one word what keeps a tensor from being joined with others; None for most."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_meta:
+        return "meta"
+    return None if tensor.layout is torch.strided else str(tensor.layout)
+
+
 def _differentiable(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
@@ -254,4 +265,6 @@ def _as_specs(tree: Any) -> Any:
 
 
 def _as_spec(batch_axis: int | None, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        raise SpecError("a nested tensor has no spec: give, or return, dense ones, padded and with their lengths")
     return TensorSpec.of(leaf, batch_axis) if isinstance(leaf, Tensor) else leaf
