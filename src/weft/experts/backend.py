@@ -61,7 +61,8 @@ class ExpertBackend:
             position, a dict by name, each nested as the module wants it. Axis 0 is the batch and free (None);
             other free axes may differ between tasks, which then run in different batches. Other leaves are
             constants that every call gets. If any spec says ``requires_grad``, only those that do get a gradient.
-        outputs_schema: the same for what the module returns. Found by a dummy run on zeros, or compared with it.
+        outputs_schema: the same for what the module returns. Found by a dummy run on zeros, or compared with it. Free
+            axes have small sizes in it, or, if the module fails, larger and even ones, or as many rows as a sample has.
         schedule: a learning-rate schedule, or a function that makes one of the optimizer; stepped after every step.
         clip_grad_norm: the L2 norm to which the gradients of all parameters are scaled down before a step.
         guards: which gradients are refused; see `Guards`.

@@ -14,7 +14,7 @@ module runs under the autocast in which its backend was made.
 
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,11 @@ from weft.experts.effects import Effects
 from weft.experts.schema import Nest, described, outputs_nest
 
 _LARGE = 1 << 20  # bytes; what is smaller, the allocator does not give back
-_ROWS = 3  # of the rehearsal: more than one, since batch norm in training refuses a single row
+_ROWS = 3  # more than one, since batch norm in training refuses a single row
+_Sizes = tuple[int, int]
+"""Of a dummy run: rows, and the size of all other free axes."""
+_FIRST = ((_ROWS, _ROWS), (_ROWS + 2, _ROWS + 2))
+_LARGER = (((4, 16), (8, 32)), ((2, 64), (4, 128)))  # for modules that want even batches, or windows in their images
 
 
 @dataclass
@@ -116,13 +120,9 @@ class Runner:
 
         An axis is free if it follows the batch, or the free axes of the inputs.
         """
-        first, more = self._rehearse(name, _ROWS), list[Nest]()
-        if first.constants or any(None in spec.shape[1:] for spec in self.call.specs):
-            more.append(self._rehearse(name, _ROWS + 2))
+        rows, first, more = self._first_that_runs(name)
         pairs = zip(first.names, first.specs, strict=True)
-        faults = [
-            f"{path} has shape {spec.shape} for {_ROWS} rows" for path, spec in pairs if spec.shape[:1] != (_ROWS,)
-        ]
+        faults = [f"{path} has shape {spec.shape} for {rows} rows" for path, spec in pairs if spec.shape[:1] != (rows,)]
         if faults:
             raise SpecError(listed(f"axis 0 of all outputs of expert {name!r} must be the batch:", faults))
         faults = [fault for other in more for fault in first.differences(other)]
@@ -136,8 +136,33 @@ class Runner:
         _agree(name, given, found)
         return given
 
-    def _rehearse(self, name: str, rows: int) -> Nest:
-        inputs = [spec.empty(rows, self.device).detach() for spec in self.call.specs]
+    def _first_that_runs(self, name: str) -> tuple[int, Nest, list[Nest]]:
+        """What comes of the first sizes that the module takes: rows, outputs, and those of a second run if it matters.
+
+        Raises what the module raised for the very first.
+        """
+        sample = self.call.sample_rows
+        tries: list[tuple[_Sizes, _Sizes]] = [_FIRST, *_LARGER]
+        if sample is not None:
+            tries.insert(1, ((sample, 16), (2 * sample, 32)))
+        free = any(None in spec.shape[1:] for spec in self.call.specs)
+        errors: list[Exception] = []
+        for one, other in tries:
+            try:
+                first = self._rehearse(name, *one)
+                return one[0], first, [self._rehearse(name, *other)] if first.constants or free else []
+            except Exception as error:
+                errors.append(error)
+        tried = " or ".join(str(one[0]) for one, _ in tries[1:])
+        errors[0].add_note(
+            f"nor did it run with {tried} rows, and larger sizes of its other free axes. Fix in the "
+            "schemas what the module wants fixed, or give it as sample tensors with as many rows as it takes"
+        )
+        raise errors[0]
+
+    def _rehearse(self, name: str, rows: int, size: int) -> Nest:
+        shapes = [replace(spec, shape=(rows, *spec.shape[1:])) for spec in self.call.specs]
+        inputs = [spec.empty(size, self.device).detach() for spec in shapes]
         visit = self._visit(0, inputs)
 
         def applied(visit: Visit, *inputs: Tensor) -> tuple[Any, ...]:

@@ -114,6 +114,8 @@ class Nest:
         self.names = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, TensorSpec)]
         self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TensorSpec)]
         self.root = root
+        self.sample_rows: int | None = None
+        """How many rows the sample tensors had that it was made of, if they had one number."""
         self.leaves = leaves
         self.constants = [
             (place, name, leaf)
@@ -201,7 +203,10 @@ def call_nest(name: str, args: Any, kwargs: Any) -> Nest:
         raise UsageError(listed(f"the schemas of expert {name!r} cannot be used:", faults))
     explicit = any(spec.requires_grad for spec in nest.specs)
     specs = [replace(s, requires_grad=_differentiable(s) and (s.requires_grad or not explicit)) for s in nest.specs]
-    return Nest(nest.pack(specs), "call", names)
+    found = Nest(nest.pack(specs), "call", names)
+    samples = {len(leaf) for leaf in flatten(given)[0] if isinstance(leaf, Tensor)} - {0}
+    found.sample_rows = samples.pop() if len(samples) == 1 else None
+    return found
 
 
 def described(value: Any, root: str) -> Nest:
