@@ -252,3 +252,28 @@ def test_a_graph_whose_weights_another_expert_has_stepped_is_not_walked() -> Non
     for backend in (one, plain):
         work(backend)
     assert torch.equal(futures[0].result(0)[0], futures[1].result(0)[0]) and one.statistics().used_graphs == 0
+
+
+@pytest.mark.parametrize("freed", [False, True])
+@pytest.mark.parametrize("mini_batch", [None, "m"])
+def test_a_graph_of_other_parameters_than_those_that_are_trained_now_is_not_walked(
+    freed: bool, mini_batch: str | None
+) -> None:
+    found: list[ExpertBackend] = []
+    for budget in (None, BUDGET):
+        backend = fussy_backend(keep_graphs=budget)
+        layer = backend.module.first
+        layer.requires_grad_(not freed)
+        backend.forward_pool.submit_task(rows(2, 0), client="ann", key="a")
+        work(backend)
+        layer.requires_grad_(freed)
+        sent: list[Any] = []
+        for i, key in [(1, "b"), (0, "a")] if mini_batch else [(0, "a")]:
+            options = {"client": "ann", "key": key, "mini_batch": mini_batch}
+            sent.append(backend.backward_pool.submit_task(rows(2, i), rows(2, 9), **options))
+            work(backend)
+        sent += [] if mini_batch is None else [backend.commit(mini_batch, client="ann")]
+        work(backend)
+        assert all(future.result(0) for future in sent)
+        found.append(backend)
+    assert weights(found[0]) == weights(found[1]) and found[1].statistics().used_graphs == 0

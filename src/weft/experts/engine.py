@@ -151,7 +151,7 @@ class Engine:
     def _try_backward(self, tasks: Sequence[Task]) -> "Drafted":
         effects, parameters = self.runner.effects, self._trained()
         self._check_mini_batch(tasks, parameters)
-        walk, inputs, gradients = self._taken(tasks)
+        walk, inputs, gradients = self._taken(tasks, parameters)
         self.parts.kept.used += walk is not None
         self._check_outputs(tasks, gradients)
         before = effects.snapshot()
@@ -201,9 +201,9 @@ class Engine:
 
         return Drafted(apply, results)
 
-    def _taken(self, tasks: Sequence[Task]) -> tuple[Walk | None, list[Tensor], list[Tensor]]:
+    def _taken(self, tasks: Sequence[Task], trained: list[nn.Parameter]) -> tuple[Walk | None, Results, Results]:
         """The graph of these tasks, if it is there and made of equal inputs; the inputs; the gradients of outputs."""
-        walk, many = self.parts.kept.take(tasks), self._inputs
+        walk, many = self.parts.kept.take(tasks, trained), self._inputs
         if walk is not None and walk.known:
             return walk, walk.graph.leaves, self._backward_buffers.gather(tasks, first=many)
         joined = self._backward_buffers.gather(tasks)

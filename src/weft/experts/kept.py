@@ -129,6 +129,11 @@ class _Kept:
     input_bytes: int  # until the last of them is gone: they may share memory
     born: float
 
+    def leads_to(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether just these had a gradient in its forward: layers may have been frozen or freed since."""
+        had = [] if self.graph is None else self.graph.tape.segment.parameters
+        return [id(each) for each in had] == [id(each) for each in parameters]
+
     def brought_by(self, tasks: Sequence[Task]) -> bool:
         """Whether these tasks, which are in this order, have the tensors that are here, and not equal ones."""
         pairs = zip(tasks, self.inputs.values(), strict=True)
@@ -179,8 +184,10 @@ class KeptGraphs:
         self._found.update(dict.fromkeys(names, kept))
         self.nbytes += total
 
-    def take(self, tasks: Sequence[Task]) -> Walk | None:
-        """The graph that exactly these tasks made, if it is here as it was. What was theirs is not held any more.
+    def take(self, tasks: Sequence[Task], parameters: Sequence[Tensor]) -> Walk | None:
+        """The graph that exactly these tasks made, if it is here as it was, and leads to just these parameters.
+
+        What was theirs is not held any more.
 
         Who writes into what a graph saves, be it the module itself or another that shares its weights, has the forward
         run again; if that cannot be walked back either, autograd says why.
@@ -192,8 +199,9 @@ class KeptGraphs:
             for name in names:
                 self._leave(name)
             return None
-        valid = kept.graph is not None and kept.saved.untouched
-        walk = None if kept.graph is None or not valid else Walk(kept.graph, kept.seed, kept.brought_by(tasks))
+        walk = None
+        if kept.graph is not None and kept.leads_to(parameters) and kept.saved.untouched:
+            walk = Walk(kept.graph, kept.seed, kept.brought_by(tasks))
         self._drop(kept)
         return walk
 
