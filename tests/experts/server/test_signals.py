@@ -18,7 +18,7 @@ from tests.experts.waiting import until
 from weft.__main__ import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.directory import LocalDirectory
+from weft.experts.directory import AwayError, LocalDirectory
 from weft.experts.registry import make_expert
 from weft.experts.server import Server, command
 from weft.experts.server.command import serve
@@ -88,6 +88,11 @@ def test_a_signal_during_the_start_gives_it_up_and_closes_what_there_is(
         def declare(self, uids: Any, address: str, ttl: float) -> Any:
             os.kill(os.getpid(), number)
             return super().declare(uids, address, ttl)
+
+        def watch(
+            self, *arguments: Any, **options: Any
+        ) -> Any:  # what is done about the signal must not depend on the directory
+            raise AwayError("it does not answer")
 
     def close() -> None:
         os.kill(os.getpid(), number)  # a second one does not disturb the end

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from weft.experts.directory import Directory, Mirror, Snapshot
+from weft.experts.directory import Directory, DirectoryError, Mirror, Snapshot
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class Neighbours:
         """Renew the own entry, and look who else is there. Raises ``AwayError`` if the directory is away."""
         try:
             self._renew()
-        finally:  # also to notice since when it is away
-            self._look()
+        except DirectoryError:
+            self._look()  # also to notice since when it is away
+            raise
+        self._look()
 
     def _look(self) -> None:
         with self._lock:
