@@ -25,7 +25,7 @@ from weft.experts.lanes import Lanes
 from weft.experts.limits import Load, PoolOptions
 from weft.experts.linger import Company, Linger
 from weft.experts.schema import Columns
-from weft.experts.task import Answer, Ledger, Results, Task, answer, answered, complete
+from weft.experts.task import Answer, Ledger, Results, Task, answer, answered, brought, complete
 from weft.experts.words import check_words
 
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
@@ -115,7 +115,7 @@ class TaskPool:
             owner = None if mini_batch is None else client
             own = object() if self._alone is not None and self._alone(evaluation) else None
             lane = (mini_batch is not None, owner, mini_batch, self.columns.lane(tensors), evaluation, own)
-            task = Task(self._here(tensors), rows, lane, deadline, client, key, mini_batch, evaluation, keep)
+            task = Task(brought(tensors, self._host), rows, lane, deadline, client, key, mini_batch, evaluation, keep)
             future, news = self._enter(task)
         except Exception as error:
             with self._lock:
@@ -124,14 +124,6 @@ class TaskPool:
         if news and self._wake is not None:
             self._wake(self)
         return future
-
-    def _here(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tensors on the pool's host, without a graph. Most lie there: then nothing is asked of torch, whose
-        operations let go of the interpreter's lock, and the runtime would begin before the next task is here."""
-        host = self._host
-        if all([tensor.device == host and not tensor.requires_grad for tensor in tensors]):
-            return tensors
-        return tuple([tensor.detach().to(host) for tensor in tensors])
 
     def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
         """The task's future, and whether who works on batches must be told."""

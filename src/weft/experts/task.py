@@ -17,6 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Protocol, cast, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from weft.experts.errors import ExpertError
@@ -134,6 +135,14 @@ def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
                 waiter.set_result(result)
         except InvalidStateError:  # its owner has set it, and wants nothing else
             continue
+
+
+def brought(tensors: tuple[Tensor, ...], host: torch.device) -> tuple[Tensor, ...]:
+    """The tensors on this device, without a graph. Most lie there: then nothing is asked of torch, whose operations let
+    go of the interpreter's lock, and the runtime would begin before the next task is here."""
+    if all([tensor.device == host and not tensor.requires_grad for tensor in tensors]):
+        return tensors
+    return tuple([tensor.detach().to(host) for tensor in tensors])
 
 
 def complete(answers: object, wanted: int, where: str) -> Sequence[Answer]:
