@@ -121,7 +121,7 @@ def test_bytes_and_seconds_are_bounded() -> None:
     for kept in backend.engine.parts.kept._all:
         kept.born -= 1.0
     assert backend.statistics().kept_graphs == 0
-    with pytest.raises(UsageError, match="nbytes >= 1"):
+    with pytest.raises(UsageError, match="nbytes is 0"):
         GraphBudget(0)
 
 

@@ -172,7 +172,7 @@ def test_an_optimizer_that_raises_on_a_commit_is_told_and_the_sum_is_gone() -> N
 
 
 def test_bounds_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(UsageError, match="mini_batches >= 1"):
+    with pytest.raises(UsageError, match="mini_batches is 0"):
         SumsOptions(mini_batches=0)
 
 
