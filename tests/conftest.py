@@ -33,6 +33,9 @@ if any(name == "weft" or name.startswith("weft.") for name in sys.modules):
 codemain.getrandbits = random.Random(0).getrandbits
 install_import_hook("weft", "beartype.beartype")
 
+# As `weft.experts` sets it when it is imported; but a test may import gRPC before that.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # How torch splits one operator over threads decides how it rounds. The laws compare executors bit by bit, and
 # a worker thread must not round otherwise than the main thread just because the pool was busy.
 torch.set_num_threads(1)

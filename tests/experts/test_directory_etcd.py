@@ -249,7 +249,7 @@ def test_a_fork_of_the_process_leaves_the_directory_to_its_parent(member: Member
         assert told([watch.next(5.0)]) == [("joined", "a", "here:1")]
 
         def child() -> bool:
-            with pytest.raises(UsageError, match="opened in another process"):
+            with pytest.raises(UsageError, match="was forked from one that uses gRPC"):
                 directory.get()
             directory.close()
             return True

@@ -20,9 +20,10 @@ optimizers.py, counts.py, errors.py             fused steps, statistics, what ca
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# gRPC reads it once, when it is imported. Without it each fork of a process with an open connection, such as those
-# of a DataLoader's workers in each epoch, prints a line of gRPC's own on the user's terminal.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# gRPC reads it once, when it is imported. With that support, each fork of a process with an open connection, such as
+# those of a DataLoader's workers in each epoch, prints a line of gRPC's own on the user's terminal, and a fork of one
+# with a server may abort. Without, a fork must leave gRPC alone: see `weft.experts.service.forks`.
 
 from weft.core.spec import TensorSpec
 from weft.experts.backend import ExpertBackend

@@ -15,13 +15,14 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, WeftError, listed
-from weft.core.process import Home, finalizer
+from weft.core.process import finalizer
 from weft.experts.client.pending import Entry, Pending
 from weft.experts.client.refusal import explained
 from weft.experts.client.stream import Explain, Stream
 from weft.experts.client.tls import ClientTls, way_faults
 from weft.experts.client.transport import TransportStatistics
 from weft.experts.service.address import address_fault
+from weft.experts.service.forks import use_grpc
 from weft.experts.service.names import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
 from weft.experts.wire import (
     LIMITS,
@@ -74,11 +75,11 @@ class GrpcTransport:
         self._channel = open_channel(address, tls, limits)
         self._trace = trace
         self._explain = partial(explained, tls=tls)
+        self._way = f"the way to {address}"
         self._pending = Pending(address)
         self._lock = threading.Lock()
         self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
         self._opened = 0
-        self._home = Home()
         self._finalizer = finalizer(self, _shut, self._pending, self._streams, self._channel)
 
     @property
@@ -88,11 +89,7 @@ class GrpcTransport:
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         """See `Transport.submit`."""
-        if not self._home.here:
-            raise UsageError(
-                f"the way to {self.address} was opened in another process, and its threads are there; gRPC does not "
-                "outlive a fork: start processes with 'spawn', or before the first connection, and open one there"
-            )
+        use_grpc(self._way)
         entry = self._pending.open(call, timeout)
         if call.header.kind is Kind.INFO:
             self._ask(entry)
@@ -180,7 +177,8 @@ def _failure(error: Any, address: str, what: str, explain: Explain) -> WeftError
 
 
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
-    """A channel of gRPC to a server of experts."""
+    """A channel of gRPC to a server of experts. Raises ``UsageError`` in a fork; see `weft.experts.service.forks`."""
+    use_grpc(f"the way to {address}")
     options = client_options(limits)
     if tls is None:
         return _grpc.insecure_channel(address, options)

@@ -20,6 +20,7 @@ from weft.experts.directory.errors import AwayError
 from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
 from weft.experts.service.address import address_fault
 from weft.experts.service.certificates import Certificates
+from weft.experts.service.forks import use_grpc
 
 _grpc = cast("Any", grpc)
 _Code = _grpc.StatusCode
@@ -66,6 +67,7 @@ class Endpoints:
         self._home, self._lock = Home(), threading.Lock()
         self._first = 0
         self._closed = False
+        use_grpc("the way to etcd")
         self._channels = [_channel(address, tls) for address in addresses]
 
     def call(self, method: Method, request: Any) -> Any:
@@ -88,11 +90,7 @@ class Endpoints:
 
     def order(self) -> list[int]:
         """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
-        if not self._home.here:
-            raise UsageError(
-                "the way to etcd was opened in another process, and its threads are there; gRPC does not outlive a "
-                "fork: start processes with 'spawn', or before the first connection, and open one there"
-            )
+        use_grpc("the way to etcd")
         with self._lock:
             if self._closed:
                 raise AwayError("the directory is closed")

@@ -30,6 +30,7 @@ from weft.experts.server.identity import identify
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.tls import server_credentials
 from weft.experts.service.address import address_fault
+from weft.experts.service.forks import use_grpc
 from weft.experts.service.names import FRAME_BYTES, SERVICE, server_options
 from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, WireError, decode, encode
 
@@ -70,6 +71,7 @@ class Endpoint:
         faults = address_fault("address", address, free=True)
         if faults:
             raise UsageError(listed("the server cannot listen like this:", faults))
+        use_grpc("a server")
         server: Any = _aio.server(options=server_options(self._options.limits))
         server.add_generic_rpc_handlers((self._handlers(),))
         self._health = cast("Any", health).aio.HealthServicer()

@@ -2,6 +2,7 @@
 
 names.py         the gRPC service, its methods and options      description.py   an expert's schemas <-> JSON
 receipt.py       what a result says of steps and durability      pem.py    certificates and keys
+address.py       host:port                                       forks.py  gRPC and forks
 """
 
 from weft.experts.service.description import Description, describe, read_description
