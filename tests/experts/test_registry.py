@@ -54,6 +54,7 @@ def test_the_layers_of_the_demo_are_trained_like_any_other() -> None:
     [
         ("ffn", {"hidden": 0}, ["hidden"]),
         ("ffn", {"hidden": -4, "inner": 0}, ["hidden", "inner"]),
+        ("ffn", {"hidden": True}, ["hidden"]),
         ("transformer", {"hidden": 8, "heads": 0}, ["heads"]),
         (
             "transformer",

@@ -8,7 +8,7 @@ import pytest
 
 from weft.__main__ import main
 from weft.core.errors import UsageError
-from weft.experts.registry import Blueprint, make_expert, register_expert
+from weft.experts.registry import Blueprint, register_expert
 from weft.experts.server.access import Role
 from weft.experts.server.config import build
 from weft.experts.wire.limits import MOST_FRAME, Limits
@@ -205,10 +205,3 @@ def test_limits_end_where_grpc_counts_no_further() -> None:
     for wrong in (MOST_FRAME + 1, True, 0):
         with pytest.raises(UsageError, match="frame_bytes is"):
             Limits(frame_bytes=wrong)
-
-
-@pytest.mark.parametrize("kind", ["ffn", "transformer"])
-def test_layers_of_no_size_are_refused(kind: str) -> None:
-    for wrong in ({"hidden": 0}, {"hidden": 8, "inner": 0}, {"hidden": True}):
-        with pytest.raises(UsageError, match="no such layer"):
-            make_expert(kind, **wrong)
