@@ -1,34 +1,18 @@
 """What a crash, a full disk or a return to an older state leaves of a journal can be read, and replayed."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from tests.experts.test_replay import Store
 from weft.core.errors import UsageError
 from weft.experts import Entry, Journal, Member, read_journal, replay
 from weft.experts.errors import ReplayError
-from weft.experts.task import Task
-
-
-class Store:
-    """Remembers the tensors of every task that counted, as a process that outlives the others."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, Sequence[Tensor]] = {}
-
-    def __call__(self, entry: Entry, tasks: Sequence[Task]) -> None:
-        for member, task in zip(entry.members, tasks, strict=True):
-            self.tensors[member.number] = [tensor.clone() for tensor in task.tensors]
-
-    def fetch(self, member: Member) -> Sequence[Tensor]:
-        return self.tensors[member.number]
 
 
 def entry(step: int) -> Entry:

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import UsageError, listed
 from weft.core.process import finalizer
+from weft.experts.client.anchor import Anchored
 from weft.experts.client.arguments import remote_faults
 from weft.experts.client.asking import Asker, CallOptions
 from weft.experts.client.channel import ClientTls, GrpcTransport
@@ -38,7 +39,7 @@ _HERE = ("_asker", "_remembered", "_finalizer")  # belongs to this process, and 
 _SHARED = ("_where", "_keys", "_retry", "_options")  # which a copy takes as they are
 
 
-class RemoteExpert(nn.Module):
+class RemoteExpert(Anchored):
     """An expert behind a server, as a layer. Any number of threads may call it at once.
 
     Args:
@@ -96,7 +97,7 @@ class RemoteExpert(nn.Module):
         if faults:
             raise UsageError(listed("a remote expert cannot be made like this:", faults))
         self.uid = uid
-        self.anchor = nn.Parameter(torch.zeros(1))  # one: training code takes norms and largest numbers
+        self.make_anchor()
         self._where = where
         self._keys = (tls, token)
         self._retry = retry or Retry()
@@ -214,17 +215,12 @@ class RemoteExpert(nn.Module):
 
     def _crossed(self, signature: Signature, inputs: list[Tensor], ask: Forward, key: Key) -> list[Tensor]:
         """The outputs, as one node of autograd."""
-        wants = any(tensor.requires_grad for tensor in inputs)
-        if not self.anchor.requires_grad and wants and signature.trained:
-            raise UsageError(
-                f"remote expert {self.uid!r} is frozen here (its anchor does not require a gradient), but its server "
-                "would step in the backward that its inputs want; call it under no_grad, or unfreeze it"
-            )
-        if not wants and not (signature.trained and self.anchor.requires_grad):
+        reached = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
+        if not any(tensor.requires_grad for tensor in reached):
             key.keep = False
             return ask(inputs, key)
         journey = RemoteJourney(signature, inputs, self.anchor, ask, self._asker.backward, key)
-        return list(cross(journey, [*inputs, self.anchor]))
+        return list(cross(journey, reached))
 
     def _replayed(self, signature: Signature, inputs: list[Tensor], ask: Forward, key: Key) -> list[Tensor]:
         """In a stage that is run twice: the first time ask, the second time remember."""
@@ -238,28 +234,6 @@ class RemoteExpert(nn.Module):
         outputs = ask(inputs, key)
         self._remembered.put(inputs, outputs, key)
         return outputs
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Nothing of the expert: what is learned is saved by the server. What a subclass has, as for any module."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.pop(f"{prefix}anchor", None)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Nothing of the expert, for the same reason: weights for it are unexpected, and so an error if ``strict``."""
-        key, missing = f"{prefix}anchor", list[str]()
-        if state_dict.pop(key, None) is not None and strict:
-            unexpected_keys.append(key)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
-        missing_keys += [name for name in missing if name != key]
 
 
 def _giving(known: list[Tensor]) -> Forward:

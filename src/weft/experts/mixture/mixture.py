@@ -21,10 +21,10 @@ from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import SpecError, UsageError
 from weft.experts.checks import count_fault, kind_fault
+from weft.experts.client.anchor import Anchored
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
-from weft.experts.mixture.anchor import Anchored
 from weft.experts.mixture.commit import Committer
 from weft.experts.mixture.dispatch import Dispatch
 from weft.experts.mixture.grid import Crowd, Grid, grid_faults
@@ -262,7 +262,7 @@ class RemoteMixtureOfExperts(Anchored):
         ends by ``deadline``.
         """
         link = self._link
-        anchor = self.anchor_for(f"experts {self.grid.prefix}*", layout.signature.trained, flat)
+        anchor = self.anchor_for(f"experts {self.grid.prefix}* are", layout.signature.trained, flat)
         reached = [anchor, *flat]
         keep_graph = self.keep_graph and any(x.requires_grad for x in reached)
         means = Means(

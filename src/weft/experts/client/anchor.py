@@ -23,15 +23,15 @@ class Anchored(nn.Module):
 
     anchor: nn.Parameter
 
-    def make_anchor(self, like: Tensor) -> None:
+    def make_anchor(self, like: Tensor | None = None) -> None:
         """Make it, of the dtype and on the device of another parameter: some wrappers want all of a module alike."""
-        self.anchor = nn.Parameter(like.detach().new_zeros(1))
+        self.anchor = nn.Parameter(torch.zeros(1) if like is None else like.detach().new_zeros(1))
 
     def anchor_for(self, who: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
         """The anchor, which wants a gradient only where these inputs' call is to train the experts.
 
         Args:
-            who: the experts, in an error.
+            who: the experts, in an error, with "is" or "are".
             trained: whether servers step in a backward.
 
         Raises ``UsageError`` if that is forbidden here, but an input wants a gradient.
@@ -40,14 +40,15 @@ class Anchored(nn.Module):
             return self.anchor
         if trained and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
             raise UsageError(
-                f"{who} are frozen here (the anchor of their mixture does not require a gradient), but their servers "
-                "would step in the backward that the inputs want; call the mixture under no_grad, or unfreeze it"
+                f"{who} frozen here (the anchor does not require a gradient), but there would be a step in the "
+                "backward that the inputs want; call it under no_grad, or unfreeze it"
             )
         return self.anchor.detach()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Nothing of the experts: what they learn is saved by their servers."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        del destination[prefix + _NAME]
+        destination.pop(prefix + _NAME, None)
 
     def _load_from_state_dict(
         self,
@@ -59,6 +60,9 @@ class Anchored(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        missing: list[str] = []
+        """Nothing of the experts, for the same reason: weights for them are unexpected, an error if ``strict``."""
+        key, missing = prefix + _NAME, list[str]()
+        if state_dict.pop(key, None) is not None and strict:
+            unexpected_keys.append(key)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
-        missing_keys += [key for key in missing if key != prefix + _NAME]
+        missing_keys += [name for name in missing if name != key]
