@@ -24,16 +24,18 @@ this process and draw, or in one that waits for this one.
 """
 
 import threading
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from weft.core.ambient import is_recomputing
 from weft.core.errors import RandomnessError
+
+Result = TypeVar("Result")
 
 _MASK = (1 << 64) - 1
 _holding = threading.RLock()
@@ -124,6 +126,35 @@ def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@contextmanager
+def _held(sources: Sequence[torch.Generator], seed: int) -> Generator[list[torch.Tensor]]:
+    """Hold the generators, with this seed; their states then. Afterwards they are as they were before."""
+    global _holders  # noqa: PLW0603 - one per process, like the generator that it guards
+    around = _current_hold()
+    with _holding if around is None else around.inside:
+        hold = _Hold(around, sources)
+        token = _hold.set(hold)
+        _holders += around is None
+        try:
+            for source in sources:
+                source.manual_seed(seed)
+            yield _states(sources)
+        finally:
+            _set(sources, hold.before)
+            hold.over = True
+            _hold.reset(token)
+            _holders += around is None
+
+
+def drawn(
+    sources: Sequence[torch.Generator], seed: int, function: Callable[..., Result], *args: Any
+) -> tuple[Result, bool]:
+    """``function(*args)`` with the numbers of this seed, and whether it drew any. Nobody else's are touched."""
+    with _held(sources, seed) as fresh:
+        found = function(*args)
+        return found, not _same(fresh, _states(sources))
+
+
 @dataclass
 class RandomUse:
     """What is known about one stage: per configuration, whether it draws. Lives as long as the stage."""
@@ -165,29 +196,15 @@ class Dice:
             yield from self._held(stage, micro_batch)
 
     def _held(self, stage: int, micro_batch: int) -> Generator[None]:
-        global _holders  # noqa: PLW0603 - one per process, like the generator that it guards
         sources = self._uses[stage].sources
-        around = _current_hold()
-        with _holding if around is None else around.inside:
-            hold = _Hold(around, sources)
-            token = _hold.set(hold)
-            _holders += around is None
-            try:
-                for source in sources:
-                    source.manual_seed(mix(self.seed, stage, micro_batch))
-                fresh = _states(sources)
-                yield
-                end = _states(sources)
-                if is_recomputing():
-                    self._check_replay(stage, micro_batch, end, fresh)
-                elif not _same(fresh, end):
-                    self._drew[stage] = True
-                    self._ends[stage, micro_batch] = end
-            finally:
-                _set(sources, hold.before)
-                hold.over = True
-                _hold.reset(token)
-                _holders += around is None
+        with _held(sources, mix(self.seed, stage, micro_batch)) as fresh:
+            yield
+            end = _states(sources)
+            if is_recomputing():
+                self._check_replay(stage, micro_batch, end, fresh)
+            elif not _same(fresh, end):
+                self._drew[stage] = True
+                self._ends[stage, micro_batch] = end
 
     def _check_replay(
         self, stage: int, micro_batch: int, end: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]

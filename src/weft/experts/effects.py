@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.core.rng import Dice, RandomUse, generators, mix
+from weft.core.rng import Dice, RandomUse, drawn, generators, mix
 from weft.experts.task import REPEATED, Task
 
 _CONFIGURATIONS = 64
@@ -199,14 +199,8 @@ class Effects:
             return function(*args)
         if len(use.draws) > _CONFIGURATIONS:  # a number that changes all the time
             use.draws.clear()
-        before = [source.get_state() for source in use.sources]
-        dice = Dice([use], [seen])
-        for source, state in zip(use.sources, before, strict=True):
-            source.set_state(state)  # the seed is ours: no number of the caller's is used up
-        dice.seed = seed
-        with dice.scope(0, 0):
-            found = function(*args)
-        dice.settle()
+        found, drew = drawn(use.sources, mix(seed, 0, 0), function, *args)
+        use.draws[seen] = use.draws.get(seen, False) or drew
         self._note()
         return found
 

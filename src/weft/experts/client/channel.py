@@ -22,6 +22,7 @@ from weft.experts.client.stream import Explain, Stream
 from weft.experts.client.tls import ClientTls, way_faults
 from weft.experts.client.transport import TransportStatistics
 from weft.experts.service.address import address_fault
+from weft.experts.service.crew import Crew
 from weft.experts.service.forks import use_grpc
 from weft.experts.service.names import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
 from weft.experts.wire import (
@@ -80,7 +81,8 @@ class GrpcTransport:
         self._lock = threading.Lock()
         self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
         self._opened = 0
-        self._finalizer = finalizer(self, _shut, self._pending, self._streams, self._channel)
+        self._crew = Crew()
+        self._finalizer = finalizer(self, _shut, self._pending, self._streams, self._channel, self._crew)
 
     @property
     def address(self) -> str:
@@ -132,12 +134,10 @@ class GrpcTransport:
     def _stream(self) -> Stream:
         with self._lock:
             if not self._streams or self._streams[0].gone:
-                method = self._channel.stream_stream(STREAM)
                 trace = None if self._trace is None else self._trace()
                 metadata = self._metadata if trace is None else (*self._metadata, (TRACEPARENT, trace))
-                self._streams[:] = [
-                    Stream(partial(method, metadata=metadata), self._pending, self._limits, self._explain)
-                ]
+                start = partial(self._crew.stream, self._channel.stream_stream(STREAM), metadata=metadata)
+                self._streams[:] = [Stream(start, self._pending, self._limits, self._explain)]
                 self._opened += 1
             return self._streams[0]
 
@@ -146,12 +146,14 @@ class GrpcTransport:
         header = Header(kind=Kind.INFO, call_id=entry.number, uid=entry.call.header.uid)
         try:
             message = b"".join(encode([Call(header)], self._limits))
-            future = self._channel.unary_unary(INFO).future(message, timeout=entry.timeout, metadata=self._metadata)
+            ask = self._channel.unary_unary(INFO).future
+            future = ask(message, timeout=entry.timeout, metadata=self._metadata)
         except (WeftError, ValueError) as error:
             self._pending.settle(entry.number, error)
             return
         entry.sent = True
         future.add_done_callback(partial(_told, self._pending, self._limits, entry.number, self._explain))
+        future.add_done_callback(self._crew.begin())
 
 
 def _told(pending: Pending, limits: Limits, number: int, explain: Explain, done: Any) -> None:
@@ -185,8 +187,9 @@ def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
     return _grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
 
 
-def _shut(pending: Pending, streams: list[Stream], channel: Any) -> None:
+def _shut(pending: Pending, streams: list[Stream], channel: Any, crew: Crew) -> None:
     pending.close()
     for stream in streams:
         stream.close()
     channel.close()
+    crew.wait()

@@ -150,11 +150,14 @@ class EtcdDirectory:
         self._endpoints.call(TXN, request)
 
     def close(self) -> None:
-        """See `Directory.close`."""
+        """See `Directory.close`. In a fork of its process it does nothing."""
+        if not self._endpoints.home.here:
+            return
         self._endpoints.close()
         for each in self._watches:
             each.close()
         self._watches = []
+        self._endpoints.crew.wait()
 
     def __enter__(self) -> "EtcdDirectory":
         return self

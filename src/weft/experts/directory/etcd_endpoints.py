@@ -20,6 +20,7 @@ from weft.experts.directory.errors import AwayError
 from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
 from weft.experts.service.address import address_fault
 from weft.experts.service.certificates import Certificates
+from weft.experts.service.crew import Crew
 from weft.experts.service.forks import use_grpc
 
 _grpc = cast("Any", grpc)
@@ -64,8 +65,8 @@ class Endpoints:
         if faults:
             raise UsageError(listed("etcd cannot be reached like this:", faults))
         self.addresses, self.timeout = tuple(addresses), timeout
-        self._home, self._lock = Home(), threading.Lock()
-        self._first = 0
+        self.home, self._lock = Home(), threading.Lock()
+        self._first, self.crew = 0, Crew()
         self._closed = False
         use_grpc("the way to etcd")
         self._channels = [_channel(address, tls) for address in addresses]
@@ -86,7 +87,7 @@ class Endpoints:
 
     def watch(self, index: int, requests: Any) -> Any:
         """A stream of watch responses from one member; iterate it, and ``cancel`` it."""
-        return self._method(index, WATCH, stream=True)(requests, metadata=_LEADER)
+        return self.crew.stream(self._method(index, WATCH, stream=True), requests, metadata=_LEADER)
 
     def order(self) -> list[int]:
         """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
@@ -111,9 +112,7 @@ class Endpoints:
         return f"{address}: {code.name}: {text}"
 
     def close(self) -> None:
-        """End all calls. Again is no error, and in a fork of its process it does nothing."""
-        if not self._home.here:
-            return
+        """End all calls. Again is no error."""
         with self._lock:
             self._closed = True
         for channel in self._channels:
@@ -124,7 +123,7 @@ class Endpoints:
         call = self._method(index, method, stream=stream)
         if not stream:
             return call(request, timeout=seconds, metadata=_LEADER)
-        answers = call(iter([request]), timeout=seconds, metadata=_LEADER)
+        answers = self.crew.stream(call, iter([request]), timeout=seconds, metadata=_LEADER)
         try:
             return next(answers)
         finally:

@@ -70,7 +70,9 @@ class EtcdWatch(Watch):
                 self._changed.wait(left)
 
     def close(self) -> None:
-        """See `Watch.close`."""
+        """See `Watch.close`. In a fork of its process it does nothing."""
+        if not self._endpoints.home.here:
+            return
         with self._changed:
             self._closed = True
             call = self._call

@@ -25,6 +25,7 @@ from weft.experts.replica.mark import Ask, News, Told, read_told
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.replica.refusal import refusal
 from weft.experts.replica.replica import Replica
+from weft.experts.service.crew import Crew
 from weft.experts.service.names import AUTHORIZATION, BEARER, STATE
 from weft.experts.wire import (
     Call,
@@ -82,7 +83,9 @@ class Link:
         self._arriving: dict[int, _Arriving] = {}
         self._questions: SimpleQueue[bytes | None] = SimpleQueue()
         self._channel = open_channel(address, options.tls, limits)
-        self._call = self._channel.stream_stream(STATE)(self._sent(), metadata=_metadata(options))
+        self._crew = Crew()
+        method = self._channel.stream_stream(STATE)
+        self._call = self._crew.stream(method, self._sent(), metadata=_metadata(options))
         self._thread = threading.Thread(target=self._run, name=f"weft-follow-{address}", daemon=True)
         self._thread.start()
 
@@ -105,6 +108,7 @@ class Link:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN)
         self._channel.close()
+        self._crew.wait(_JOIN)
 
     def newest(self, replica: Replica, token: int, timeout: float) -> bool:
         """Ask once, as who has claimed it with this token; whether a newer state came and was loaded.
@@ -115,7 +119,8 @@ class Link:
         questions: SimpleQueue[bytes | None] = SimpleQueue()
         questions.put(self._question(1, replica.uid, data))
         method = self._channel.stream_stream(STATE)
-        call = method(iter(questions.get, None), metadata=_metadata(self._options), timeout=timeout)
+        questioned = iter(questions.get, None)
+        call = self._crew.stream(method, questioned, metadata=_metadata(self._options), timeout=timeout)
         arriving: _Arriving | None = None
         try:
             for message in call:

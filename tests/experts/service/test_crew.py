@@ -1,0 +1,52 @@
+"""Nothing of gRPC's runs on in the background when a connection has been closed: a process may end at once."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from tests.experts.expert_cases import fussy_backend, rows
+from weft.experts.client import Connections, RemoteExpert
+from weft.experts.directory import LocalDirectory
+from weft.experts.server import Server
+from weft.experts.service.crew import Crew
+
+Way = Callable[[Server, LocalDirectory], AbstractContextManager[Any]]
+
+
+def trained(remote: RemoteExpert) -> None:
+    remote(rows(2, 0).requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["address", "connections", "describe"])
+def test_a_closed_connection_leaves_no_thread(how: str) -> None:
+    directory = LocalDirectory()
+    with Server([fussy_backend()], directory=directory) as server:
+        for _ in range(10):  # without waiting for them, one is left every other time
+            before = set(threading.enumerate())
+            if how == "connections":
+                with Connections(directory) as connections:
+                    trained(RemoteExpert("fussy", connections))
+            else:
+                with RemoteExpert("fussy", server.address) as remote:
+                    remote.describe() if how == "describe" else trained(remote)
+            assert set(threading.enumerate()) <= before
+
+
+def test_calls_that_do_not_begin_or_have_ended_already_are_not_waited_for() -> None:
+    class Over:
+        def add_callback(self, callback: object) -> bool:
+            return False
+
+    def fails(requests: object) -> object:
+        raise ValueError("closed")
+
+    crew = Crew()
+    with pytest.raises(ValueError, match="closed"):
+        crew.stream(fails, iter([b""]))
+    crew.stream(lambda requests: Over(), iter([b""]))
+    assert crew.wait(0.0)
+    crew.begin()
+    assert not crew.wait(0.0)
