@@ -3,7 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,19 @@ from weft.core.spec import TensorSpec
 from weft.core.tree import map_leaves, nested_flatten, pack
 from weft.experts.client.connections import Connections
 from weft.experts.client.local import LocalTransport
+from weft.experts.client.retry import NEVER
 from weft.experts.directory import LocalDirectory
 from weft.experts.service import Receipt, describe
 from weft.experts.wire import Call, Header, Kind, Received, write_fault
 
 WIDTH = 5
+GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
 FOREVER = 1000.0
 Answer = list[Tensor]
 Fault = Callable[[Header, Answer], Answer | None]
 """Makes another answer of a good one, or raises, or gives None: then no answer ever comes."""
 Reply = Callable[[Call], None]
+Mixture = TypeVar("Mixture")
 
 
 def fails(header: Header, answer: Answer) -> Answer:
@@ -157,6 +160,13 @@ class World:
     def __exit__(self, *error: object) -> None:
         self.connections.close()
         self.directory.close()
+
+
+def routed(kind: Callable[..., Mixture], world: World, **more: Any) -> Mixture:
+    """A mixture over the places of `GRID`, whose router has always the same weights. It sends no call again."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return kind(**world.options(grid_size=[2, 2], retry=NEVER, **more))
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -9,22 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.mixture.mixture_cases import WIDTH, World, numbers
+from tests.experts.mixture.mixture_cases import GRID, WIDTH, World, numbers, routed
 from weft.core.errors import UsageError
-from weft.experts.client.retry import NEVER
 from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from weft.experts.wire import Kind
 
-GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
 OLD_KEYS = ["proj.weight", "proj.bias"]
 kinds = pytest.mark.parametrize("kind", [RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts])
 Make = Callable[..., RemoteMixtureOfExperts]
 
 
 def make(kind: Make, world: World, **more: Any) -> RemoteMixtureOfExperts:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return kind(**world.options(grid_size=[2, 2], retry=NEVER, k_best=2, **more)).eval()
+    return routed(kind, world, k_best=2, **more).eval()
 
 
 def value(mixture: nn.Module, x: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.mixture.mixture_cases import WIDTH, World, numbers
+from tests.experts.mixture.mixture_cases import GRID, WIDTH, World, numbers
 from weft.experts.client.retry import NEVER
 from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 
-GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute"
 )  # by the type checks of this suite, which are traced too

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.experts.mixture.mixture_cases import (
+    GRID,
     WIDTH,
     Fault,
     World,
@@ -24,6 +25,7 @@ from tests.experts.mixture.mixture_cases import (
     lacks_a_row,
     numbers,
     only,
+    routed,
 )
 from weft import Pipe
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
@@ -31,8 +33,6 @@ from weft.experts.client.retry import NEVER
 from weft.experts.compression import Policy
 from weft.experts.mixture import AnomalyError, NoExpertsError, RemoteMixtureOfExperts, TooFewAnswersError
 from weft.experts.wire import Header, Kind, UnreachableError
-
-GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def computed_here(
@@ -106,9 +106,7 @@ def test_outputs_and_gradients_are_those_of_the_mixture_computed_here(
 
 
 def make(world: World, **more: Any) -> RemoteMixtureOfExperts:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return RemoteMixtureOfExperts(**world.options(grid_size=[2, 2], retry=NEVER, k_best=2, **more))
+    return routed(RemoteMixtureOfExperts, world, k_best=2, **more)
 
 
 def chosen_uids(world: World, mixture: RemoteMixtureOfExperts, x: Tensor) -> list[str]:

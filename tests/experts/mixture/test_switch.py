@@ -7,20 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.mixture.mixture_cases import WIDTH, World, fails, hangs, numbers
+from tests.experts.mixture.mixture_cases import GRID, WIDTH, World, fails, hangs, numbers, routed
 from weft import Pipe
 from weft.core.errors import UsageError
-from weft.experts.client.retry import NEVER
 from weft.experts.mixture import RemoteSwitchMixtureOfExperts, load_balancing_loss
 from weft.experts.wire import Kind
 
-GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]
-
 
 def make(world: World, **more: Any) -> RemoteSwitchMixtureOfExperts:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return RemoteSwitchMixtureOfExperts(**world.options(grid_size=[2, 2], retry=NEVER, **more))
+    return routed(RemoteSwitchMixtureOfExperts, world, **more)
 
 
 def probabilities(mixture: RemoteSwitchMixtureOfExperts, read: Tensor) -> Tensor:
