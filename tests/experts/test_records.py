@@ -9,20 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.expert_cases import fussy_backend, good, rows, spoiled_gradient, weights, work
+from tests.experts.waiting import Clock
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, RecordsOptions, Runtime
 from weft.experts.errors import GradientError, RepeatedError
 from weft.experts.records import Records
 from weft.experts.task import Results, Task
-
-
-class Clock:
-    """A time that passes when told."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def send(backend: ExpertBackend, key: str, client: str | None = "ann", seed: int = 0) -> "Future[Results]":
@@ -99,7 +91,7 @@ def result(size: int) -> Results:
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(0, 3)), max_size=60))
 def test_bytes_keys_and_ages_stay_within_their_bounds(history: list[tuple[int, float]]) -> None:
     clock = Clock()
-    records = Records(RecordsOptions(result_bytes=100, keys=8, seconds=10.0), clock)
+    records = Records(RecordsOptions(result_bytes=100, keys=8, seconds=10.0), clock.monotonic)
     born: dict[str, float] = {}
     for number, (size, pause) in enumerate(history):
         clock.now += pause

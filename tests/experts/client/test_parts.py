@@ -1,7 +1,6 @@
 """The small parts of a client: who waits, what is remembered, which mini-batch is open, where an expert is."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from tests.experts.client.test_retry import ANSWER, CALL, Scripted
 from tests.experts.expert_cases import rows
+from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, create_remote_experts
 from weft.experts.client.accumulation import Accumulation
@@ -46,18 +46,12 @@ def test_the_clock_sleeps_and_wakes(pending: Pending, monkeypatch: pytest.Monkey
     monkeypatch.setattr("weft.experts.client.pending._IDLE", 1)
     for _ in range(2):
         assert isinstance(pending.open(CALL, 0.03).future.exception(2.0), DeadlineError)
-        end = time.monotonic() + 5
-        while not pending._asleep:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        until(lambda: pending._asleep)
 
 
 def test_a_cancelled_call_is_forgotten(pending: Pending) -> None:
     pending.open(CALL, 10.0).future.cancel()
-    end = time.monotonic() + 5
-    while pending.numbers()[2]:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(lambda: pending.numbers()[2] == 0)
 
 
 def test_only_the_calls_of_an_owner_fail_with_it(pending: Pending) -> None:

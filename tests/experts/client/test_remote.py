@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
 from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, fussy_backend, rows, seeded
-from tests.experts.waiting import until
+from tests.experts.waiting import Clock, until
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
 from weft.experts import ExpertBackend, GraphBudget, SumsOptions, TensorSpec
 from weft.experts.client import GrpcTransport, RemoteExpert, Retry, Transport
@@ -373,8 +373,9 @@ def test_a_discarded_mini_batch_makes_room_at_the_server() -> None:
         for _ in range(5):
             remote = RemoteExpert("fussy", transport, accumulate=True)
             remote(rows(2, 0)).sum().backward()
+            assert backend.statistics().open_mini_batches == 1
             remote.discard()
-        until(lambda: backend.statistics().open_mini_batches == 0)
+            until(lambda: backend.statistics().open_mini_batches == 0)
 
 
 def test_discarding_while_the_server_is_away_is_no_error() -> None:
@@ -461,30 +462,32 @@ def test_a_server_that_is_not_there_is_unreachable_within_the_timeout() -> None:
 
 
 class SlowToTell:
-    """Answers what an expert takes after so many seconds, never without; and notes what time each call was given."""
+    """Answers what an expert takes when two seconds of this clock have passed, never without one; and notes what time
+    each call was given."""
 
-    def __init__(self, within: Transport, seconds: float | None) -> None:
-        self.within, self.seconds = within, seconds
+    def __init__(self, within: Transport, clock: Clock | None) -> None:
+        self.within, self.clock = within, clock
         self.address, self.close, self.statistics = within.address, within.close, within.statistics
         self.given: list[tuple[Kind, float]] = []
 
     def submit(self, call: Call, timeout: float) -> Future[Received]:
         self.given.append((call.header.kind, timeout))
         if call.header.kind is Kind.INFO:
-            if self.seconds is None:
+            if self.clock is None:
                 return Future()
-            time.sleep(self.seconds)
+            self.clock.now += 2.0
         return self.within.submit(call, timeout)
 
 
-def test_the_first_call_has_one_deadline_with_the_question_before_it(fake: FakeTransport) -> None:
-    slow = SlowToTell(fake, 0.2)
+def test_the_first_call_has_one_deadline_with_the_question_before_it(
+    fake: FakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock().rules(monkeypatch, "weft.experts.client.asking", "weft.experts.client.line")
+    slow = SlowToTell(fake, clock)
     remote = RemoteExpert("fussy", slow, timeout=10.0)
     for _ in range(2):
         remote(rows(2, 0))
-    kinds, seconds = zip(*slow.given, strict=True)
-    assert kinds == (Kind.INFO, Kind.FORWARD, Kind.FORWARD)
-    assert 9.0 < seconds[0] <= 10.0 and seconds[1] <= 9.8 and seconds[2] > seconds[1]
+    assert slow.given == [(Kind.INFO, 10.0), (Kind.FORWARD, 8.0), (Kind.FORWARD, 10.0)]
 
 
 def test_those_who_wait_for_what_an_expert_takes_do_not_wait_one_after_the_other(fake: FakeTransport) -> None:

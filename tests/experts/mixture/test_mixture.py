@@ -27,6 +27,7 @@ from tests.experts.mixture.mixture_cases import (
     only,
     routed,
 )
+from tests.experts.waiting import Clock, until
 from weft import Pipe
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
 from weft.experts.client.retry import NEVER
@@ -144,7 +145,7 @@ def test_a_group_beyond_the_largest_batch_goes_in_several_calls() -> None:
 @pytest.mark.parametrize("fault", [fails, hangs, lacks_a_row, first_row_is_nan])
 def test_who_does_not_answer_well_in_forward_has_no_weight_and_is_not_called_in_backward(fault: Fault) -> None:
     with World(GRID) as world:
-        mixture = make(world, timeout_after_k_min=0.05, detect_anomalies=True)
+        mixture = make(world, timeout_after_k_min=0.05, forward_timeout=100.0, detect_anomalies=True)
         x = numbers(1, WIDTH).requires_grad_()
         bad = chosen_uids(world, mixture, x)[0]
         world.servers.faults = {bad: fault}
@@ -152,10 +153,7 @@ def test_who_does_not_answer_well_in_forward_has_no_weight_and_is_not_called_in_
         assert_same(world, mixture, x, frozenset([bad]))
         assert world.servers.called(Kind.BACKWARD) == [uid for uid in world.servers.called(Kind.FORWARD) if uid != bad]
         assert sum(mixture.statistics().failed.values()) == 1
-        end = time.monotonic() + 1.0
-        while any(each.waiting for each in world.connections.statistics().values()):
-            assert time.monotonic() < end, "a call that nobody waits for is still under way"
-            time.sleep(0.01)
+        until(lambda: not any(each.waiting for each in world.connections.statistics().values()))
 
 
 def test_only_the_rows_that_are_not_finite_have_no_weight() -> None:
@@ -224,18 +222,20 @@ def test_nobody_is_waited_for_longer_than_was_said() -> None:
         assert 0.15 <= time.monotonic() - start < 0.65
 
 
-def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward() -> None:
+def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [f"weft.experts.mixture.{name}" for name in ("mixture", "calls", "gathering")]
+    clock = Clock().rules(monkeypatch, *modules)
+
     def slowly(header: Header, answer: list[Tensor]) -> list[Tensor]:
-        if header.kind is Kind.INFO:
-            time.sleep(0.2)
+        clock.now = 2.0
         return answer
 
     with World(GRID) as world:
         mixture = make(world, forward_timeout=20.0)
         world.servers.faults = dict.fromkeys(world.here, slowly)
         mixture(numbers(4, WIDTH))
-        given = [each.deadline_ms for each in world.servers.headers if each.kind is Kind.FORWARD]
-        assert given and max(given) <= 19_800
+        given = {each.deadline_ms for each in world.servers.headers if each.kind is Kind.FORWARD}
+        assert given == {18_000}
 
 
 def test_late_answers_are_waited_for_until_enough_came_and_a_little_longer() -> None:
