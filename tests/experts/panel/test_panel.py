@@ -15,12 +15,13 @@ import torch
 
 from tests.experts.client.test_transport import gated
 from tests.experts.panel.panel_cases import NASTY, PATIENCE, address, get, layer, train
+from tests.experts.waiting import until
 from weft.__main__ import main
 from weft.core.errors import UsageError
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.command import status
 from weft.experts.directory import LocalDirectory
-from weft.experts.panel.panel import FRESH
+from weft.experts.panel import panel
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.config import build, parse_expert
 from weft.experts.service.address import split
@@ -36,15 +37,20 @@ def url(server: Server) -> str:
     return found
 
 
+@pytest.fixture(autouse=True)
+def no_status_is_shown_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody has to wait for the next one."""
+    monkeypatch.setattr(panel, "FRESH", 0.0)
+
+
 def seen(server: Server) -> dict[str, Any]:
-    time.sleep(FRESH)
     return json.loads(get(url(server), "/status.json")[2])
 
 
-def test_the_page_the_json_the_metrics_and_the_terminal_tell_the_same() -> None:
+def test_the_page_the_json_the_metrics_and_the_terminal_tell_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel, "FRESH", 100.0)  # all of them of one status
     with Server([layer("a"), layer("b")], panel=LOCAL) as server:
         train(server, "a", 2)
-        time.sleep(FRESH)
         code, fields, page = get(url(server))
         assert code == 200 and fields["content-type"] == "text/html; charset=utf-8"
         assert "default-src 'none'" in fields["content-security-policy"]
@@ -96,9 +102,9 @@ def test_a_module_that_hangs_hides_nothing() -> None:
         assert gate.entered.wait(PATIENCE)
         calls += [transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [x]), 20.0) for _ in range(3)]
         try:
-            time.sleep(0.3)
             start = time.monotonic()
-            found = json.loads(get(url(server), "/status.json")[2])
+            until(lambda: seen(server)["experts"]["gate"]["pools"]["gate.forward"]["oldest_age"] > 0.2)
+            found = seen(server)
             assert get(url(server))[0] == 200
             metrics = get(url(server), "/metrics")[2]
             told = status(server.address)
@@ -112,9 +118,7 @@ def test_a_module_that_hangs_hides_nothing() -> None:
             gate.let.set()
         for call in calls:
             assert call.result(PATIENCE) is not None
-        end = time.monotonic() + PATIENCE
-        while (found := seen(server))["experts"]["gate"]["forward_batches"] != 2:
-            assert time.monotonic() < end
+        until(lambda: seen(server)["experts"]["gate"]["forward_batches"] == 2)
 
 
 def test_any_name_may_be_shown() -> None:
@@ -127,24 +131,21 @@ def test_the_directory_says_who_else_is_alive() -> None:
     options = ServerOptions(lease_seconds=0.3)
     with Server([layer("a")], directory=directory, panel=LOCAL, options=options) as server:
         with Server([layer("b"), layer("c")], directory=directory, options=options) as other:
-            end = time.monotonic() + PATIENCE
-            while other.address not in (servers := seen(server)["directory"]["servers"]):
-                assert time.monotonic() < end
+            until(lambda: other.address in seen(server)["directory"]["servers"])
+            servers = seen(server)["directory"]["servers"]
             assert servers == {server.address: {"experts": 1, "owns": 0}, other.address: {"experts": 2, "owns": 0}}
             assert f"alive: {other.address}, 2 experts" in status(server.address)
             assert f"{server.address} (this one)" in get(url(server))[2]
-        while other.address in seen(server)["directory"]["servers"]:
-            assert time.monotonic() < end
+        until(lambda: other.address not in seen(server)["directory"]["servers"])
     directory.close()
 
 
-def test_a_directory_that_is_away_is_told_and_who_was_there_is_still_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_away_is_told_and_who_was_there_is_still_shown() -> None:
     directory = LocalDirectory()
     with Server([layer("a")], directory=directory, options=ServerOptions(lease_seconds=0.3), panel=LOCAL) as server:
         directory.close()
-        end = time.monotonic() + PATIENCE
-        while not (found := seen(server)["directory"])["away_seconds"]:
-            assert time.monotonic() < end
+        until(lambda: seen(server)["directory"]["away_seconds"])
+        found = seen(server)["directory"]
         assert list(found["servers"]) == [server.address] and "directory: away for" in get(url(server))[2]
 
 
@@ -173,12 +174,13 @@ def test_bad_clients_of_the_panel_do_not_hold_up_the_experts() -> None:
         for each in held:
             each.close()
         assert sorted(took)[len(took) // 2] < 0.5  # a thousandth is usual; what it must not do is wait for them
-        end = time.monotonic() + PATIENCE
-        answered = False
-        while not answered:
-            assert time.monotonic() < end
+
+        def answered() -> bool:
             with suppress(OSError, ValueError, IndexError):
-                answered = get(url(server))[0] == 200
+                return get(url(server))[0] == 200
+            return False
+
+        until(answered)
         assert server.statistics().experts["a"].steps == 40
 
 
