@@ -10,34 +10,19 @@ import torch
 from torch import Tensor
 
 from tests.experts.expert_cases import fussy_backend, rows
+from tests.experts.gate import Gate, X, same
 from weft.core.errors import UsageError
-from weft.core.spec import TensorSpec
 from weft.experts.errors import ClosedError
 from weft.experts.limits import PoolOptions
 from weft.experts.pool import TaskPool
 from weft.experts.runtime import Runtime
-from weft.experts.schema import Column, Columns
 from weft.experts.task import Answer, Task
-
-X = Columns([Column("x", TensorSpec((None,), torch.float32))])
-
-
-class Gate:
-    """A process that stops before every batch until it is let on."""
-
-    def __init__(self) -> None:
-        self.entered, self.go = threading.Semaphore(0), threading.Semaphore(0)
-
-    def __call__(self, tasks: Sequence[Task]) -> list[Answer]:
-        self.entered.release()
-        assert self.go.acquire(timeout=30)
-        return [list(task.tensors) for task in tasks]
 
 
 def noting(order: list[str], name: str) -> Callable[[Sequence[Task]], list[Answer]]:
     def process(tasks: Sequence[Task]) -> list[Answer]:
         order.append(name * len(tasks))
-        return [list(task.tensors) for task in tasks]
+        return same(tasks)
 
     return process
 

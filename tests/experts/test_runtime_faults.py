@@ -8,42 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.experts.gate import Gate, X, same
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
-from weft.core.spec import TensorSpec
 from weft.experts.errors import ClosedError, ExpertError, RefusedError
 from weft.experts.limits import PoolOptions
 from weft.experts.pool import TaskPool
 from weft.experts.runtime import Runtime
-from weft.experts.schema import Column, Columns
 from weft.experts.task import Task
 from weft.experts.words import check_words
 
-X = Columns([Column("x", TensorSpec((None,), torch.float32))])
 ROW = torch.ones(1)
 
 
 class Stopped(BaseException):
     """What some libraries end their threads with."""
-
-
-class Gate:
-    """A process that begins a batch when it is let on, and then gives what ``answers`` makes of the tasks."""
-
-    def __init__(self, answers: Callable[[Sequence[Task]], Any]) -> None:
-        self.answers = answers
-        self.entered, self.go = threading.Semaphore(0), threading.Semaphore(0)
-
-    def __call__(self, tasks: Sequence[Task]) -> Any:
-        self.entered.release()
-        assert self.go.acquire(timeout=30)
-        return self.answers(tasks)
-
-
-def same(tasks: Sequence[Task]) -> list[list[Tensor]]:
-    return [list(task.tensors) for task in tasks]
 
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, Stopped, ValueError])
@@ -99,7 +79,7 @@ SHORT: dict[str, Callable[[Sequence[Task]], Any]] = {
 
 @pytest.mark.parametrize("kind", SHORT)
 def test_a_process_that_does_not_answer_everyone_fails_its_batch_and_nothing_else(kind: str) -> None:
-    gate = Gate(same)
+    gate = Gate()
     pool, other = TaskPool("p", gate, X), TaskPool("other", same, X)
     with Runtime([pool, other]) as runtime:
         first = pool.submit_task(ROW)
@@ -120,7 +100,7 @@ def test_a_process_that_does_not_answer_everyone_fails_its_batch_and_nothing_els
 
 
 def test_who_sets_his_own_future_gets_nothing_else_and_disturbs_nobody() -> None:
-    gate = Gate(same)
+    gate = Gate()
     pool = TaskPool("p", gate, X)
     mine = [ROW]
     with Runtime([pool]):
@@ -138,7 +118,7 @@ def test_who_sets_his_own_future_gets_nothing_else_and_disturbs_nobody() -> None
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("step", ["urgency", "take", "work"])
 def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_again(step: str) -> None:
-    gate = Gate(same)
+    gate = Gate()
     pool = TaskPool("p", gate, X, PoolOptions(max_client_tasks=9))
     other = TaskPool("other", same, X, PoolOptions(min_batch_size=9, timeout=1000.0))
     original = getattr(pool, step)
@@ -203,7 +183,7 @@ def test_what_cannot_be_added_as_a_whole_is_not_added_in_part() -> None:
 
 
 def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
-    gate = Gate(same)
+    gate = Gate()
     pool = TaskPool("p", gate, X)
     removed: list[bool] = []
     with Runtime([pool]) as runtime:
