@@ -1,11 +1,11 @@
-"""Servers with the same experts, a client that calls in a loop, and a directory that can be away."""
+"""Servers with the same experts, single replicas, a client that calls in a loop, and a directory that can be away."""
 
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tests.experts.expert_cases import fussy_backend, rows
+from tests.experts.expert_cases import fussy_backend, rows, work
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.directory import (
@@ -19,11 +19,12 @@ from weft.experts.directory import (
     WatchLostError,
 )
 from weft.experts.directory.local import LocalWatch
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replica import Replica, ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 
 PATIENCE = 15.0
 LEASE = 1.0
+LEASED = Lease(1, ("fussy",), "here:1", 5.0)
 CLOSELY = ReplicaOptions(follow_seconds=0.05, follow_steps=1)
 
 
@@ -125,6 +126,18 @@ def step(remote: RemoteExpert, seed: int = 0) -> None:
 
 def same(one: Server, other: Server, uid: str = "fussy") -> bool:
     return backend_of(one, uid).steps == backend_of(other, uid).steps
+
+
+def owning(token: int, *keys: str) -> Replica:
+    """A replica without a server that owns its expert with this token, a step further for each of these keys."""
+    replica, mine = Replica(fussy_backend(), lambda lease: float("inf")), Ownership("fussy", "here:1", token)
+    replica.claimed(mine, LEASED)
+    replica.lead(mine, LEASED)
+    for key in keys:
+        future = replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key=key)
+        work(replica.backend)
+        future.result(0)
+    return replica
 
 
 def die(server: Server) -> None:

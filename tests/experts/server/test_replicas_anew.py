@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from tests.experts.expert_cases import fussy_backend, weights
 from tests.experts.server.replica_cases import (
+    LEASED,
     PATIENCE,
     Cut,
     after,
@@ -16,6 +17,7 @@ from tests.experts.server.replica_cases import (
     die,
     expert,
     make,
+    owning,
     role,
     same,
     step,
@@ -23,7 +25,7 @@ from tests.experts.server.replica_cases import (
 from tests.experts.waiting import until
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.directory import FencedError, Lease, LocalDirectory, Ownership
+from weft.experts.directory import FencedError, LocalDirectory, Ownership
 from weft.experts.directory.token import life_of, token_of
 from weft.experts.replica import Replica, Standing
 from weft.experts.replica.mark import Mark, newer
@@ -32,7 +34,6 @@ from weft.experts.wire import NotOwnerError
 pytestmark = pytest.mark.timeout(60)
 MANY = 60  # more revisions than a test needs: tokens of a life that begins there are larger than any of another
 NOW, BEFORE = 5, 9  # lives of the directory
-LEASED = Lease(1, ("fussy",), "here:1", 5.0)
 small = st.integers(1, 6)
 marks = st.builds(Mark, st.builds(token_of, st.sampled_from([NOW, BEFORE]), small), small, small)
 
@@ -57,23 +58,6 @@ def test_of_two_other_lives_nobody_knows_which_was_later_and_the_steps_decide(on
     assert newer(second, first, token_of(NOW, 1)) == (other > one)
 
 
-def stepped(replica: Replica, times: int) -> None:
-    for turn in range(times):
-        future = replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key=str(turn))
-        work(replica.backend)
-        future.result(0)
-
-
-def owning(token: int, store: CheckpointStore | None = None, steps: int = 0) -> Replica:
-    """A replica that owns the expert with this token, after these steps."""
-    replica = Replica(fussy_backend(), lambda lease: float("inf"), store=store)
-    mine = Ownership("fussy", "here:1", token)
-    replica.claimed(mine, LEASED)
-    replica.lead(mine, LEASED)
-    stepped(replica, steps)
-    return replica
-
-
 @pytest.mark.parametrize("saved", [1, 2, 3], ids=lambda steps: f"saved{steps}")
 @pytest.mark.parametrize("old", [3, 8, 20], ids=lambda token: f"old{token}")  # smaller, between, larger than others
 @pytest.mark.parametrize("life", [NOW, BEFORE, 0], ids=["now", "before", "unknown"])
@@ -82,14 +66,14 @@ def test_what_an_owner_of_this_life_stepped_is_never_replaced_by_a_checkpoint_of
     saved: int, old: int, life: int, heard: bool, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path)
-    owner = owning(token_of(life, old), steps=saved)
+    owner = owning(token_of(life, old), *"abc"[:saved])
     state, records = owner.backend.state_dict(), owner.backend.records.state_dict()
     store.save("fussy", state, saved, {"records": records, "token": token_of(life, old)})
     replica = Replica(fussy_backend(), lambda lease: float("inf"), store=store)
     if heard:
         before = token_of(NOW, 5)
         replica.follow(Ownership("fussy", "there:1", before))
-        taken = owning(before, steps=2).take()
+        taken = owning(before, *"ab").take()
         assert taken is not None and replica.receive(*taken)
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 10)), LEASED)
     wanted = not heard or (life == NOW and old > 5)
@@ -98,7 +82,7 @@ def test_what_an_owner_of_this_life_stepped_is_never_replaced_by_a_checkpoint_of
 
 @pytest.mark.parametrize("number", [1, 7, 30])
 def test_a_claim_that_the_directory_grants_is_never_refused_and_no_state_of_before_comes_in(number: int) -> None:
-    replica, late = owning(token_of(BEFORE, 7)), owning(token_of(BEFORE, 40), steps=1)
+    replica, late = owning(token_of(BEFORE, 7)), owning(token_of(BEFORE, 40), "a")
     taken = late.take()
     assert taken is not None
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, number)), LEASED)

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
+from tests.experts.server.replica_cases import LEASED, owning
 from weft.experts.checkpoint.errors import DamagedError
-from weft.experts.directory import FencedError, Lease, Ownership
+from weft.experts.directory import FencedError, Ownership
 from weft.experts.replica import Replica, Standing
 from weft.experts.replica.mark import Ask, Mark, News, Told, read_ask, read_told
 from weft.experts.wire import MalformedError, NotOwnerError
 
 numbers = st.integers(0, 2**64 - 1)
 marks = st.builds(Mark, numbers, numbers, numbers)
-LEASE = Lease(1, ("fussy",), "here:1", 5.0)
 MINE = Ownership("fussy", "here:1", 7)
 THEIRS = Ownership("fussy", "there:1", 12)
 
@@ -48,10 +48,10 @@ def test_a_standing_follows_the_directory_and_its_lease() -> None:
     standing = Standing("fussy", lambda lease: end[0])
     with pytest.raises(NotOwnerError, match="nobody"):
         standing.check(steps=False)
-    standing.claim(MINE, LEASE, "taking over")
+    standing.claim(MINE, LEASED, "taking over")
     with pytest.raises(NotOwnerError, match="taking over"):
         standing.check(steps=False)
-    standing.claim(MINE, LEASE, "owner")
+    standing.claim(MINE, LEASED, "owner")
     standing.permit()
     standing.check(steps=True, carried=7)
     with pytest.raises(NotOwnerError, match="token 8"):
@@ -66,19 +66,6 @@ def test_a_standing_follows_the_directory_and_its_lease() -> None:
     assert caught.value.details == {"address": "there:1"} and standing.token == 0
 
 
-def stepped(replica: Replica, key: str) -> None:
-    future = replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key=key)
-    work(replica.backend)
-    future.result(0)
-
-
-def owner() -> Replica:
-    replica = Replica(fussy_backend(), lambda lease: float("inf"))
-    replica.claimed(MINE, LEASE)
-    replica.lead(MINE, LEASE)
-    return replica
-
-
 def follower() -> Replica:
     replica = Replica(fussy_backend(), lambda lease: float("inf"))
     replica.follow(MINE)
@@ -86,9 +73,8 @@ def follower() -> Replica:
 
 
 def test_a_state_is_taken_in_whole_with_its_keys_and_its_mark() -> None:
-    one, other = owner(), follower()
+    one, other = owning(7, "k"), follower()
     assert not other.may_lead  # it knows of an owner, and has nothing of it
-    stepped(one, "k")
     taken = one.take()
     assert taken is not None and other.receive(*taken) and other.may_lead
     assert weights(one.backend) == weights(other.backend) and other.mark == one.mark == Mark(7, 1, 1)
@@ -96,7 +82,7 @@ def test_a_state_is_taken_in_whole_with_its_keys_and_its_mark() -> None:
 
 
 def test_a_follower_never_steps_even_what_had_been_accepted() -> None:
-    replica = owner()
+    replica = owning(7)
     future = replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
     before = weights(replica.backend)
     replica.follow(THEIRS)
@@ -106,7 +92,7 @@ def test_a_follower_never_steps_even_what_had_been_accepted() -> None:
 
 
 def test_a_commit_is_not_applied_by_who_was_replaced() -> None:
-    replica = owner()
+    replica = owning(7)
     replica.backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k", mini_batch="m")
     work(replica.backend)
     future = replica.backend.commit("m", client="c")
@@ -116,8 +102,7 @@ def test_a_commit_is_not_applied_by_who_was_replaced() -> None:
 
 
 def test_the_state_of_an_owner_that_was_replaced_is_refused() -> None:
-    one, other = owner(), follower()
-    stepped(one, "k")
+    one, other = owning(7, "k"), follower()
     taken = one.take()
     assert taken is not None
     before = weights(other.backend)
@@ -128,11 +113,10 @@ def test_the_state_of_an_owner_that_was_replaced_is_refused() -> None:
 
 
 def test_who_claims_lets_no_older_state_in() -> None:
-    one, other = owner(), follower()
-    stepped(one, "k")
+    one, other = owning(7, "k"), follower()
     taken = one.take()
     assert taken is not None
-    other.claimed(THEIRS, LEASE)
+    other.claimed(THEIRS, LEASED)
     with pytest.raises(FencedError):
         other.receive(*taken)
     assert other.receive(*taken, taking_over=True)
@@ -147,7 +131,7 @@ def test_bytes_that_are_no_state_change_nothing() -> None:
 
 
 def test_a_state_waits_for_no_batch_that_hangs() -> None:
-    replica = owner()
+    replica = owning(7)
     with replica.backend.engine.lock:
         found: list[object] = [1]
         thread = threading.Thread(target=lambda: found.append(replica.take(0.05)))
@@ -157,9 +141,9 @@ def test_a_state_waits_for_no_batch_that_hangs() -> None:
 
 
 def test_a_mini_batch_that_was_open_under_an_earlier_ownership_is_of_another_incarnation() -> None:
-    replica = owner()
+    replica = owning(7)
     before = replica.incarnation
     replica.follow(None)
-    replica.claimed(THEIRS, LEASE)
-    replica.lead(THEIRS, LEASE)
+    replica.claimed(THEIRS, LEASED)
+    replica.lead(THEIRS, LEASED)
     assert replica.incarnation != before
