@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from weft.experts.client import ClientTls
 from weft.experts.service.names import STREAM
 from weft.experts.wire import Call, Received, decode, encode
 
@@ -82,6 +83,10 @@ class Authority:
         plain = serialization.NoEncryption()
         secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
         return secret, pem
+
+    def client(self, name: str, *, days: tuple[int, int] = (-1, 1)) -> ClientTls:
+        """How a client of this name shows itself, who trusts this authority."""
+        return ClientTls(self.pem, *self.issue(name, days=days))
 
     def _builder(self, subject: x509.Name, key: Any, days: tuple[int, int]) -> x509.CertificateBuilder:
         now = datetime.now(UTC)

@@ -18,11 +18,6 @@ pytestmark = pytest.mark.timeout(60)
 ACCESS = Access([Grant("server", "*", Role.ADMIN), Grant("trainer", "*", Role.TRAIN)])
 
 
-@pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
-
-
 def secured(directory: LocalDirectory, authority: Authority, own: ClientTls | None) -> Server:
     """A server that asks for certificates, and shows ``own`` to those that it follows."""
     replicas = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=0.5, tls=own)
@@ -30,17 +25,13 @@ def secured(directory: LocalDirectory, authority: Authority, own: ClientTls | No
     return make(directory, expert(), replicas=replicas, tls=tls, access=ACCESS, address="localhost:0")
 
 
-def certified(authority: Authority, name: str, days: tuple[int, int] = (-1, 1)) -> ClientTls:
-    return ClientTls(authority.pem, *authority.issue(name, days=days))
-
-
 @pytest.fixture
 def owner(authority: Authority) -> Iterator[tuple[Server, LocalDirectory]]:
     """A server that owns the expert, after one step."""
     directory = LocalDirectory()
-    with secured(directory, authority, certified(authority, "server")) as server:
+    with secured(directory, authority, authority.client("server")) as server:
         until(lambda: role(server) == "owner")
-        with Connections(directory, tls=certified(authority, "trainer")) as connections:
+        with Connections(directory, tls=authority.client("trainer")) as connections:
             step(RemoteExpert("fussy", connections))
         yield server, directory
 
@@ -48,8 +39,8 @@ def owner(authority: Authority) -> Iterator[tuple[Server, LocalDirectory]]:
 def test_a_server_with_a_certificate_follows(owner: tuple[Server, LocalDirectory], authority: Authority) -> None:
     first, directory = owner
     with (
-        secured(directory, authority, certified(authority, "server")) as second,
-        Connections(directory, tls=certified(authority, "trainer")) as connections,
+        secured(directory, authority, authority.client("server")) as second,
+        Connections(directory, tls=authority.client("trainer")) as connections,
     ):
         assert (role(first), role(second)) == ("owner", "follower")
         step(RemoteExpert("fussy", connections), 1)
@@ -81,10 +72,10 @@ def test_a_server_without_the_right_one_gets_no_state_and_says_why(
         "plain": None,
         "nobody": ClientTls(authority.pem),
         "stranger": ClientTls(authority.pem, *other.issue("server")),
-        "expired": certified(authority, "server", (-3, -1)),
+        "expired": authority.client("server", days=(-3, -1)),
         "mistrusts": ClientTls(other.pem, *authority.issue("server")),
-        "trainer": certified(authority, "trainer"),
-        "intern": certified(authority, "intern"),
+        "trainer": authority.client("trainer"),
+        "intern": authority.client("intern"),
     }[who]
     with secured(directory, authority, tls) as second:
         until(lambda: second.statistics().replicas["fussy"].failure)

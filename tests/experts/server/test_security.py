@@ -24,11 +24,6 @@ ACCESS = Access(
 
 
 @pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
-
-
-@pytest.fixture(scope="module")
 def secured(authority: Authority) -> Iterator[Server]:
     key, certificate = authority.issue("server")
     with Server(
@@ -47,18 +42,13 @@ def expert(server: Server, **options: Any) -> RemoteExpert:
     return RemoteExpert("fussy", server.address, retry=NEVER, timeout=5.0, **options)
 
 
-def certified(authority: Authority, name: str, **more: Any) -> ClientTls:
-    key, certificate = authority.issue(name, **more)
-    return ClientTls(authority.pem, key, certificate)
-
-
 def test_a_certificate_says_who_a_client_is(secured: Server, authority: Authority) -> None:
-    with expert(secured, tls=certified(authority, "reader")) as remote:
+    with expert(secured, tls=authority.client("reader")) as remote:
         with torch.no_grad():
             assert remote(rows(2, 0)).shape == (2, 4)
         with pytest.raises(ForbiddenError, match="'reader' has role FORWARD"):
             remote(rows(2, 0)).sum().backward()
-    with expert(secured, tls=certified(authority, "trainer")) as remote:
+    with expert(secured, tls=authority.client("trainer")) as remote:
         remote(rows(2, 0)).sum().backward()
         assert remote.steps == 1
     assert secured.audit.counts()["BACKWARD"] == 1 and secured.audit.last()[0].client == "reader"
@@ -81,8 +71,8 @@ def test_wrong_certificates_are_refused_at_the_door_and_the_client_hears_what_to
     tls = {
         "nobody": ClientTls(authority.pem),
         "stranger": ClientTls(authority.pem, *Authority("other").issue("trainer")),
-        "expired": certified(authority, "trainer", days=(-3, -1)),
-        "early": certified(authority, "trainer", days=(1, 3)),
+        "expired": authority.client("trainer", days=(-3, -1)),
+        "early": authority.client("trainer", days=(1, 3)),
         "mistrusts": ClientTls(Authority("other").pem, *authority.issue("trainer")),
         "plain": None,
     }[who]
@@ -99,7 +89,7 @@ def test_wrong_certificates_are_refused_at_the_door_and_the_client_hears_what_to
 
 
 def test_a_certified_client_to_whom_nothing_is_granted_is_refused(secured: Server, authority: Authority) -> None:
-    with expert(secured, tls=certified(authority, "intern")) as remote, pytest.raises(ForbiddenError, match="granted"):
+    with expert(secured, tls=authority.client("intern")) as remote, pytest.raises(ForbiddenError, match="granted"):
         remote.describe()
 
 

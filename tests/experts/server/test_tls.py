@@ -19,11 +19,6 @@ pytestmark = pytest.mark.timeout(60)
 LOCAL = "localhost:0"
 
 
-@pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
-
-
 def call(server: Server, tls: ClientTls) -> None:
     with RemoteExpert("fussy", server.address, tls=tls, retry=NEVER, timeout=5.0) as remote, torch.no_grad():
         remote(rows(2, 0))
@@ -99,7 +94,7 @@ def test_certificates_that_were_renewed_are_taken_while_the_server_runs(
             file.write_bytes(pem)
 
     new = Authority("new")
-    mine = ClientTls(authority.pem, *authority.issue("me"))
+    mine = authority.client("me")
     write(*authority.issue("server"), authority.pem)
     with Server([fussy_backend()], address=LOCAL, tls=ServerTls(*files)) as server:
         call(server, mine)
@@ -110,9 +105,9 @@ def test_certificates_that_were_renewed_are_taken_while_the_server_runs(
             call(server, mine)
         assert caplog.text.count("that of another certificate") == 1
         write(key, certificate, new.pem)
-        call(server, ClientTls(new.pem, *new.issue("me")))
+        call(server, new.client("me"))
         with pytest.raises(UnreachableError):
             call(server, mine)
         for file in files:
             file.unlink()
-        call(server, ClientTls(new.pem, *new.issue("me")))
+        call(server, new.client("me"))
