@@ -4,15 +4,13 @@ import ast
 import importlib.util
 import inspect
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src"
+from tests.apart import ROOT, SOURCE, python, run
+
 FILES = sorted(SOURCE.rglob("*.py"))
 LONGEST = 300  # lines of a file
 DEAREST = 0.050  # seconds that `import weft` may take beyond `import torch`
@@ -41,14 +39,6 @@ def check_table() -> dict[str, list[str]]:
 CHECKS = check_table()
 
 
-def run(argv: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the repository, on the sources of this checkout, with more variables set."""
-    path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **variables}, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.parametrize("name", CHECKS)
 def test_check_holds(name: str) -> None:
     tool = Path(CHECKS[name][0])
@@ -63,7 +53,7 @@ def imports(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, list[
     """What several fresh interpreters say of `import weft`: seconds, and modules that came with it."""
     # With bytecode, as wherever weft is installed: the first run writes it.
     cache = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("bytecode"))}
-    probes = [run([sys.executable, "-c", PROBE], **cache) for _ in range(7)]
+    probes = [python(PROBE, **cache) for _ in range(7)]
     for probe in probes:
         assert probe.returncode == 0, probe.stderr
     return [(cost, modules) for cost, modules in (json.loads(probe.stdout) for probe in probes)]

@@ -1,7 +1,5 @@
 """A task pool refuses at the edge, batches without a timer, and holds nothing for those who left."""
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.apart import python
 from weft.core.errors import SpecError, UsageError
 from weft.core.spec import TensorSpec
 from weft.experts.errors import ClosedError, ExpiredError, OverloadError, QuotaError, RefusedError, TooManyRowsError
@@ -188,7 +187,7 @@ assert objects < 100 and blocks < 2000, (objects, blocks)
 
 
 def test_a_hundred_thousand_tasks_that_are_cancelled_leave_nothing_behind() -> None:
-    seen = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, check=False, timeout=100)
+    seen = python(FLOOD)
     assert seen.returncode == 0, seen.stderr
 
 

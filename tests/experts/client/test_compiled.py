@@ -1,14 +1,10 @@
 """A model around a remote expert may be compiled: the call itself is not traced, and means what it always means."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.apart import python
+
 pytestmark = pytest.mark.timeout(240)
-ROOT = Path(__file__).parents[3]
 COMPILED = """
 import sys
 from functools import partial
@@ -65,12 +61,5 @@ for kind in (RemoteExpert, Scaled):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_computes_and_trains_as_before(backend: str) -> None:
     # In a process of its own: the compiler cannot trace through the run-time type checks of this suite.
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    seen = subprocess.run(
-        [sys.executable, "-c", COMPILED, backend],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    seen = python(COMPILED, backend)
     assert seen.returncode == 0, seen.stderr

@@ -1,14 +1,11 @@
 """Processes that are forked while a connection is open, as a DataLoader forks its workers in each epoch."""
 
 import gc
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.apart import python
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.forked import forked, only_with_fork
 from weft.core.errors import UsageError
@@ -17,7 +14,6 @@ from weft.experts.directory import LocalDirectory
 from weft.experts.server import Server
 
 pytestmark = [pytest.mark.timeout(120), *only_with_fork]
-ROOT = Path(__file__).parents[3]
 TRAINER = """
 import sys
 import torch
@@ -34,10 +30,8 @@ with RemoteExpert("fussy", sys.argv[1]) as remote:
 
 
 def test_a_data_loader_with_workers_leaves_training_and_the_terminal_alone() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
     with Server([fussy_backend()]) as server:
-        command = [sys.executable, "-c", TRAINER, server.address]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ, check=False)
+        done = python(TRAINER, server.address, GRPC_ENABLE_FORK_SUPPORT=None)
     assert (done.stdout, done.stderr) == ("12\n", "")
 
 

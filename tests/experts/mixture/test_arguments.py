@@ -1,17 +1,13 @@
 """What makes no sense is told where a mixture is made, by name, and all of it at once; what does makes one."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import weft
+from tests.apart import python
 from weft.experts.checks import kind_fault
 from weft.experts.mixture.grid import grid_faults
 from weft.experts.mixture.switch import switch_faults
@@ -74,14 +70,7 @@ directory.close()
 
 def test_arguments_of_the_wrong_type_are_refused_where_they_are_given_all_at_once() -> None:
     # In a process of its own: the run-time type checks of this suite would refuse them before.
-    path = os.pathsep.join(filter(None, [str(Path(weft.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    seen = subprocess.run(
-        [sys.executable, "-c", CONSTRUCTED],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    seen = python(CONSTRUCTED)
     assert seen.returncode == 0, seen.stderr
 
 

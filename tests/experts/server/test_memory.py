@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.apart import python
 
 _PROGRAM = """
 import json, resource, threading
@@ -35,14 +35,9 @@ PAGES = 30 * 4 * (1 << 24) // os.sysconf("SC_PAGE_SIZE")
 
 def faults(**environment: str) -> list[int]:
     """Of page, in 30 batches of 64 MB, by thread."""
-    run = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        capture_output=True,
-        check=True,
-        timeout=100,
-        env={**os.environ, **environment},
-    )
-    done, *found = json.loads(run.stdout)
+    seen = python(_PROGRAM, **environment)
+    assert seen.returncode == 0, seen.stderr
+    done, *found = json.loads(seen.stdout)
     if not done:
         pytest.skip("keep_freed_memory: there is no glibc to tell")
     return found

@@ -2,12 +2,8 @@
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
 import traceback
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import weft
+from tests.apart import python
 from weft.core.errors import SkipError, SkipWiringError
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, pop, skippable, stash, use_skip_tracker
 
@@ -473,13 +469,5 @@ for _ in range(3):
 
 def test_skips_work_under_a_compiled_model() -> None:
     # In a process of its own: the compiler cannot trace through the run-time type checks of this suite.
-    source = Path(weft.__file__).parents[1]
-    path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
-    seen = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    seen = python(COMPILED)
     assert seen.returncode == 0, seen.stderr
