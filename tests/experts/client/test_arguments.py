@@ -116,7 +116,7 @@ GOOD: dict[str, list[Any]] = {
 
 BAD: dict[str, list[Any]] = {
     "uid": ["", None, 5, b"ffn.0"],
-    "where": [None, b"a:80", ("a", 80), 5, LocalDirectory(), object()],
+    "where": ["nowhere", None, b"a:80", ("a", 80), 5, LocalDirectory(), object()],
     "timeout": [0, -1.0, float("nan"), float("inf"), "3", None, True],
     "retry": [3, False, 0, "never"],
     "compression": ["fp16", 0, "", Policy(outputs=["fp16"]), Policy(input_gradients=["int8"])],
@@ -127,6 +127,13 @@ BAD: dict[str, list[Any]] = {
     "token": [5, b"s3cret", "s3cret\n"],
     "timout": [1.0],
 }
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, each) for name, values in BAD.items() for each in values])
+def test_each_fault_is_told_by_its_name(name: str, value: Any) -> None:
+    good = {each: values[0] for each, values in GOOD.items()}
+    (fault,) = remote_faults(**{"where": HERE, **good, name: value})
+    assert fault.startswith((name, f"there is no option '{name}'"))
 
 
 @given(st.data())
