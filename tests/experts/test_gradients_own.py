@@ -124,7 +124,7 @@ def plain(make: Callable[..., torch.optim.Optimizer], module: nn.Module) -> torc
     return optimizer
 
 
-def agree(
+def assert_steps_as_in_plain_pytorch(
     make: Callable[[], nn.Module],
     optimizer: Callable[..., torch.optim.Optimizer],
     shape: tuple[int, ...],
@@ -169,14 +169,14 @@ def agree(
 def test_weights_and_answers_are_those_of_plain_pytorch(module: str, optimizer: str) -> None:
     make, shape = (WIDE[module], (4,)) if module in WIDE else (IMAGES[module], (3, 8, 8))
     for clip, mini_batch in product((None, 0.1), (False, True)):
-        agree(make, OPTIMIZERS[optimizer], shape, clip, mini_batch)
+        assert_steps_as_in_plain_pytorch(make, OPTIMIZERS[optimizer], shape, clip, mini_batch)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])  # the others take no sparse gradients, nor does clipping
 @pytest.mark.parametrize("mini_batch", [False, True])
 def test_sparse_gradients_step_as_those_of_plain_pytorch(optimizer: str, mini_batch: bool) -> None:
-    agree(sparse, OPTIMIZERS[optimizer], (4,), None, mini_batch)
+    assert_steps_as_in_plain_pytorch(sparse, OPTIMIZERS[optimizer], (4,), None, mini_batch)
 
 
 def test_only_what_has_to_be_is_copied() -> None:
