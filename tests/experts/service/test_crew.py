@@ -1,6 +1,7 @@
 """Nothing of gRPC's runs on in the background when a connection has been closed: a process may end at once."""
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.experts.expert_cases import fussy_backend, rows
-from weft.experts.client import Connections, RemoteExpert
+from weft.experts.client import Connections, RemoteExpert, channel
 from weft.experts.directory import LocalDirectory
 from weft.experts.server import Server
 from weft.experts.service.crew import Crew
@@ -33,6 +34,21 @@ def test_a_closed_connection_leaves_no_thread(how: str) -> None:
                 with RemoteExpert("fussy", server.address) as remote:
                     remote.describe() if how == "describe" else trained(remote)
             assert set(threading.enumerate()) <= before
+
+
+def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = channel._told
+
+    def slowly(*arguments: Any) -> None:
+        told(*arguments)
+        time.sleep(0.1)  # in gRPC's thread, which need not be through when the caller has heard
+
+    monkeypatch.setattr(channel, "_told", slowly)
+    with Server([fussy_backend()]) as server:
+        before = set(threading.enumerate())
+        with RemoteExpert("fussy", server.address) as remote:
+            assert remote.describe().steps == 0
+        assert set(threading.enumerate()) <= before
 
 
 def test_calls_that_do_not_begin_or_have_ended_already_are_not_waited_for() -> None:
