@@ -125,6 +125,19 @@ def test_errors_in_backward_of_python_functions_still_name_stage_and_micro_batch
     pipe(x).sum().backward()
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_note_of_merged_stages_names_no_stage_but_that_of_the_layer(where: str, monkeypatch: Any) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Double(), nn.Linear(4, 3))
+    pipe, x, y = settled(layers, "1f1b", True), torch.randn(8, 4), torch.randn(8, 3)
+    if where == "forward":
+        monkeypatch.setattr(Double, "forward", lambda layer, x: x @ x)  # no square matrices
+    monkeypatch.setattr(Doubled, "fails", where == "backward")
+    with pytest.raises((ArithmeticError, RuntimeError)) as caught:
+        pipe(x, target=y)
+    last = f"weft: in {where} of micro-batch 0"
+    assert caught.value.__notes__ == ["weft: in layer '3' (Double) of stage 1"] * (where == "forward") + [last]
+
+
 def test_errors_in_forward_name_stage_micro_batch_and_layer() -> None:
     class Picky(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Costs are medians of what was recorded, and a forecast from them foretells the bytes that a recorder counts."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -125,6 +126,62 @@ def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
         step(watcher)
     foretold = costs_from([timed], sizes).forecast(pipe.schedule_for(rows))
     assert foretold.peak_bytes == pytest.approx(memory.peak_bytes, rel=error)
+
+
+class Rewrites(nn.Module):
+    """Writes over a tensor that its own backward reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sigmoid()
+        z = y * 1
+        y.mul_(2)
+        return y + z
+
+
+@pytest.mark.parametrize("watcher", [Recorder(), Recorder(memory=True), Sizes()])
+def test_a_tensor_that_backward_needs_and_a_layer_wrote_to_is_an_error_also_when_watched(watcher: Watcher) -> None:
+    pipe = weft.Pipe(nn.Sequential(nn.Linear(4, 4), Rewrites()), chunks=2, devices=["cpu"] * 2, checkpoint="never")
+    with pipe.watched_by(watcher):
+        loss = pipe(torch.ones(4, 4)).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            loss.backward()
+    assert any("backward of stage 1" in note for note in caught.value.__notes__)
+
+
+class Fails(nn.Module):
+    """Raises when it is told to."""
+
+    now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.now:
+            raise ArithmeticError
+        return x
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_steps_that_failed_or_were_dropped_count_no_longer(executor: str, fails: bool) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Fails())
+    pipe = weft.Pipe(layers, chunks=4, balance=[2, 1], devices=["cpu"] * 2, executor=executor, checkpoint="never")
+    batch, live = torch.randn(8, 8), list[int]()
+    for before in (0, 3):
+        recorder = Recorder(memory=True)
+        recorder.ignore([*pipe.parameters(), batch])
+        with pipe.watched_by(recorder):
+            for _ in range(before):
+                layers[2].now = fails
+                with pytest.raises(ArithmeticError) if fails else nullcontext():
+                    pipe(batch)
+            layers[2].now = False
+            output = pipe(batch)
+            live.append(recorder.bytes[-1][1])
+            later = pipe(batch)
+            del output  # its step began before the one that goes on
+            assert pipe(batch).sum().backward() is None and recorder.bytes[-1][1] == live[0]
+            later.sum().backward()
+        assert recorder.bytes[-1][1] == 0
+    assert live[0] == live[1] > 0
 
 
 def test_a_tensor_that_goes_out_twice_is_one_value_with_all_its_readers() -> None:

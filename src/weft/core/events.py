@@ -10,16 +10,20 @@ caller holds anyway, do not count.
           |__|              |__    a value sent: + its bytes, until its readers (and its source) need it no more
 """
 
+import copy
 import threading
 import time
-from collections.abc import Generator, Iterable
+import weakref
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from weft.core.errors import InPlaceError
 from weft.core.route import Address
 from weft.core.schedule import Action
 from weft.core.tree import flatten
@@ -64,6 +68,35 @@ class _Ledger:
                 del self.holders[key]
 
 
+def seeing_saved(note: Callable[[Tensor], None]) -> saved_tensors_hooks:
+    """A context in which `note` is told of every tensor that autograd saves for backward.
+
+    Where hooks are in place, autograd does not look whether a saved tensor was written to since. So it is done here,
+    or who is watched would get a wrong gradient instead of autograd's error: backward raises InPlaceError.
+    """
+
+    def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        note(tensor)
+        return tensor.detach(), tensor._version  # packing an output itself would make a cycle with its graph
+
+    return saved_tensors_hooks(pack, _unchanged)
+
+
+def _unchanged(packed: tuple[Tensor, int]) -> Tensor:
+    tensor, version = packed
+    if tensor._version != version:
+        raise InPlaceError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, but was saved at "
+            f"version {version}; use the out-of-place form of the operation that wrote to it"
+        )
+    return tensor
+
+
+_Tapes = dict[tuple[int, int], list[tuple[int, int]]]
+"""What the tape of each stage and micro-batch holds: storages, as (the stage that made it, address)."""
+
+
 class Recorder:
     """Records the events of the runs that it watches, and, with `memory`, the bytes that stay alive for backward.
 
@@ -80,7 +113,17 @@ class Recorder:
         self._ledgers: dict[int, _Ledger] = {}
         self._all = _Ledger(set())
         self._owners: dict[int, int] = {}
-        self._tapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._tapes: _Tapes = {}
+        self._gone: SimpleQueue[_Tapes] = SimpleQueue()
+
+    def one_step(self) -> "Recorder":
+        """A watcher of one step alone, that records here. What the step still holds when it is dropped, because it
+        failed or nobody wanted its backward, is released then."""
+        watcher = copy.copy(self)
+        watcher._tapes = {}
+        # The end may come at any moment, also while this thread has the lock: so it is only noted.
+        weakref.finalize(watcher, self._gone.put, watcher._tapes).atexit = False
+        return watcher
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these."""
@@ -91,14 +134,13 @@ class Recorder:
         """Surrounds the work of one action; called by the run."""
         held: list[tuple[int, int]] = []
 
-        def pack(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> None:
             self._hold(action.stage, tensor, held)
-            return tensor.detach()  # packing an output itself would make a cycle with its graph
 
         counts = self._memory and kind in "FR"
         start = time.perf_counter()
         try:
-            with saved_tensors_hooks(pack, lambda tensor: tensor) if counts else nullcontext():
+            with seeing_saved(note) if counts else nullcontext():
                 yield
         finally:
             end = time.perf_counter()
@@ -120,11 +162,7 @@ class Recorder:
     def released(self, action: Action) -> None:
         """The tape of this stage and micro-batch, with its graph and inputs, is gone."""
         with self._lock:
-            for owner, key in self._tapes.pop((action.stage, action.micro_batch), []):
-                self._ledgers[owner].release([key])
-                self._all.release([key])
-                if key not in self._all.holders:
-                    del self._owners[key]
+            self._release(self._tapes.pop((action.stage, action.micro_batch), []))
         self._sample(action.stage, time.perf_counter())
 
     @property
@@ -132,8 +170,21 @@ class Recorder:
         """The most bytes that were alive at one time."""
         return max((count for _, count in self.bytes), default=0)
 
+    def _release(self, held: Iterable[tuple[int, int]]) -> None:
+        for owner, key in held:
+            self._ledgers[owner].release([key])
+            self._all.release([key])
+            if key not in self._all.holders:
+                del self._owners[key]
+
+    def _forget_dropped(self) -> None:
+        while not self._gone.empty():
+            for held in self._gone.get().values():
+                self._release(held)
+
     def _hold(self, stage: int, tensor: Tensor, held: list[tuple[int, int]]) -> None:
         with self._lock:
+            self._forget_dropped()
             key = self._all.hold(tensor)
             if key is not None:
                 owner = self._owners.setdefault(key, stage)  # a reader that saves its input does not own it
@@ -144,6 +195,7 @@ class Recorder:
         if not self._memory:
             return
         with self._lock:
+            self._forget_dropped()
             self.bytes.append((now, self._all.total))
             for each, ledger in self._ledgers.items():
                 self.stage_bytes.setdefault(each, []).append((now, ledger.total))

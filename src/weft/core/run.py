@@ -67,11 +67,20 @@ class Watcher(Protocol):
         ...
 
 
+@runtime_checkable
+class WatchesSteps(Watcher, Protocol):
+    """A watcher that can tell steps apart: each run gets one of its own, and drops it when it is dropped itself."""
+
+    def one_step(self) -> Watcher:
+        """The watcher of one run."""
+        ...
+
+
 class Run:
     """All that one step leaves between its actions: the tapes, and the sums of parameter gradients.
 
     `visits` holds one per micro-batch; `keeps(stage, micro_batch)` says what a forward keeps; `places[stage]` is
-    None where nothing has to be moved.
+    None where nothing has to be moved. `merged`: the one segment is all stages, so its number names none of them.
     """
 
     def __init__(
@@ -82,6 +91,8 @@ class Run:
         keeps: Callable[[int, int], Keep],
         places: Sequence[Place | None],
         watcher: Watcher | None = None,
+        *,
+        merged: bool = False,
     ) -> None:
         self.wiring = wiring
         self.segments = segments
@@ -90,7 +101,8 @@ class Run:
         self.retain = False
         self._keeps = keeps
         self._visits = visits
-        self._watcher = watcher
+        self._watcher = watcher.one_step() if watcher is not None and isinstance(watcher, WatchesSteps) else watcher
+        self._merged = merged
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in segments]
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
         self._plain = watcher is None and not any(places)
@@ -120,7 +132,9 @@ class Run:
             raise
         except BaseException as error:
             word = "forward" if action.kind == "F" else "backward"
-            error.add_note(f"weft: in {word} of stage {action.stage}, micro-batch {action.micro_batch} ({action})")
+            where = "" if self._merged else f"stage {action.stage}, "
+            name = "" if self._merged else f" ({action})"
+            error.add_note(f"weft: in {word} of {where}micro-batch {action.micro_batch}{name}")
             raise
 
     def parameter_gradients(self) -> dict[int, Tensor]:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
+from weft.core.events import seeing_saved
 from weft.core.microbatch import split
 from weft.core.tree import flatten, map_leaves
 from weft.pipeline.skip.namespace import Key, Namespace
@@ -79,16 +79,14 @@ def profile_sizes(
     def measure(trial: _Trial) -> tuple[Any, float]:
         parameters, buffers = list(trial.layer.parameters()), list(trial.layer.buffers())
         owned = {tensor.untyped_storage().data_ptr() for tensor in [*parameters, *buffers]}
-        saved: dict[int, int] = {}
+        saved: dict[int, int] = {}  # the graph keeps them alive, so that no other tensor gets an address of theirs
 
-        def note(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> None:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in owned:
                 saved[storage.data_ptr()] = storage.nbytes()
-            # Kept alive, so that no other tensor gets its address; detached, so that no cycle keeps it alive.
-            return tensor.detach()
 
-        with saved_tensors_hooks(note, _itself):
+        with seeing_saved(note):
             output, _ = trial.forward(trial.fresh_input())
         return output, sum(saved.values()) + _bytes(parameters) * param_scale + _bytes(buffers)
 
@@ -212,10 +210,6 @@ def _cut_off(leaf: Any, device: torch.device | None = None) -> Any:
 def _fresh(leaf: Any) -> Any:
     """A copy that a layer may write into, which autograd forbids for a leaf."""
     return _cut_off(leaf).clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _bytes(tensors: list[Tensor] | list[nn.Parameter]) -> float:

@@ -15,10 +15,9 @@ from statistics import mean, median
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from weft.core.errors import UsageError
-from weft.core.events import Recorder
+from weft.core.events import Recorder, seeing_saved
 from weft.core.forecast import Forecast, StageCost, ValueCost, forecast
 from weft.core.route import Address
 from weft.core.schedule import Action, Schedule
@@ -64,11 +63,7 @@ class Sizes:
         with self._lock:
             graphs[at] = saved
 
-        def pack(tensor: Tensor) -> Tensor:
-            saved.update(self._storages(tensor))
-            return tensor.detach()  # packing an output itself would make a cycle with its graph
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with seeing_saved(lambda tensor: saved.update(self._storages(tensor))):
             yield
         with self._lock:
             graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
