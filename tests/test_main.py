@@ -41,6 +41,13 @@ def test_plan_takes_a_table_from_a_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
 
 
+def test_a_file_that_is_no_text_holds_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "table.bin"
+    file.write_bytes(b"\xff\x00")
+    code, said = refused(["plan", "--stages", "2", "--chunks", "2", "--schedule", str(file)], capsys)
+    assert code == 2 and "table.bin is no text in UTF-8" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

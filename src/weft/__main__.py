@@ -126,7 +126,11 @@ def _demo(chosen: argparse.Namespace) -> None:
 
 def _plan(chosen: argparse.Namespace) -> None:
     named = chosen.schedule in SCHEDULES or not Path(chosen.schedule).is_file()
-    table = build(chosen.schedule if named else Path(chosen.schedule).read_text("utf-8"), chosen.stages, chosen.chunks)
+    try:
+        schedule = chosen.schedule if named else Path(chosen.schedule).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--schedule {chosen.schedule} is no text in UTF-8, so it holds no table: {error}") from None
+    table = build(schedule, chosen.stages, chosen.chunks)
     cost = StageCost(chosen.forward, chosen.backward, chosen.recompute)
     seen = forecast(table, [cost] * chosen.stages)
     print(table.text())

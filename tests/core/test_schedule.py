@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as peer
 
 from tests.strategies import any_schedules, valid_schedules
+from tests.unchecked import unchecked
 from weft.core.errors import ScheduleError
 from weft.core.schedule import Action, Schedule
 from weft.pipeline.schedules import gpipe, one_f_one_b
@@ -226,6 +227,20 @@ def test_actions_that_do_not_exist_are_named() -> None:
         "-1F0",
         "0F-2",
     ]
+
+
+def test_rows_may_be_lists_and_what_is_no_action_is_named() -> None:
+    table = one_f_one_b(2, 2)
+    with unchecked():
+        lists = Schedule([list(row) for row in table.workers])
+        assert lists == table and hash(lists) == hash(table)
+        with pytest.raises(ScheduleError, match=r"'0F0' is no action.*\n.*0F1\.0 is no action"):
+            Schedule([["0F0", Action(0, "F", 1.0)]]).check()
+        with pytest.raises(ScheduleError, match=r"Schedule\.parse reads one"):
+            Schedule(None)
+        for wrong in (None, 3, b"0F0", ["0F0"]):
+            with pytest.raises(ScheduleError, match=f"of type {type(wrong).__name__}"):
+                Schedule.parse(wrong)
 
 
 def test_huge_numbers_cost_nothing() -> None:

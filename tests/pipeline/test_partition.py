@@ -3,6 +3,8 @@
 import copy
 import itertools
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.core.errors import BatchError, PartitionError
+from tests.unchecked import unchecked
+from weft.core.errors import BatchError, PartitionError, UsageError
 from weft.pipeline.partition import (
     balance_by_parameters,
     balance_by_size,
@@ -101,6 +104,30 @@ def test_all_faults_come_in_one_error() -> None:
         assert words in text
     with pytest.raises(PartitionError, match="at least one part"):
         partition([1], 0)
+
+
+@pytest.mark.parametrize("parts", [2.0, "2", True])
+def test_a_number_of_parts_is_an_int_before_anything_is_measured(parts: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    calls: list[Callable[[], Any]] = [
+        lambda: partition(["a", 1], parts),
+        lambda: balance_by_time(parts, model, None),
+        lambda: balance_by_size(parts, model, None),
+    ]
+    for call in calls:
+        with unchecked(), pytest.raises(PartitionError, match=f"the number of parts is {parts!r}, wanted an int"):
+            call()
+
+
+def test_what_cannot_be_measured_is_refused_with_all_that_is_wrong() -> None:
+    with unchecked(), pytest.raises(UsageError, match="of type Linear, wanted an nn") as caught:
+        profile_times(nn.Linear(2, 2), torch.ones(2, 2), timeout="1")
+    assert "timeout is '1'" in str(caught.value)
+    with unchecked(), pytest.raises(UsageError, match=r"chunks is 2\.5") as caught:
+        profile_sizes(nn.Sequential(nn.Tanh()), torch.ones(2, 2), chunks=2.5, param_scale=float("nan"))
+    assert "param_scale is nan" in str(caught.value)
+    with unchecked(), pytest.raises(UsageError, match="of type Linear"):
+        balance_by_time(1, nn.Linear(2, 2), torch.ones(2, 2))
 
 
 class Heavy(nn.Module):

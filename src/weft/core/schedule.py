@@ -11,6 +11,7 @@ several.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 from .errors import ScheduleError, listed
 from .schedule_action import KINDS, Action, Table, waits, walk
@@ -24,10 +25,21 @@ __all__ = ["KINDS", "Action", "Schedule", "Table"]
 class Schedule:
     """For every worker, the ordered list of its actions. Immutable, hashable; equal when the lists are equal.
 
-    Building one checks nothing; `check` does. All else here expects a table that passed, or a part of one.
+    Building one checks nothing but that there are rows, which may be any sequences; `check` does. All else here
+    expects a table that passed, or a part of one.
     """
 
     workers: Table
+
+    def __post_init__(self) -> None:
+        try:
+            rows = tuple(tuple(row) for row in self.workers)
+        except TypeError:
+            raise ScheduleError(
+                f"a schedule is a row of actions for every worker, but this is {self.workers!r}; "
+                "Schedule.parse reads one from text"
+            ) from None
+        object.__setattr__(self, "workers", rows)
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
@@ -36,6 +48,8 @@ class Schedule:
         The CSV tables of ``torch.distributed.pipelining`` can be read; see `weft.core.schedule_text`.
         Raises ScheduleError, which lists every cell that is no action.
         """
+        if not isinstance(cast(Any, text), str):
+            raise ScheduleError(f"a table is parsed from text, but this is of type {type(text).__name__}")
         return cls(parse_table(text))
 
     def text(self) -> str:

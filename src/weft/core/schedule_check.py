@@ -7,7 +7,9 @@ called a deadlock as well. So every cause is named once, and what remains stuck 
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
+from .checks import is_whole
 from .schedule_action import KINDS, Action, Table, waits, walk
 
 
@@ -39,15 +41,18 @@ def deadlocks(table: Table, waiting: Mapping[Action, tuple[Action, ...]], heads:
     return found
 
 
-def _is_known(action: Action) -> bool:
-    return action.kind in KINDS and action.stage >= 0 and action.micro_batch >= 0
+def _is_known(action: Any) -> bool:
+    if not isinstance(action, Action) or action.kind not in KINDS:
+        return False
+    return all(is_whole(number) and number >= 0 for number in (action.stage, action.micro_batch))
 
 
 def _unknown(table: Table) -> Iterator[str]:
     for worker, row in enumerate(table):
         for action in row:
             if not _is_known(action):
-                yield f"worker {worker}: {action} is no action: a stage, F, B, I or W, and a micro-batch"
+                shown = str(action) if isinstance(cast(Any, action), Action) else repr(action)
+                yield f"worker {worker}: {shown} is no action: a stage, F, B, I or W, and a micro-batch"
 
 
 def _counts(has: int, wanted: int | None, what: str) -> Iterator[str]:

@@ -1,58 +1,23 @@
-"""One rule for the spans of time, the counts, the kinds of values and the tokens that users give as options.
+"""The rules of `weft.core.checks` for options, and one for tokens.
 
-``float("inf")`` looks like "never", and NaN passes many a comparison. But both, like all beyond some three hundred
-years, fail much later: in a thread that works for others too (`threading.TIMEOUT_MAX`), or in gRPC's clock. Likewise a
-token that no header can carry, for which it looks as if the server were not there. Addresses have a rule of their own,
-see `weft.experts.service.address`.
+A token that no header can carry looks as if the server were not there. Addresses have a rule of their own, see
+`weft.experts.service.address`.
 """
 
-from typing import Any, TypeGuard
+from typing import Any
 
-LONGEST = 1e9
-"""Seconds, about thirty years: who wants to wait for ever says this."""
+from weft.core.checks import LONGEST, count_fault, is_number, is_whole, kind_fault, seconds_fault, switch_fault
 
-
-def seconds_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
-    """What is wrong with so many seconds, in words; nothing, if a thread can wait for them.
-
-    Args:
-        name: what the user calls them.
-        value: what was given, of whatever type.
-        zero: whether 0 makes sense.
-        none: whether None does.
-    """
-    if value is None and none:
-        return []
-    if is_number(value) and (0 < value <= LONGEST or (zero and value == 0)):
-        return []
-    least = "at least 0" if zero else "above 0"
-    return [f"{name} is {value!r}, wanted seconds, {least} and at most {LONGEST:g}{', or None' * none}"]
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether this is an int or a float; True and False are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def count_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
-    """What is wrong with a count, in words; ``zero`` and ``none``: whether 0 and None make sense."""
-    least = 0 if zero else 1
-    if (value is None and none) or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
-        return []
-    return [f"{name} is {value!r}, wanted an int of at least {least}{', or None' * none}"]
-
-
-def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether this is an int; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def kind_fault(name: str, value: Any, kind: type, wanted: str, *, none: bool = False) -> list[str]:
-    """What is wrong with a value that must be of this kind, in words: ``wanted`` says how one gets it."""
-    if isinstance(value, kind) or (value is None and none):
-        return []
-    seen = repr(value) if value is None or isinstance(value, str | int | float) else f"of type {type(value).__name__}"
-    return [f"{name} is {seen}, wanted {wanted}{', or None' * none}"]
+__all__ = [
+    "LONGEST",
+    "count_fault",
+    "is_number",
+    "is_whole",
+    "kind_fault",
+    "seconds_fault",
+    "switch_fault",
+    "token_fault",
+]
 
 
 def token_fault(value: Any) -> list[str]:
@@ -66,8 +31,3 @@ def token_fault(value: Any) -> list[str]:
     if not (value.isascii() and value.isprintable()):
         return ["token holds characters that no header can carry, wanted printable ASCII"]
     return []
-
-
-def switch_fault(name: str, value: Any) -> list[str]:
-    """What is wrong with what should be True or False, in words."""
-    return [] if isinstance(value, bool) else [f"{name} is {value!r}, wanted True or False"]

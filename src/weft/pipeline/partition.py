@@ -16,12 +16,14 @@ programming over blocks exact, with skips as without.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from weft.core.checks import is_whole
 from weft.core.errors import PartitionError, listed
-from weft.pipeline.profile import parameter_bytes, profile_sizes, profile_times
+from weft.pipeline.profile import check_measured, parameter_bytes, profile_sizes, profile_times
 
 Skip = tuple[int, int, int | float]
 """A skip connection: source layer, destination layer, cost."""
@@ -40,9 +42,7 @@ def partition(costs: Sequence[int | float], parts: int, *, skips: Sequence[Skip]
     Raises ``PartitionError`` that lists all faults: more parts than layers, no part, a cost or a skip that is
     negative, infinite or no number, a skip that does not lead forward from one layer to a later one.
     """
-    faults = _faults(costs, parts, skips)
-    if faults:
-        raise PartitionError(listed(f"{len(costs)} layers cannot be cut into {parts} parts:", faults))
+    _check(costs, parts, skips)
     blocks = _block_costs(costs, skips)
     ceiling = _smallest_ceiling(blocks, parts)
     return _most_even(blocks, parts, ceiling)
@@ -60,8 +60,9 @@ def balance_by_time(
 
     ``sample`` is an input of the model, best of the size of a micro-batch; ``timeout`` the seconds that
     measuring may take beyond one run of every layer. See :func:`weft.pipeline.profile.profile_times`.
-    Raises ``PartitionError`` if there are fewer layers than ``partitions``.
+    Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for arguments of another kind.
     """
+    _check_parts(partitions, module)
     return partition(profile_times(module, sample, timeout=timeout, device=device), partitions)
 
 
@@ -79,8 +80,9 @@ def balance_by_size(
     ``input`` is a mini-batch, which ``chunks`` micro-batches will share; the activations of one are counted.
     ``param_scale`` is how many times a parameter is held: itself and its gradient make 2, SGD with momentum
     3, Adam 4. See :func:`weft.pipeline.profile.profile_sizes`.
-    Raises ``PartitionError`` if there are fewer layers than ``partitions``.
+    Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for arguments of another kind.
     """
+    _check_parts(partitions, module)
     sizes = profile_sizes(module, input, chunks=chunks, param_scale=param_scale, device=device)
     return partition(sizes, partitions)
 
@@ -93,25 +95,37 @@ def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
     return partition(parameter_bytes(module), partitions)
 
 
-def _faults(costs: Sequence[int | float], parts: int, skips: Sequence[Skip]) -> list[str]:
+def _check_parts(partitions: Any, module: nn.Sequential) -> None:
+    """Before anything is measured: whether there can be so many parts. Raises UsageError, PartitionError."""
+    check_measured(module)
+    _check([0] * len(module), partitions, ())
+
+
+def _check(costs: Sequence[int | float], parts: Any, skips: Sequence[Skip]) -> None:
     layers = len(costs)
     faults: list[str] = []
-    if parts < 1:
+    if not is_whole(parts):
+        faults.append(f"the number of parts is {parts!r}, wanted an int")
+    elif parts < 1:
         faults.append("at least one part is needed")
-    if parts > layers:
+    elif parts > layers:
         faults.append("every part needs at least one layer; ask for fewer parts or split layers")
-    faults += [f"layer {at} costs {cost}; wanted 0 or more" for at, cost in enumerate(costs) if not _valid(cost)]
+    faults += [f"layer {at} costs {cost!r}; wanted 0 or more" for at, cost in enumerate(costs) if not _valid(cost)]
     for source, destination, cost in skips:
         name = f"the skip from layer {source} to layer {destination}"
         if not 0 <= source < destination < layers:
             faults.append(f"{name} should lead forward between layers 0 to {layers - 1}")
         if not _valid(cost):
-            faults.append(f"{name} costs {cost}; wanted 0 or more")
-    return faults
+            faults.append(f"{name} costs {cost!r}; wanted 0 or more")
+    if faults:
+        raise PartitionError(listed(f"{layers} layers cannot be cut into {parts} parts:", faults))
 
 
 def _valid(cost: int | float) -> bool:
-    return math.isfinite(cost) and cost >= 0
+    try:
+        return math.isfinite(cost) and cost >= 0
+    except TypeError:
+        return False
 
 
 def _block_costs(costs: Sequence[int | float], skips: Sequence[Skip]) -> list[list[float]]:

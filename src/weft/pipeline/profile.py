@@ -12,16 +12,20 @@ Measuring layer by layer for balance is torchgpipe's idea.
 """
 
 import copy
+import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.core.checks import count_fault, is_number, kind_fault, seconds_fault
+from weft.core.errors import UsageError, listed
 from weft.core.events import seeing_saved
 from weft.core.microbatch import split
 from weft.core.tree import flatten, map_leaves
@@ -43,8 +47,9 @@ def profile_times(
     ``sample``, nested or not, is an input of the first layer. Every layer gets an equal share of ``timeout``
     seconds, and at least three rounds. ``device`` is where to measure; where ``sample`` is if ``None``.
     Layers keep their training flag; weights on the meta device count as zeros. Errors of layers get a note
-    that names the layer.
+    that names the layer. Raises ``UsageError`` for arguments of another kind.
     """
+    check_measured(module, seconds_fault("timeout", timeout, zero=True))
     where = _device(sample, device)
 
     def measure(trial: _Trial) -> tuple[Any, float]:
@@ -73,8 +78,12 @@ def profile_sizes(
     ``param_scale`` times (with their gradient and the optimizer's state), buffers once. Of the tensors that
     autograd saves, storages are counted once each, without those of parameters and buffers; what a custom
     function keeps besides is not seen. ``device`` is where to measure; where ``input`` is if ``None``.
-    Raises ``BatchError`` if ``input`` cannot be cut. Errors of layers get a note that names the layer.
+    Raises ``BatchError`` if ``input`` cannot be cut, ``UsageError`` for arguments of another kind. Errors of layers
+    get a note that names the layer.
     """
+    scales = is_number(param_scale) and 0 <= param_scale < math.inf
+    wrong = [] if scales else [f"param_scale is {param_scale!r}, wanted a number from 0 up"]
+    check_measured(module, count_fault("chunks", chunks), wrong)
 
     def measure(trial: _Trial) -> tuple[Any, float]:
         parameters, buffers = list(trial.layer.parameters()), list(trial.layer.buffers())
@@ -91,6 +100,13 @@ def profile_sizes(
         return output, sum(saved.values()) + _bytes(parameters) * param_scale + _bytes(buffers)
 
     return _layer_by_layer(module, split(input, chunks)[0], _device(input, device), measure)
+
+
+def check_measured(module: Any, *faults: Sequence[str]) -> None:
+    """Raise one UsageError with these faults, and with what is wrong with a model that is to be measured."""
+    found = [*kind_fault("module", module, nn.Sequential, "an nn.Sequential"), *chain(*faults)]
+    if found:
+        raise UsageError(listed("layers cannot be measured so:", found))
 
 
 def parameter_bytes(module: nn.Sequential) -> list[float]:

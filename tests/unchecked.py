@@ -1,0 +1,16 @@
+"""The library as its users have it: without the run-time checks of types, which see a wrong argument before weft."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import jaxtyping
+
+
+@contextmanager
+def unchecked() -> Generator[None]:
+    """No run-time checks of types inside."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
