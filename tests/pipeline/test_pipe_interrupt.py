@@ -23,8 +23,8 @@ RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoi
 every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_what_is_no_exception_passes_too(executor: str, kind: type[BaseException]) -> None:
     class Stops(nn.Module):
         stops = True

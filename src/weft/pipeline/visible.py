@@ -79,7 +79,12 @@ def _call(keeps: Keeps, function: Function, visit: Visit, segment: int, inputs: 
     if keeps(segment, visit.micro_batch) != "inputs":
         return function(visit, *inputs)
     call = partial(_checkpoint, _twice(function, visit), use_reentrant=False, preserve_rng_state=False)
-    return call(*inputs)
+    try:
+        return call(*inputs)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration):  # no generator of PyTorch's, but a layer has raised it
+            raise error.__cause__ from None
+        raise
 
 
 def _twice(function: Callable[..., Any], visit: Visit) -> Callable[..., Any]:
