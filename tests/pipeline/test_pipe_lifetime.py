@@ -1,5 +1,6 @@
 """Nothing outlives what it belongs to: no thread its pipe, no graph and no tensor its step."""
 
+import contextvars
 import gc
 import threading
 import weakref
@@ -201,6 +202,25 @@ def test_an_output_that_outlives_its_pipe_still_goes_back() -> None:
     backward(plain, rows(7, 4))
     for name, wanted in plain.named_parameters():
         torch.testing.assert_close(weights[name].grad, wanted.grad)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
+def test_a_pipe_keeps_no_context_variable_of_its_callers(executor: str) -> None:
+    class Value:
+        pass
+
+    pipe, _ = piped(chain(4, 5, 3), executor=executor, checkpoint="never")
+    pipe._made_runtime().layouts.choice.fixed = 0  # the caller's thread, under "auto"
+
+    def steps() -> "weakref.ref[Value]":
+        value = Value()
+        contextvars.ContextVar[Value]("value").set(value)
+        for _ in range(3):
+            backward(pipe, rows(7, 4))
+        return weakref.ref(value)
+
+    kept = contextvars.Context().run(steps)
+    assert kept() is None
 
 
 def test_a_pipe_that_was_never_used_has_no_thread() -> None:

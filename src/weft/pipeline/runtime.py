@@ -1,8 +1,10 @@
 """What a pipe needs to run and does not save: stages, plans, executors. Made anew after a copy or a load."""
 
 from collections.abc import Hashable, Sequence
+from contextvars import Context
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,8 @@ from weft.pipeline.stage import Survey
 from weft.pipeline.step import Order, Step
 from weft.pipeline.visible import guarded, run_silent, run_visible
 
+_numbers = count()
+
 
 class Runtime:
     """Stages, plans and executors of one pipe. Holds no tensor between steps but the parameters of its layers."""
@@ -47,7 +51,7 @@ class Runtime:
         self.uses = [RandomUse(generators([device])) for device in devices]
         self.rules: list[CheckpointRule] = checkpoint_rules(checkpoint, len(self.stages))
         self.device_types = sorted({device.type for device in devices})
-        self._threads = ThreadExecutor()
+        self._threads = ThreadExecutor(f"pipe{next(_numbers)}")  # so that a trace of two pipes tells them apart
         self._serial = SerialExecutor()
         self._plans: dict[tuple[str, bool], Plan] = {}
         self._loss = loss
@@ -145,7 +149,8 @@ class Runtime:
         for autocast, whose cache would make sums of gradients in a lower precision."""
         casts = self._casts()
         if casts or self._surroundings is None:
-            self._surroundings = Ambient.capture(self.device_types)
+            # It outlives the step, so it must not hold the caller's context variables, which no visible step needs.
+            self._surroundings = replace(Ambient.capture(self.device_types), context=Context())
         return run_visible(order, self._surroundings, enter=casts)
 
     def _order(self, request: "Request", plan: Plan, cargo: Cargo, surveys: Sequence[Survey]) -> Order:
@@ -193,8 +198,9 @@ def check_places(surveys: Sequence[Survey]) -> None:
     if misplaced:
         raise DeviceError(
             listed(
-                "parameters or buffers are not on the device of their stage; a pipe places its layers itself, so "
-                "do not move it as a whole (layers on the meta device: call pipe.materialize() first):",
+                "parameters or buffers are not on the device of their stage; a pipe places its layers when it is made, "
+                "so do not move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices "
+                "(layers on the meta device: call pipe.materialize() first):",
                 misplaced,
             )
         )
