@@ -257,6 +257,11 @@ def test_a_wrong_balance_is_a_value_error(balance: list[int]) -> None:
         )
 
 
+def test_one_device_need_not_be_in_a_list() -> None:
+    for device in ("cpu", torch.device("cpu"), ["cpu"]):
+        assert GPipe(nn.Sequential(nn.Tanh()), balance=[1], devices=device).devices == [torch.device("cpu")]
+
+
 def test_too_few_devices_are_an_index_error() -> None:
     with pytest.raises(IndexError, match="2 stages, but there are 1 devices"):
         GPipe(nn.Sequential(nn.Tanh(), nn.Tanh()), balance=[1, 1], devices=["cpu"])

@@ -177,6 +177,14 @@ def test_a_target_of_another_length_is_refused(executor: str) -> None:
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+def test_a_target_without_its_name_gets_a_hint(executor: str) -> None:
+    pipe, _ = piped(chain(4, 3, 2), executor=executor, loss=nn.MSELoss())
+    with pytest.raises(TypeError, match="positional") as caught:
+        pipe(rows(7, 4), rows(7, 2))
+    assert "target=y" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
 def test_a_loss_that_is_no_number_is_refused(executor: str) -> None:
     pipe, _ = piped(chain(4, 3, 2), executor=executor, loss=lambda output, target: output - target)
     with pytest.raises(SpecError, match=r"shape \(3, 2\)"):

@@ -1,4 +1,7 @@
-"""Which layers stand in which stage, and how a Pipe shows it."""
+"""Which layers stand in which stage, what may be set later, and how a Pipe shows it."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -6,8 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.pipeline.pipe_cases import EXECUTORS, assert_close, assert_gradients_equal, backward, chain, piped, rows
-from weft import Pipe
+from tests.pipeline.pipe_cases import (
+    EXECUTORS,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    chain,
+    piped,
+    rows,
+)
+from tests.unchecked import unchecked
+from weft import Pipe, Recorder, is_recomputing
+from weft.core.errors import UsageError
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.sampled_from(EXECUTORS))
@@ -59,6 +72,95 @@ def test_a_layer_that_was_moved_away_is_named() -> None:
         pipe(rows(4, 4))
     told = str(caught.value)
     assert all(name in told for name in ("2.weight is on meta, stage 1 on cpu", "2.bias", "0.spare"))
+
+
+def test_layers_keep_their_own_training_flags() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Dropout(), nn.Linear(4, 4)))
+    model[1].eval()
+    model[2][0].eval()
+    for deferred in (False, True):
+        pipe = Pipe(model, chunks=2, devices=["cpu"], deferred_batch_norm=deferred)
+        assert [each.training for each in pipe.modules()] == [True, True, False, True, False, True]
+    assert not Pipe(model.eval(), chunks=2).training
+
+
+def test_what_is_set_later_holds_from_the_next_step_on() -> None:
+    modes = ["always", "always"]
+    pipe, plain = piped(chain(4, 4, 4), executor="serial", balance=[2, 1], checkpoint=modes)
+    calls: list[bool] = []
+    pipe[0].register_forward_hook(lambda *_: calls.append(is_recomputing()))
+    changes: list[tuple[Callable[[], Any], int, list[bool], list[int]]] = [
+        (lambda: None, 3, [False] * 3 + [True] * 3, [2, 1]),
+        (lambda: modes.__setitem__(0, "never"), 3, [False] * 3, [2, 1]),
+        (lambda: setattr(pipe, "chunks", 2), 2, [False] * 2, [2, 1]),
+        (lambda: setattr(pipe, "balance", [1, 2]), 2, [False] * 2, [1, 2]),
+        (lambda: pipe.balance.insert(0, pipe.balance.pop()), 2, [False] * 2, [2, 1]),
+        (lambda: setattr(pipe, "devices", ("cpu:0", "cpu", "cpu")), 2, [False] * 2, [2, 1]),
+        (lambda: setattr(pipe, "executor", "threads"), 2, [False] * 2, [2, 1]),
+    ]
+    for change, chunks, wanted, balance in changes:
+        change()
+        calls.clear()
+        with pipe.watched_by(recorder := Recorder()):
+            backward(pipe, rows(6, 4))
+        backward(plain, rows(6, 4))
+        assert calls == wanted and pipe.statistics()["balance"] == balance
+        assert [len(stage.layers) for stage in pipe._made_runtime().stages] == balance
+        assert {event.action.micro_batch for event in recorder.events} == set(range(chunks))
+        assert_gradients_equal(pipe, plain)
+    assert pipe.devices == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("chunks", "4", "chunks is '4'"),
+        ("chunks", 3.0, r"chunks is 3\.0"),
+        ("executor", "thread", "executor is 'thread'"),
+        ("schedule", "1f1b", "begins backward before forward"),
+        ("schedule", ["gpipe"], r"schedule is \['gpipe'\]"),
+        ("balance", [1, 1], "the module has 3"),
+        ("balance", None, "it is None"),
+        ("devices", ["cpu"], "there are 1 devices"),
+        ("devices", ["meta", "meta"], r"(?s)pipe\.devices.*0\.weight is on cpu, stage 0 on meta"),
+        ("checkpoint", 5, "it is 5"),
+    ],
+)
+def test_what_is_set_later_is_checked_as_in_the_constructor(name: str, value: Any, told: str) -> None:
+    pipe, plain = piped(chain(4, 4, 4), balance=[2, 1])
+    backward(pipe, rows(6, 4))
+    before = getattr(pipe, name)
+    setattr(pipe, name, value)
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            pipe(rows(6, 4))
+    setattr(pipe, name, before)
+    backward(pipe, rows(6, 4))
+    for _ in range(2):
+        backward(plain, rows(6, 4))
+    assert_gradients_equal(pipe, plain)
+
+
+@pytest.mark.parametrize("watcher", [None, 3, object(), Recorder])
+def test_a_watcher_that_is_none_is_refused_before_a_step(watcher: Any) -> None:
+    pipe, _ = piped(chain(4, 4))
+    with unchecked(), pytest.raises(UsageError, match=r"weft\.Recorder"), pipe.watched_by(watcher):
+        raise AssertionError("the block began")
+
+
+def test_a_graph_that_stays_whole_cannot_be_watched() -> None:
+    pipe, _ = piped(chain(4, 4), executor="graph")
+    with pytest.raises(UsageError, match="'serial' or 'threads'"), pipe.watched_by(Recorder()):
+        raise AssertionError("the block began")
+
+
+def test_a_recording_of_two_pipes_tells_their_threads_apart() -> None:
+    recorder = Recorder()
+    for _ in range(2):
+        pipe, _ = piped(chain(4, 4, 4), executor="threads")
+        with pipe.watched_by(recorder):
+            backward(pipe, rows(6, 4))
+    assert len({event.thread for event in recorder.events}) == 4
 
 
 def test_printing_shows_stages_and_layers() -> None:

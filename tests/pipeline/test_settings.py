@@ -18,8 +18,10 @@ from weft.pipeline.settings import (
     checkpoint_rules,
     layers_of,
     never_recomputes,
+    places_of,
     reduction_of,
     resolve_layout,
+    sizes_of,
 )
 
 CPU = torch.device("cpu")
@@ -47,6 +49,12 @@ def test_layers_keep_their_names_and_order() -> None:
     assert layers_of(model) == [("zeta", first), ("alpha", second), ("again", first)]
 
 
+def shadowed() -> nn.Sequential:
+    model = linears(2, 2)
+    model.forward = lambda input: -input
+    return model
+
+
 class Reversed(nn.Sequential):
     def forward(self, input):
         for layer in reversed(list(self)):
@@ -60,12 +68,43 @@ class Reversed(nn.Sequential):
         (nn.Linear(2, 2), "Linear is no nn.Sequential"),
         (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList"),
         (Reversed(nn.Tanh()), "forward of its own"),
+        (shadowed(), "forward of its own"),
         (nn.Sequential(), "empty"),
     ],
 )
 def test_only_a_plain_sequential_with_layers_can_be_cut(module: nn.Module, word: str) -> None:
     with pytest.raises(SpecError, match=word):
         layers_of(module)
+
+
+def test_what_a_sequential_has_beside_its_layers_is_refused_because_it_would_be_lost() -> None:
+    model = linears(2, 2)
+    model.register_parameter("absent", None)
+    assert len(layers_of(model)) == 1
+    model.scale = nn.Parameter(torch.ones(1))
+    model.register_buffer("steps", torch.zeros(1))
+    hooks = [
+        model.register_forward_hook(lambda *_: None),
+        model.register_forward_pre_hook(lambda *_: None),
+        model.register_full_backward_hook(lambda *_: None),
+        model.register_state_dict_post_hook(lambda *_: None),
+        model.register_load_state_dict_pre_hook(lambda *_: None),
+    ]
+    with pytest.raises(SpecError, match="would be lost") as caught:
+        layers_of(model)
+    assert [fault.split(";")[0] for fault in told(caught)] == [
+        "parameter 'scale'",
+        "buffer 'steps'",
+        "a backward hook",
+        "a forward hook",
+        "a forward pre hook",
+        "a state dict hook",
+        "a load state dict pre hook",
+    ]
+    for hook in hooks:
+        hook.remove()
+    del model.scale, model.steps
+    assert len(layers_of(model)) == 1
 
 
 # --- checkpoint
@@ -97,8 +136,16 @@ def test_all_entries_that_are_no_mode_are_listed() -> None:
     with pytest.raises(UsageError, match="always, except_last, never") as caught:
         checkpoint_rules(["always", "maybe", 3], 2)
     assert told(caught) == ["entry 1 is 'maybe'", "entry 2 is 3", "it has 3 entries for 2 stages"]
-    with pytest.raises(ValueError, match="'sometimes'"):
-        checkpoint_rules("sometimes", 1)
+    for wrong, fault in (
+        ("sometimes", "entry 0 is 'sometimes'"),
+        (["always", ["never"]][1:], "entry 0 is ['never']"),
+        (5, "it is 5"),
+        (None, "it is None"),
+        (True, "it is True"),
+    ):
+        with pytest.raises(ValueError, match="checkpoint is one of") as caught:
+            checkpoint_rules(wrong, 1)
+        assert told(caught) == [fault]
 
 
 # --- chunks, executor, loss
@@ -106,21 +153,22 @@ def test_all_entries_that_are_no_mode_are_listed() -> None:
 
 def test_all_faults_of_the_plain_arguments_are_listed() -> None:
     with pytest.raises(UsageError) as caught:
-        check_arguments(0, "warp", 3, "most")
+        check_arguments(0, "warp", 3, "most", ["gpipe"], "no")
     assert [fault.split(";")[0] for fault in told(caught)] == [
         "chunks is 0",
         "executor is 'warp'",
         "loss is int",
         "loss_reduction is 'most'",
+        "schedule is ['gpipe']",
+        "deferred_batch_norm is 'no'",
     ]
-    check_arguments(1, "auto", None, None)
+    check_arguments(1, "auto", None, None, "gpipe", False)
 
 
-@pytest.mark.parametrize("chunks", [2.0, "2"])
+@pytest.mark.parametrize("chunks", [2.0, "2", True])
 def test_chunks_that_are_no_whole_number_are_a_fault_among_others(chunks: Any) -> None:
-    check: Any = getattr(check_arguments, "__wrapped__", check_arguments)  # as without run-time checks of types
     with pytest.raises(UsageError) as caught:
-        check(chunks, "warp", None, None)
+        check_arguments(chunks, "warp", None, None, "gpipe")
     assert [fault.split(";")[0] for fault in told(caught)] == [f"chunks is {chunks!r}", "executor is 'warp'"]
 
 
@@ -131,6 +179,16 @@ def test_the_reduction_is_as_said_else_that_of_the_loss_else_mean(reduction: str
     assert reduction_of(lambda output, target: output, None) == "mean"
     with pytest.raises(UsageError, match="'none'"):
         reduction_of(nn.MSELoss(reduction="none"), None)
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_a_mean_by_class_weights_is_refused_because_it_is_not_over_rows(kind: type[nn.Module]) -> None:
+    weight = torch.tensor([1.0, 5.0])
+    for said in (None, "mean"):
+        with pytest.raises(UsageError, match="by the weights of its targets"):
+            reduction_of(kind(weight=weight), said)
+    assert reduction_of(kind(), None) == "mean"
+    assert reduction_of(kind(weight=weight, reduction="sum"), None) == "sum"
 
 
 # --- schedule
@@ -161,6 +219,31 @@ def test_devices_may_repeat_and_may_be_one() -> None:
     assert resolve_layout(linears(1, 2, 3), None, "cpu", None) == ([2], [CPU])
     assert resolve_layout(linears(1, 2, 3), [1, 1], [CPU, "cpu", "cpu"], None) == ([1, 1], [CPU, CPU])
     assert resolve_layout(linears(1, 2, 3), [1, 1], ["cpu:0", "cpu:0"], None) == ([1, 1], [CPU, CPU])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "stages"),
+    [(5, []), ("23", []), ({2: 0, 3: 0}, []), ({2, 3}, []), ([2.7, 2.6], [0, 1]), ([True, 4], [0]), ([4, None], [1])],
+)
+def test_a_balance_that_is_no_list_of_whole_numbers_is_refused(wrong: Any, stages: list[int]) -> None:
+    with pytest.raises(PartitionError, match="each an int; but") as caught:
+        sizes_of(wrong)
+    assert told(caught) == [f"that of stage {stage} is {wrong[stage]!r}" for stage in stages]
+    assert stages or repr(wrong) in str(caught.value)
+
+
+def test_a_balance_may_be_any_row_of_whole_numbers() -> None:
+    for right in ([2, 3], (2, 3), torch.tensor([2, 3]), iter([2, 3])):
+        assert sizes_of(right) == [2, 3]
+
+
+def test_all_devices_that_are_none_are_listed() -> None:
+    assert places_of(CPU) == places_of("cpu") == [CPU]
+    with pytest.raises(UsageError, match="'cuda:1'") as caught:
+        places_of(["cpu", "gpu", None, 2.5])
+    assert told(caught) == ["that of stage 1 is 'gpu'", "that of stage 2 is None", "that of stage 3 is 2.5"]
+    with pytest.raises(UsageError, match=r"it is 3\.5"):
+        places_of(3.5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the default is the GPUs")

@@ -27,6 +27,7 @@ from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.errors import PartitionError, UsageError
 from weft.pipeline.partition import balance_by_size, balance_by_time
 from weft.pipeline.pipe import Pipe
+from weft.pipeline.settings import places_of, sizes_of
 from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __all__ = [
@@ -69,7 +70,7 @@ class GPipe(Pipe):
         module: nn.Sequential,
         balance: Iterable[int] | None = None,
         *,
-        devices: Iterable[Device] | None = None,
+        devices: Iterable[Device] | Device | None = None,
         chunks: int = 1,
         checkpoint: Literal["always", "except_last", "never"] = "except_last",
         deferred_batch_norm: bool = False,
@@ -79,13 +80,12 @@ class GPipe(Pipe):
                 "GPipe needs a balance, the number of layers in each partition; measure one with "
                 "balance_by_time(partitions, module, sample), or use weft.Pipe, which balances by itself"
             )
-        sizes = list(balance)
-        places = None if devices is None else list(devices)
+        sizes = sizes_of(balance)
         try:
             super().__init__(
                 module,
                 chunks=chunks,
-                devices=places,
+                devices=None if devices is None else places_of(devices),
                 balance=sizes,
                 checkpoint=checkpoint,
                 deferred_batch_norm=deferred_batch_norm,

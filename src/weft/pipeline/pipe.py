@@ -9,7 +9,7 @@ pipe adds, stages, plans and worker threads, is made at the first step and goes 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Literal, cast
@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from weft.core.errors import UsageError
 from weft.core.microbatch import micro_sizes
 from weft.core.run import Watcher
 from weft.core.schedule import Schedule
@@ -29,10 +30,13 @@ from weft.pipeline.settings import (
     CheckpointRule,
     check_arguments,
     check_schedule,
+    checked_layout,
     checkpoint_rules,
     layers_of,
+    places_of,
     reduction_of,
     resolve_layout,
+    sizes_of,
 )
 from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import Call
@@ -67,6 +71,9 @@ class Pipe(nn.Module):
             steps and keeps the faster) or ``"graph"`` (plain autograd, for gradients of gradients).
         sample: an input, only to balance by.
 
+    `chunks`, `balance`, `devices`, `checkpoint`, `schedule` and `executor` are attributes too, which every step reads
+    anew; a step raises what is wrong with them. Layers stay where they are when `balance` or `devices` change.
+
     All executors and schedules give the same gradients as the undivided model, to rounding; a layer's random
     numbers depend on stage and micro-batch only. Raises SpecError, SkipWiringError, PartitionError,
     ScheduleError or UsageError for arguments that do not fit.
@@ -93,7 +100,7 @@ class Pipe(nn.Module):
         super().__init__()
         layers = layers_of(module)
         verify_skippables(module)
-        check_arguments(chunks, executor, loss, loss_reduction)
+        check_arguments(chunks, executor, loss, loss_reduction, schedule, deferred_batch_norm)
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.schedule = schedule
@@ -105,13 +112,14 @@ class Pipe(nn.Module):
         self._loss = (loss, "mean" if loss is None else reduction_of(loss, loss_reduction))
         self._watcher: Watcher | None = None
         self._runtime: Runtime | None = None
+        self._checked: Any = None  # the settings as they were when they were found to fit
         self._recipe: Any = None  # what the runtime was made of
         where = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
         for (name, layer), device in zip(layers, where, strict=True):
             converted = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
             # Straight into the table: a layer may be called as one of the pipe's attributes.
             self._modules[name] = converted if on_meta(converted) else converted.to(device)
-        self.train(module.training)
+        self.training = module.training  # its own: each layer may have another
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for a mini-batch, or with a `loss` and ``target=`` its loss.
@@ -135,7 +143,12 @@ class Pipe(nn.Module):
             targets = (kwargs.pop("target"),)
         main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
         request = Request(main, targets, self.chunks, self.schedule, self._watcher)
-        return runtime.serve(request, (torch.is_grad_enabled(), self.training))
+        try:
+            return runtime.serve(request, (torch.is_grad_enabled(), self.training))
+        except TypeError as error:
+            if self._loss[0] is not None and not targets and len(args) > 1:
+                error.add_note("weft: the pipe has a loss; its target is given by name: pipe(x, target=y)")
+            raise
 
     @property
     def partitions(self) -> list[nn.Sequential]:
@@ -149,7 +162,17 @@ class Pipe(nn.Module):
 
     @contextmanager
     def watched_by(self, watcher: Watcher) -> Generator[None]:
-        """Let a watcher, such as `weft.Recorder`, see what runs inside; stages run apart meanwhile."""
+        """Let a watcher, such as `weft.Recorder`, see what runs inside; stages run apart meanwhile.
+
+        Raises UsageError for what is no watcher, and under ``executor="graph"``, which has no stages to see.
+        """
+        if isinstance(watcher, type) or not isinstance(cast(Any, watcher), Watcher):
+            raise UsageError(f"a pipe is watched by a weft.Recorder or the like, but this is {watcher!r}")
+        if self.executor == "graph":
+            raise UsageError(
+                "executor='graph' leaves backward to autograd, where nobody can see stages and micro-batches; set "
+                "pipe.executor to 'serial' or 'threads' for the steps that are watched"
+            )
         before, self._watcher = self._watcher, watcher
         try:
             yield
@@ -190,7 +213,7 @@ class Pipe(nn.Module):
         return self._layers()[index][1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runtime": None, "_recipe": None, "_watcher": None}
+        return {**self.__dict__, "_runtime": None, "_checked": None, "_recipe": None, "_watcher": None}
 
     def extra_repr(self) -> str:
         """What stands behind the class name when the pipe is printed."""
@@ -200,22 +223,42 @@ class Pipe(nn.Module):
     def _layers(self) -> list[tuple[str, nn.Module]]:
         return [(name, layer) for name, layer in self._modules.items() if layer is not None]
 
+    def _settings(self) -> tuple[Any, ...]:
+        """All that a user may have set anew since the last step, with copies of the lists."""
+        lists = map(_frozen, (self.balance, self.devices, self.checkpoint))
+        return (type(self.chunks), self.chunks), self._layers(), self.executor, self.schedule, *lists
+
     def _made_runtime(self) -> Runtime:
-        recipe = (self._layers(), self.checkpoint, self.executor, self.schedule)
+        """The runtime for the settings as they are now. Raises what the constructor raises if they do not fit."""
+        if self._runtime is not None and self._checked == self._settings():
+            return self._runtime
+        check_arguments(self.chunks, self.executor, *self._loss, self.schedule)
+        sizes, places = sizes_of(self.balance), places_of(self.devices)
+        self.balance, self.devices = checked_layout(sizes, places, len(self._layers()))
+        checkpoint_rules(self.checkpoint, len(self.balance))
+        check_schedule(self.schedule, len(self.balance), self.chunks, self._loss[0])
+        settings = self._settings()
+        splits = build(self.schedule, len(self.balance), self.chunks).splits
+        recipe = (*settings[1:], splits)  # another number of chunks needs no other threads
         if self._runtime is None or self._recipe != recipe:  # such as another module in the place of a layer
-            checkpoint_rules(self.checkpoint, len(self.balance))
-            self._recipe = recipe
             self._runtime = Runtime(
-                recipe[0],
+                settings[1],
                 self.balance,
                 self.devices,
                 self.checkpoint,
                 self.executor,
                 *self._loss,
                 may_merge=self.schedule in SCHEDULES,
-                splits=build(self.schedule, len(self.balance), self.chunks).splits,
+                splits=splits,
             )
+        self._checked, self._recipe = settings, recipe
         return self._runtime
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of a list, which may be changed in place."""
+    lists = isinstance(value, Iterable) and not isinstance(value, str)
+    return tuple(cast("Iterable[Any]", value)) if lists else cast(Any, value)
 
 
 def _reset(module: nn.Module) -> None:

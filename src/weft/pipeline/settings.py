@@ -1,11 +1,13 @@
 """The arguments of a Pipe, checked all at once and brought into one form."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from operator import index
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
+from weft.core.checks import is_whole
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, listed
 from weft.core.schedule import Schedule
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
@@ -24,25 +26,52 @@ _RULES: dict[str, CheckpointRule] = {
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of a sequential model with their names. Raises SpecError if it is something else."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        what = "an nn.Sequential with a forward of its own" if isinstance(module, nn.Sequential) else "no nn.Sequential"
+    """The layers of a sequential model with their names. Raises SpecError if it is something else, or has more."""
+    sequential = isinstance(module, nn.Sequential)
+    if not sequential or "forward" in vars(module) or type(module).forward is not nn.Sequential.forward:
+        what = "an nn.Sequential with a forward of its own" if sequential else "no nn.Sequential"
         raise SpecError(
             f"Pipe takes an nn.Sequential, whose layers it can spread over stages, but {type(module).__name__} is "
             f"{what}; list its layers in an nn.Sequential, and use skippable layers for long connections"
         )
     if not len(module):
         raise SpecError("Pipe takes an nn.Sequential with at least one layer, but this one is empty")
+    if faults := list(_beside_the_layers(module)):
+        raise SpecError(
+            listed(
+                "Pipe takes the layers out of an nn.Sequential and leaves it behind, so what belongs to the "
+                f"{type(module).__name__} itself and to none of its layers would be lost:",
+                faults,
+            )
+        )
     return list(module._modules.items())  # named_children would leave out a layer that stands there twice
+
+
+def _beside_the_layers(module: nn.Sequential) -> Iterable[str]:
+    """What a container has of its own, in words."""
+    for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
+        yield from (f"{kind} {name!r}; put it into a layer" for name, each in table.items() if each is not None)
+    for name, table in vars(module).items():
+        if name.endswith("_hooks") and name.startswith("_") and table:
+            kind = name.strip("_").replace("_", " ").removesuffix("s")
+            yield f"a {kind}; register it with the pipe, where it sees whole mini-batches, or with a layer"
 
 
 def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:
     """One rule per stage. Raises UsageError that lists every entry which is no mode."""
-    modes: list[Any] = (
-        [checkpoint] * stages if isinstance(checkpoint, str) or callable(checkpoint) else list(checkpoint)
-    )
-    faults = [f"entry {i} is {mode!r}" for i, mode in enumerate(modes) if not callable(mode) and mode not in _RULES]
-    if len(modes) != stages:
+    modes: list[Any] = []
+    if isinstance(checkpoint, str) or callable(checkpoint):
+        modes = [checkpoint] * stages
+    elif isinstance(checkpoint, Iterable):
+        modes = list(cast("Iterable[Any]", checkpoint))
+    faults = [
+        f"entry {i} is {mode!r}"
+        for i, mode in enumerate(modes)
+        if not (callable(mode) or (isinstance(mode, str) and mode in _RULES))
+    ]
+    if not modes:
+        faults.append(f"it is {checkpoint!r}")
+    elif len(modes) != stages:
         faults.append(f"it has {len(modes)} entries for {stages} stages")
     if faults:
         wanted = f"checkpoint is one of {', '.join(_RULES)}, a list of them with one per stage, or a function"
@@ -56,10 +85,12 @@ def never_recomputes(checkpoint: Any) -> bool:
     return all(mode == "never" for mode in modes)
 
 
-def check_arguments(chunks: int, executor: str, loss: Any, reduction: Any) -> None:
+def check_arguments(
+    chunks: Any, executor: Any, loss: Any, reduction: Any, schedule: Any, deferred_batch_norm: Any = False
+) -> None:
     """Raise one UsageError with all that is wrong among these."""
     faults: list[str] = []
-    if not isinstance(cast(Any, chunks), int):
+    if not is_whole(chunks):
         faults.append(f"chunks is {chunks!r}; a number of micro-batches is an int")
     elif chunks < 1:
         faults.append(f"chunks is {chunks}; a mini-batch is cut into at least one micro-batch")
@@ -69,6 +100,11 @@ def check_arguments(chunks: int, executor: str, loss: Any, reduction: Any) -> No
         faults.append(f"loss is {type(loss).__name__}; give a function or module (output, target) -> number")
     if reduction not in (None, "mean", "sum"):
         faults.append(f"loss_reduction is {reduction!r}; the losses of micro-batches are combined by 'mean' or 'sum'")
+    if not isinstance(schedule, str | Schedule):
+        names = ", ".join(map(repr, SCHEDULES))
+        faults.append(f"schedule is {schedule!r}; it is one of {names}, a table as text, or a weft.Schedule")
+    if not isinstance(deferred_batch_norm, bool):
+        faults.append(f"deferred_batch_norm is {deferred_batch_norm!r}; it is True or False")
     if faults:
         raise UsageError(listed("these arguments of Pipe do not make sense:", faults))
 
@@ -97,6 +133,12 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
             f"the loss module has reduction {found!r}, but the loss of a micro-batch must be one number; "
             "use reduction 'mean' or 'sum'"
         )
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None and loss.reduction == "mean":
+        raise UsageError(
+            f"{type(loss).__name__} with a weight takes the mean by the weights of its targets and not over rows, so "
+            "the losses of micro-batches do not make that of the mini-batch; give a function that returns a sum, "
+            "divided by the weights of the whole mini-batch (docs/pipeline.md, Loss inside, shows one)"
+        )
     return found
 
 
@@ -111,26 +153,67 @@ def resolve_layout(
     Without devices: every CUDA device if there are any, else the CPU. Without a balance: by measured time if
     there is a sample, else by the number of parameters; as many stages as devices (two on the CPU).
     """
-    given = [devices] if isinstance(devices, str | int | torch.device) else devices
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    if given is not None:
-        places = [_indexed(torch.device(each)) for each in given]
-    else:
-        places = cuda or [torch.device("cpu")] * (len(balance) if balance is not None else min(2, len(module)))
-    if balance is None:
-        stages = min(len(places), len(module))
-        if sample is None:
-            return balance_by_parameters(stages, module), list(places[:stages])
-        return balance_by_time(stages, module, sample), list(places[:stages])
-    sizes = [int(size) for size in balance]
+    sizes = None if balance is None else sizes_of(balance)
+    here = cuda or [torch.device("cpu")] * (min(2, len(module)) if sizes is None else len(sizes))
+    places = here if devices is None else places_of(devices)
+    if sizes is not None:
+        return checked_layout(sizes, places, len(module))
+    stages = min(len(places), len(module))
+    if sample is None:
+        return balance_by_parameters(stages, module), places[:stages]
+    return balance_by_time(stages, module, sample), places[:stages]
+
+
+def checked_layout(
+    sizes: Sequence[int], places: Sequence[torch.device], layers: int
+) -> tuple[list[int], list[torch.device]]:
+    """Layers per stage and one device per stage. Raises PartitionError that lists all faults."""
     faults = [f"stage {i} has {size} layers, but needs at least one" for i, size in enumerate(sizes) if size < 1]
-    if sum(sizes) != len(module):
-        faults.append(f"balance {sizes} places {sum(sizes)} layers, but the module has {len(module)}")
+    if sum(sizes) != layers:
+        faults.append(f"balance {list(sizes)} places {sum(sizes)} layers, but the module has {layers}")
     if len(sizes) > len(places):
         faults.append(f"balance has {len(sizes)} stages, but there are {len(places)} devices (they may repeat)")
     if faults:
         raise PartitionError(listed("these layers cannot be spread as asked:", faults))
-    return sizes, list(places[: len(sizes)])
+    return list(sizes), list(places[: len(sizes)])
+
+
+def sizes_of(balance: Any) -> list[int]:
+    """A balance as numbers of layers. Raises PartitionError that lists what is no whole number."""
+    wanted = "a balance is a list with the number of layers of each stage, each an int; but"
+    if not isinstance(balance, Iterable) or isinstance(balance, str | Mapping | Set):
+        raise PartitionError(f"{wanted} it is {balance!r}")
+    sizes: list[int] = []
+    faults: list[str] = []
+    for stage, size in enumerate(cast("Iterable[Any]", balance)):
+        try:
+            sizes.append(index(size))  # also of NumPy and of a tensor
+        except TypeError:
+            faults.append(f"that of stage {stage} is {size!r}")
+        else:
+            faults += [f"that of stage {stage} is {size!r}"] * isinstance(size, bool)
+    if faults:
+        raise PartitionError(listed(f"{wanted}:", faults))
+    return sizes
+
+
+def places_of(devices: Any) -> list[torch.device]:
+    """Devices as tensors report them. Raises UsageError that lists what is none."""
+    given = [devices] if isinstance(devices, str | int | torch.device) else devices
+    wanted = "devices are names such as 'cpu' or 'cuda:1', numbers, or torch.device, one per stage; but"
+    if not isinstance(given, Iterable):
+        raise UsageError(f"{wanted} it is {devices!r}")
+    places: list[torch.device] = []
+    faults: list[str] = []
+    for stage, each in enumerate(cast("Iterable[Any]", given)):
+        try:
+            places.append(_indexed(torch.device(each)))
+        except (TypeError, RuntimeError):
+            faults.append(f"that of stage {stage} is {each!r}")
+    if faults:
+        raise UsageError(listed(f"{wanted}:", faults))
+    return places
 
 
 def _indexed(device: torch.device) -> torch.device:
