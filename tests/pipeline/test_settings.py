@@ -1,6 +1,7 @@
 """The arguments of a Pipe: every fault is told, all faults of one check at once, and defaults are found."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -177,12 +178,21 @@ def test_the_reduction_is_as_said_else_that_of_the_loss_else_mean(reduction: str
     assert reduction_of(nn.MSELoss(reduction=reduction), None) == reduction
     assert reduction_of(nn.MSELoss(reduction="sum"), reduction) == reduction
     assert reduction_of(lambda output, target: output, None) == "mean"
+    bound = partial(nn.functional.mse_loss, reduction=reduction)
+    assert reduction_of(bound, None) == reduction
+    assert reduction_of(partial(nn.functional.mse_loss, reduction="none"), reduction) == reduction
     with pytest.raises(UsageError, match="'none'"):
         reduction_of(nn.MSELoss(reduction="none"), None)
+    assert reduction_of(None, None) == "mean"
+    with pytest.raises(UsageError, match="there is no loss"):
+        reduction_of(None, reduction)
 
 
-@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss])
-def test_a_mean_by_class_weights_is_refused_because_it_is_not_over_rows(kind: type[nn.Module]) -> None:
+FUNCTIONS = [partial(partial, each) for each in (nn.functional.cross_entropy, nn.functional.nll_loss)]
+
+
+@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss, *FUNCTIONS])
+def test_a_mean_by_class_weights_is_refused_because_it_is_not_over_rows(kind: Any) -> None:
     weight = torch.tensor([1.0, 5.0])
     for said in (None, "mean"):
         with pytest.raises(UsageError, match="by the weights of its targets"):

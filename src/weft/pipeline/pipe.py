@@ -64,9 +64,10 @@ class Pipe(nn.Module):
             schedules that begin backward early (1F1B) can run; without a target, the pipe returns the output.
             What it has to learn itself is found when it is a module. It must not read the layers' parameters.
         loss_reduction: how the loss function sums over rows, ``"mean"`` or ``"sum"``: the mini-batch's loss is
-            the mean of the micro-batches' weighted by rows, or their sum. Default: the loss module's own
-            ``reduction``, else ``"mean"``. A loss that is neither (a mean over unmasked tokens, say) is exact
-            when it returns a sum that it divides by a number of the whole mini-batch.
+            the mean of the micro-batches' weighted by rows, or their sum. Default: the loss's own ``reduction``
+            (a module's, or a keyword of a `functools.partial`), else ``"mean"``. A loss that is neither (a mean
+            over unmasked tokens, say) is exact when it returns a sum that it divides by a number of the whole
+            mini-batch.
         executor: ``"threads"`` (one worker per stage), ``"serial"``, ``"auto"`` (measures both on the first
             steps and keeps the faster) or ``"graph"`` (plain autograd, for gradients of gradients).
         sample: an input, only to balance by.
@@ -109,7 +110,7 @@ class Pipe(nn.Module):
         checkpoint_rules(checkpoint, len(self.balance))
         check_schedule(schedule, len(self.balance), chunks, loss)
         # Not a child: a loss module's parameters are the user's to save, and the keys stay those of the model.
-        self._loss = (loss, "mean" if loss is None else reduction_of(loss, loss_reduction))
+        self._loss = (loss, reduction_of(loss, loss_reduction))
         self._watcher: Watcher | None = None
         self._runtime: Runtime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit

@@ -1,6 +1,7 @@
 """The arguments of a Pipe, checked all at once and brought into one form."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from operator import index
 from typing import Any, Literal, cast
 
@@ -17,6 +18,7 @@ Checkpoint = Literal["always", "except_last", "never"]
 CheckpointRule = Callable[[int, int, int], bool]
 """``rule(stage, micro_batch, micro_batches)``: whether this forward keeps only its inputs and is recomputed."""
 
+_WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.functional.cross_entropy, nn.functional.nll_loss)
 EXECUTORS = ("auto", "serial", "threads", "graph")
 _RULES: dict[str, CheckpointRule] = {
     "always": lambda stage, micro_batch, micro_batches: True,
@@ -126,16 +128,26 @@ def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any
 
 
 def reduction_of(loss: Any, reduction: str | None) -> str:
-    """How the losses of the micro-batches make that of the mini-batch: as said, or as the loss module says."""
-    found = reduction or getattr(loss, "reduction", "mean")
+    """How the losses of the micro-batches make that of the mini-batch: as said, or as the loss itself says."""
+    if loss is None:
+        if reduction is not None:
+            raise UsageError(
+                f"loss_reduction is {reduction!r}, but there is no loss; give the pipe one, or leave it out"
+            )
+        return "mean"
+    words = loss.keywords if isinstance(loss, partial) else {}  # F.cross_entropy with some of its arguments, say
+    own = words.get("reduction", getattr(loss, "reduction", "mean"))
+    found = reduction or own
     if found not in ("mean", "sum"):
         raise UsageError(
-            f"the loss module has reduction {found!r}, but the loss of a micro-batch must be one number; "
+            f"the loss has reduction {found!r}, but the loss of a micro-batch must be one number; "
             "use reduction 'mean' or 'sum'"
         )
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None and loss.reduction == "mean":
+    weight = words.get("weight") if words else getattr(loss, "weight", None)
+    kind = loss.func if isinstance(loss, partial) else type(loss)
+    if kind in _WEIGHTED and weight is not None and own == "mean":
         raise UsageError(
-            f"{type(loss).__name__} with a weight takes the mean by the weights of its targets and not over rows, so "
+            f"{kind.__name__} with a weight takes the mean by the weights of its targets and not over rows, so "
             "the losses of micro-batches do not make that of the mini-batch; give a function that returns a sum, "
             "divided by the weights of the whole mini-batch (docs/pipeline.md, Loss inside, shows one)"
         )
