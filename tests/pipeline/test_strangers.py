@@ -1,13 +1,28 @@
 """A parameter that a segment reads and does not have is told, not lost."""
 
+import copy
+import sys
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.pipeline.pipe_cases import CHECKPOINTS, CUTS, assert_gradients_equal, backward, chain, piped, rows
+from tests.pipeline.pipe_cases import (
+    CHECKPOINTS,
+    CUTS,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    chain,
+    piped,
+    rows,
+)
 from weft import Pipe
 from weft.core.errors import UsageError
 
@@ -30,8 +45,26 @@ def test_a_parameter_of_another_stage_is_an_error_that_names_it(executor: str, c
     model = chain(4, 5, 3)
     model.append(Reads(model[0].bias))
     pipe, _ = piped(model, executor=executor, checkpoint=checkpoint, balance=[2, 2])
-    with pytest.raises(UsageError, match=r"stage 1 .*\n  - 0\.bias of stage 0"):
-        backward(pipe, rows(7, 4))
+    for _ in range(2):  # not only the first time
+        with pytest.raises(UsageError, match=r"stage 1 .*\n  - 0\.bias of stage 0"):
+            backward(pipe, rows(7, 4))
+
+
+@pytest.mark.parametrize("executor", CUTS)
+def test_a_penalty_that_is_switched_on_later_is_found_before_the_steps_have_doubled(executor: str) -> None:
+    model, scale = chain(4, 5, 3), [0.0]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        penalty = scale[0] * model[0].weight.square().sum() if scale[0] else 0
+        return (output - target).square().mean() + penalty
+
+    pipe = Pipe(model, chunks=2, devices=["cpu"] * 2, executor=executor, loss=loss)
+    for _ in range(4):
+        pipe(rows(6, 4), target=rows(6, 3)).backward()
+    scale[0] = 1.0
+    with pytest.raises(UsageError, match="penalty on weights"):
+        for _ in range(5):
+            pipe(rows(6, 4), target=rows(6, 3)).backward()
 
 
 @every_cut
@@ -61,15 +94,70 @@ def test_where_nothing_is_lost_nothing_is_said(executor: str, balance: list[int]
     assert_gradients_equal(pipe, plain)
 
 
+@pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_])
 @pytest.mark.parametrize("executor", CUTS)
-def test_a_parameter_that_nobody_has_is_warned_of_once(executor: str) -> None:
-    hidden = nn.Parameter(torch.ones(2, dtype=torch.float64))
+def test_what_learns_and_nobody_has_as_a_parameter_is_warned_of_once(
+    executor: str, kind: Callable[[Tensor], Tensor]
+) -> None:
+    hidden = kind(torch.ones(2, dtype=torch.float64))
     model = chain(4, 5, 3)
     model.append(Reads(hidden))
     pipe, _ = piped(model, executor=executor, balance=[2, 2])
     with pytest.warns(UserWarning, match=r"stage 1 .*\(2,\).*requires_grad_\(False\)"):
         backward(pipe, rows(7, 4))
-    backward(pipe, rows(7, 4))
+    with warnings.catch_warnings(action="error"):
+        backward(pipe, rows(7, 4))
     frozen, _ = piped(nn.Sequential(*chain(4, 5), Reads(hidden.requires_grad_(False))), executor=executor)
     with warnings.catch_warnings(action="error"):
         backward(frozen, rows(7, 4))
+
+
+class Force(nn.Module):
+    """Differentiates by a leaf that it makes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return torch.zeros_like(x)
+        place = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(place).square().sum(), place, create_graph=True)
+        return force
+
+
+@pytest.mark.parametrize("executor", CUTS)
+def test_a_leaf_that_a_layer_makes_for_itself_is_not_told(executor: str) -> None:
+    pipe, plain = piped(nn.Sequential(*chain(4, 4), Force()).double(), executor=executor, checkpoint="never")
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            backward(pipe, rows(7, 4))
+            backward(plain, rows(7, 4))
+    assert_gradients_equal(pipe, plain)
+
+
+@pytest.fixture
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of this process alone."""
+    if sys.platform == "linux":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("executor", CUTS)
+def test_layers_that_shard_themselves_are_refused_and_a_sharded_pipe_is_right(executor: str) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = chain(4, 5, 3)
+    sharded = Pipe(copy.deepcopy(model), chunks=3, devices=["cpu"] * 2, executor=executor)
+    fully_shard(sharded, mesh=mesh)
+    backward(sharded, rows(7, 4))
+    backward(model, rows(7, 4))
+    for seen, wanted in zip(sharded.parameters(), model.parameters(), strict=True):
+        assert_close(cast(Any, seen.grad).full_tensor(), wanted.grad)
+    fully_shard(model[2], mesh=mesh)
+    with pytest.raises(UsageError, match=r"stage 1 shards its own parameters \(FSDPLinear\).*fully_shard\(pipe\)"):
+        backward(Pipe(model, chunks=3, devices=["cpu"] * 2, executor=executor), rows(7, 4))
