@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import BatchError, listed
+from weft.core.leaves import OPEN, hidden_tensors
 from weft.core.tree import Structure, difference, structure_paths
 
 
@@ -150,6 +151,8 @@ def _object_fault(column: Sequence[Any]) -> str | None:
     """Why pieces that are no tensors cannot be joined; ``None`` if they are equal."""
     if all(_same(column[0], piece) for piece in column):
         return None
+    if any(hidden_tensors(piece) for piece in column):
+        return f"is a {type(column[0]).__name__} with tensors inside, which cannot be joined; {OPEN}"
     values = ", ".join(map(reprlib.repr, column))
     return f"is no tensor and differs between micro-batches ({values}); return one value for all, or a tensor"
 

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.core.ambient import Ambient, phase
 from weft.core.errors import InPlaceError
+from weft.core.leaves import forbid_hidden, leaf_of
 from weft.core.split_backward import SplitBackward
 from weft.core.tree import flatten, unflatten
 
@@ -56,8 +57,7 @@ def cut(value: Any, tracked: bool | None = None) -> Any:
 
 def _leaf(tensor: Tensor, tracked: bool | None) -> Tensor:
     wanted = tensor.requires_grad if tracked is None else tracked and differentiable(tensor)
-    leaf = tensor.detach()
-    return leaf.requires_grad_() if wanted else leaf
+    return leaf_of(tensor, wanted)
 
 
 def differentiable(tensor: Tensor) -> bool:
@@ -251,7 +251,9 @@ class Tape:
 
 def _edge(leaf: Any) -> GradientEdge | None:
     """Where the gradient of an output enters the graph: all that backward needs of it."""
-    return get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
+    if isinstance(leaf, Tensor):
+        return get_gradient_edge(leaf) if leaf.requires_grad else None
+    return forbid_hidden(leaf, "a result")
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError
+from weft.core.leaves import forbid_hidden, leaf_of
 from weft.core.microbatch import SplitPlan, plan_split
 from weft.core.microbatch_join import JoinPlan, common_structure, plan_join
 from weft.core.segment import Gradients
@@ -39,11 +40,17 @@ class Cargo:
         return self.split.sizes
 
     def leaves(self) -> list[list[Any]]:
-        """For every micro-batch its parts, as leaves that want a gradient where the caller's tensors do."""
+        """For every micro-batch its parts, as leaves that want a gradient where the caller's tensors do.
+
+        Raises SpecError for what hides a tensor that wants one.
+        """
+        for leaf in self._leaves:
+            if not isinstance(leaf, Tensor):
+                forbid_hidden(leaf, "an argument")
         return [
             self._nested(
                 [
-                    x.detach().requires_grad_(wanted) if isinstance(x, Tensor) else x
+                    leaf_of(x, wanted) if isinstance(x, Tensor) else x
                     for x, wanted in zip(piece, self._wanted, strict=True)
                 ]
             )

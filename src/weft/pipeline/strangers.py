@@ -119,9 +119,5 @@ def _learning_behind(outputs: Iterable[Any]) -> list[Tensor]:
     """The leaves that want a gradient to which the graph of these values leads."""
     leaves = [x for value in outputs for x in flatten(value)[0] if isinstance(x, Tensor)]
     nodes = children_first([x.grad_fn for x in leaves if x.grad_fn is not None])
-    found = {id(x): x for x in (*(getattr(node, "variable", None) for node in nodes), *leaves) if _learns(x)}
-    return list(found.values())
-
-
-def _learns(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
+    reached = [*(getattr(node, "variable", None) for node in nodes), *leaves]
+    return list({id(x): x for x in reached if isinstance(x, Tensor) and x.is_leaf and x.requires_grad}.values())
