@@ -1,14 +1,27 @@
-"""What a cut cannot carry is refused, not lost: tensors that leave by another door, containers nobody knows."""
+"""What a cut cannot carry is refused, not lost: side doors, containers nobody knows, other ways to differentiate."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 from torch.utils import _pytree as pytree
 
-from tests.pipeline.pipe_cases import CHECKPOINTS, CUTS, assert_gradients_equal, backward, chain, piped, rows
+from tests.pipeline.pipe_cases import (
+    CHECKPOINTS,
+    CUTS,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    chain,
+    piped,
+    rows,
+)
 from weft.core.errors import BatchError, SpecError, UsageError
 
 every_cut = pytest.mark.parametrize(("executor", "checkpoint"), [(e, c) for e in CUTS for c in CHECKPOINTS])
@@ -147,3 +160,71 @@ def test_an_argument_that_hides_a_trainable_tensor_is_refused(executor: str, che
     backward(pipe, rows(7, 4), make(shift))  # every micro-batch gets it whole, like any other object
     with pytest.raises(SpecError, match=r"an argument is a (Slim|Features|Holder) with tensors inside"):
         backward(pipe, rows(7, 4), make(shift.requires_grad_()))
+
+
+dual: Any = forward_ad
+
+
+def tangent(model: nn.Module, x: Tensor) -> Tensor:
+    with dual.dual_level():
+        return dual.unpack_dual(model(dual.make_dual(x, torch.ones_like(x)))).tangent
+
+
+def tangent_of_a_parameter(model: nn.Module, x: Tensor) -> Tensor:
+    with dual.dual_level():
+        found = {name: dual.make_dual(each, torch.ones_like(each)) for name, each in model.named_parameters()}
+        return dual.unpack_dual(torch.func.functional_call(model, found, (x,))).tangent
+
+
+def gradient(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda x: model(x).sum())(x)
+
+
+def vectorized(model: nn.Module, x: Tensor) -> Tensor:
+    return cast(Tensor, jacobian(model, x, vectorize=True))
+
+
+TRANSFORMS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
+    "forward mode": (tangent, "has a tangent"),
+    "forward mode over parameters": (tangent_of_a_parameter, "has a tangent"),
+    "jvp": (lambda model, x: torch.func.jvp(model, (x,), (x,))[1], r"torch\.func"),
+    "vjp": (lambda model, x: torch.func.vjp(model, x)[1](torch.ones(7, 3).double())[0], r"torch\.func"),
+    "grad": (gradient, r"torch\.func"),
+    "vmap": (lambda model, x: torch.func.vmap(model)(torch.stack([x, 2 * x])), r"torch\.func"),
+    "vectorized jacobian": (vectorized, "several gradients were asked for at once"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, on first use
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("tracked", [True, False])
+def test_ways_to_differentiate_that_see_no_cut_are_refused_and_right_where_all_is_visible(
+    name: str, tracked: bool
+) -> None:
+    transform, why = TRANSFORMS[name]
+    for executor in (*CUTS, "auto", "graph"):
+        pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint="never")
+        with nullcontext() if tracked else torch.no_grad():
+            if executor != "graph":
+                with pytest.raises(UsageError, match=f"{why}.*executor='graph'"):
+                    transform(pipe, rows(7, 4))
+            else:
+                assert_close(transform(pipe, rows(7, 4)), transform(plain, rows(7, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_inside_of_a_dual_level_a_step_without_tangents_is_run() -> None:
+    pipe, plain = piped(chain(4, 5, 3))
+    with dual.dual_level():
+        backward(pipe, rows(7, 4))
+    backward(plain, rows(7, 4))
+    assert_gradients_equal(pipe, plain)
+
+
+def test_a_vectorized_jacobian_is_refused_also_after_the_executor_was_chosen() -> None:
+    pipe, _ = piped(chain(4, 5, 3), executor="auto", checkpoint="never")
+    for _ in range(14):
+        backward(pipe, rows(7, 4).requires_grad_())
+    assert pipe.statistics()["chosen"]
+    with pytest.raises(UsageError, match="several gradients"):
+        jacobian(pipe, rows(7, 4), vectorize=True)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import DoubleBackwardError
+from weft.core.transforms import forbid_batched
 
 _CUT_OUT = (
     "the model ran cut out of autograd; use executor='graph' for a Pipe, and no wavefront for a Stack: then the whole "
@@ -72,6 +73,7 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        forbid_batched(gradients)
         if torch.is_grad_enabled() and isinstance(ctx.journey, TwiceDifferentiable):
             return (None, *ctx.journey.differentiable_backward(gradients, retain=keeps_graph()))
         forbid_double(ctx.journey)

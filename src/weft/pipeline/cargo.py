@@ -39,6 +39,11 @@ class Cargo:
         """How many rows each micro-batch has."""
         return self.split.sizes
 
+    @property
+    def given(self) -> list[Tensor]:
+        """All tensors of the mini-batch, as the caller gave them."""
+        return [x for x in self._leaves if isinstance(x, Tensor)]
+
     def leaves(self) -> list[list[Any]]:
         """For every micro-batch its parts, as leaves that want a gradient where the caller's tensors do.
 

@@ -19,6 +19,7 @@ from weft.core.rng import Dice, RandomUse, Silence, generators
 from weft.core.run import Watcher
 from weft.core.schedule import Schedule
 from weft.core.segment import Keep
+from weft.core.transforms import forbid_transforms
 from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
 from weft.pipeline.layout import Layouts
 from weft.pipeline.plan import LossFunction, Plan, build_stages, merged_plan, staged_plan
@@ -56,6 +57,7 @@ class Runtime:
         self._plans: dict[tuple[str, bool], Plan] = {}
         self._loss = loss
         self._reduction = reduction
+        self._cuts = executor != "graph"
         self._surroundings: Ambient | None = None
         self._silent: set[Hashable] = set()
         one_device = len(set(devices)) == 1
@@ -97,6 +99,9 @@ class Runtime:
         cargo = Cargo([request.main, *request.targets], request.chunks)
         # Sizes by powers of two: else every new batch size would be measured anew.
         kind = (mode, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length())
+        if self._cuts:
+            layers = (layer for stage in self.stages for _, layer in stage.layers)
+            forbid_transforms(chain(cargo.given, (each for layer in layers for each in layer.parameters())))
         layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None)
         if layout == "visible" and kind in self._silent:
             found = self._silently(request, cargo, kind)

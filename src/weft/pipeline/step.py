@@ -21,6 +21,7 @@ from weft.core.route import Address
 from weft.core.run import Run, Watcher
 from weft.core.schedule import Schedule
 from weft.core.segment import Gradients, Keep, Segment, Visit
+from weft.core.transforms import outside_transforms
 from weft.core.tree import flatten
 from weft.pipeline.batchnorm import DeferredBatchNorm
 from weft.pipeline.cargo import Cargo, Outcome, WeightedLoss
@@ -55,7 +56,8 @@ class Order:
         Deferred batch norms gather meanwhile, and are committed when it counts.
         """
         while True:
-            dice = self.dice()
+            with outside_transforms():
+                dice = self.dice()
             try:
                 for norm in self.deferred:
                     norm.begin()

@@ -18,6 +18,7 @@ from weft.core.boundary import current_task, forbid_double, keeps_graph
 from weft.core.errors import TWICE, BackwardTwiceError
 from weft.core.rng import Dice, Silence
 from weft.core.segment import Function, Keep, Visit
+from weft.core.transforms import forbid_batched
 from weft.core.tree import flatten
 from weft.pipeline.cargo import Cargo, Outcome
 from weft.pipeline.plan import Plan
@@ -107,7 +108,8 @@ def guarded(result: Any) -> tuple[Any, list[Tensor]]:
     outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
     freed_by: list[int] = []
 
-    def before_backward(_: Sequence[Tensor | None]) -> None:
+    def before_backward(gradients: Sequence[Tensor | None]) -> None:
+        forbid_batched(gradients)
         forbid_double()
         task = current_task()
         if freed_by and task not in freed_by:

@@ -10,13 +10,12 @@ wants a gradient.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, UsageError
+from weft.core.transforms import has_tangent
 from weft.experts.client.key import Key
 from weft.experts.client.signature import Signature
 
@@ -25,7 +24,6 @@ Forward = Callable[[Sequence[Tensor], Key], list[Tensor]]
 Backward = Callable[[Sequence[Tensor], Sequence[Tensor], Key], list[Tensor]]
 """Flat inputs, one gradient per output, idempotency key -> one gradient per input."""
 
-_unpack_dual = cast("Any", forward_ad).unpack_dual
 AT_ITS_SERVER = (
     "has its graph at its server, and hands on first gradients only; compute such a penalty with layers of this "
     "process, and with the expert's outputs detached"
@@ -94,7 +92,7 @@ class RemoteJourney:
 
 def forbid_tangents(uid: str, inputs: Sequence[Tensor]) -> None:
     """Raise ``UsageError`` for forward-mode differentiation, whose tangents would be lost without a word."""
-    if any(_unpack_dual(tensor).tangent is not None for tensor in inputs):
+    if has_tangent(inputs):
         raise UsageError(
             f"an input of expert {uid!r} has a tangent (forward-mode differentiation), but what an expert does to "
             "tangents only its server could tell; use backward, or call it with inputs that have none"
