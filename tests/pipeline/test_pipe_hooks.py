@@ -1,5 +1,7 @@
 """Hooks of parameters fire once per step, with the whole gradient; those of modules once per micro-batch."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -122,10 +124,43 @@ def test_hooks_of_unused_parameters_survive_a_backward_that_fails_later() -> Non
             raise ArithmeticError
 
     layers = nn.Sequential(HalfUsed(), HalfUsed()).double()
-    layers[0].unused.weight.register_hook(lambda gradient: gradient)
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+    layers[0].unused.weight.register_hook(hook)
     pipe = weft.Pipe(layers, chunks=2, balance=[1, 1], devices=["cpu"] * 2, executor="serial")
     x = rows(4, 3).requires_grad_()
     with pytest.raises(ArithmeticError):
         pipe(Broken.apply(x)).sum().backward()
-    pipe(x)
-    assert len(layers[0].unused.weight._backward_hooks) == 1
+    assert list(layers[0].unused.weight._backward_hooks.values()) == [hook]
+
+
+def test_a_pipe_that_another_thread_uses_meanwhile_makes_no_hook_of_an_unused_parameter_fire() -> None:
+    layer = HalfUsed().double()
+    pipe = weft.Pipe(nn.Sequential(layer), chunks=2, devices=["cpu"], executor="serial")
+    other, _ = piped(chain(4, 5, 3), executor="serial")
+    fired: list[str] = []
+
+    def elsewhere(gradient: torch.Tensor) -> None:
+        thread = threading.Thread(target=backward, args=(other, rows(4, 4)))
+        thread.start()
+        thread.join()
+        with torch.enable_grad():
+            layer.unused.weight.sum().backward()  # a backward of its own uses it
+        fired.append("used")
+
+    layer.used.weight.register_hook(elsewhere)
+    layer.unused.weight.register_hook(lambda gradient: fired.append("hook of the other backward"))
+    layer.unused.bias.register_post_accumulate_grad_hook(lambda parameter: fired.append("unused"))
+    backward(pipe, rows(4, 3))
+    assert fired == ["hook of the other backward", "used"]
+
+
+def test_a_hook_that_is_removed_while_it_is_quiet_does_not_come_back() -> None:
+    layer = HalfUsed().double()
+    pipe = weft.Pipe(nn.Sequential(layer), chunks=2, devices=["cpu"], executor="serial")
+    handles = [each.register_hook(lambda gradient: gradient) for each in (layer.unused.weight, layer.unused.bias)]
+    layer.used.weight.register_hook(lambda gradient: handles[0].remove())
+    backward(pipe, rows(4, 3))
+    assert [len(each._backward_hooks or {}) for each in (layer.unused.weight, layer.unused.bias)] == [0, 1]

@@ -10,7 +10,8 @@ DistributedDataParallel relies on), and ``torch.autograd.grad(loss, parameters)`
 The price: no gradient of a gradient, unless the journey knows another way to its gradients (`TwiceDifferentiable`).
 """
 
-from collections.abc import Generator, Iterable, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -99,8 +100,6 @@ def current_task() -> int:
 
 def cross(journey: Journey, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Take the journey as one node of autograd; `tensors` are all that it may have gradients for."""
-    for held in list(_held):
-        held.give_back()
     return cast("tuple[Tensor, ...]", Boundary.apply(journey, *tensors))
 
 
@@ -110,35 +109,10 @@ def without_gradient(parameters: Iterable[Tensor]) -> None:
     In plain autograd a parameter that a step did not use is not in its graph, and its hooks do not fire. Here it is
     an input of the node like all others, and its hooks would be called with None.
     """
-    tables = [table for each in parameters for table in _hook_tables(each) if table]
-    if not tables:
-        return
-    held = _Held([(table, dict(table)) for table in tables])
-    _held.append(held)
-    for table in tables:
-        table.clear()
-    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(held.give_back)
-
-
-class _Held:
-    """Hooks that were taken from their tensors for a while."""
-
-    def __init__(self, hooks: list[tuple[dict[int, Any], dict[int, Any]]]) -> None:
-        self._hooks = hooks
-
-    def give_back(self) -> None:
-        for table, before in self._hooks:
-            table.update({**before, **table})
-        self._hooks = []
-        if self in _held:
-            _held.remove(self)
-
-
-_held: list[_Held] = []  # a backward that fails does not call back: then the next step gives the hooks back
-
-
-def _hook_tables(tensor: Tensor) -> list[dict[int, Any]]:
-    return [each for each in (tensor._backward_hooks, cast(Any, tensor)._post_accumulate_grad_hooks) if each]
+    tables = [table for each in parameters for table in _hook_tables(each)]
+    if tables:
+        # The engine has the only reference. It drops it also when the backward fails, and then calls nobody.
+        cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_Quiet(tables, current_task()).end)
 
 
 @contextmanager
@@ -148,12 +122,60 @@ def quiet_hooks(parameters: Iterable[Tensor]) -> Generator[None]:
     `torch.autograd.grad` fires the hooks of the tensors that it is asked about. The stages ask once per
     micro-batch, but a hook belongs to the whole step: it fires when the node hands the gradient on.
     """
-    hooks: list[Any] = [each._backward_hooks for each in parameters if each._backward_hooks]
-    saved = [dict(each) for each in hooks]
+    tables = [cast("_Table", each._backward_hooks) for each in parameters if each._backward_hooks]
+    quiet = _Quiet(tables, None)
     try:
-        for each in hooks:
-            each.clear()
         yield
     finally:
-        for each, before in zip(hooks, saved, strict=True):
-            each.update(before)
+        quiet.end()
+
+
+_Table = dict[int, Callable[..., Any]]
+"""The hooks of a tensor as PyTorch keeps them, by the number of their handle."""
+
+
+def _hook_tables(tensor: Tensor) -> list[_Table]:
+    return [each for each in (tensor._backward_hooks, cast(Any, tensor)._post_accumulate_grad_hooks) if each]
+
+
+class _Hook:
+    """Stands in a table for one of its hooks, and calls it unless it is to be quiet.
+
+    `quiet` holds, once for everybody who asked for it, the number of a backward, or None for all of them.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+        self.quiet: list[int | None] = []
+
+    def __call__(self, *args: Any) -> Any:
+        return None if None in self.quiet or current_task() in self.quiet else self.hook(*args)
+
+
+class _Quiet:
+    """Hooks that are quiet until the `end`, in one backward or in all. Others may ask for the same meanwhile."""
+
+    def __init__(self, tables: Sequence[_Table], task: int | None) -> None:
+        self._tables, self._task = tables, task
+        self._hooks: list[_Hook] = []
+        with _quieting:
+            for table in tables:
+                for key, hook in table.items():  # a known key: the table does not change its size
+                    stands = table[key] = hook if isinstance(hook, _Hook) else _Hook(hook)
+                    stands.quiet.append(task)
+                    self._hooks.append(stands)
+
+    def end(self) -> None:
+        with _quieting:
+            hooks, self._hooks = self._hooks, []
+            for each in hooks:
+                each.quiet.remove(self._task)
+            for table in self._tables if hooks else ():
+                for key, hook in table.items():
+                    if isinstance(hook, _Hook) and not hook.quiet:
+                        table[key] = hook.hook
+
+    __del__ = end
+
+
+_quieting = threading.RLock()
