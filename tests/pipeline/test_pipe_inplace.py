@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.pipeline.pipe_cases import (
     CHECKPOINTS,
@@ -203,3 +203,41 @@ def test_a_failed_step_leaves_no_trace_in_deferred_statistics(executor: str) -> 
     pipe[1].broken = False
     backward(pipe, rows(8, 4))
     assert pipe[0].num_batches_tracked == 1
+
+
+class Overlapping(nn.Module):
+    """Returns one tensor several times over, and what it was given."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.line, self.apart = nn.Linear(4, 4), apart
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.line(x)
+        found = (y, y, y[:, :2], x)
+        return tuple(each.clone() for each in found) if self.apart else found
+
+
+@every_run
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_writing_into_one_output_changes_no_other_and_no_argument(executor: str, checkpoint: str, chunks: int) -> None:
+    torch.manual_seed(3)
+    pipe, plain = piped(
+        nn.Sequential(Overlapping(False)).double(),
+        executor=executor,
+        checkpoint=checkpoint,
+        chunks=chunks,
+        devices="cpu",
+    )
+    plain[0].apart = True
+    found: list[list[Tensor]] = []
+    for model in (pipe, plain):
+        x = rows(6, 4).requires_grad_()
+        h = 2 * x
+        outputs = list(model(h))
+        outputs[0].mul_(3)
+        outputs[3].add_(1)
+        sum((each * each).sum() for each in (*outputs, h)).backward()
+        found.append([*outputs, h, x.grad])
+    assert_close(*found)
+    assert_gradients_equal(pipe, plain)
