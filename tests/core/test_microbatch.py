@@ -1,5 +1,6 @@
 """Micro-batches: cut and joined exactly, and refused where that is impossible."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -188,6 +189,24 @@ def test_tensors_of_different_length_are_named_and_never_dropped() -> None:
 def test_nothing_to_cut_is_an_error(value: Any) -> None:
     with pytest.raises(BatchError, match="no tensor to cut"):
         plan_split(value, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*in (beta|prototype) (state|stage):UserWarning")  # torch's own
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (torch.Tensor.to_sparse, "torch.sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "torch.sparse_csr"),
+        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "nested"),
+        (lambda x: torch.nested.nested_tensor(list(x)), "nested"),
+    ],
+)
+def test_only_dense_tensors_are_cut(make: Callable[[torch.Tensor], torch.Tensor], kind: str) -> None:
+    odd = make(torch.ones(4, 2))
+    with pytest.raises(BatchError, match=rf"NoChunk\(\.\.\.\):\n  - input\[1\] is {kind}$"):
+        plan_split((torch.ones(4, 2), odd), 2)
+    plan, leaves = plan_split((torch.ones(4, 2), NoChunk(odd)), 2)
+    assert [piece[1] is odd for piece in plan.split(leaves)] == [True, True]
 
 
 def test_less_than_one_chunk_is_an_error() -> None:

@@ -71,6 +71,8 @@ class Reversed(nn.Sequential):
         (Reversed(nn.Tanh()), "forward of its own"),
         (shadowed(), "forward of its own"),
         (nn.Sequential(), "empty"),
+        (nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)), r"run the model once(.|\n)*  - 1\.weight\n  - 1\.bias$"),
+        (nn.Sequential(nn.LazyBatchNorm1d(affine=False)), r"  - 0\.running_mean"),
     ],
 )
 def test_only_a_plain_sequential_with_layers_can_be_cut(module: nn.Module, word: str) -> None:

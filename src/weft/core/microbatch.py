@@ -117,7 +117,7 @@ def plan_split(value: Any, chunks: int, *, axis: int = 0, where: str = "input") 
     what stands in ``NoChunk`` go whole to every micro-batch. ``where`` is the value's name in messages.
 
     Raises ``BatchError`` if ``chunks`` is below one, if there is no tensor to cut, if one has no such axis,
-    or if their lengths along it differ; it names all of them.
+    if their lengths along it differ, or if one is sparse or nested; it names all of them.
     """
     leaves, structure = flatten(value)
     whole = [False] * len(leaves)
@@ -126,6 +126,8 @@ def plan_split(value: Any, chunks: int, *, axis: int = 0, where: str = "input") 
     sliced = tuple(
         isinstance(leaf, Tensor) and leaf.dim() > 0 and not kept for leaf, kept in zip(leaves, whole, strict=True)
     )
+    if chunks > 1:
+        _check_dense(leaves, structure, sliced, where)
     rows = _common_rows(leaves, structure, sliced, axis, where)
     if rows is None:
         raise BatchError(
@@ -205,6 +207,20 @@ def _unwrap(leaves: Sequence[Any], structure: Structure) -> tuple[list[Any], Str
     for leaf, inner in zip(leaves, opened, strict=True):
         whole += [isinstance(leaf, NoChunk)] * len(flatten(inner)[0])
     return *flatten(unflatten(structure, opened)), whole
+
+
+def _check_dense(leaves: Sequence[Any], structure: Structure, sliced: Sequence[bool], where: str) -> None:
+    """Sparse and nested tensors have no views of some of their rows."""
+    odd = [taken and (x.is_nested or x.layout is not torch.strided) for x, taken in zip(leaves, sliced, strict=True)]
+    if not any(odd):
+        return
+    named = zip(structure_paths(structure, where), leaves, odd, strict=True)
+    faults = [f"{name} is {'nested' if leaf.is_nested else leaf.layout}" for name, leaf, found in named if found]
+    headline = (
+        f"{where}: only dense tensors can be cut into micro-batches; give them dense or padded, use chunks=1, or wrap "
+        "what every micro-batch needs whole in NoChunk(...):"
+    )
+    raise BatchError(listed(headline, faults))
 
 
 def _common_rows(

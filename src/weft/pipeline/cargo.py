@@ -6,7 +6,7 @@ WeightedLoss   one loss per micro-batch   -> the loss of the mini-batch;  its gr
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -115,7 +115,9 @@ class Outcome(Protocol):
 class JoinedOutput:
     """The outputs of the micro-batches, joined along their batch axis; what is no tensor is passed through."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Sequence[Tensor] = ()) -> None:
+        """`given` are the tensors of the mini-batch, with which no output is to share memory."""
+        self._given = given
         self._plan: JoinPlan | None = None
         self._structure = LEAF
         self._rest: list[Any] = []
@@ -158,7 +160,27 @@ class JoinedOutput:
         columns = [leaves for leaves, _ in flat]
         self._structure = common_structure([structure for _, structure in flat])
         self._plan = plan_join(columns, self._structure)
-        return columns, self._plan.join(columns)
+        joined = self._plan.join(columns)
+        return columns, joined if len(columns) > 1 else self._apart(joined)
+
+    def _apart(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of a single result, none of which shares memory with another one or with what was given.
+
+        Behind a cut they are no views of each other for autograd, so what the caller writes into one of them would
+        change the others behind its back. A join of several micro-batches is new memory anyway.
+        """
+        taken = {_memory(x) for x in self._given}
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                if (memory := _memory(leaf)) in taken:
+                    leaves[k] = leaf.clone()
+                taken.add(memory)
+        return leaves
+
+
+def _memory(tensor: Tensor) -> int:
+    """A number that tensors have in common if they share memory."""
+    return cast(Any, tensor.untyped_storage())._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 class WeightedLoss:

@@ -147,7 +147,7 @@ class Runtime:
         return any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
 
     def _outcome(self, request: "Request", cargo: Cargo) -> Outcome:
-        return WeightedLoss(_weights(cargo.rows, self._reduction)) if request.targets else JoinedOutput()
+        return WeightedLoss(_weights(cargo.rows, self._reduction)) if request.targets else JoinedOutput(cargo.given)
 
     def _visible(self, order: Order) -> Any:
         """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from itertools import chain
 from operator import index
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from weft.core.checks import is_whole
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, listed
@@ -45,6 +47,10 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
                 f"{type(module).__name__} itself and to none of its layers would be lost:",
                 faults,
             )
+        )
+    if lazy := [name for name, each in chain(module.named_parameters(), module.named_buffers()) if is_lazy(each)]:
+        raise SpecError(
+            listed("lazy layers have no sizes yet, and cannot be spread; run the model once before Pipe gets it:", lazy)
         )
     return list(module._modules.items())  # named_children would leave out a layer that stands there twice
 
