@@ -141,7 +141,8 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
                 f"loss_reduction is {reduction!r}, but there is no loss; give the pipe one, or leave it out"
             )
         return "mean"
-    words = loss.keywords if isinstance(loss, partial) else {}  # F.cross_entropy with some of its arguments, say
+    bound = cast("partial[Any] | None", loss if isinstance(loss, partial) else None)  # of F.cross_entropy, say
+    words = {} if bound is None else bound.keywords
     own = words.get("reduction", getattr(loss, "reduction", "mean"))
     found = reduction or own
     if found not in ("mean", "sum"):
@@ -149,8 +150,8 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
             f"the loss has reduction {found!r}, but the loss of a micro-batch must be one number; "
             "use reduction 'mean' or 'sum'"
         )
-    weight = words.get("weight") if words else getattr(loss, "weight", None)
-    kind = loss.func if isinstance(loss, partial) else type(loss)
+    weight = words.get("weight", getattr(loss, "weight", None))
+    kind: Any = type(loss) if bound is None else bound.func
     if kind in _WEIGHTED and weight is not None and own == "mean":
         raise UsageError(
             f"{kind.__name__} with a weight takes the mean by the weights of its targets and not over rows, so "
