@@ -22,7 +22,7 @@ from weft.core.microbatch import micro_sizes
 from weft.core.run import Watcher
 from weft.core.schedule import Schedule
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.plan import LossFunction
+from weft.pipeline.loss import LossFunction
 from weft.pipeline.runtime import Request, Runtime, on_meta
 from weft.pipeline.schedules import SCHEDULES, build
 from weft.pipeline.settings import (

@@ -5,7 +5,7 @@ thread need not stop between stages (no recomputation, one device), with all of 
 that small layers do not pay for cuts that nobody needs. `weft.pipeline.layout` says when which one runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,11 @@ from weft.core.executor import Executor
 from weft.core.place import CudaPlace, Place
 from weft.core.route import OUTSIDE, Route, Wiring
 from weft.core.segment import Function, Visit
-from weft.pipeline.cargo import checked_loss
 from weft.pipeline.gate import Gate, Inlet
+from weft.pipeline.loss import LossStage
 from weft.pipeline.skip import inspect_skip_layout
 from weft.pipeline.stage import MergedStages, Skip, Stage
 from weft.pipeline.strangers import Searched
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def staged_plan(
     stages: Sequence[Stage],
     crossing: Sequence[tuple[Skip, int, tuple[int, ...]]],
     executor: Executor,
-    loss: LossFunction | None,
+    loss: LossStage | None,
     *,
     streams: bool,
     cut: bool,
@@ -94,7 +92,7 @@ def staged_plan(
     return _plan(functions, owned, routes, last + 1, stages, executor, loss, streams, cut)
 
 
-def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossFunction | None, *, cut: bool) -> Plan:
+def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossStage | None, *, cut: bool) -> Plan:
     """All stages as one segment. `cut` says that segments will be cut out of autograd."""
     routes = [Route("input", OUTSIDE, (0,)), Route("loss" if loss else "output", 0, (OUTSIDE,))]
     owned = tuple(range(len(stages)))
@@ -108,7 +106,7 @@ def _plan(
     result: int,
     stages: Sequence[Stage],
     executor: Executor,
-    loss: LossFunction | None,
+    loss: LossStage | None,
     streams: bool,
     cut: bool,
 ) -> Plan:
@@ -122,7 +120,8 @@ def _plan(
     if cut:
         layers = [[layer for stage in owned for layer in stages[stage].layers] for owned in stages_of]
         functions = [
-            Searched(each, layers, number, loss if number == last else None) for number, each in enumerate(functions)
+            Searched(each, layers, number, loss.function if loss and number == last else None)
+            for number, each in enumerate(functions)
         ]
     places = [_place(stages[owned[0]].device, stages, streams) for owned in stages_of]
     wiring = Wiring(tuple(routes), len(functions))
@@ -130,16 +129,12 @@ def _plan(
     return Plan(tuple(functions), tuple(stages_of), wiring, tuple(places), executor, gate)
 
 
-def _with_loss(function: Function, loss: LossFunction) -> Function:
-    """The last stage with the loss as its last layer."""
+def _with_loss(function: Function, loss: LossStage) -> Function:
+    """The last segment, with the loss after its layers."""
 
     def compute(visit: Visit, *values: Any) -> tuple[Any, ...]:
         main, *stashed = function(visit, *values[:-1])
-        try:
-            return (checked_loss(loss(main, values[-1])), *stashed)
-        except BaseException as error:
-            error.add_note("weft: in the loss function")
-            raise
+        return (loss.of(visit, main, values[-1]), *stashed)
 
     return compute
 

@@ -22,7 +22,8 @@ from weft.core.segment import Keep
 from weft.core.transforms import forbid_transforms
 from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
 from weft.pipeline.layout import Layouts
-from weft.pipeline.plan import LossFunction, Plan, build_stages, merged_plan, staged_plan
+from weft.pipeline.loss import LossFunction, LossStage
+from weft.pipeline.plan import Plan, build_stages, merged_plan, staged_plan
 from weft.pipeline.schedules import build
 from weft.pipeline.settings import CheckpointRule, checkpoint_rules, never_recomputes
 from weft.pipeline.stage import Survey
@@ -49,13 +50,13 @@ class Runtime:
         splits: bool,
     ) -> None:
         self.stages, self._crossing = build_stages(layers, balance, devices)
-        self.uses = [RandomUse(generators([device])) for device in devices]
+        self.uses = [RandomUse(generators([device])) for device in (*devices, devices[-1])]
         self.rules: list[CheckpointRule] = checkpoint_rules(checkpoint, len(self.stages))
         self.device_types = sorted({device.type for device in devices})
         self._threads = ThreadExecutor(f"pipe{next(_numbers)}")  # so that a trace of two pipes tells them apart
         self._serial = SerialExecutor()
         self._plans: dict[tuple[str, bool], Plan] = {}
-        self._loss = loss
+        self._loss = None if loss is None else LossStage(len(self.stages), loss, devices[-1])
         self._reduction = reduction
         self._cuts = executor != "graph"
         self._surroundings: Ambient | None = None
@@ -80,13 +81,6 @@ class Runtime:
         return self._plans[key]
 
     @property
-    def _loss_parameters(self) -> list[torch.Tensor]:
-        """What the loss has to learn, if it is a module; its optimizer is the user's."""
-        if not isinstance(self._loss, nn.Module):
-            return []
-        return [each for each in self._loss.parameters() if each.requires_grad]
-
-    @property
     def threads(self) -> int:
         """How many worker threads there are now."""
         return self._threads.workers
@@ -108,12 +102,14 @@ class Runtime:
             if found is not None:
                 return guarded(found[0])[0]
         surveys = [stage.survey() for stage in self.stages]
+        if request.targets and self._loss is not None:
+            surveys.append(self._loss.survey())
         check_places(surveys)
         order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
         if layout == "visible":
             result, outputs = guarded(self._visible(order))
             self.layouts.seen(kind, outputs)
-            drew = [use.draws.get(survey.configuration) for use, survey in zip(self.uses, surveys, strict=True)]
+            drew = [use.draws.get(survey.configuration) for use, survey in zip(self.uses, surveys, strict=False)]
             if not order.deferred and all(each is False for each in drew):
                 self._silent.add(kind)
             return result
@@ -159,17 +155,14 @@ class Runtime:
         return run_visible(order, self._surroundings, enter=casts)
 
     def _order(self, request: "Request", plan: Plan, cargo: Cargo, surveys: Sequence[Survey]) -> Order:
-        tracked = torch.is_grad_enabled() and bool(
-            cargo.tensors or self._loss_parameters or any(survey.parameters for survey in surveys)
-        )
+        tracked = torch.is_grad_enabled() and bool(cargo.tensors or any(survey.parameters for survey in surveys))
         count = cargo.micro_batches
         schedule = build(request.schedule, plan.segments, count)
         parameters: list[list[torch.Tensor]] = []
         for owned in plan.stages_of:
-            of_segment = {id(p): p for stage in owned for p in surveys[stage].parameters}
+            more = range(len(self.stages), len(surveys)) if owned == plan.stages_of[-1] else ()  # that of the loss
+            of_segment = {id(p): p for stage in (*owned, *more) for p in surveys[stage].parameters}
             parameters.append(list(of_segment.values()))
-        if request.targets:
-            parameters[-1] += self._loss_parameters
         return Order(
             plan=plan,
             schedule=schedule,
@@ -179,7 +172,7 @@ class Runtime:
             tracked=tracked,
             keeps=partial(self._keep, count) if tracked else _keep_nothing,
             deferred=[norm for survey in surveys for norm in survey.deferred],
-            dice=partial(Dice, self.uses, [survey.configuration for survey in surveys]),
+            dice=partial(Dice, self.uses[: len(surveys)], [survey.configuration for survey in surveys]),
             watcher=request.watcher,
         )
 
