@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.forked import forked, only_with_fork
 from tests.strategies import any_schedules
 from weft.core.ambient import Ambient
 from weft.core.channel import Closed
@@ -22,6 +23,7 @@ from weft.core.place import Parcel
 from weft.core.route import OUTSIDE, Address
 from weft.core.schedule import Action, Schedule
 from weft.core.schedule_action import needs
+from weft.core.turns import turn_at
 from weft.pipeline.schedules import gpipe, one_f_one_b
 
 
@@ -242,6 +244,30 @@ def test_a_forked_child_starts_workers_of_its_own() -> None:
     executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
 
 
+@only_with_fork[0]
+@only_with_fork[1]
+def test_a_child_that_is_forked_during_a_walk_walks_with_workers_of_its_own() -> None:
+    executor, inside, go_on = ThreadExecutor("busy"), threading.Event(), threading.Event()
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        inside.set()
+        go_on.wait(30)
+
+    def work() -> bool:
+        chain = Chain(gpipe(2, 1))
+        executor.walk(gpipe(2, 1), chain, {}, here())
+        return len(chain.threads) == 2
+
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1).forward_only(), perform, {}, here()))
+    walking.start()
+    inside.wait(10)
+    try:
+        assert forked(work)
+    finally:
+        go_on.set()
+        walking.join(10)
+
+
 @settings(max_examples=5)
 @given(workers=st.integers(1, 4), threads_of_caller=st.integers(1, 6))
 def test_workers_share_the_callers_intra_op_threads_and_the_caller_keeps_its_own(
@@ -278,6 +304,60 @@ def test_two_walks_of_one_executor_from_two_threads_come_one_after_the_other(thr
     for caller in callers:
         caller.join(10)
     assert all(sorted(chain.done) == sorted(chain.waits) for chain in chains)
+
+
+def test_a_walk_inside_a_walk_of_the_same_executor_goes_on_in_its_thread() -> None:
+    executor, chain = ThreadExecutor("own"), Chain(gpipe(2, 2))
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        executor.walk(gpipe(2, 2), chain, {}, here())
+
+    walking = threading.Thread(
+        target=executor.walk, args=(gpipe(1, 1).forward_only(), perform, {}, here()), daemon=True
+    )
+    walking.start()
+    walking.join(10)
+    assert set(chain.threads) == {"weft-own-0"} and sorted(chain.done) == sorted(chain.waits)
+
+
+def test_who_has_a_turn_does_not_wait_for_a_walk_that_waits_for_the_turn() -> None:
+    executor, chain, started = ThreadExecutor("shared"), Chain(gpipe(2, 2)), threading.Event()
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        started.set()
+        with turn_at([torch.default_generator]):
+            pass
+
+    def with_a_turn() -> None:
+        with turn_at([torch.default_generator]):
+            walking.start()
+            assert started.wait(10)
+            executor.walk(gpipe(2, 2), chain, {}, here())
+
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 2), perform, {}, here()), daemon=True)
+    holding = threading.Thread(target=with_a_turn, daemon=True)
+    holding.start()
+    for each in (holding, walking):
+        each.join(10)
+    assert not holding.is_alive() and not walking.is_alive() and sorted(chain.done) == sorted(chain.waits)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surroundings(threaded: bool) -> None:
+    executor, captured, turns = ThreadExecutor("inner"), here(), list[Action]()
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        with turn_at([torch.default_generator]):
+            turns.append(action)
+
+    def with_a_turn() -> None:
+        with turn_at([torch.default_generator]):
+            (executor if threaded else SerialExecutor()).walk(gpipe(2, 1).forward_only(), perform, {}, captured)
+
+    walking = threading.Thread(target=with_a_turn, daemon=True)
+    walking.start()
+    walking.join(10)
+    assert len(turns) == 2
 
 
 @pytest.mark.parametrize("threaded", [False, True])

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from weft.core.rng import Dice, RandomUse, generators, mix
 
@@ -173,6 +174,46 @@ def test_one_stage_holds_the_generator_while_others_wait() -> None:
     for thread in threads:
         thread.join(10)
     assert most == [1]
+
+
+def test_the_seed_of_a_step_is_drawn_by_turns_and_so_is_what_is_put_back() -> None:
+    wanted = Dice(uses(), [0, 0]).seed
+    torch.manual_seed(0)
+    other = threading.Thread(target=lambda: seeds.append(Dice(uses(), [0, 0]).seed))
+    seeds: list[int] = []
+    dice = Dice(uses(), [0, 0])
+    torch.manual_seed(0)
+    with dice.scope(0, 0):
+        other.start()
+        other.join(0.05)  # in vain, since it waits for its turn
+        one = draw()
+    other.join(10)
+    with dice.scope(0, 0):
+        assert torch.equal(one, draw())
+    assert seeds == [wanted]
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_stages_walk_back_at_the_same_time_but_where_layers_run_again_in_it(itself: bool) -> None:
+    x = torch.ones(3, requires_grad=True)
+    dropped = nn.functional.dropout
+    y = checkpoint(dropped, x, use_reentrant=False).exp() if itself else dropped(x).exp()
+    dice, meeting, alone = Dice(uses(), [0, 0]), threading.Barrier(2), list[bool]()
+
+    def walk(stage: int) -> None:
+        with dice.backward(stage, lambda: [y.grad_fn]):
+            try:
+                meeting.wait(0.1 if itself else 10)
+                alone.append(False)
+            except threading.BrokenBarrierError:
+                alone.append(True)
+
+    threads = [threading.Thread(target=walk, args=(stage,)) for stage in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert alone == [itself] * 2
 
 
 def test_quiet_stages_do_not_wait_for_each_other_nor_for_one_that_draws() -> None:

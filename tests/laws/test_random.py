@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from weft import Pipe, Recorder, is_recomputing
 from weft.core.errors import RandomnessError
@@ -245,3 +246,133 @@ def test_a_layer_that_draws_otherwise_when_it_is_recomputed_is_refused() -> None
     layers = nn.Sequential(nn.Linear(8, 8), Fickle(), nn.Linear(8, 8), nn.Tanh()).double()
     with pytest.raises(RandomnessError, match="twice"):
         step(pipe_over(layers, "serial", "always"), 0, torch.ones(5, 8, dtype=torch.float64))
+
+
+class Crowded(nn.Module):
+    """Draws with as many others as come within a moment, between the state that a checkpoint sets and its end."""
+
+    def __init__(self, door: threading.Condition, inside: list[int]) -> None:
+        super().__init__()
+        self.door, self.inside = door, inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.door:
+            self.inside.append(1)
+            self.door.notify_all()
+            self.door.wait_for(lambda: len(self.inside) > 1, 0.02)  # in vain if the others have to wait
+        x = nn.functional.dropout(x, 0.5)
+        with self.door:
+            self.inside.pop()
+        return x
+
+
+class Checkpointed(nn.Sequential):
+    """Computes itself again in backward, by PyTorch's own means."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_of_torch(super().forward, x, use_reentrant=False)
+
+
+TABLES = ("gpipe", "1f1b", "0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2\n1F0,1I0,1F1,1I1,1F2,1W0,1I2,1W1,1W2")
+
+
+@pytest.mark.parametrize("schedule", TABLES, ids=["gpipe", "1f1b", "split"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_layers_that_checkpoint_themselves_draw_again_what_they_drew(checkpoint: str, schedule: str) -> None:
+    x, found = torch.ones(5, 8, dtype=torch.float64), list[list[Tensor]]()
+    for executor in ("serial", "threads"):
+        torch.manual_seed(0)
+        door, inside = threading.Condition(), list[int]()
+        blocks = [Checkpointed(nn.Linear(8, 8), Crowded(door, inside), nn.Linear(8, 8)) for _ in range(2)]
+        layers = nn.Sequential(blocks[0], nn.Identity(), blocks[1], nn.Identity()).double()
+        options = {"schedule": schedule, "loss": lambda output, target: (output - target).square().sum()}
+        pipe = pipe_over(layers, executor, checkpoint, loss_reduction="sum", **options)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            pipe.zero_grad()
+            pipe(x, target=x).backward()
+            found.append([p.grad.clone() for p in pipe.parameters()])
+    assert all(map(torch.equal, found[0], found[2])) and all(map(torch.equal, found[1], found[3]))
+
+
+class Disturbed(nn.Module):
+    """While it is recomputed, another thread draws from the generator that all share, so many times."""
+
+    def __init__(self, times: int, share: float) -> None:
+        super().__init__()
+        self.times, self.drop = times, nn.Dropout(share)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_recomputing() and self.times:
+            self.times -= 1
+            other = threading.Thread(target=torch.rand, args=(3,))
+            other.start()
+            other.join()
+        return self.drop(x)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_a_recomputation_that_a_thread_disturbed_is_made_again(executor: str, share: float) -> None:
+    x, found = torch.ones(5, 8, dtype=torch.float64), list[list[Tensor]]()
+    for times in (0, 2, 100):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(8, 8), Disturbed(times, share), nn.Linear(8, 8), nn.Tanh()).double()
+        pipe = pipe_over(layers, executor, "always")
+        if times < 100:
+            found.append(step(pipe, 1, x))
+            continue
+        with pytest.raises(RandomnessError, match=r"give that thread a torch\.Generator of its own"):
+            step(pipe, 1, x)
+    assert all(map(torch.equal, found[0][:-1], found[1][:-1]))
+
+
+class Noisy(nn.Module):
+    """A loss that draws, and keeps running statistics of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8).double()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.drop(self.norm(output)) - target).square().mean()
+
+
+def test_a_loss_that_draws_has_its_own_numbers_and_draws_them_again() -> None:
+    results: dict[str, list[list[Tensor]]] = {}
+    x, y = torch.ones(6, 8, dtype=torch.float64), torch.zeros(6, 8, dtype=torch.float64)
+    for executor in ("serial", "threads", "graph", "auto"):
+        for checkpoint in ("never", "always"):
+            loss, layers = Noisy(), model()
+            layers[3] = nn.Tanh()
+            pipe, found = pipe_over(layers, executor, checkpoint, loss=loss), list[list[Tensor]]()
+            for seed, share in enumerate((0.5, 0.5, 0.0, 0.3)):
+                loss.drop.p = share
+                torch.manual_seed(seed)
+                pipe.zero_grad()
+                total = pipe(x, target=y)
+                total.backward()
+                numbers = [total.detach(), loss.norm.running_var, loss.norm.num_batches_tracked.double()]
+                found.append(
+                    [*(n.clone() for n in numbers), *(p.grad.clone() for p in pipe.parameters()), torch.rand(2)]
+                )
+            results[f"{executor} {checkpoint}"] = found
+    assert_all_equal(results)
+
+
+def test_a_loss_and_the_last_stage_draw_different_numbers() -> None:
+    seen: list[Tensor] = []
+
+    class Keep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.rand(3))
+            return x
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(torch.rand(3))
+        return output.sum()
+
+    x = torch.ones(2, 8)
+    Pipe(nn.Sequential(Keep()), chunks=1, devices=["cpu"], loss=loss)(x, target=x)
+    assert not torch.equal(*seen)

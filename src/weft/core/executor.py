@@ -10,6 +10,7 @@ Workers are threads that outlive the walk, since starting one costs more than a 
 between walks, not even the executor; when it is dropped, they end.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,10 +24,10 @@ import torch
 from weft.core.ambient import Ambient
 from weft.core.channel import Closed, Mailbox, Shelf
 from weft.core.place import Parcel
-from weft.core.process import Home
 from weft.core.route import Address
 from weft.core.run import Box, Post
 from weft.core.schedule import Action, Schedule
+from weft.core.turns import carry
 
 Perform = Callable[[Action, Box, Post], None]
 Given = Mapping[int, Mapping[Address, Parcel]]
@@ -71,8 +72,10 @@ class SerialExecutor:
         """See `Executor.walk`."""
         shelf = Shelf()
         post = _post_for([shelf] * len(schedule.workers), schedule, given)
+        carried = carry()
 
         def steps() -> None:
+            carried()
             with _working():
                 for _, action in schedule.order():
                     perform(action, shelf, post)
@@ -84,16 +87,18 @@ class SerialExecutor:
 class ThreadExecutor:
     """One persistent thread per worker of the schedule, started at the first walk.
 
-    On CPU each gets its share of the caller's intra-op threads. A walk is not reentrant: one at a time.
+    On CPU each gets its share of the caller's intra-op threads. They are in one walk at a time; who comes meanwhile
+    walks by himself. He could not wait: it may be a layer of this very walk that calls, or somebody whom one of its
+    layers waits for.
     """
 
     def __init__(self, name: str = "pipe") -> None:
         self._name = name
         self._jobs: list[SimpleQueue[_Job | None]] = []
-        self._home = Home()
         self._intra_op = 0
         self._walking = threading.Lock()
         self._finalizer = weakref.finalize(self, _dismiss, self._jobs)
+        _executors.add(self)
 
     @property
     def workers(self) -> int:
@@ -102,7 +107,10 @@ class ThreadExecutor:
 
     def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
         """See `Executor.walk`. On KeyboardInterrupt the workers stop after the action that each is in."""
-        with self._walking:
+        walking = self._walking
+        if not walking.acquire(blocking=False):
+            return SerialExecutor().walk(schedule, perform, given, ambient)
+        try:
             self._hire(len(schedule.workers))
             walk = _Walk(schedule, perform, given)
             try:
@@ -116,17 +124,22 @@ class ThreadExecutor:
                 walk.forget()
                 raise
             return walk.result()
+        finally:
+            walking.release()
 
     def close(self) -> None:
         """Dismiss the threads, after the walk that they may be in; a later walk starts new ones."""
         with self._walking:
             _dismiss(self._jobs)
 
+    def forked(self) -> None:
+        """In a child: neither the threads nor who may have been in a walk are there."""
+        self._jobs.clear()
+        self._intra_op = 0
+        self._walking = threading.Lock()
+
     def _hire(self, count: int) -> None:
         """Have at least `count` threads, each with its share of intra-op threads."""
-        if not self._home.here:  # threads do not survive a fork
-            self._jobs.clear()
-            self._home, self._intra_op = Home(), 0
         for number in range(len(self._jobs), count):
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
             self._jobs.append(jobs)
@@ -151,6 +164,18 @@ class ThreadExecutor:
             jobs.put(_Job(call, done))
         for _ in self._jobs:
             done.get()
+
+
+_executors: weakref.WeakSet[ThreadExecutor] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for executor in list(_executors):
+        executor.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _take_share(threads: int) -> None:
@@ -201,6 +226,7 @@ class _Walk:
         self._failing = threading.Lock()
         self._done: SimpleQueue[None] = SimpleQueue()
         self._running = 0
+        self._carried = carry()
 
     def start(self, jobs: "Sequence[SimpleQueue[_Job | None]]", ambient: Ambient) -> None:
         for worker, (queue, program) in enumerate(zip(jobs, self._schedule.workers, strict=False)):
@@ -211,6 +237,7 @@ class _Walk:
         box = self._boxes[worker]
 
         def steps() -> None:
+            self._carried()
             with _working():
                 for action in actions:
                     if self._error is not None:

@@ -9,7 +9,7 @@ workers but dictionaries that each of them writes at keys of its own.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Protocol, runtime_checkable
@@ -17,8 +17,9 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from weft.core.channel import Closed
-from weft.core.errors import TWICE, BackwardTwiceError
+from weft.core.errors import TWICE, BackwardTwiceError, RandomnessError
 from weft.core.place import Parcel, Place
+from weft.core.rng import TRIES, Dice
 from weft.core.route import OUTSIDE, Address, Wiring
 from weft.core.schedule import Action
 from weft.core.segment import Gradients, GradientSum, Keep, Segment, Tape, Visit, added, cut
@@ -91,6 +92,7 @@ class Run:
         keeps: Callable[[int, int], Keep],
         places: Sequence[Place | None],
         watcher: Watcher | None = None,
+        dice: Dice | None = None,
         *,
         merged: bool = False,
     ) -> None:
@@ -103,6 +105,7 @@ class Run:
         self._visits = visits
         self._watcher = watcher.one_step() if watcher is not None and isinstance(watcher, WatchesSteps) else watcher
         self._merged = merged
+        self._dice = dice
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in segments]
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
         self._plain = watcher is None and not any(places)
@@ -182,7 +185,7 @@ class Run:
         if tape is None:
             raise BackwardTwiceError(TWICE)
         if tape.recomputes:
-            self._do("R", action, tape.prepare)
+            self._recompute(action, tape)
         parcels = [
             [box.take(address) for address in self.wiring.written_addresses(route, index, self.micro_batches)]
             for route in self.wiring.outputs[stage]
@@ -194,6 +197,15 @@ class Run:
             outside = self.wiring.comes_from_outside(address)
             post.send(OUTSIDE if outside else self.wiring.routes[route].source, address, parcel)
 
+    def _recompute(self, action: Action, tape: Tape) -> None:
+        """Make the graph again; and again, if others were seen to have drawn random numbers meanwhile."""
+        for _ in range(TRIES - 1):
+            try:
+                return self._do("R", action, tape.prepare)
+            except RandomnessError:
+                pass
+        return self._do("R", action, tape.prepare)
+
     def _segment_backward(self, action: Action, tape: Tape, parcels: Sequence[Sequence[Parcel]]) -> list[Parcel]:
         """Add up what the readers sent back, walk the tape, and add up the parameters' gradients."""
         stage, index = action.stage, action.micro_batch
@@ -202,11 +214,12 @@ class Run:
             _total([parcel.value if place is None else place.arrive(parcel) for parcel in of_readers], width)
             for of_readers, width in zip(parcels, tape.widths(), strict=True)
         ]
-        if action.kind == "I" and not self.retain:
-            inputs, self._pending[stage, index] = tape.backward_inputs(gradients)
-            self._tapes[stage][index] = None
-            return [Parcel(each) if place is None else place.depart(each) for each in inputs]
-        inputs, of_parameters = tape.backward(gradients, retain=self.retain)
+        with self._turn(stage, tape):
+            if action.kind == "I" and not self.retain:
+                inputs, self._pending[stage, index] = tape.backward_inputs(gradients)
+                self._tapes[stage][index] = None
+                return [Parcel(each) if place is None else place.depart(each) for each in inputs]
+            inputs, of_parameters = tape.backward(gradients, retain=self.retain)
         self.sums[stage].add(of_parameters)
         if not self.retain:
             self._free(action)
@@ -216,9 +229,17 @@ class Run:
         """Add up the parameters' gradients that I has left. (Where the graph is retained, I has left none.)"""
         split = self._pending.pop((action.stage, action.micro_batch), None)
         if split is not None:
-            self.sums[action.stage].add(split.parameter_gradients())
+            with self._turn(action.stage):
+                found = split.parameter_gradients()
+            self.sums[action.stage].add(found)
         if not self.retain:
             self._free(action)
+
+    def _turn(self, stage: int, tape: Tape | None = None) -> AbstractContextManager[Any]:
+        """For a walk back through the graph of the stage: see `Dice.backward`."""
+        if self._dice is None:
+            return nullcontext()
+        return self._dice.backward(stage, tape.roots if tape is not None else list)
 
     def _free(self, action: Action) -> None:
         self._tapes[action.stage][action.micro_batch] = None

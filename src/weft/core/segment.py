@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from weft.core.ambient import Ambient, phase
 from weft.core.errors import InPlaceError
@@ -175,6 +175,10 @@ class Tape:
     def widths(self) -> list[int]:
         """How many leaves each output value has. Only when the graph is there."""
         return [len(edges) for edges in self._outputs or []]
+
+    def roots(self) -> list[Node]:
+        """The nodes that the graph begins with. Only when it is there."""
+        return [edge.node for edges in self._outputs or [] for edge in edges if edge is not None]
 
     @property
     def recomputes(self) -> bool:

@@ -115,7 +115,7 @@ class Step:
         segments = [Segment(f, p) for f, p in zip(plan.functions, order.parameters, strict=True)]
         visits = [Visit(i, self._ambient, dice) for i in range(order.schedule.micro_batches)]
         merged = len(plan.stages_of[0]) > 1
-        run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, merged=merged)
+        run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, dice, merged=merged)
         given = plan.gate.enter(order.cargo.leaves())
         if order.fused and isinstance(order.outcome, WeightedLoss):
             device = next((place.device for place in reversed(plan.places) if place is not None), None)

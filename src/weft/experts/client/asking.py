@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
-from weft.core.rng import waiting
+from weft.core.turns import waiting
 from weft.experts.client.accumulation import Accumulation
 from weft.experts.client.arguments import option_faults
 from weft.experts.client.fencing import client_name, fence, fenced

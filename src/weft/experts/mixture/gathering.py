@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from weft.core.rng import waiting
+from weft.core.turns import waiting
 from weft.experts.errors import InputsGoneError
 from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.errors import AnomalyError

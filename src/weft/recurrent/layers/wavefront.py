@@ -148,7 +148,8 @@ class Wave:
         tables = order.chunks.tables(order.tables)
         segments = [Segment(self._function(i, tables), order.parameters[i]) for i in range(layers)]
         visits = [Visit(k, self._ambient, dice) for k in range(len(tables))]
-        run = Run(wiring, segments, visits, lambda s, m: "graph" if order.tracked else "nothing", [None] * layers)
+        keeps = "graph" if order.tracked else "nothing"
+        run = Run(wiring, segments, visits, lambda s, m: keeps, [None] * layers, dice=dice)
         given = {layer: {self._carried(layer, -1): Parcel(cut(order.states[layer]))} for layer in range(layers)}
         for k, piece in enumerate(order.chunks.cut(order.inputs)):
             given[0][Address(0, 0, k)] = Parcel(map_leaves(_leaf, piece, order.inputs))

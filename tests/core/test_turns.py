@@ -1,0 +1,115 @@
+"""Turns at the generators: one after another, inside each other, let go while waiting, begun anew in a fork."""
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from tests.forked import forked, only_with_fork
+from weft.core.turns import Watch, carry, seeded, turn_at, waiting
+
+CPU = [torch.default_generator]
+
+
+def beside(work: Callable[[], object]) -> threading.Thread:
+    """Do it in another thread, which has no part in this one's turn."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def taken() -> bool:
+    """Whether somebody else would have to wait for a turn now."""
+    free = threading.Event()
+
+    def take() -> None:
+        with turn_at(CPU):
+            free.set()
+
+    beside(take)
+    return not free.wait(0.05)
+
+
+def test_one_has_a_turn_while_others_wait_and_it_ends_also_on_error() -> None:
+    with pytest.raises(KeyError), turn_at(CPU):
+        assert taken()
+        raise KeyError
+    assert not taken()
+
+
+def test_turns_are_taken_inside_a_turn_in_whichever_thread_it_is_carried_to() -> None:
+    done: list[str] = []
+    with turn_at(CPU):
+        with turn_at(CPU):
+            done.append("here")
+        carried = carry()
+
+        def inside() -> None:
+            carried()
+            with turn_at(CPU):
+                done.append("there")
+
+        beside(inside).join(10)
+    assert done == ["here", "there"]
+    carried()  # into where that turn is over
+    with turn_at(CPU):
+        assert taken()
+
+
+def test_who_waits_lets_others_draw_and_goes_on_with_his_own_numbers() -> None:
+    torch.manual_seed(0)
+    wanted = torch.rand(4, generator=torch.Generator().manual_seed(7))
+    with seeded(CPU, 7):
+        drawn = [torch.rand(2)]
+        with waiting():
+            assert not taken()
+            torch.rand(5)
+        assert taken()
+        drawn.append(torch.rand(2))
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    torch.rand(5)
+    assert torch.equal(torch.cat(drawn), wanted) and torch.equal(after, torch.rand(1))
+
+
+def test_a_watch_tells_what_moved_without_a_turn_and_nothing_of_what_had_one() -> None:
+    watch = Watch(CPU)
+    assert not watch.moved()
+    torch.rand(1)
+    assert watch.moved()
+    watch.put_back()
+    watch = Watch(CPU)
+    with turn_at(CPU):
+        torch.rand(1)
+    assert not watch.moved()
+
+
+@only_with_fork[0]
+@only_with_fork[1]
+@pytest.mark.parametrize("mine", [False, True])
+def test_a_child_that_is_forked_during_a_turn_has_turns_of_its_own(mine: bool) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turn_at(CPU):
+            begun.set()
+            over.wait(30)
+
+    with ExitStack() as stack:
+
+        def work() -> bool:
+            with turn_at(CPU):
+                held = taken()
+            if mine:
+                stack.close()  # as where the child leaves the stage that it was forked in
+            return held and not taken()
+
+        if mine:
+            stack.enter_context(turn_at(CPU))
+        else:
+            stack.callback(over.set)
+            beside(hold)
+            assert begun.wait(10)
+        assert forked(work)
