@@ -141,8 +141,8 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
                 f"loss_reduction is {reduction!r}, but there is no loss; give the pipe one, or leave it out"
             )
         return "mean"
-    bound = cast("partial[Any] | None", loss if isinstance(loss, partial) else None)  # of F.cross_entropy, say
-    words = {} if bound is None else bound.keywords
+    bound = isinstance(cast(Any, loss), partial)  # F.cross_entropy with some of its arguments, say
+    words: dict[str, Any] = loss.keywords if bound else {}
     own = words.get("reduction", getattr(loss, "reduction", "mean"))
     found = reduction or own
     if found not in ("mean", "sum"):
@@ -151,7 +151,7 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
             "use reduction 'mean' or 'sum'"
         )
     weight = words.get("weight", getattr(loss, "weight", None))
-    kind: Any = type(loss) if bound is None else bound.func
+    kind = loss.func if bound else type(loss)
     if kind in _WEIGHTED and weight is not None and own == "mean":
         raise UsageError(
             f"{kind.__name__} with a weight takes the mean by the weights of its targets and not over rows, so "
