@@ -17,6 +17,7 @@ from tests.pipeline.pipe_cases import (
     rows,
 )
 from weft import NoChunk, Pipe
+from weft.core import tree
 from weft.core.errors import BatchError
 
 RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
@@ -77,6 +78,39 @@ def test_tuples_dicts_and_named_tuples_travel_and_come_out(executor: str, checkp
 def test_the_order_of_a_dict_is_kept(executor: str, checkpoint: str) -> None:
     pipe, _ = both([lambda w, x: {"z": x * w, "a": x}, lambda w, v: v], executor=executor, checkpoint=checkpoint)
     assert list(pipe(rows(7, 2))) == ["z", "a"]
+
+
+def _overwrites(w, value):
+    value["x"] = (value["x"] * w).tanh()
+    return value
+
+
+def _adds(w, value):
+    value[len(value)] = (value["x"] * w).tanh()
+    return value
+
+
+def _takes_out(w, value):
+    return {"x": (value["x"] * w).tanh() + value.pop("m"), "m": value["x"] * w}
+
+
+def _appends(w, value):
+    value["list"].append((value["list"][-1] * w).tanh())
+    return value
+
+
+@every_run
+@pytest.mark.parametrize("layer", [_overwrites, _adds, _takes_out, _appends])
+def test_a_layer_may_change_the_lists_and_dicts_that_it_gets(executor: str, checkpoint: str, layer) -> None:
+    functions = [
+        lambda w, x: {"x": x * w, "m": x + w, "list": [x * w]},
+        layer,
+        layer,
+        lambda w, value: w * sum(tree.flatten(value)[0]),
+    ]
+    pipe, plain = both(functions, executor=executor, checkpoint=checkpoint)
+    assert_close(backward(pipe, rows(7, 2)), backward(plain, rows(7, 2)))
+    assert_gradients_equal(pipe, plain)
 
 
 @every_run

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from weft.core.channel import Closed
 from weft.core.errors import TWICE, BackwardTwiceError, RandomnessError
+from weft.core.gradient_sum import GradientSum, added
 from weft.core.place import Parcel, Place
 from weft.core.rng import TRIES, Dice
 from weft.core.route import OUTSIDE, Address, Wiring
 from weft.core.schedule import Action
-from weft.core.segment import Gradients, GradientSum, Keep, Segment, Tape, Visit, added, cut
+from weft.core.segment import Gradients, Keep, Segment, Tape, Visit, cut
 from weft.core.split_backward import SplitBackward
 
 
@@ -166,10 +167,11 @@ class Run:
         segment, place = self.segments[stage], self.places[stage]
         values = [parcel.value if place is None else place.arrive(parcel) for parcel in parcels]
         keep = self._keeps(stage, index)
-        outputs, self._tapes[stage][index] = segment.forward(self._visits[index], values, keep)
+        outputs, tape = segment.forward(self._visits[index], values, keep)
+        self._tapes[stage][index] = tape
         if self._watcher is not None and keep == "nothing":
             self._watcher.released(action)
-        tracked = segment.tracks(values, keep)
+        tracked = False if tape is None else tape.tracks
         sent: list[tuple[Address, Parcel]] = []
         for route, output in zip(self.wiring.outputs[stage], outputs, strict=True):
             for address in self.wiring.written_addresses(route, index, self.micro_batches):

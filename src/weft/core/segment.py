@@ -65,42 +65,6 @@ def differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def added(one: Tensor, other: Tensor) -> Tensor:
-    """A new sum of two gradients. PyTorch adds a sparse one to a dense one, but not the other way round."""
-    return other + one if one.is_sparse else one + other
-
-
-class GradientSum:
-    """The gradients of some parameters, added up over the micro-batches in the order of their arrival.
-
-    It never writes into a tensor that autograd returned: that may be shared with another gradient, as in
-    ``y = x + p``. So the second gradient makes a new sum, and only that is added to in place.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.totals: Gradients = [None] * count
-        self._owned = [False] * count
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        totals, owned = self.totals, self._owned
-        into: list[Tensor] = []
-        more: list[Tensor] = []
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            total = totals[i]
-            if total is None:
-                totals[i] = gradient
-            elif owned[i] and not gradient.is_sparse:
-                into.append(total)
-                more.append(gradient)
-            else:
-                totals[i] = added(total, gradient)
-                owned[i] = not gradient.is_sparse and not total.is_sparse
-        if into:
-            torch._foreach_add_(into, more)  # pyright: ignore[reportPrivateImportUsage] # no public name
-
-
 class Segment:
     """A function of values and the parameters that it reads, to be run forward now and backward later."""
 
@@ -114,26 +78,24 @@ class Segment:
         Returns the values for the readers, still to be `cut`, and the tape. Raises InPlaceError when the
         function wrote into an input that its recomputation would read again.
         """
-        if keep == "graph":
-            with torch.enable_grad():
-                outputs = self.call(visit, values)
-            tape = Tape(self, visit, values, keep)
-            tape.hold(outputs)
-            return outputs, tape
         if keep == "nothing":
             with torch.no_grad():
                 return self.call(visit, values), None
-        inputs = [leaf for value in values for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
-        versions = _versions(inputs)
+        tape = Tape(self, visit, values, keep)  # before the call, which may change the lists and dicts that it gets
+        if keep == "graph":
+            with torch.enable_grad():
+                outputs = self.call(visit, values)
+            tape.hold(outputs)
+            return outputs, tape
         with torch.no_grad(), phase("checkpointing"):
             outputs = self.call(visit, values)
-        if versions != _versions(inputs):
+        if tape.is_overwritten():
             raise InPlaceError(
                 "a stage wrote into its input in place, but its recomputation in backward needs that input "
                 "unchanged; use the out-of-place form of the first operation (inplace=False), "
                 "or checkpoint='never' for this stage"
             )
-        return outputs, Tape(self, visit, values, keep, versions)
+        return outputs, tape
 
     def call(self, visit: Visit, values: Sequence[Any]) -> tuple[Any, ...]:
         """The function, under the autocast of the user's call."""
@@ -142,30 +104,35 @@ class Segment:
         with visit.ambient.casting():
             return self.function(visit, *values)
 
-    def tracks(self, values: Sequence[Any], keep: Keep) -> bool | None:
-        """What `cut` needs to know of the outputs: None asks each tensor, else all alike."""
-        if keep != "inputs":
-            return None if keep == "graph" else False
-        return bool(self.parameters) or any(
-            isinstance(leaf, Tensor) and leaf.requires_grad for value in values for leaf in flatten(value)[0]
-        )
-
 
 class Tape:
     """What one forward of a segment left behind for its backward."""
 
-    __slots__ = ("_inputs", "_keep", "_outputs", "_values", "_versions", "_visit", "segment")
+    __slots__ = ("_inputs", "_keep", "_outputs", "_structures", "_versions", "_visit", "segment")
 
-    def __init__(
-        self, segment: Segment, visit: Visit, values: Sequence[Any], keep: Keep, versions: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, segment: Segment, visit: Visit, values: Sequence[Any], keep: Keep) -> None:
         self.segment = segment
         self._visit = visit
         self._keep = keep
-        self._values = values
-        self._inputs = [flatten(value)[0] for value in values]
-        self._versions = versions
+        flat = [flatten(value) for value in values]
+        self._inputs = [leaves for leaves, _ in flat]
+        self._structures = [structure for _, structure in flat]
+        self._versions = _versions(self._tensors()) if keep == "inputs" else []
         self._outputs: list[list[GradientEdge | None]] | None = None
+
+    def _tensors(self) -> list[Tensor]:
+        return [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor)]
+
+    def is_overwritten(self) -> bool:
+        """Whether an input that a recomputation will read was written to since the forward began."""
+        return self._versions != _versions(self._tensors())
+
+    @property
+    def tracks(self) -> bool | None:
+        """What `cut` needs to know of the outputs: None asks each tensor, else all alike."""
+        if self._keep == "graph":
+            return None
+        return bool(self.segment.parameters) or any(x.requires_grad for x in self._tensors())
 
     def hold(self, outputs: Sequence[Any]) -> None:
         """Keep the graph that leads from these outputs back to the inputs, but not the outputs themselves: they
@@ -191,14 +158,15 @@ class Tape:
         Raises InPlaceError when an input was written to since the forward, such as a buffer for the next mini-batch.
         """
         if self._outputs is None:
-            if self._versions != _versions([x for leaves in self._inputs for x in leaves if isinstance(x, Tensor)]):
+            if self.is_overwritten():
                 raise InPlaceError(
                     "an input of a stage was written to in place between its forward and its recomputation in "
                     "backward, which would compute something else now; write after backward or into another "
                     "tensor, or use checkpoint='never' for this stage"
                 )
             with torch.enable_grad(), phase("recomputing"):
-                self.hold(self.segment.call(self._visit, self._values))
+                values = [unflatten(*each) for each in zip(self._structures, self._inputs, strict=True)]
+                self.hold(self.segment.call(self._visit, values))
 
     def backward(self, gradients: Sequence[Gradients], *, retain: bool = False) -> tuple[list[Gradients], Gradients]:
         """Walk the graph back: one list of gradients per output value in, one per input value out.
@@ -232,7 +200,7 @@ class Tape:
     def _wanted(self) -> list[Tensor]:
         """The leaves that a gradient is wanted for."""
         self.prepare()
-        return [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        return [x for x in self._tensors() if x.requires_grad]
 
     def _nested(self, found: Sequence[Tensor | None]) -> list[Gradients]:
         """The gradients of `_wanted`, one list per input value, with None for the leaves in between."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from weft.core.errors import UsageError, listed
-from weft.core.segment import GradientSum
+from weft.core.gradient_sum import GradientSum
 from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.errors import CommitError, OverloadError
 from weft.experts.gradients import nbytes

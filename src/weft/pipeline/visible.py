@@ -19,7 +19,7 @@ from weft.core.errors import TWICE, BackwardTwiceError
 from weft.core.rng import Dice, Silence
 from weft.core.segment import Function, Keep, Visit
 from weft.core.transforms import forbid_batched
-from weft.core.tree import flatten
+from weft.core.tree import Structure, flatten, unflatten
 from weft.pipeline.cargo import Cargo, Outcome
 from weft.pipeline.plan import Plan
 from weft.pipeline.step import Order
@@ -75,27 +75,31 @@ def _micro_batch(plan: Plan, keeps: Keeps, visit: Visit, parts: Sequence[Any]) -
     return values[plan.gate.result]
 
 
-def _call(keeps: Keeps, function: Function, visit: Visit, segment: int, inputs: Sequence[Any]) -> tuple[Any, ...]:
+def _call(keeps: Keeps, function: Function, visit: Visit, segment: int, inputs: list[Any]) -> tuple[Any, ...]:
     """One segment, with its graph or only its inputs kept."""
     if keeps(segment, visit.micro_batch) != "inputs":
         return function(visit, *inputs)
-    call = partial(_checkpoint, _twice(function, visit), use_reentrant=False, preserve_rng_state=False)
+    leaves, structure = flatten(inputs)
+    call = partial(_checkpoint, _twice(function, visit, structure), use_reentrant=False, preserve_rng_state=False)
     try:
-        return call(*inputs)
+        return call(*leaves)
     except RuntimeError as error:
         if isinstance(error.__cause__, StopIteration):  # no generator of PyTorch's, but a layer has raised it
             raise error.__cause__ from None
         raise
 
 
-def _twice(function: Callable[..., Any], visit: Visit) -> Callable[..., Any]:
-    """The function, told that its first call will be repeated, and that the later ones repeat it."""
+def _twice(function: Callable[..., Any], visit: Visit, structure: Structure) -> Callable[..., Any]:
+    """The function over leaves, told that its first call will be repeated, and that the later ones repeat it.
+
+    Each call gets lists and dicts of its own: a layer may change them.
+    """
     calls: list[bool] = []
 
-    def call(*inputs: Any) -> Any:
+    def call(*leaves: Any) -> Any:
         with phase("recomputing" if calls else "checkpointing"), visit.ambient.process_flags():
             calls.append(True)
-            return function(visit, *inputs)
+            return function(visit, *unflatten(structure, leaves))
 
     return call
 
