@@ -7,10 +7,13 @@ import traceback
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as checkpoint_again
 
 from tests.pipeline.pipe_cases import (
     CHECKPOINTS,
     EXECUTORS,
+    backward,
     chain,
     piped,
     rows,
@@ -134,6 +137,40 @@ def test_an_exception_under_no_grad_is_the_same(executor: str, checkpoint: str) 
             pipe(numbered())
         model[1].where = ""
         assert torch.equal(pipe(numbered()), numbered())
+
+
+class Hooks(nn.Module):
+    def forward(self, x):
+        x = x * 2
+        x.register_hook(lambda gradient: gradient)
+        return x
+
+
+class Reentrant(nn.Module):
+    def forward(self, x):
+        return checkpoint_again(torch.sin, x, use_reentrant=True)
+
+
+class Writes(nn.Module):
+    def forward(self, x):
+        return functional.relu(x, inplace=True)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize(
+    ("layer", "checkpoint", "advice"),
+    [
+        (Hooks(), "always", r"if y.requires_grad.*checkpoint='never'"),
+        (Reentrant(), "never", "use_reentrant=False"),
+        (Writes(), "never", "inplace=False"),
+    ],
+)
+def test_what_a_layer_may_only_do_alone_fails_with_advice(executor, layer, checkpoint: str, advice: str) -> None:
+    pipe, _ = piped(nn.Sequential(*chain(4, 4), layer), balance=[1, 1], executor=executor, checkpoint=checkpoint)
+    with pytest.raises(RuntimeError) as caught:
+        backward(pipe, rows(5, 4))
+    notes = caught.value.__notes__
+    assert any(re.search(advice, note) for note in notes) and any("of stage 1" in note for note in notes)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -78,6 +78,21 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(executor: str, checkp
         assert_gradients_equal(pipe, plain)
 
 
+@pytest.mark.parametrize(("executor", "checkpoint"), [*CUT_RUNS, ("graph", "never")])
+@pytest.mark.parametrize("schedule", ["gpipe", "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W1,0W2\n1F0,1F1,1F2,1I0,1W0,1B1,1B2\n"])
+@pytest.mark.parametrize("frozen", ["0", "2.weight", ""])
+def test_parameters_may_be_frozen_between_forward_and_backward(
+    executor: str, checkpoint: str, schedule: str, frozen: str
+) -> None:
+    pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint, schedule=schedule)
+    for model in (pipe, plain):
+        loss = model(rows(7, 4)).square().sum()
+        for name, each in model.named_parameters():
+            each.requires_grad_(not name.startswith(frozen))
+        loss.backward()
+    assert_gradients_equal(pipe, plain)
+
+
 @every_run
 @pytest.mark.parametrize("frozen", [[0, 1, 2], [3, 4]])
 def test_a_whole_stage_may_be_frozen(executor: str, checkpoint: str, frozen: list[int]) -> None:

@@ -86,3 +86,27 @@ TWICE = (
 def listed(headline: str, faults: Sequence[str]) -> str:
     """One message out of many faults: the headline, then one line per fault."""
     return "\n".join([headline, *(f"  - {fault}" for fault in faults)])
+
+
+_ADVICE = {
+    "cannot register a hook on a tensor that doesn't require gradient": (
+        "weft: the first forward of a micro-batch that will be recomputed runs without a graph; write "
+        "`if y.requires_grad: y.register_hook(...)`, or use checkpoint='never' for this stage"
+    ),
+    "a leaf Variable that requires grad": (
+        "weft: what a stage gets is a leaf that others may hold; use the out-of-place form of the stage's first "
+        "operation (inplace=False), or let it write into a clone"
+    ),
+    "checkpoint is incompatible with .grad()": (
+        "weft: stages ask for gradients by torch.autograd.grad; use use_reentrant=False in torch.utils.checkpoint, or "
+        "the checkpoint= of the Pipe instead"
+    ),
+}
+"""By a part of PyTorch's own words for what a layer may do alone but not inside of a segment."""
+
+
+def advise(error: BaseException) -> None:
+    """Add a note to an error of PyTorch's whose words do not tell a layer's author what to do."""
+    for words, advice in _ADVICE.items():
+        if isinstance(error, RuntimeError) and words in str(error):
+            error.add_note(advice)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from weft.core.channel import Closed
-from weft.core.errors import TWICE, BackwardTwiceError, RandomnessError
+from weft.core.errors import TWICE, BackwardTwiceError, RandomnessError, advise
 from weft.core.gradient_sum import GradientSum, added
 from weft.core.place import Parcel, Place
 from weft.core.rng import TRIES, Dice
@@ -115,9 +115,12 @@ class Run:
     def turn_back(self, *, retain: bool) -> None:
         """Before every walk backward. With `retain` there may be another one, which needs the tapes too.
 
-        What an earlier walk has added up and nobody has collected, because it failed, is forgotten.
+        What an earlier walk has added up and nobody has collected, because it failed, is forgotten. So are parameters
+        that were frozen since the forward: autograd may not be asked about them.
         """
         self.retain = retain
+        for segment in self.segments:
+            segment.parameters = [each for each in segment.parameters if each.requires_grad]
         self.sums = [GradientSum(len(segment.parameters)) for segment in self.segments]
 
     def perform(self, action: Action, box: Box, post: Post) -> None:
@@ -136,6 +139,7 @@ class Run:
             raise
         except BaseException as error:
             word = "forward" if action.kind == "F" else "backward"
+            advise(error)
             where = "" if self._merged else f"stage {action.stage}, "
             name = "" if self._merged else f" ({action})"
             error.add_note(f"weft: in {word} of {where}micro-batch {action.micro_batch}{name}")
