@@ -12,6 +12,7 @@
         ├── DoubleBackwardError (RuntimeError)   the gradient of a gradient was asked for
         ├── BackwardTwiceError (RuntimeError)    backward ran again over a step that was freed
         ├── RandomnessError (RuntimeError)   a recomputation did not draw the numbers of its forward
+        ├── ChangedError (RuntimeError)      a layer changed between its forward and its recomputation
         ├── SkipError (RuntimeError)         a layer broke its own skip declaration while running
         └── SkipWiringError (TypeError)      the skips of a model do not fit together
 
@@ -66,6 +67,10 @@ class BackwardTwiceError(WeftError, RuntimeError):
 
 class RandomnessError(WeftError, RuntimeError):
     """A recomputation did not draw the random numbers of its forward."""
+
+
+class ChangedError(WeftError, RuntimeError):
+    """A layer changed between its forward and its recomputation."""
 
 
 class SkipError(WeftError, RuntimeError):

@@ -12,8 +12,8 @@ What a forward leaves behind for its backward is a `Tape`. With ``keep="graph"``
 arrives. With ``keep="nothing"`` there is no tape: the segment runs without gradients.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -33,11 +33,15 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Visit:
-    """One passage of one micro-batch: what a function may need to know besides its inputs."""
+    """One passage of one micro-batch: what a function may need to know besides its inputs.
+
+    `notes` is where a function leaves for its own recomputation what it cannot know then, each at a key of its own.
+    """
 
     micro_batch: int
     ambient: Ambient
     context: Any = None
+    notes: dict[int, Any] = field(default_factory=dict[int, Any], compare=False)
 
 
 Function = Callable[..., tuple[Any, ...]]
@@ -117,7 +121,7 @@ class Tape:
         flat = [flatten(value) for value in values]
         self._inputs = [leaves for leaves, _ in flat]
         self._structures = [structure for _, structure in flat]
-        self._versions = _versions(self._tensors()) if keep == "inputs" else []
+        self._versions = versions(self._tensors()) if keep == "inputs" else []
         self._outputs: list[list[GradientEdge | None]] | None = None
 
     def _tensors(self) -> list[Tensor]:
@@ -125,7 +129,7 @@ class Tape:
 
     def is_overwritten(self) -> bool:
         """Whether an input that a recomputation will read was written to since the forward began."""
-        return self._versions != _versions(self._tensors())
+        return self._versions != versions(self._tensors())
 
     @property
     def tracks(self) -> bool | None:
@@ -228,6 +232,6 @@ def _edge(leaf: Any) -> GradientEdge | None:
     return forbid_hidden(leaf, "a result")
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
+def versions(tensors: Iterable[Tensor]) -> list[int]:
     """How often each was written to. Inference tensors do not count, and cannot be written to outside."""
     return [tensor._version for tensor in tensors if not tensor.is_inference()]

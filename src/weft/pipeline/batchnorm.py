@@ -13,7 +13,10 @@ Normalising so, and deferring the statistics, is torchgpipe's way (arXiv 2004.09
 merged pairwise-exactly as by Chan, Golub and LeVeque (1983), not as sums of squares, which cancel.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -32,6 +35,24 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
+class _StepOfThread(threading.local):
+    step: object = None
+
+
+_current = _StepOfThread()
+_committing = threading.Lock()
+
+
+@contextmanager
+def gathering(step: object) -> Generator[None]:
+    """What deferred norms see inside, in this thread, belongs to this step: several may run at once."""
+    before, _current.step = _current.step, step
+    try:
+        yield
+    finally:
+        _current.step = before
+
+
 class DeferredBatchNorm(_BatchNorm):
     """A BatchNorm that can update its running statistics once per mini-batch, from all micro-batches.
 
@@ -42,34 +63,40 @@ class DeferredBatchNorm(_BatchNorm):
     Raises ``ValueError``, as PyTorch's own does, if a micro-batch has only one value per channel.
     """
 
-    gathered: list[Moments] | None = None
-    """The micro-batches seen since ``begin()``; ``None`` outside."""
+    gathered: Mapping[object, list[Moments]] = MappingProxyType({})
+    """The micro-batches seen since ``begin()``, by the step that they belong to (None: whoever is in no step)."""
 
-    def begin(self) -> None:
+    def begin(self, step: object = None) -> None:
         """Start a mini-batch. What an earlier one left unfinished is dropped."""
-        self.gathered = []
+        self.__dict__.setdefault("gathered", {})[step] = []
 
-    def abandon(self) -> None:
+    def abandon(self, step: object = None) -> None:
         """End the mini-batch without a trace in the running statistics."""
-        self.gathered = None
+        self._taken(step)
 
     @torch.no_grad()
-    def commit(self) -> None:
+    def commit(self, step: object = None) -> None:
         """End the mini-batch and update the running statistics as the undivided batch would have.
 
         Nothing changes if no micro-batch was seen in training mode.
         """
-        gathered, self.gathered = self.gathered, None
-        if not gathered or self.running_mean is None or self.running_var is None:
-            return
+        gathered = self._taken(step)
+        if gathered and self.running_mean is not None and self.running_var is not None:
+            with _committing:
+                self._update(gathered, self.running_mean, self.running_var)
+
+    def _taken(self, step: object) -> list[Moments] | None:
+        return self.__dict__.get("gathered", {}).pop(step, None)
+
+    def _update(self, gathered: list[Moments], running_mean: Tensor, running_var: Tensor) -> None:
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if factor is None:  # cumulative average
                 factor = 1.0 / float(self.num_batches_tracked)
         merged = merge(gathered)
-        _blend(self.running_mean, merged.mean, factor or 0.0)
-        _blend(self.running_var, merged.variance, factor or 0.0)
+        _blend(running_mean, merged.mean, factor or 0.0)
+        _blend(running_var, merged.variance, factor or 0.0)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``, N x C or N x C x ..., per channel. Same shape and dtype as ``input``."""
@@ -77,10 +104,11 @@ class DeferredBatchNorm(_BatchNorm):
             return super().forward(input)
         if is_recomputing():  # the first forward has been counted; the same operators, so that the same is saved
             return self._gather(input, [], self.running_mean)
-        if self.gathered is None:
+        gathered = self.gathered.get(_current.step)
+        if gathered is None:
             return super().forward(input)
         self._check_input_dim(input)
-        return self._gather(input, self.gathered, self.running_mean)
+        return self._gather(input, gathered, self.running_mean)
 
     def _gather(self, input: Tensor, gathered: list[Moments], running: Tensor) -> Tensor:
         values = input.numel() // max(1, input.size(1))

@@ -19,7 +19,7 @@ from weft.core.segment import Function, Visit
 from weft.pipeline.gate import Gate, Inlet
 from weft.pipeline.loss import LossStage
 from weft.pipeline.skip import inspect_skip_layout
-from weft.pipeline.stage import MergedStages, Skip, Stage
+from weft.pipeline.stage import MergedStages, Skip, Stage, take_turns
 from weft.pipeline.strangers import Searched
 
 
@@ -69,6 +69,7 @@ def build_stages(
         )
         for index, (block, device) in enumerate(zip(blocks, devices, strict=True))
     ]
+    take_turns(stages)
     return stages, crossing
 
 

@@ -6,20 +6,21 @@
 Skips that begin and end in the stage never leave it. Layers of no skips never see a tracker.
 """
 
-from collections.abc import Generator, Hashable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, islice
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from weft.core.ambient import is_recomputing
 from weft.core.rng import Dice
 from weft.core.segment import Visit
 from weft.core.tree import map_leaves
-from weft.pipeline.batchnorm import DeferredBatchNorm
+from weft.pipeline.batchnorm import DeferredBatchNorm, gathering
+from weft.pipeline.replay import Replay, only_writes
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, use_skip_tracker
 
 Skip = tuple[Namespace | None, str]
@@ -82,7 +83,8 @@ class Stage:
         modules = [module for _, layer in layers for module in layer.modules()]
         self._skips = any(isinstance(module, Skippable) for module in modules)
         self._copies_input = _writes_early(modules)
-        self._norms: list[nn.Module] = []
+        self._deferred = False
+        self.replay = Replay(index, self.layers, device)
 
     def __call__(self, visit: Visit, main: Any, *skips: Tensor | None) -> tuple[Any, ...]:
         """Run the layers on one micro-batch: the function of this stage's segment."""
@@ -94,10 +96,11 @@ class Stage:
         if self._copies_input:
             main = map_leaves(_copied, main)
         dice: Dice = visit.context
-        statistics = self._norms and is_recomputing()
-        if dice.quiet and not statistics:
-            return self._tracked(main, skips) if self._skips else (self._layers(main), _NO_SKIPS)
-        with dice.scope(self.index, visit.micro_batch), self._statistics() if statistics else nullcontext():
+        around = self.replay.around(visit)
+        if dice.quiet and around is None and not self._deferred:
+            return self._tracked(main, skips)
+        draws = nullcontext() if dice.quiet else dice.scope(self.index, visit.micro_batch)
+        with around or nullcontext(), gathering(dice) if self._deferred else nullcontext(), draws:
             return self._tracked(main, skips)
 
     def survey(self) -> Survey:
@@ -109,6 +112,8 @@ class Stage:
         settings: list[bool | float] = []
         deferred: list[DeferredBatchNorm] = []
         norms: list[nn.Module] = []
+        holders: list[nn.Module] = []
+        sources: list[torch.Generator] = []
         at_home, home = True, self.device
         stack: list[nn.Module | None] = [layer for _, layer in reversed(self.layers)]
         while stack:
@@ -116,21 +121,28 @@ class Stage:
             if module is None:
                 continue
             settings.append(module.training)
-            settings += [each for each in islice(vars(module).values(), _TABLES, None) if type(each) in _SETTINGS]
+            for each in islice(vars(module).values(), _TABLES, None):
+                if type(each) in _SETTINGS:
+                    settings.append(each)
+                elif type(each) is torch.Generator:
+                    sources.append(each)
             stack += reversed(module._modules.values())
-            if isinstance(module, _NormBase):
-                if isinstance(module, DeferredBatchNorm):
-                    deferred.append(module)
-                elif module.track_running_stats:
-                    norms.append(module)
             for each in module._parameters.values():
                 if each is not None:
                     at_home = at_home and each.device == home
                     if each.requires_grad:
                         parameters[id(each)] = each
-            for each in module._buffers.values():
-                at_home = at_home and (each is None or each.device == home)
-        self._norms = norms
+            if isinstance(module, DeferredBatchNorm):
+                deferred.append(module)
+            buffers = [each for each in module._buffers.values() if each is not None] if module._buffers else ()
+            if buffers:
+                at_home = at_home and all(each.device == home for each in buffers)
+                if only_writes(module):
+                    norms.append(module)
+                elif not module.training or not isinstance(module, DeferredBatchNorm):  # which sees to itself
+                    holders.append(module)
+        self._deferred = bool(deferred)
+        self.replay.survey(norms, holders, sources)
         return Survey(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
 
     def _misplaced(self) -> list[str]:
@@ -164,23 +176,6 @@ class Stage:
             error.add_note(f"weft: in layer {name!r} ({type(layer).__name__}) of stage {self.index}")
             raise
         return value
-
-    @contextmanager
-    def _statistics(self) -> Generator[None]:
-        """Keep a recomputation from updating running statistics a second time.
-
-        The modules get copies for the while. Restoring the values afterwards would not do: autograd would find
-        that a tensor which it saved has been written to.
-        """
-        norms = [module for module in self._norms if module.training]
-        originals = [dict(module._buffers) for module in norms]
-        for module in norms:
-            module._buffers.update({k: None if b is None else b.clone() for k, b in module._buffers.items()})
-        try:
-            yield
-        finally:
-            for module, buffers in zip(norms, originals, strict=True):
-                module._buffers.update(buffers)
 
 
 def _copied(leaf: Any) -> Any:
@@ -218,3 +213,16 @@ class MergedStages:
             for skip in done:
                 del alive[skip]
         return (main,)
+
+
+def take_turns(stages: Sequence[Stage]) -> None:
+    """Let stages that have modules or generators in common write to their buffers one after another."""
+    owners: Counter[object] = Counter()
+    for stage in stages:
+        modules = {module for _, layer in stage.layers for module in layer.modules()}
+        owners.update(modules)
+        owners.update({x for module in modules for x in vars(module).values() if type(x) is torch.Generator})
+    shared = [each for each, count in owners.items() if count > 1]
+    turns = RLock()
+    for stage in stages:
+        stage.replay.take_turns(shared, turns)

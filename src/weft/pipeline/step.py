@@ -60,16 +60,16 @@ class Order:
                 dice = self.dice()
             try:
                 for norm in self.deferred:
-                    norm.begin()
+                    norm.begin(dice)
                 result = forward(dice)
             except BaseException:
                 for norm in self.deferred:
-                    norm.abandon()
+                    norm.abandon(dice)
                 raise
             if dice.settle():
                 break
         for norm in self.deferred:
-            norm.commit()
+            norm.commit(dice)
         return result
 
 

@@ -1,0 +1,200 @@
+"""A recomputation finds what its forward found in buffers and generators, and leaves no trace in them."""
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from tests.pipeline.pipe_cases import (
+    CHECKPOINTS,
+    CUTS,
+    EXECUTORS,
+    assert_close,
+    assert_gradients_equal,
+    backward,
+    piped,
+    rows,
+)
+from weft.core.ambient import Ambient, phase
+from weft.core.errors import ChangedError
+from weft.core.microbatch import split
+from weft.core.rng import Dice, RandomUse, generators
+from weft.core.segment import Visit
+from weft.pipeline.stage import Stage
+
+RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
+every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 4).double()
+
+
+class Averages(nn.Module):
+    """Writes into its buffers, and reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("absent", None)
+        self.on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            self.count += 1
+            self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return (x - self.mean) * self.count.clone()  # else plain autograd would find the next write
+
+
+class Replaces(Averages):
+    """Puts new buffers in the place of the old."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return (x - self.mean) * self.count
+
+
+class Borrows(nn.Module):
+    """Two modules that have one buffer: one writes, the other reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer, self.reader = Averages(), nn.Module()
+        self.reader.register_buffer("mean", self.writer.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.writer(x) * self.reader.mean.clone()
+
+
+class Draws(nn.Module):
+    """Has random numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = torch.Generator()
+        self.source.manual_seed(3)
+
+    def __deepcopy__(self, memo: Any) -> "Draws":
+        return Draws()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=self.source, dtype=x.dtype)
+
+
+LAYERS = {
+    "averages": Averages,
+    "replaces": Replaces,
+    "borrows": Borrows,
+    "spectral norm": lambda: spectral_norm(linear()),
+    "draws": Draws,
+}
+
+
+@every_run
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_that_changes_itself_does_so_once_per_micro_batch(name: str, executor: str, checkpoint: str) -> None:
+    pipe, plain = piped(nn.Sequential(linear(), LAYERS[name]()), executor=executor, checkpoint=checkpoint)
+    buffers = dict(pipe.named_buffers())
+    for step in range(3):
+        x = rows(7, 4, seed=step)
+        output = backward(pipe, x)
+        wanted = torch.cat([plain(piece) for piece in split(x, 3)])
+        wanted.square().sum().backward()
+        assert_close(output, wanted)
+        assert_gradients_equal(pipe, plain)
+        for key, each in plain.state_dict().items():
+            assert_close(pipe.state_dict()[key], each)
+    if name != "replaces":
+        assert all(each is buffers[key] for key, each in pipe.named_buffers())
+
+
+@pytest.mark.parametrize("executor", CUTS)
+def test_a_retained_recomputation_finds_the_same_again(executor: str) -> None:
+    pipe, _ = piped(nn.Sequential(linear(), Averages()), executor=executor, checkpoint="always")
+    loss = pipe(rows(7, 4)).square().sum()
+    first, second = (torch.autograd.grad(loss, pipe[0].weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and pipe[1].count == 3
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_who_begins_to_write_later_is_named_once_and_right_from_then_on(executor: str) -> None:
+    pipe, plain = piped(nn.Sequential(linear(), nn.Sequential(Averages())), executor=executor, checkpoint="always")
+    for model in (pipe, plain):
+        model[1][0].on = False
+        model[1][0].count.fill_(1)
+    backward(pipe, rows(7, 4))
+    pipe[1][0].on = plain[1][0].on = True
+    with pytest.raises(ChangedError, match=r"layer '1\.0' \(Averages\) of stage 1 .*run the step again"):
+        backward(pipe, rows(7, 4))
+    plain.load_state_dict(pipe.state_dict())
+    for model in (pipe, plain):
+        model.zero_grad()
+    backward(pipe, rows(7, 4))
+    torch.cat([plain(piece) for piece in split(rows(7, 4), 3)]).square().sum().backward()
+    assert_gradients_equal(pipe, plain)
+
+
+def test_stages_take_turns_at_a_norm_that_both_have_while_it_writes() -> None:
+    norm = nn.BatchNorm1d(2).double()
+    cpu = torch.device("cpu")
+    stages = [Stage(i, [("a", layer)], cpu, (), ()) for i, layer in enumerate([norm, norm, nn.BatchNorm1d(2).double()])]
+    entered: list[Stage] = []
+
+    class Turns(contextlib.nullcontext[None]):
+        def __enter__(self) -> None:
+            entered.append(stage)
+
+    for stage in stages:
+        stage.replay.take_turns([norm], Turns())
+    visit = Visit(0, Ambient.capture(["cpu"]), Dice([RandomUse(generators([cpu])) for _ in stages], [0] * 3))
+    for stage in stages:
+        stage.survey()
+        stage(visit, rows(4, 2))
+    assert entered == stages[:2]
+    norm.eval()
+    for _ in range(2):  # in the first step it is not known yet that it writes nothing
+        entered.clear()
+        for stage in stages:
+            stage.survey()
+            with phase("checkpointing"):
+                stage(visit, rows(4, 2))
+    assert not entered
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_norm_of_two_stages_counts_every_micro_batch(checkpoint: str) -> None:
+    norm = nn.BatchNorm1d(4).double()
+    model = nn.Sequential(linear(), norm, linear(), norm)
+    pipe, _ = piped(model, chunks=8, executor="threads", checkpoint=checkpoint)
+    mean = norm.running_mean
+    for _ in range(3):
+        backward(pipe, rows(64, 4))
+    assert norm.num_batches_tracked == 48 and norm.running_mean is mean
+
+
+def test_two_threads_may_train_a_deferred_norm_at_once() -> None:
+    class Meets(nn.Module):
+        barrier: threading.Barrier | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.barrier is not None:
+                self.barrier.wait(60)
+            return x
+
+    model = nn.Sequential(nn.BatchNorm1d(4).double(), Meets())
+    pipe, _ = piped(model, chunks=2, executor="serial", checkpoint="never", deferred_batch_norm=True)
+    pipe(rows(8, 4))  # from here on it is known that nobody draws, and nobody holds the generator
+    pipe[1].barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=pipe, args=(rows(8, 4),)) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert pipe[0].num_batches_tracked == 3
