@@ -16,7 +16,8 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft import pop, skippable, stash
+from weft import NoChunk, pop, skippable, stash
+from weft.core.errors import InPlaceError
 from weft.core.microbatch import split
 
 RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
@@ -84,6 +85,27 @@ def test_a_layer_that_writes_unannounced_is_right_or_an_error(executor: str, che
             return
         assert_close(seen, backward(plain, rows(7, 4)))
         assert_gradients_equal(pipe, plain)
+
+
+class Decays(nn.Module):
+    """Writes into its second input."""
+
+    def forward(self, x, factor):
+        return x * factor.mul_(0.5)
+
+
+@every_run
+@pytest.mark.parametrize("whole", [NoChunk(torch.ones(4)), torch.ones(())])
+def test_a_write_into_what_all_micro_batches_share_is_an_error(executor: str, checkpoint: str, whole) -> None:
+    pipe, _ = piped(nn.Sequential(Decays(), linear()), executor=executor, checkpoint=checkpoint)
+    with pytest.raises(InPlaceError, match=r"clone|out-of-place"):
+        pipe(rows(7, 4), whole)
+    with torch.no_grad(), pytest.raises(InPlaceError, match="clone"):
+        pipe(rows(7, 4), whole)
+    pipe, _ = piped(nn.Sequential(Decays(), linear()), executor=executor, checkpoint="never", chunks=1)
+    factor = torch.ones(4)
+    pipe(rows(7, 4), NoChunk(factor))
+    assert factor.tolist() == [0.5] * 4, "one micro-batch: once, as without a pipe"
 
 
 @skippable(stash=["early"])

@@ -112,6 +112,10 @@ class Run:
         self._plain = watcher is None and not any(places)
         self.sums = [GradientSum(len(segment.parameters)) for segment in segments]
 
+    def recomputing(self) -> list[int]:
+        """The segments that will run again in backward."""
+        return [s for s, tapes in enumerate(self._tapes) if any(tape and tape.recomputes for tape in tapes)]
+
     def turn_back(self, *, retain: bool) -> None:
         """Before every walk backward. With `retain` there may be another one, which needs the tapes too.
 

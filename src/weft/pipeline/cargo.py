@@ -20,7 +20,10 @@ from weft.core.tree import LEAF, flatten, unflatten
 
 
 class Cargo:
-    """A mini-batch, cut into micro-batches. `tensors` are those that want a gradient, in order."""
+    """A mini-batch, cut into micro-batches. `tensors` are those that want a gradient, in order.
+
+    `shared` are those that more than one micro-batch gets whole.
+    """
 
     def __init__(self, parts: Sequence[Any], chunks: int) -> None:
         """`parts` are the input, and the target where there is one. Raises BatchError as `plan_split` does."""
@@ -28,6 +31,9 @@ class Cargo:
         self._structures = [self.split.structure] if len(parts) == 1 else self.split.structure.children()
         self._wanted = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
         self.tensors: list[Tensor] = [x for x, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
+        pairs = zip(self._leaves, self.split.sliced, strict=True)
+        several = self.micro_batches > 1
+        self.shared = [x for x, sliced in pairs if several and not sliced and isinstance(x, Tensor)]
 
     @property
     def micro_batches(self) -> int:

@@ -37,6 +37,7 @@ class Plan:
     places: tuple[Place | None, ...]
     executor: Executor
     gate: Gate
+    stages: tuple[Stage, ...]
 
     @property
     def segments(self) -> int:
@@ -127,7 +128,7 @@ def _plan(
     places = [_place(stages[owned[0]].device, stages, streams) for owned in stages_of]
     wiring = Wiring(tuple(routes), len(functions))
     gate = Gate(tuple(inlets), result, last)
-    return Plan(tuple(functions), tuple(stages_of), wiring, tuple(places), executor, gate)
+    return Plan(tuple(functions), tuple(stages_of), wiring, tuple(places), executor, gate, tuple(stages))
 
 
 def _with_loss(function: Function, loss: LossStage) -> Function:

@@ -141,7 +141,7 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
                 f"loss_reduction is {reduction!r}, but there is no loss; give the pipe one, or leave it out"
             )
         return "mean"
-    bound = isinstance(cast(Any, loss), partial)  # F.cross_entropy with some of its arguments, say
+    bound = isinstance(loss, partial)  # F.cross_entropy with some of its arguments, say
     words: dict[str, Any] = loss.keywords if bound else {}
     own = words.get("reduction", getattr(loss, "reduction", "mean"))
     found = reduction or own
@@ -151,7 +151,7 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
             "use reduction 'mean' or 'sum'"
         )
     weight = words.get("weight", getattr(loss, "weight", None))
-    kind = loss.func if bound else type(loss)
+    kind: Any = loss.func if bound else type(cast(Any, loss))
     if kind in _WEIGHTED and weight is not None and own == "mean":
         raise UsageError(
             f"{kind.__name__} with a weight takes the mean by the weights of its targets and not over rows, so "

@@ -14,20 +14,26 @@ from torch import Tensor
 
 from weft.core.ambient import Ambient
 from weft.core.boundary import quiet_hooks, without_gradient
-from weft.core.errors import TWICE, BackwardTwiceError
+from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError
 from weft.core.place import Parcel, join_walk, leave_walk
 from weft.core.rng import Dice
 from weft.core.route import Address
 from weft.core.run import Run, Watcher
 from weft.core.schedule import Schedule
-from weft.core.segment import Gradients, Keep, Segment, Visit
+from weft.core.segment import Gradients, Keep, Segment, Visit, versions
 from weft.core.transforms import outside_transforms
 from weft.core.tree import flatten
 from weft.pipeline.batchnorm import DeferredBatchNorm
 from weft.pipeline.cargo import Cargo, Outcome, WeightedLoss
 from weft.pipeline.plan import Plan
+from weft.pipeline.unchanged import Unchanged, refuse_cached_weights
 
 Result = TypeVar("Result")
+
+_SHARED = (
+    "a layer wrote into a tensor that every micro-batch gets whole (in NoChunk, or without a batch axis), so it was "
+    "written to once per micro-batch; let the layer write into a clone"
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,10 @@ class Order:
     def trusted(self, forward: Callable[[Dice], Result]) -> Result:
         """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`Dice.settle`).
 
-        Deferred batch norms gather meanwhile, and are committed when it counts.
+        Deferred batch norms gather meanwhile, and are committed when it counts. Raises InPlaceError if a layer wrote
+        into a tensor that all micro-batches share.
         """
+        shared = versions(self.cargo.shared)
         while True:
             with outside_transforms():
                 dice = self.dice()
@@ -62,6 +70,8 @@ class Order:
                 for norm in self.deferred:
                     norm.begin(dice)
                 result = forward(dice)
+                if versions(self.cargo.shared) != shared:
+                    raise InPlaceError(_SHARED)
             except BaseException:
                 for norm in self.deferred:
                     norm.abandon(dice)
@@ -82,24 +92,31 @@ class Step:
         self._parameters = list({id(p): p for group in order.parameters for p in group}.values())
         self.tensors = [*order.cargo.tensors, *self._parameters]
         self._run: Run | None = None
+        self._unchanged: Unchanged | None = None
         self._made: list[Tensor | None] | None = None
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `Journey.forward`."""
+        """See `Journey.forward`. Raises UsageError under a cache of weights that micro-batches cannot share."""
         order = self._order
+        if order.tracked:
+            refuse_cached_weights(order.plan.stages)
         left, run = order.trusted(self._walk_forward)
         results = order.plan.gate.results(left, order.cargo.micro_batches)
         if order.fused:
             self._made = self._collected(left, run)
         else:
             self._run = run
+            again = [stage for segment in run.recomputing() for stage in order.plan.stages_of[segment]]
+            self._unchanged = Unchanged([order.plan.stages[stage] for stage in again]) if again else None
         return order.outcome.gather(results)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """See `Journey.backward`. Raises BackwardTwiceError when the step was freed."""
+        """See `Journey.backward`. Raises BackwardTwiceError when the step was freed, ChangedError if layers changed."""
         run, made = self._run, self._made
         if run is None and made is None:
             raise BackwardTwiceError(TWICE)
+        if self._unchanged is not None:
+            self._unchanged.check()
         if not retain:
             self._run = self._made = None
         if run is None:
@@ -107,6 +124,8 @@ class Step:
         else:
             run.turn_back(retain=retain)
             found = self._walk_backward(run, self._order.outcome.spread(gradients))
+            if retain and self._unchanged is not None:
+                self._unchanged.seal()  # what layers note of themselves while they run is their own
         without_gradient(x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None)
         return found
 
