@@ -156,8 +156,8 @@ class Replay:
         return (
             f"a buffer of layer {self._name_of(module)!r} ({type(module).__name__}) of stage {self._index} was written "
             "to since the forward, and its recomputation in backward would compute something else. If the layer does "
-            "so itself, it had not done so when it first ran: its buffers are kept from now on, so run the step again. If "
-            "your code does, let it write after backward. Or use checkpoint='never' for this stage"
+            "so itself, it had not done so when it first ran: its buffers are kept from now on, so run the step "
+            "again. If your code does, let it write after backward. Or use checkpoint='never' for this stage"
         )
 
     def _name_of(self, module: nn.Module) -> str:
