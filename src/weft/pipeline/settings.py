@@ -141,8 +141,7 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
                 f"loss_reduction is {reduction!r}, but there is no loss; give the pipe one, or leave it out"
             )
         return "mean"
-    bound = isinstance(loss, partial)  # F.cross_entropy with some of its arguments, say
-    words: dict[str, Any] = loss.keywords if bound else {}
+    kind, words = _bound(loss)
     own = words.get("reduction", getattr(loss, "reduction", "mean"))
     found = reduction or own
     if found not in ("mean", "sum"):
@@ -151,7 +150,6 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
             "use reduction 'mean' or 'sum'"
         )
     weight = words.get("weight", getattr(loss, "weight", None))
-    kind: Any = loss.func if bound else type(cast(Any, loss))
     if kind in _WEIGHTED and weight is not None and own == "mean":
         raise UsageError(
             f"{kind.__name__} with a weight takes the mean by the weights of its targets and not over rows, so "
@@ -159,6 +157,12 @@ def reduction_of(loss: Any, reduction: str | None) -> str:
             "divided by the weights of the whole mini-batch (docs/pipeline.md, Loss inside, shows one)"
         )
     return found
+
+
+def _bound(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """The function that is called in the end, or the class, and its arguments so far: F.cross_entropy's, say."""
+    kind = cast("type[Any]", type(loss))
+    return (loss.func, loss.keywords) if kind is partial else (kind, {})
 
 
 def resolve_layout(
