@@ -54,6 +54,11 @@ def test_what_is_no_norm_to_clip_to_is_refused(clip: Any) -> None:
         one_of("e", {**NOTHING, "module": layer(), "clip_grad_norm": clip}, {})
 
 
+def test_a_norm_to_clip_to_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(UsageError, match="clip_grad_norm was given, but no optimizer"):
+        one_of("e", {**NOTHING, "module": layer(), "clip_grad_norm": 1.0}, {})
+
+
 def test_what_fits_passes() -> None:
     module = layer()
     fine = {"module": module, "opt": adam, "clip_grad_norm": 1, "guards": Guards(), "journal": Journal()}

@@ -13,12 +13,10 @@ from weft.experts.guards import Guards
 from weft.experts.journal import Journal
 from weft.experts.kept import GraphBudget
 from weft.experts.limits import PoolOptions
-from weft.experts.optimizers import OptimizerLike, optimizer_faults
+from weft.experts.optimizers import OptimizerLike
 from weft.experts.records import RecordsOptions
-from weft.experts.schema import Column, Nest
 from weft.experts.sums import SumsOptions
 
-_TABLES = {"module", "optimizer", "schedule"}
 _PARTS: dict[str, type[Any]] = {
     "guards": Guards,
     "records": RecordsOptions,
@@ -26,9 +24,6 @@ _PARTS: dict[str, type[Any]] = {
     "keep_graphs": GraphBudget,
     "journal": Journal,
 }
-
-OPTIMIZER_CLASS = "optimizer_class"
-"""The one name that a state may lack: older ones do."""
 
 
 def one_of(name: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[nn.Module, OptimizerLike | None]:
@@ -52,6 +47,8 @@ def one_of(name: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> t
     clip = given["clip_grad_norm"]
     if clip is not None and not (is_number(clip) and clip > 0):
         faults.append(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
+    elif clip is not None and optimizer is None:
+        faults.append("clip_grad_norm was given, but no optimizer whose steps it would bound")
     faults += [
         f"{part} is of type {type(given[part]).__name__}, wanted a {kind.__name__}, or None"
         for part, kind in _PARTS.items()
@@ -64,34 +61,3 @@ def one_of(name: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> t
     if faults:
         raise UsageError(listed(f"expert {name!r} cannot be made:", faults))
     return cast("nn.Module", module), cast("OptimizerLike | None", optimizer)
-
-
-def gradient_columns(outputs: Nest) -> list[Column]:
-    """One gradient per output. That of a float may have any floating dtype, that of an integer is never read."""
-    return outputs.columns(casts=True, prefix="gradient of ")
-
-
-def state_faults(state: Mapping[str, Any], names: set[str], parts: Mapping[str, object | None]) -> list[str]:
-    """What is wrong with a state: names of it, its counts, and whether it has a state for just the parts there are."""
-    faults = [f"{name!r} is missing" for name in sorted(names - {OPTIMIZER_CLASS} - state.keys())]
-    faults += [f"{name!r} is not known" for name in sorted(state.keys() - names)]
-    faults += [
-        f"there is {'no' if state[name] is None else 'a'} state of the {name}, but this expert has "
-        f"{'none' if part is None else 'one'}"
-        for name, part in parts.items()
-        if name in state and (state[name] is None) != (part is None)
-    ]
-    faults += [
-        f"{name} is {state[name]!r}, wanted an int of at least 0"
-        for name in sorted((names & state.keys()) - _TABLES - {OPTIMIZER_CLASS})
-        if not isinstance(state[name], int) or isinstance(state[name], bool) or state[name] < 0
-    ]
-    faults += [
-        f"{name} is of type {type(state[name]).__name__}, wanted a dict"
-        for name in sorted(names & state.keys() & _TABLES)
-        if not isinstance(state[name], Mapping) and (name == "module" or state[name] is not None)
-    ]
-    optimizer = parts.get("optimizer")
-    if not faults and isinstance(optimizer, Optimizer):
-        faults += optimizer_faults(optimizer, state["optimizer"], state.get(OPTIMIZER_CLASS))
-    return faults

@@ -10,7 +10,6 @@ The two kinds of task and the schemas are hivemind's. Beyond it: a client's faul
 with a key steps once however often it is sent, and the log of the batches replays to the same bytes.
 """
 
-import copy
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import UsageError, listed
-from weft.experts.arguments import OPTIMIZER_CLASS, gradient_columns, one_of, state_faults
+from weft.core.errors import UsageError
+from weft.experts.arguments import one_of
 from weft.experts.counts import BackendStatistics
 from weft.experts.engine import Engine, Parts
 from weft.experts.guards import Guards
@@ -28,24 +27,15 @@ from weft.experts.kept import GraphBudget, KeptGraphs
 from weft.experts.limits import PoolOptions
 from weft.experts.linger import Company
 from weft.experts.loading import load
-from weft.experts.optimizers import (
-    OptimizerLike,
-    ScheduleLike,
-    check_stepping,
-    class_name,
-    make_optimizer,
-    make_schedule,
-    trainable,
-)
+from weft.experts.optimizers import OptimizerLike, ScheduleLike, make_stepping
 from weft.experts.pool import TaskPool
 from weft.experts.records import Records, RecordsOptions
 from weft.experts.runner import Runner
 from weft.experts.schema import Columns, call_nest
+from weft.experts.state import check_state, state_of
 from weft.experts.stepping import Stepper
 from weft.experts.sums import Sums, SumsOptions
 from weft.experts.task import Results
-
-_STATE = {"module", "optimizer", OPTIMIZER_CLASS, "schedule", "steps", "seed", "forward_batches", "backward_batches"}
 
 
 class ExpertBackend:
@@ -96,52 +86,35 @@ class ExpertBackend:
         journal: Journal | None = None,
         **pool_options: Any,
     ) -> None:
-        words = {
-            "module": module,
-            "expert": expert,
-            "optimizer": optimizer,
-            "opt": opt,
-            "clip_grad_norm": clip_grad_norm,
-            "guards": guards,
-            "records": records,
-            "mini_batches": mini_batches,
-            "keep_graphs": keep_graphs,
-            "journal": journal,
-        }
-        self.name = name
+        words: dict[str, Any] = {"module": module, "expert": expert, "optimizer": optimizer, "opt": opt}
+        words |= {"clip_grad_norm": clip_grad_norm, "guards": guards, "journal": journal}
+        words |= {"records": records, "mini_batches": mini_batches, "keep_graphs": keep_graphs}
+        self.name, self.clip_grad_norm = name, clip_grad_norm
         self.module, given = one_of(name, words, pool_options)
-        call = call_nest(name, args_schema, kwargs_schema)
-        options = PoolOptions(**pool_options)
-        every = list(self.module.parameters())  # frozen ones too: layers may be freed at any time
+        call, options = call_nest(name, args_schema, kwargs_schema), PoolOptions(**pool_options)
+        every = list(self.module.parameters())
         self._first = [parameter for parameter in every if parameter.requires_grad]
-        self.optimizer = None if given is None else make_optimizer(given, trainable(every))
-        self.schedule = make_schedule(schedule, self.optimizer)
         plainly = type(self).apply_gradients is ExpertBackend.apply_gradients
-        check_stepping(name, self.optimizer, self.schedule, every, plainly=plainly)
-        self.clip_grad_norm = clip_grad_norm
-        self.device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        self.optimizer, self.schedule = make_stepping(name, every, given, schedule, plainly=plainly)
+        self.device = next((parameter.device for parameter in every), torch.device("cpu"))
         self.records = Records(records)
         runner = Runner(name, self.module, call, outputs_schema, self.device)
         step = None if self.optimizer is None else self._apply_gradients
-        kept = KeptGraphs(keep_graphs)
         self._stepper = Stepper(name, runner.effects.parameters, step, journal)
-        parts = Parts(guards or Guards(), self.records, Sums(mini_batches), kept, self._stepper)
-        forward = Columns(call.columns())
-        backward = Columns([*call.columns(), *gradient_columns(runner.outputs)])
-        self._call, self._outputs = call, runner.outputs
-        self.engine = Engine(name, runner, forward, backward, parts)
-        self._make_pools(forward, backward, options)
+        parts = Parts(guards or Guards(), self.records, Sums(mini_batches), KeptGraphs(keep_graphs), self._stepper)
+        self.engine = Engine(name, runner, parts)
+        self._make_pools(options)
 
-    def _make_pools(self, forward: Columns, backward: Columns, options: PoolOptions) -> None:
+    def _make_pools(self, options: PoolOptions) -> None:
         engine, once, company = self.engine, self.records.of("backward"), Company()
         alone = engine.runner.effects.draws.__getitem__ if options.min_batch_size == 1 else None
         self.forward_pool = TaskPool(
-            f"{self.name}.forward", engine.forward, forward, options, company=company, alone=alone
+            f"{self.name}.forward", engine.forward, engine.columns, options, company=company, alone=alone
         )
         self.backward_pool = TaskPool(
             f"{self.name}.backward",
             engine.backward,
-            backward,
+            engine.backward_columns,
             options,
             ledger=once,
             splits=self.optimizer is not None,
@@ -218,15 +191,16 @@ class ExpertBackend:
 
     def make_empty(self, batch: int) -> tuple[Any, Any]:
         """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""
-        return self._call.pack([replace(spec, requires_grad=False).empty(batch) for spec in self._call.specs])
+        call = self.engine.runner.call
+        return call.pack([replace(spec, requires_grad=False).empty(batch) for spec in call.specs])
 
     def get_info(self) -> dict[str, Any]:
         """What a client must know: the schemas, nested, with TensorSpec as leaves; and the names of the keywords."""
-        args, kwargs = self._call.tree
+        args, kwargs = self.engine.runner.call.tree
         return {
             "name": self.name,
             "forward_schema": (args, kwargs),
-            "outputs_schema": self._outputs.tree,
+            "outputs_schema": self.engine.runner.outputs.tree,
             "keyword_names": tuple(kwargs),
             "trained": self.optimizer is not None,
             "steps": self.steps,
@@ -238,18 +212,15 @@ class ExpertBackend:
 
         What is not in it: open mini-batches, and `records`, which have a ``state_dict`` of their own.
         """
-        with self.engine.lock:
-            state = {
-                "module": self.module.state_dict(),
-                "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
-                OPTIMIZER_CLASS: class_name(self.optimizer),
-                "schedule": None if self.schedule is None else self.schedule.state_dict(),
+        engine = self.engine
+        with engine.lock:
+            counts = {
                 "steps": self.steps,
-                "seed": self.engine.runner.effects.seed,
-                "forward_batches": self.engine.forward_batches,
-                "backward_batches": self.engine.backward_batches,
+                "seed": engine.runner.effects.seed,
+                "forward_batches": engine.forward_batches,
+                "backward_batches": engine.backward_batches,
             }
-            return copy.deepcopy(state)
+            return state_of(self.module, self.optimizer, self.schedule, counts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`. Open mini-batches and kept graphs are dropped.
@@ -257,10 +228,7 @@ class ExpertBackend:
         Raises ``UsageError`` if it is the state of another kind of expert, and what module and optimizer raise. Then
         nothing has changed.
         """
-        parts = {"optimizer": self.optimizer, "schedule": self.schedule}
-        faults = state_faults(state, _STATE, parts)
-        if faults:
-            raise UsageError(listed(f"this is no state of expert {self.name!r}:", faults))
+        check_state(self.name, state, self.optimizer, self.schedule)
         engine = self.engine
         with engine.lock:
             load(self.module, self.optimizer, self.schedule, state, self._first)

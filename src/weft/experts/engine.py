@@ -24,7 +24,7 @@ from weft.experts.isolation import Offence, settle
 from weft.experts.kept import KeptGraphs, Saved, Walk
 from weft.experts.records import Records
 from weft.experts.runner import Graph, Passed, Runner
-from weft.experts.schema import Columns
+from weft.experts.schema import Columns, gradient_columns
 from weft.experts.stepping import Kind, Stepper
 from weft.experts.sums import Owner, Sums
 from weft.experts.task import Answer, Results, Task
@@ -44,16 +44,19 @@ class Parts:
 class Engine:
     """Forward, backward and commit of one expert. See `weft.experts.backend.ExpertBackend`."""
 
-    def __init__(self, name: str, runner: Runner, forward: Columns, backward: Columns, parts: Parts) -> None:
+    def __init__(self, name: str, runner: Runner, parts: Parts) -> None:
         self.name = name
         self.runner = runner
         self.parts = parts
         self.lock = threading.RLock()
         self.forward_batches = self.backward_batches = self.retried = 0
         self.refused: Counter[str] = Counter()
-        self._forward_buffers = BatchBuffers(forward, runner.device)
-        self._backward_buffers = BatchBuffers(backward, runner.device)
-        self._inputs = len(forward.columns)
+        inputs = runner.call.columns()
+        self.columns = Columns(inputs)
+        self.backward_columns = Columns([*inputs, *gradient_columns(runner.outputs)])
+        self._forward_buffers = BatchBuffers(self.columns, runner.device)
+        self._backward_buffers = BatchBuffers(self.backward_columns, runner.device)
+        self._inputs = len(inputs)
         self._seed: int | None = None
         self.permit: Callable[[], None] = _granted  # raises where nothing may change now; asked before every change
 

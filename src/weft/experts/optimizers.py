@@ -12,7 +12,7 @@ the first of the latter, which nobody can foresee, the optimizer goes on without
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,15 +25,46 @@ from weft.core.errors import UsageError, listed
 
 OptimizerLike = Optimizer | Callable[..., Optimizer]
 """An optimizer, or what makes one out of a list of parameters."""
-_MAY_LACK = {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
-"""What torch came to add to its optimizers, and fills in itself."""
 ScheduleLike = LRScheduler | Callable[[Optimizer], LRScheduler]
 """A schedule, or what makes one out of an optimizer."""
 
 
-def trainable(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that could ever have a gradient, frozen or not: an optimizer steps those alone that have one."""
-    return [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
+def make_stepping(
+    name: str,
+    parameters: Sequence[nn.Parameter],
+    optimizer: OptimizerLike | None,
+    schedule: ScheduleLike | None,
+    *,
+    plainly: bool,
+) -> tuple[Optimizer | None, LRScheduler | None]:
+    """An optimizer of these parameters and its schedule, which can do what they are there for.
+
+    Args:
+        name: of the expert.
+        parameters: of its module, frozen ones too: an optimizer steps those alone that have a gradient.
+        optimizer, schedule: see `make_optimizer` and `make_schedule`.
+        plainly: whether both are stepped without arguments; who overrides ``apply_gradients`` may give them some.
+
+    Raises ``UsageError`` that lists why they can never do that, and what these two raise.
+    """
+    could = [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
+    made = None if optimizer is None else make_optimizer(optimizer, could)
+    steered = make_schedule(schedule, made)
+    faults: list[str] = []
+    if made is not None:
+        own = {id(parameter) for parameter in parameters}
+        if not any(id(each) in own for group in made.param_groups for each in group["params"]):
+            faults.append("optimizer has none of the module's parameters; make it of module.parameters()")
+    for word, part in (("optimizer", made), ("schedule", steered)):
+        wanted = _wanted(type(part).step) if part is not None and plainly else []
+        if wanted:
+            faults.append(
+                f"{word} is a {type(part).__name__}, whose step wants {', '.join(wanted)}, and nobody gives that; take "
+                "another, or override apply_gradients in a class of your own"
+            )
+    if faults:
+        raise UsageError(listed(f"expert {name!r} cannot take steps:", faults))
+    return made, steered
 
 
 def make_optimizer(given: OptimizerLike, parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -75,38 +106,6 @@ def make_schedule(given: ScheduleLike | None, optimizer: Optimizer | None) -> LR
     return made
 
 
-def check_stepping(
-    name: str,
-    optimizer: Optimizer | None,
-    schedule: LRScheduler | None,
-    parameters: Sequence[nn.Parameter],
-    *,
-    plainly: bool,
-) -> None:
-    """Raise ``UsageError`` that lists why an optimizer and a schedule can never do what they are there for.
-
-    Args:
-        name: of the expert.
-        optimizer, schedule: as they are stepped.
-        parameters: those of the expert's module.
-        plainly: whether both are stepped without arguments; who overrides ``apply_gradients`` may give them some.
-    """
-    faults: list[str] = []
-    if optimizer is not None:
-        own = {id(parameter) for parameter in parameters}
-        if not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-            faults.append("optimizer has none of the module's parameters; make it of module.parameters()")
-    for word, part in (("optimizer", optimizer), ("schedule", schedule)):
-        wanted = _wanted(type(part).step) if part is not None and plainly else []
-        if wanted:
-            faults.append(
-                f"{word} is a {type(part).__name__}, whose step wants {', '.join(wanted)}, and nobody gives that; take "
-                "another, or override apply_gradients in a class of your own"
-            )
-    if faults:
-        raise UsageError(listed(f"expert {name!r} cannot take steps:", faults))
-
-
 def _wanted(method: Callable[..., Any]) -> list[str]:
     """The names of the arguments that it cannot be called without. Of a class: schedules wrap that of the instance."""
     known = list(inspect.signature(method).parameters.values())[1:]
@@ -146,27 +145,6 @@ def _watch(optimizer: Optimizer) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-
-
-def class_name(optimizer: Optimizer | None) -> str | None:
-    """What a state says that it is of."""
-    return None if optimizer is None else type(optimizer).__name__
-
-
-def optimizer_faults(optimizer: Optimizer, state: Any, kind: str | None) -> list[str]:
-    """Whether a state is of another optimizer; torch would load it, and fail at the next step.
-
-    ``kind`` is the `class_name` of which it is; None: it is not known, and seen by what the state lacks.
-    """
-    mine = class_name(optimizer)
-    if kind is not None:
-        return [] if kind == mine else [f"the state is of optimizer {kind}, but this expert has {mine}"]
-    if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
-        return [f"the state of the optimizer is of type {type(cast('Any', state)).__name__}, wanted one of {mine}"]
-    groups = cast("list[Mapping[str, Any]]", state["param_groups"])
-    pairs = zip(optimizer.param_groups, groups, strict=False)  # of how many groups there are, torch itself complains
-    lacks = {name for own, saved in pairs for name in own.keys() - saved.keys()} - _MAY_LACK
-    return [f"the state of the optimizer lacks {name}, which {mine} has" for name in sorted(lacks)]
 
 
 def _takes_fused(factory: Callable[..., Optimizer]) -> bool:

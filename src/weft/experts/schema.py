@@ -176,6 +176,11 @@ class Nest:
         raise SpecError(listed("the module did not return what its outputs_schema says:", faults))
 
 
+def gradient_columns(outputs: Nest) -> list[Column]:
+    """One gradient per output. That of a float may have any floating dtype, that of an integer is never read."""
+    return outputs.columns(casts=True, prefix="gradient of ")
+
+
 def call_nest(name: str, args: Any, kwargs: Any) -> Nest:
     """The schemas of a call as one nest ``(args, kwargs)``. Raises ``UsageError`` that lists all that is wrong.
 

@@ -103,7 +103,9 @@ def after(revisions: int) -> LocalDirectory:
 def expert(name: str = "fussy", **options: Any) -> ExpertBackend:
     backend = fussy_backend(**options)
     if name != "fussy":
-        backend = ExpertBackend(name, backend.module, backend.optimizer, args_schema=(backend._call.specs[0],))
+        backend = ExpertBackend(
+            name, backend.module, backend.optimizer, args_schema=(backend.engine.runner.call.specs[0],)
+        )
     return backend
 
 

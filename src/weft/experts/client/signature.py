@@ -15,8 +15,7 @@ from torch import Tensor
 from weft.core.errors import SpecError, listed
 from weft.core.spec import TensorSpec
 from weft.core.tree import difference, flatten, structure_paths
-from weft.experts.arguments import gradient_columns
-from weft.experts.schema import Columns, Nest, call_nest, outputs_nest
+from weft.experts.schema import Columns, Nest, call_nest, gradient_columns, outputs_nest
 from weft.experts.service import Description
 from weft.experts.wire import MalformedError, Received
 

@@ -1,0 +1,73 @@
+"""The state of an expert: what is in it, and whether one can be this expert's, told before anything of it is loaded.
+
+module, optimizer, schedule       tables of their own; None where the expert has none
+optimizer_class                   its kind: torch would load the state of another, and fail at the next step
+steps, seed, ..._batches          counts
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault
+
+_KIND = "optimizer_class"  # which older states lack
+_TABLES = {"module", "optimizer", "schedule"}
+_COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
+_MAY_LACK = {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
+"""What torch came to add to its optimizers, and fills in itself."""
+
+
+def state_of(
+    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int]
+) -> dict[str, Any]:
+    """A copy of the state of an expert with these parts."""
+    state = {
+        "module": module.state_dict(),
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        _KIND: None if optimizer is None else type(optimizer).__name__,
+        "schedule": None if schedule is None else schedule.state_dict(),
+        **counts,
+    }
+    return copy.deepcopy(state)
+
+
+def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
+    """Raise ``UsageError`` that lists why this is no state of the expert of this name, with these parts."""
+    faults = [f"{each!r} is missing" for each in sorted((_TABLES | _COUNTS) - state.keys())]
+    faults += [f"{each!r} is not known" for each in sorted(state.keys() - _TABLES - _COUNTS - {_KIND})]
+    faults += [
+        f"there is {'no' if state[each] is None else 'a'} state of the {each}, but this expert has "
+        f"{'none' if part is None else 'one'}"
+        for each, part in (("optimizer", optimizer), ("schedule", schedule))
+        if each in state and (state[each] is None) != (part is None)
+    ]
+    for each in sorted(_COUNTS & state.keys()):
+        faults += count_fault(each, state[each], zero=True)
+    faults += [
+        f"{each} is of type {type(state[each]).__name__}, wanted a dict"
+        for each in sorted(_TABLES & state.keys())
+        if not isinstance(state[each], Mapping) and (each == "module" or state[each] is not None)
+    ]
+    if not faults and optimizer is not None:
+        faults += _optimizer_faults(optimizer, state["optimizer"], state.get(_KIND))
+    if faults:
+        raise UsageError(listed(f"this is no state of expert {name!r}:", faults))
+
+
+def _optimizer_faults(optimizer: Optimizer, state: Mapping[str, Any], kind: str | None) -> list[str]:
+    """Whether a state is of another optimizer. Without a ``kind`` that is seen by what the state lacks."""
+    mine = type(optimizer).__name__
+    if kind is not None:
+        return [] if kind == mine else [f"the state is of optimizer {kind}, but this expert has {mine}"]
+    if not isinstance(state.get("param_groups"), list):
+        return [f"the state of the optimizer has no list of param_groups, wanted one of {mine}"]
+    groups = cast("list[Mapping[str, Any]]", state["param_groups"])
+    pairs = zip(optimizer.param_groups, groups, strict=False)  # of how many groups there are, torch itself complains
+    lacks = {name for own, saved in pairs for name in own.keys() - saved.keys()} - _MAY_LACK
+    return [f"the state of the optimizer lacks {name}, which {mine} has" for name in sorted(lacks)]
