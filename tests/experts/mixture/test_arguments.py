@@ -44,6 +44,7 @@ wrong = {
     "compression": ["fp16", 1],
     "client": [5],
     "forward_timeout": [None, "1"],
+    **{name: ["no", 1, None] for name in ("detect_anomalies", "allow_zero_outputs", "accumulate", "keep_graph")},
 }
 of_switch = {"jitter_eps": [None, "a", 1.0, True], "capacity_factor": ["1", True, 0.0]}
 

@@ -6,10 +6,10 @@ dispatch.py   rows by expert                    gathering.py  calls at once, and
 passage.py    one node of autograd              shelf.py      where answers are laid down
 weighing.py   weights, load-balancing loss      layout.py     what the experts take and return
 calls.py      calls, sent again by rule         link.py       who lives, how to call them, what they take
-keys.py       graphs kept for backward
+keys.py       of each forward and backward   recall.py     recomputation calls nobody
 minibatch.py  gradients that wait              commit.py     one step for all of them
-recall.py     recomputation calls nobody
-terms.py      the arguments about waiting       tally.py, errors.py
+terms.py      the arguments about waiting      arguments.py  what is wrong with any
+tally.py, errors.py
 """
 
 from weft.experts.mixture.errors import AnomalyError, MixtureCommitError, NoExpertsError, TooFewAnswersError

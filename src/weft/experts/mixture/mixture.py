@@ -11,7 +11,6 @@ of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
 
 import time
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -20,14 +19,14 @@ from torch import Tensor, nn
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import SpecError, UsageError
-from weft.experts.checks import count_fault, kind_fault
 from weft.experts.client.anchor import Anchored
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
+from weft.experts.mixture.arguments import mixture_faults
 from weft.experts.mixture.commit import Committer
 from weft.experts.mixture.dispatch import Dispatch
-from weft.experts.mixture.grid import Crowd, Grid, grid_faults
+from weft.experts.mixture.grid import Crowd, Grid
 from weft.experts.mixture.layout import Layout
 from weft.experts.mixture.link import Link
 from weft.experts.mixture.minibatch import MiniBatch
@@ -35,7 +34,7 @@ from weft.experts.mixture.passage import Means, Passage
 from weft.experts.mixture.recall import Round
 from weft.experts.mixture.routing import choose, chosen_scores
 from weft.experts.mixture.tally import MixtureStatistics
-from weft.experts.mixture.terms import Terms, refuse, term_faults
+from weft.experts.mixture.terms import Terms, refuse
 from weft.experts.mixture.weighing import gating_input, weighted_mean, weights_of_answered
 
 RETRY = Retry(attempts=3)
@@ -119,17 +118,10 @@ class RemoteMixtureOfExperts(Anchored):
             "detect_anomalies": detect_anomalies,
             "allow_zero_outputs": allow_zero_outputs,
         }
-        nowhere = grid_faults(uid_prefix, grid_size)
-        faults = [
-            *count_fault("in_features", in_features),
-            *nowhere,
-            *kind_fault("connections", connections, Connections, "Connections, made with Connections(directory)"),
-            *term_faults(terms, None if nowhere else prod(grid_size)),
-            *kind_fault("retry", retry, Retry, "a Retry", none=True),
-            *kind_fault("compression", compression, Policy, "a Policy, such as Policy(inputs='fp16')", none=True),
-            *kind_fault("client", client, str, "a name", none=True),
-        ]
-        refuse(faults + self._faults())
+        given: dict[str, Any] = {"in_features": in_features, "grid_size": grid_size, "uid_prefix": uid_prefix}
+        given |= {"connections": connections, "retry": retry, "compression": compression, "client": client}
+        given |= {"accumulate": accumulate, "keep_graph": keep_graph}
+        refuse([*mixture_faults({**given, **terms}), *self._faults()])
         self.grid, self.terms = Grid(uid_prefix, grid_size), Terms(**terms)
         self.in_features, self.keep_graph = in_features, keep_graph
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
