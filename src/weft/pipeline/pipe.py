@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from weft.core.errors import UsageError
 from weft.core.microbatch import micro_sizes
 from weft.core.run import Watcher
 from weft.core.schedule import Schedule
+from weft.core.untraced import untraced
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.loss import LossFunction
 from weft.pipeline.runtime import Request, Runtime, on_meta
@@ -132,10 +133,7 @@ class Pipe(nn.Module):
         Raises BatchError when the mini-batch cannot be cut or the outputs cannot be joined, DeviceError when a
         layer is not where its stage runs. An exception of a layer passes through, with a note of where it was.
         """
-        if torch.compiler.is_dynamo_compiling():  # what is around a pipe may be compiled; its scheduling is not traced
-            untraced = cast("Callable[..., Any]", torch.compiler.disable(self._forward))
-            return untraced(args, kwargs)
-        return self._forward(args, kwargs)
+        return untraced(self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self._made_runtime()

@@ -7,7 +7,7 @@
 For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, cast
@@ -19,6 +19,7 @@ from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import UsageError, listed
 from weft.core.process import finalizer
+from weft.core.untraced import untraced
 from weft.experts.client.anchor import Anchored
 from weft.experts.client.arguments import remote_faults
 from weft.experts.client.asking import Asker, CallOptions
@@ -106,10 +107,7 @@ class RemoteExpert(Anchored):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expert's outputs; see the class."""
-        if torch.compiler.is_dynamo_compiling():  # what is around it may be compiled; a call over there is not traced
-            untraced = cast("Callable[..., Any]", torch.compiler.disable(self._forward))
-            return untraced(args, kwargs)
-        return self._forward(args, kwargs)
+        return untraced(self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = self._asker.deadline()

@@ -10,8 +10,8 @@ of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import SpecError, UsageError
+from weft.core.untraced import untraced
 from weft.experts.client.anchor import Anchored
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
@@ -139,15 +140,12 @@ class RemoteMixtureOfExperts(Anchored):
         here and an input wants a gradient, ``NoExpertsError``, ``TooFewAnswersError`` and ``AnomalyError``; see
         `weft.experts.mixture.errors`.
         """
-        if torch.compiler.is_dynamo_compiling():  # what is around a mixture may be compiled; its calls are not traced
-            untraced = cast("Callable[..., Any]", torch.compiler.disable(self._forward))
-            return untraced(input, *args, **kwargs)
-        return self._forward(input, *args, **kwargs)
+        return untraced(self._forward, (input, *args), kwargs)
 
-    def _forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = time.monotonic() + self.terms.forward_timeout
-        layout, flat, before, crowd = self._begin((input, *args), kwargs, deadline)
-        scores = self._scores(self._readable(input))
+        layout, flat, before, crowd = self._begin(args, kwargs, deadline)
+        scores = self._scores(self._readable(args[0]))
         places, sizes = crowd.places.to(scores.device), self.grid.sizes
         chosen = choose(scores, places, sizes, self.terms.k_best) if before is None else before.chosen
         dispatch = Dispatch(chosen.cpu(), most=layout.most_rows)

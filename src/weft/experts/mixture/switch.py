@@ -83,10 +83,10 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         """
         return super().forward(input, *args, **kwargs)
 
-    def _forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         deadline = time.monotonic() + self.terms.forward_timeout
-        layout, flat, before, crowd = self._begin((input, *args), kwargs, deadline)
-        read = self._readable(input)
+        layout, flat, before, crowd = self._begin(args, kwargs, deadline)
+        read = self._readable(args[0])
         if self.training and self.jitter_eps:
             read = jittered(read, self.jitter_eps)
         scores = all_scores(self._scores(read), crowd.places.to(read.device), self.grid.sizes)
