@@ -36,7 +36,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 def count_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
     """What is wrong with a count, in words; ``zero`` and ``none``: whether 0 and None make sense."""
     least = 0 if zero else 1
-    if (value is None and none) or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+    if (value is None and none) or (is_whole(value) and value >= least):
         return []
     return [f"{name} is {value!r}, wanted an int of at least {least}{', or None' * none}"]
 

@@ -88,9 +88,18 @@ TWICE = (
 """What a `BackwardTwiceError` says."""
 
 
+_EACH = "\n  - "
+
+
 def listed(headline: str, faults: Sequence[str]) -> str:
     """One message out of many faults: the headline, then one line per fault."""
-    return "\n".join([headline, *(f"  - {fault}" for fault in faults)])
+    return _EACH.join([headline, *faults])
+
+
+def unlisted(message: str) -> list[str]:
+    """The faults that a message lists; itself if it is no list."""
+    first, *faults = message.split(_EACH)
+    return faults or [first]
 
 
 _ADVICE = {

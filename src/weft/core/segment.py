@@ -233,5 +233,10 @@ def _edge(leaf: Any) -> GradientEdge | None:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each was written to. Inference tensors do not count, and cannot be written to outside."""
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+    """How often each was written to."""
+    return [version(tensor) for tensor in tensors]
+
+
+def version(tensor: Tensor) -> int:
+    """How often it was written to. Inference tensors do not count that, and cannot be written to outside."""
+    return 0 if tensor.is_inference() else tensor._version

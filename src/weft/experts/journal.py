@@ -25,7 +25,7 @@ from typing import Any, Literal, cast
 import torch
 
 from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault
+from weft.experts.checks import count_fault, is_whole
 from weft.experts.errors import ClosedError
 from weft.experts.logfile import LogFile
 from weft.experts.task import Task
@@ -211,7 +211,7 @@ _BEGINS = '{"kind": '
 
 
 def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return is_whole(value) and value >= least
 
 
 def _is_word(value: Any) -> bool:

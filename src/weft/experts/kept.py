@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from weft.core.errors import UsageError, listed
+from weft.core.segment import version
 from weft.experts.batch import deal
 from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.gradients import strided
@@ -60,14 +61,14 @@ class _Packed:
     @property
     def untouched(self) -> bool:
         """Whether nobody has written into it since."""
-        return _version(self.tensor) == self.version
+        return version(self.tensor) == self.version
 
     def unpack(self) -> Tensor:
         """The tensor. Raises what autograd raises where it was written to."""
         if not self.untouched:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {_version(self.tensor)}; expected "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {version(self.tensor)}; expected "
                 f"version {self.version} instead"
             )
         return self.tensor
@@ -100,7 +101,7 @@ class Saved:
                 storage = part.untyped_storage()
                 if storage.data_ptr() not in self.ignored:
                     self.sizes[storage.data_ptr()] = storage.nbytes()
-            packed = _Packed(tensor.detach(), _version(tensor))  # packing an output itself makes a cycle with its graph
+            packed = _Packed(tensor.detach(), version(tensor))  # packing an output itself makes a cycle with its graph
             self.packed.append(weakref.ref(packed))
             return packed
 
@@ -245,10 +246,6 @@ class KeptGraphs:
         self.nbytes -= kept.input_bytes
         for name in kept.inputs:
             del self._found[name]
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _names(tasks: Sequence[Task]) -> tuple[Name, ...]:

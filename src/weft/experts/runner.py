@@ -26,6 +26,7 @@ from weft.core.segment import Segment, Tape, Visit
 from weft.core.spec import TensorSpec
 from weft.experts.batch import storages
 from weft.experts.effects import Effects
+from weft.experts.gradients import nbytes
 from weft.experts.schema import Nest, described, outputs_nest
 
 _LARGE = 1 << 20  # bytes; what is smaller, the allocator does not give back
@@ -94,7 +95,7 @@ class Runner:
         _same_shapes(self.outputs, graph.shapes, gradients)
         found, parameters = self.effects.walk(seed, graph.tape.backward, [[gradient] for gradient in gradients])
         if self.device.type == "cpu":
-            self._latest = [each for each in parameters if each is not None and _is_large(each)]
+            self._latest = [each for each in parameters if each is not None and nbytes(each) >= _LARGE]
         pairs = zip(found, graph.leaves, strict=True)
         inputs = [torch.zeros_like(leaf) if gradient is None else gradient for (gradient,), leaf in pairs]
         held = storages([*inputs, *graph.leaves, *gradients]) | self.effects.storages() if parameters else set[int]()
@@ -188,10 +189,6 @@ def _check_module(name: str, module: nn.Module) -> None:
             f"the module of expert {name!r} was made by torch.jit.script or torch.jit.trace: "
             f"{', '.join(scripted[:3])}; give the nn.Module that it was made of, or one that torch.compile made"
         )
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() >= _LARGE  # a sparse one has no nbytes
 
 
 def _freed(spec: TensorSpec, others: Sequence[TensorSpec]) -> TensorSpec:

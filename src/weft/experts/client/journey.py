@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, UsageError
+from weft.core.segment import version
 from weft.core.transforms import has_tangent
 from weft.experts.client.key import Key
 from weft.experts.client.signature import Signature
@@ -45,7 +46,7 @@ class RemoteJourney:
     def __post_init__(self) -> None:
         self._wanted = [tensor.requires_grad for tensor in self.inputs]
         self.inputs = [tensor.detach() for tensor in self.inputs]  # which share their versions, and hold no graph
-        self._versions = [_version(tensor) for tensor in self.inputs]
+        self._versions = [version(tensor) for tensor in self.inputs]
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._freed = False
 
@@ -80,8 +81,8 @@ class RemoteJourney:
     def _check_inputs(self) -> None:
         changed = [
             name
-            for name, tensor, version in zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
-            if _version(tensor) != version
+            for name, tensor, before in zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
+            if version(tensor) != before
         ]
         if changed:
             raise InPlaceError(
@@ -97,7 +98,3 @@ def forbid_tangents(uid: str, inputs: Sequence[Tensor]) -> None:
             f"an input of expert {uid!r} has a tangent (forward-mode differentiation), but what an expert does to "
             "tangents only its server could tell; use backward, or call it with inputs that have none"
         )
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.core.errors import UsageError, WeftError, listed
+from weft.core.errors import UsageError, WeftError, listed, unlisted
 
 Made = TypeVar("Made")
 
@@ -34,9 +34,8 @@ class Faults(list[str]):
 
 def _told(error: Exception) -> list[str]:
     """The faults that an error lists, or the one that it is."""
-    first, *more = str(error).split("\n  - ")
     if isinstance(error, WeftError):
-        return more or [first]
+        return unlisted(str(error))
     return [f"{type(error).__name__}: {error}{_place(error)}"]
 
 
