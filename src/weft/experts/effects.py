@@ -63,6 +63,11 @@ class Snapshot:
                 slot.table[slot.name] = tensor
                 tensor.copy_(copy)
 
+    @property
+    def copies(self) -> dict[tuple[int, str], Tensor]:
+        """What is held, by its table and name there."""
+        return {(id(slot.table), slot.name): copy for slot, _, copy in self._held}
+
     def changed(self) -> list[int]:
         """Which of them are not as they were. Versions would not tell: batch norm writes without counting."""
         pairs = enumerate(self._held)
@@ -94,7 +99,7 @@ class Effects:
             for each in self._modules
             if isinstance(each, nn.modules.batchnorm._NormBase)
         ]
-        self._attributes = [
+        self._attributes = [  # also `training`
             (table, name)
             for table in map(vars, self._modules)
             for name, value in table.items()
@@ -125,9 +130,7 @@ class Effects:
             with dice.scope(0, 0):
                 found = forward()
         finally:
-            written = [
-                i for i, pair in enumerate(self._state()) if pair != state[i]
-            ]  # also where it wrote what was there
+            written = [i for i, pair in enumerate(self._state()) if pair != state[i]]  # also where it wrote the same
             changed = every.changed()
             if changed:
                 every.restore()
@@ -214,8 +217,7 @@ class Effects:
 
     def _configuration(self) -> tuple[Any, ...]:
         """What decides whether layers draw, as far as it is seen from outside."""
-        flags = [module.training for module in self._modules]
-        return (*flags, *[table.get(name) for table, name in self._attributes])
+        return tuple([table.get(name) for table, name in self._attributes])
 
     def _state(self) -> list[tuple[int, int]]:
         """Which tensor is in every slot, and how often it was written to."""

@@ -82,17 +82,14 @@ class Guards:
 
     def check_own(self, before: Snapshot, after: Snapshot) -> None:
         """Raise `GradientError` if a batch has made NaN or infinity of what the module keeps: running statistics."""
-        if not self.finite or math.isfinite(norm([copy for _, _, copy in after._held])):
+        now = after.copies
+        if not self.finite or math.isfinite(norm(list(now.values()))):
             return
-        were = {(id(slot.table), slot.name) for slot, _, copy in before._held if bool(copy.isfinite().all())}
-        spoiled = [
-            slot.name
-            for slot, _, copy in after._held
-            if (id(slot.table), slot.name) in were and not bool(copy.isfinite().all())
-        ]
+        sound = {place for place, copy in before.copies.items() if bool(copy.isfinite().all())}
+        spoiled = {place[1]: None for place in now if place in sound and not bool(now[place].isfinite().all())}
         if spoiled:
             raise GradientError(
-                f"{', '.join(dict.fromkeys(spoiled))} of the module would hold NaN or infinity from then on; nothing "
+                f"{', '.join(spoiled)} of the module would hold NaN or infinity from then on; nothing "
                 "was changed. Look for NaN, infinity or huge numbers in the inputs"
             )
 

@@ -74,9 +74,9 @@ class Passage:
     ) -> None:
         self._means, self._uids, self._dispatch, self._recalled = means, uids, dispatch, recalled
         self._deadline = deadline
+        known = None if recalled is None else recalled.keys
         keep = means.keep_graph and is_walked_back()
-        made = Keys(dispatch.spans, keep=keep, evaluation=means.evaluation)
-        self.keys = made if recalled is None else recalled.keys or made
+        self.keys = known or Keys(dispatch.spans, keep=keep, evaluation=means.evaluation)
         if means.terms.detect_anomalies:
             _refuse("a mixture was given inputs", means.layout.inputs.names, inputs)
         self._wanted = [x.requires_grad for x in inputs]
