@@ -1,13 +1,17 @@
 """Across machines: experts, modules with their optimizers, that many trainers share.
 
 backend.py      ExpertBackend, what users see   registry.py, layers.py  kinds of experts by name
+arguments.py, checks.py, words.py               what is wrong with what users give
 pool.py         tasks of many clients           runtime.py   one thread per device
 task.py, lanes.py, limits.py, schema.py         what waits, how much, and what it must look like
-engine.py, draft.py, batch.py   one expert's work on a batch: joining tasks, dealing results
+linger.py                                       whether a batch waits a moment for others
+engine.py, draft.py, batch.py                   one expert's work on a batch: joining tasks, dealing results
 runner.py, effects.py                           the module as a segment, and undoing what it changes
 isolation.py, guards.py                         one client's fault stays that client's
 records.py, sums.py, kept.py                    keys, mini-batches, graphs that wait for a backward
-journal.py, replay.py                           the log, and running it again
+stepping.py, gradients.py                       one optimizer step, and whose memory it may write to
+journal.py, logfile.py, replay.py               the log, its file, and running it again
+state.py, loading.py                            what a state is made of, and going on from one
 wire/, compression.py                           tensors as bytes, behind a checked header
 checkpoint/                                     what survives the process
 directory/                                      who serves what, with leases

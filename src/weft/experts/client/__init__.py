@@ -1,8 +1,9 @@
 """The client: experts of other processes and machines, as layers.
 
 remote.py       RemoteExpert, what users see          group.py       many at once
-journey.py      a call as one node of autograd        signature.py   what a call looks like
-arguments.py    what is wrong with options
+journey.py      a call as one node of autograd        anchor.py      by which autograd finds it
+signature.py    what a call looks like                key.py         of a forward and its backward
+arguments.py    what is wrong with options            command.py     ``weft status``
 asking.py       info, forward, backward, commit       accumulation.py, remembered.py   mini-batches, recomputation
 fencing.py      who asks, and under which fence       progress.py    what answers tell of the expert
 line.py         deadlines, repetition                 retry.py       the rule of repetition

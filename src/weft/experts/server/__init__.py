@@ -5,7 +5,10 @@ desk.py        calls in, one answer each              access.py     roles, grant
 endpoint.py    gRPC: streams, health, reflection      identity.py   who a connection belongs to
 connection.py  one stream, and its answers            served.py     one expert, restored and saved
 presence.py    the entry in the directory             repeat.py, loop.py   its threads
-statistics.py  what it says of itself                 command.py    ``weft serve`` and ``weft status``
+statistics.py  what it says of itself                 command.py    ``weft serve``
+config.py      what that reads (with config_*.py)     place.py      where it listens and is listed
+tls.py         certificates, checked and renewed      budget.py     bytes of all calls together
+runtimes.py    a thread for each device               hyperparameters.py   where a checkpoint says otherwise
 observed.py    a desk that an observer listens to
 replicas.py    experts that others serve too, see weft.experts.replica
 neighbours.py  who else is alive                      panel_thread.py   its status page, see weft.experts.panel
