@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from tests.experts.mixture.mixture_cases import (
     GRID,
@@ -418,6 +419,15 @@ def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_
         z.sum().backward()
         with pytest.raises(BackwardTwiceError):
             journey.backward([torch.ones(3, 2, WIDTH, dtype=torch.float64)], retain=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch's own, at its first use
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_tangent_is_refused(grad: bool) -> None:
+    with World(GRID) as world, torch.set_grad_enabled(grad), forward_ad.dual_level():
+        x = forward_ad.make_dual(numbers(6, WIDTH), numbers(6, WIDTH))
+        with pytest.raises(UsageError, match=r"an input of experts ffn\.\* has a tangent"):
+            make(world)(x)
 
 
 def test_what_happens_to_the_input_after_the_call_does_not_matter() -> None:

@@ -91,10 +91,10 @@ class RemoteJourney:
             )
 
 
-def forbid_tangents(uid: str, inputs: Sequence[Tensor]) -> None:
+def forbid_tangents(who: str, inputs: Sequence[Tensor]) -> None:
     """Raise ``UsageError`` for forward-mode differentiation, whose tangents would be lost without a word."""
     if has_tangent(inputs):
         raise UsageError(
-            f"an input of expert {uid!r} has a tangent (forward-mode differentiation), but what an expert does to "
+            f"an input of {who} has a tangent (forward-mode differentiation), but what an expert does to "
             "tangents only its server could tell; use backward, or call it with inputs that have none"
         )

@@ -113,7 +113,7 @@ class RemoteExpert(Anchored):
         deadline = self._asker.deadline()
         signature = self._asker.signature(deadline)
         inputs = signature.flat(args, kwargs)
-        forbid_tangents(self.uid, inputs)
+        forbid_tangents(f"expert {self.uid!r}", inputs)
         ask = partial(self._asker.forward, deadline=deadline)
         key = Key(evaluation=not self.training)
         if is_recomputing() or is_checkpointing():

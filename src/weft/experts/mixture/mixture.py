@@ -22,6 +22,7 @@ from weft.core.errors import SpecError, UsageError
 from weft.core.untraced import untraced
 from weft.experts.client.anchor import Anchored
 from weft.experts.client.connections import Connections
+from weft.experts.client.journey import forbid_tangents
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
 from weft.experts.mixture.arguments import mixture_faults
@@ -252,7 +253,9 @@ class RemoteMixtureOfExperts(Anchored):
         ends by ``deadline``.
         """
         link = self._link
-        anchor = self.anchor_for(f"experts {self.grid.prefix}* are", layout.signature.trained, flat)
+        who = f"experts {self.grid.prefix}*"
+        forbid_tangents(who, flat)
+        anchor = self.anchor_for(f"{who} are", layout.signature.trained, flat)
         reached = [anchor, *flat]
         keep_graph = self.keep_graph and any(x.requires_grad for x in reached)
         means = Means(
