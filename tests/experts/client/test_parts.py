@@ -182,6 +182,11 @@ def test_one_transport_per_address_for_all_threads(directory: LocalDirectory) ->
     assert len(set(map(id, found))) == 1 and list(connections.statistics()) == ["a:1"]
 
 
+def test_connections_take_no_token_that_nobody_would_show() -> None:
+    with pytest.raises(UsageError, match="open_transport= makes has its own"):
+        Connections(open_transport=Named, token="secret")
+
+
 def test_closed_connections_say_so(directory: LocalDirectory) -> None:
     with Connections(directory, open_transport=Named) as connections:
         connections.to("a:1")

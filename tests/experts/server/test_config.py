@@ -76,7 +76,7 @@ def test_an_entry_that_is_no_table_is_told_with_its_number(name: str, wrong: Any
         ({"checkpoints": "/dev/null"}, ["checkpoints: ", "/dev/null"]),
         ({"checkpoints": "/dev/null/x"}, ["checkpoints: ", "/dev/null"]),
         ({"keep": 3}, ["[keep] and no checkpoints"]),
-        ({"advertise": "a:1"}, ["[advertise] and no directory"]),
+        ({"advertise": "a:1"}, ["advertise= and no directory"]),
         ({"directory_tls": {}}, ["[directory_tls] and no directory"]),
         ({"replicas": {}}, ["[replicas] and no directory"]),
         ({"advertise": "not an address", "directory": "local"}, ["advertise is 'not an address'"]),

@@ -43,6 +43,11 @@ def test_what_is_none_is_refused_before_anything_listens(address: str) -> None:
         Server([], directory=LocalDirectory(), advertise=address)
 
 
+def test_what_no_directory_would_list_is_not_advertised() -> None:
+    with pytest.raises(UsageError, match="advertise= and no directory"):
+        Server([], advertise="gpu-7:1")
+
+
 @pytest.mark.parametrize("host", WILD)
 def test_a_directory_lists_no_address_that_nobody_can_call(host: str) -> None:
     address = f"{host}:0"

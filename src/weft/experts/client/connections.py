@@ -27,7 +27,8 @@ class Connections:
         tls, token, limits: see `GrpcTransport`.
         open_transport: makes the transport to an address, in place of `GrpcTransport`.
 
-    Raises ``UsageError`` for a directory that is none, and for certificates and tokens as `GrpcTransport` does.
+    Raises ``UsageError`` for a directory that is none, for certificates and tokens as `GrpcTransport` does, and for
+    those that ``open_transport`` would not get.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class Connections:
         open_transport: Callable[[str], Transport] | None = None,
     ) -> None:
         faults = way_faults(tls, token)
+        if open_transport is not None and (tls is not None or token is not None):
+            faults.append("tls= and token= are for GrpcTransport; what open_transport= makes has its own")
         faults += kind_fault("directory", directory, Directory, "one, such as EtcdDirectory(['host:2379'])", none=True)
         if faults:
             raise UsageError(listed("there are no connections like this:", faults))

@@ -59,7 +59,6 @@ _REPLICAS = {
 _GRANT = {"client": str, "expert": str, "role": str}
 _GOES_WITH = {
     "replicas": ("directory", "which says who owns them"),
-    "advertise": ("directory", "which would list it"),
     "directory_tls": ("directory", "which would be reached with it"),
     "keep": ("checkpoints", "of which so many would stay"),
     "tokens": ("grants", "without which everybody might do everything; say by [[grants]] who may do what"),

@@ -13,7 +13,9 @@ def place_faults(address: object, advertise: object, listed_there: bool) -> list
     faults = address_fault("address", address, free=True)
     if advertise is not None:
         faults += address_fault("advertise", advertise)
-        if not faults and is_wildcard(split(str(advertise))[0]):
+        if not listed_there:
+            faults.append("there is advertise= and no directory, which would list it")
+        elif not faults and is_wildcard(split(str(advertise))[0]):
             faults.append(f"advertise is {advertise!r}, which is no address that others could call")
     elif listed_there and not faults and is_wildcard(split(str(address))[0]):
         faults.append(

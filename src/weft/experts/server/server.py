@@ -66,7 +66,8 @@ class Server:
         observer: hears of calls, queues, batches and steps; see `weft.experts.tracing`.
 
     Raises ``UsageError`` for two experts of one name, schemas that cannot be told, replicas without a directory, and
-    addresses that are none, or that the directory would list and nobody could call (0.0.0.0 without ``advertise``).
+    addresses that are none, that the directory would list and nobody could call (0.0.0.0 without ``advertise``), or
+    that no directory would list (``advertise`` without one).
     """
 
     def __init__(
