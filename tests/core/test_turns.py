@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.forked import forked, only_with_fork
+from weft.core import turns
 from weft.core.turns import Watch, carry, seeded, turn_at, waiting
 
 CPU = [torch.default_generator]
@@ -22,14 +23,16 @@ def beside(work: Callable[[], object]) -> threading.Thread:
 
 def taken() -> bool:
     """Whether somebody else would have to wait for a turn now."""
-    free = threading.Event()
+    found: list[bool] = []
 
-    def take() -> None:
-        with turn_at(CPU):
-            free.set()
+    def look() -> None:
+        lock = turns._Turns.here.lock
+        found.append(not lock.acquire(blocking=False))
+        if not found[0]:
+            lock.release()
 
-    beside(take)
-    return not free.wait(0.05)
+    beside(look).join(10)
+    return found[0]
 
 
 def test_one_has_a_turn_while_others_wait_and_it_ends_also_on_error() -> None:
@@ -72,6 +75,17 @@ def test_who_waits_lets_others_draw_and_goes_on_with_his_own_numbers() -> None:
     torch.manual_seed(0)
     torch.rand(5)
     assert torch.equal(torch.cat(drawn), wanted) and torch.equal(after, torch.rand(1))
+
+
+def test_who_waits_may_wait_for_something_that_waits_or_draws_itself() -> None:
+    with seeded(CPU, 7):
+        wanted = torch.rand(2)
+    with seeded(CPU, 7):
+        with waiting(), waiting():
+            assert not taken()
+        with waiting(), seeded(CPU, 5):
+            assert taken()
+        assert torch.equal(torch.rand(2), wanted)
 
 
 def test_a_watch_tells_what_moved_without_a_turn_and_nothing_of_what_had_one() -> None:

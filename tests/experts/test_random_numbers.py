@@ -4,7 +4,9 @@
 """
 
 import random
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -19,9 +21,12 @@ from tests.experts.expert_cases import WIDTH, X, fussy_backend, good, rows, task
 from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.test_replay import Store
 from weft import Pipe
+from weft.core.rng import generators
+from weft.core.turns import seeded
 from weft.experts import ExpertBackend, GraphBudget, Journal, TensorSpec, replay
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.server import Server
+from weft.experts.wire import Call, Kind, Received
 
 BUDGET = GraphBudget(1 << 20)
 still = partial(torch.optim.SGD, lr=0.0)
@@ -262,3 +267,27 @@ def test_a_server_in_the_process_of_its_client_leaves_the_clients_numbers_alone(
 
     with Server([masking()]) as server, LocalTransport(server.handler()) as transport:
         assert all(map(torch.equal, numbers(RemoteExpert("mask", transport)), numbers(nn.Identity())))
+
+
+def test_two_that_draw_ask_at_once_what_an_expert_takes_and_wait_for_the_answer_alone() -> None:
+    inside, answer = threading.Semaphore(0), threading.Event()
+
+    class Slow(LocalTransport):
+        def submit(self, call: Call, timeout: float) -> "Future[Received]":
+            if call.header.kind is Kind.INFO:
+                inside.release()
+                answer.wait(10)
+            return super().submit(call, timeout)
+
+    def stage(remote: RemoteExpert) -> Tensor:
+        with seeded(generators([]), 1), torch.no_grad():
+            inside.release()
+            return remote(rows(2, 0))
+
+    with Server([fussy_backend()]) as server, Slow(server.handler()) as transport, ThreadPoolExecutor(2) as threads:
+        remote = RemoteExpert("fussy", transport, timeout=3.0)
+        outputs = [threads.submit(stage, remote) for _ in range(2)]
+        for _ in range(3):  # both hold, one after the other, and one asks
+            assert inside.acquire(timeout=10)
+        answer.set()
+        assert torch.equal(*[output.result(10) for output in outputs])

@@ -126,9 +126,11 @@ def waiting() -> Generator[None]:
     restore(turn.sources, turn.before)
     turn.turns.changes += 1
     turn.turns.lock.release()
+    token = _turn.set(None)  # this thread has none meanwhile
     try:
         yield
     finally:
+        _turn.reset(token)
         turn.turns.lock.acquire()
         turn.turns.changes += 1
         turn.before = states(turn.sources)

@@ -68,12 +68,13 @@ class Asker:
         found = self._signature
         if found is not None:
             return found
-        if not self._lock.acquire(timeout=self._left(deadline)):
-            raise self._late()
-        try:
-            found = self._signature = self._signature or Signature(self._described(self._left(deadline)))
-        finally:
-            self._lock.release()
+        with waiting():  # for the lock too: who has it wants the generators back only afterwards
+            if not self._lock.acquire(timeout=self._left(deadline)):
+                raise self._late()
+            try:
+                found = self._signature = self._signature or Signature(self._described(self._left(deadline)))
+            finally:
+                self._lock.release()
         return found
 
     def forward(self, inputs: Sequence[Tensor], key: Key, deadline: float) -> list[Tensor]:
