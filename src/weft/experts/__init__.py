@@ -10,7 +10,7 @@ runner.py, effects.py                           the module as a segment, and und
 isolation.py, guards.py                         one client's fault stays that client's
 records.py, sums.py, kept.py                    keys, mini-batches, graphs that wait for a backward
 stepping.py, gradients.py                       one optimizer step, and whose memory it may write to
-journal.py, logfile.py, replay.py               the log, its file, and running it again
+journal.py, entry.py, logfile.py, replay.py     the log, its lines and file, and running it again
 state.py, loading.py                            what a state is made of, and going on from one
 wire/, compression.py                           tensors as bytes, behind a checked header
 checkpoint/                                     what survives the process
@@ -31,8 +31,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from weft.core.spec import TensorSpec
 from weft.experts.backend import ExpertBackend
+from weft.experts.entry import Entry, Member
 from weft.experts.guards import Guards
-from weft.experts.journal import Entry, Journal, Member, read_journal
+from weft.experts.journal import Journal, read_journal
 from weft.experts.kept import GraphBudget
 from weft.experts.layers import FeedForward, TransformerLayer
 from weft.experts.limits import PoolOptions

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from weft.core.errors import listed
 from weft.experts.backend import ExpertBackend
+from weft.experts.entry import Entry, Member
 from weft.experts.errors import ReplayError
-from weft.experts.journal import Entry, Member
 from weft.experts.task import Task
 
 Fetch = Callable[[Member], Sequence[Tensor]]

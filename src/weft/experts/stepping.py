@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from weft.experts.entry import Entry
 from weft.experts.errors import StepError
 from weft.experts.gradients import own
-from weft.experts.journal import Entry, Journal
+from weft.experts.journal import Journal
 from weft.experts.task import Task
 
 Kind = Literal["backward", "commit"]
