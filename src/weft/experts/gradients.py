@@ -61,15 +61,15 @@ def _owned(parameter: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
 
 def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
     """A tensor of the shape of a parameter, or a copy where its memory is in another order."""
-    return tensor if _fits(parameter, tensor) else _copied(parameter, tensor)
+    return tensor if fits(parameter, tensor) else _copied(parameter, tensor)
 
 
 def _copied(parameter: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
-def _fits(parameter: Tensor, gradient: Tensor) -> bool:
-    """Whether a kernel that walks both memories from end to end meets the same elements."""
+def fits(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether a kernel that walks both memories from end to end meets the same elements, and all of them."""
     if parameter.is_contiguous():
         return gradient.is_contiguous()
     dense = torch.empty_like(parameter, device="meta")  # that of optimizers, whose states are made so

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from weft.core.errors import UsageError, listed
+from weft.experts.gradients import fits
 
 OptimizerLike = Optimizer | Callable[..., Optimizer]
 """An optimizer, or what makes one out of a list of parameters."""
@@ -115,22 +115,21 @@ def _wanted(method: Callable[..., Any]) -> list[str]:
 
 def _may_fuse(parameter: nn.Parameter) -> bool:
     """Whether a fused step can be right: it walks the raw memory of real numbers."""
-    dense = torch.empty_like(parameter, device="meta")
-    return not parameter.is_complex() and parameter.stride() == dense.stride()
+    return not parameter.is_complex() and fits(parameter, parameter)
 
 
 def _watch(optimizer: Optimizer) -> None:
     """Before each step, give up the fused one where it would refuse. The states of both kinds are alike.
 
-    For good at complex parameters and sparse gradients. For once where momentum begins for some parameters, which were
-    frozen or not used before, while others have it.
+    For good at a sparse gradient. For once where momentum begins for some parameters, which were frozen or not used
+    before, while others have it.
     """
     paused: list[dict[str, Any]] = []
 
     def before(*_: object) -> None:
         for group in optimizer.param_groups:
             stepped = [each for each in group["params"] if each.grad is not None] if group.get("fused") else []
-            if any([each.is_complex() or each.grad.is_sparse for each in stepped]):
+            if any([each.grad.is_sparse for each in stepped]):
                 for other in optimizer.param_groups:
                     other["fused"] = None
             elif group.get("momentum"):
