@@ -83,7 +83,7 @@ class Guards:
     def check_own(self, before: Snapshot, after: Snapshot) -> None:
         """Raise `GradientError` if a batch has made NaN or infinity of what the module keeps: running statistics."""
         now = after.copies
-        if not self.finite or math.isfinite(norm(list(now.values()))):
+        if not now or not self.finite or math.isfinite(norm(list(now.values()))):
             return
         sound = {place for place, copy in before.copies.items() if bool(copy.isfinite().all())}
         spoiled = {place[1]: None for place in now if place in sound and not bool(now[place].isfinite().all())}
