@@ -21,7 +21,7 @@ _END = b"\0"
 _DIGITS = 8  # more than a life has
 
 
-def text(value: bytes) -> str:
+def _text(value: bytes) -> str:
     """A value as text. What somebody else put there may be none: it is shown, and is no address of anybody."""
     return value.decode("utf-8", "backslashreplace")
 
@@ -59,7 +59,7 @@ class Keys:
     def ownership(self, uid: str, kv: Any) -> Ownership:
         """What the KeyValue of an owner tells."""
         address, _, life = kv.value.partition(_END)
-        return Ownership(uid, text(address), token_of(life_told(life), kv.mod_revision))
+        return Ownership(uid, _text(address), token_of(life_told(life), kv.mod_revision))
 
     def range(self, prefix: str) -> tuple[bytes, bytes]:
         """First key, and first key behind the last, of all experts whose name starts with ``prefix``."""

@@ -68,25 +68,25 @@ ROLES = {role.name.lower(): role for role in Role}
 
 def form_faults(config: Mapping[str, Any]) -> list[str]:
     """What is wrong with the form of a configuration, in words."""
-    faults = table_faults(config, _TOP, "the configuration")
+    faults = _table_faults(config, _TOP, "the configuration")
     given = {name: config[name] for name, kind in _TOP.items() if name in config and isinstance(config[name], kind)}
     for number, entry in enumerate(given.get("experts", ())):
         faults += _expert_faults(entry, f"experts[{number}]")
     for number, entry in enumerate(given.get("grants", ())):
-        faults += table_faults(entry, _GRANT, f"grants[{number}]")
+        faults += _table_faults(entry, _GRANT, f"grants[{number}]")
         role: Any = cast("dict[str, Any]", entry).get("role") if isinstance(entry, dict) else None
         if isinstance(role, str) and role not in ROLES:
             faults.append(f"grants[{number}] has role {role!r}, wanted one of {', '.join(ROLES)}")
-    faults += table_faults(given.get("options", {}), _numbers(ServerOptions), "options")
-    faults += table_faults(given.get("limits", {}), _numbers(Limits), "limits")
+    faults += _table_faults(given.get("options", {}), _numbers(ServerOptions), "options")
+    faults += _table_faults(given.get("limits", {}), _numbers(Limits), "limits")
     if "tls" in given:
-        faults += table_faults(given["tls"], _texts(ServerTls), "tls", ("key", "certificate"))
-    faults += table_faults(given.get("directory_tls", {}), _texts(EtcdTls), "directory_tls")
+        faults += _table_faults(given["tls"], _texts(ServerTls), "tls", ("key", "certificate"))
+    faults += _table_faults(given.get("directory_tls", {}), _texts(EtcdTls), "directory_tls")
     replicas = given.get("replicas", {})
-    faults += table_faults(replicas, _REPLICAS, "replicas")
+    faults += _table_faults(replicas, _REPLICAS, "replicas")
     faults += _text_faults(replicas.get("experts"), "experts of replicas")
     if isinstance(replicas.get("tls"), dict):
-        faults += table_faults(replicas["tls"], _texts(ClientTls), "replicas.tls")
+        faults += _table_faults(replicas["tls"], _texts(ClientTls), "replicas.tls")
     faults += _text_faults(given.get("imports"), "imports")
     if not all(isinstance(client, str) for client in given.get("tokens", {}).values()):
         faults.append("tokens has a client that is no text, wanted a secret and the name of its client")
@@ -94,7 +94,7 @@ def form_faults(config: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def table_faults(entry: Any, kinds: Mapping[str, Any], where: str, needed: Sequence[str] = ()) -> list[str]:
+def _table_faults(entry: Any, kinds: Mapping[str, Any], where: str, needed: Sequence[str] = ()) -> list[str]:
     """Names of a table that are not known, missing, or of something of a wrong type."""
     if not isinstance(entry, Mapping):
         return [f"{where} is {entry!r}, wanted a table"]
@@ -114,7 +114,7 @@ def names_of(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _expert_faults(entry: Any, where: str) -> list[str]:
-    faults = table_faults(entry, _EXPERT, where, ("name", "kind"))
+    faults = _table_faults(entry, _EXPERT, where, ("name", "kind"))
     if not isinstance(entry, dict):
         return faults
     table = cast("dict[str, Any]", entry)
@@ -124,14 +124,15 @@ def _expert_faults(entry: Any, where: str) -> list[str]:
         if count > 1 and isinstance(name, str) and "{}" not in name:
             faults.append(f"{where} are {count} experts all called {name!r}; write {{}} where their number goes")
     if isinstance(kept := table.get("keep_graphs"), dict):
-        faults += table_faults(kept, _KEPT, f"keep_graphs of {where}", ("nbytes",))
+        faults += _table_faults(kept, _KEPT, f"keep_graphs of {where}", ("nbytes",))
     if isinstance(options := table.get("options"), dict):
         pool = [field.name for field in fields(PoolOptions)]
         faults += _unknown(cast("dict[str, Any]", options), pool, f"options of {where}")
     return faults + [
-        f"{where} has {each} and no optimizer" for each in ("optimizer_arguments", "clip_grad_norm")
+        f"{where} has {each} and no optimizer"
+        for each in ("optimizer_arguments", "clip_grad_norm")
         if each in table and "optimizer" not in table
-    ]  # fmt: skip
+    ]
 
 
 def _value_faults(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
