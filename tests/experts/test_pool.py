@@ -177,16 +177,16 @@ flood(100)
 gc.collect()
 gc.disable()  # nothing may wait in a cycle either
 before, blocks = len(gc.get_objects()), sys.getallocatedblocks()
-flood(35_000)
+flood(10_000)
 objects, blocks = len(gc.get_objects()) - before, sys.getallocatedblocks() - blocks
 stats = pool.statistics()
-assert stats.waiting_tasks == stats.waiting_rows == 0 and stats.cancelled == 105_300, stats
+assert stats.waiting_tasks == stats.waiting_rows == 0 and stats.cancelled == 30_300, stats
 assert not pool._load.tasks and not pool._load.rows
 assert objects < 100 and blocks < 2000, (objects, blocks)
 """
 
 
-def test_a_hundred_thousand_tasks_that_are_cancelled_leave_nothing_behind() -> None:
+def test_tens_of_thousands_of_tasks_that_are_cancelled_leave_nothing_behind() -> None:
     seen = python(FLOOD)
     assert seen.returncode == 0, seen.stderr
 

@@ -21,7 +21,7 @@ def batches(count):
 
 def work():
     batches(5)
-    found.append(batches(30))
+    found.append(batches(10))
 
 found = [keep_freed_memory()]
 threads = [threading.Thread(target=work), threading.Thread(target=work)]
@@ -30,11 +30,11 @@ for each in threads:
     each.join()
 print(json.dumps(found))
 """
-PAGES = 30 * 4 * (1 << 24) // os.sysconf("SC_PAGE_SIZE")
+PAGES = 10 * 4 * (1 << 24) // os.sysconf("SC_PAGE_SIZE")
 
 
 def faults(**environment: str) -> list[int]:
-    """Of page, in 30 batches of 64 MB, by thread."""
+    """Of page, in 10 batches of 64 MB, by thread."""
     seen = python(_PROGRAM, **environment)
     assert seen.returncode == 0, seen.stderr
     done, *found = json.loads(seen.stdout)
