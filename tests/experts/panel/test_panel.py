@@ -1,9 +1,9 @@
 """The panel of a real server: what it tells, whom it answers, and that it never waits for a module."""
 
 import json
+import os
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -184,17 +184,24 @@ def test_bad_clients_of_the_panel_do_not_hold_up_the_experts() -> None:
         assert server.statistics().experts["a"].steps == 40
 
 
-def test_a_served_process_says_where_its_page_is() -> None:
-    words = ["serve", "--expert", "f=ffn:hidden=8", "--address", LOCAL, "--panel", LOCAL]
-    with subprocess.Popen([sys.executable, "-m", "weft", *words], stdout=subprocess.PIPE, text=True) as child:
+def test_who_serves_says_where_the_page_is(capsys: pytest.CaptureFixture[str]) -> None:
+    pages: list[str] = []
+    said: list[str] = []
+
+    def look() -> None:
         try:
-            assert child.stdout is not None
-            assert child.stdout.readline().startswith("weft: serving 1 experts")
-            line = child.stdout.readline()
-            assert line.startswith("weft: status page at http://127.0.0.1:")
-            assert "weft server" in get(line.split()[-1])[2]
+            until(lambda: "page at" in (said.append(capsys.readouterr().out) or "".join(said)))
+            pages.append(get("".join(said).split()[-1])[2])
         finally:
-            child.terminate()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    assert main(["serve", "--expert", "f=ffn:hidden=8", "--address", LOCAL, "--panel", LOCAL]) == 0
+    looking.join()
+    first, second = "".join(said).splitlines()
+    assert first.startswith("weft: serving 1 experts") and second.startswith("weft: status page at http://127.0.0.1:")
+    assert "weft server" in pages[0]
 
 
 def test_an_error_in_telling_hurts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="the signals of POSIX"),
 ]
-ROOT = Path(__file__).parents[3]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CONFIG: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [parse_expert("f=ffn:hidden=8")]}
 
@@ -142,22 +140,20 @@ def test_a_server_that_fails_late_in_its_start_says_why_and_is_not_left_half_ope
         assert server.shutdown() and server.drain()
 
 
-def test_who_reads_no_more_does_not_end_the_server() -> None:
-    words = ["--expert", "f=ffn:hidden=8", "--address", "127.0.0.1:0"]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "weft", "serve", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    assert child.stdout is not None and child.stderr is not None
-    try:
-        assert child.stdout.readline().startswith("weft: serving")
-        child.stdout.close()  # as `| head -1` does
-        child.send_signal(signal.SIGTERM)
-        assert (child.wait(30), child.stderr.read()) == (0, "")
-    finally:
-        child.kill()
-        child.wait(20)
-        child.stderr.close()
+def test_who_reads_no_more_does_not_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    lines: list[str] = []
+
+    def head() -> None:  # as `| head -1`
+        with os.fdopen(reader) as pipe:
+            lines.append(pipe.readline())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    reading = threading.Thread(target=head)
+    reading.start()
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        serve(CONFIG)
+        reading.join()
+        stdout.flush()  # as the interpreter does when it ends
+    assert lines[0].startswith("weft: serving")
