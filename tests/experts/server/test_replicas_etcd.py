@@ -53,7 +53,15 @@ def directory(tmp_path: Path) -> Iterator[tuple[str, EtcdDirectory]]:
             yield members[0].endpoint, made
 
 
-def serve(folder: Path, etcd: str, port: int, stack: ExitStack) -> "subprocess.Popen[str]":
+def serving(folder: Path, etcd: str, ports: list[int], stack: ExitStack) -> "dict[str, subprocess.Popen[str]]":
+    """Servers by their addresses. They start at the same time: most of it is importing torch."""
+    served = {f"127.0.0.1:{port}": started(folder, etcd, port, stack) for port in ports}
+    for process in served.values():
+        assert process.stdout is not None and "serving" in process.stdout.readline()
+    return served
+
+
+def started(folder: Path, etcd: str, port: int, stack: ExitStack) -> "subprocess.Popen[str]":
     file = folder / f"{port}.toml"
     file.write_text(CONFIG.format(port=port, etcd=etcd), "utf-8")
     process = subprocess.Popen(
@@ -67,7 +75,6 @@ def serve(folder: Path, etcd: str, port: int, stack: ExitStack) -> "subprocess.P
     stack.callback(process.kill)
     assert process.stdout is not None
     stack.callback(process.stdout.close)
-    assert "serving" in process.stdout.readline()
     return process
 
 
@@ -75,9 +82,8 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
     tmp_path: Path, directory: tuple[str, EtcdDirectory]
 ) -> None:
     etcd, there = directory
-    ports = free_ports(2)
     with ExitStack() as stack:
-        served = {f"127.0.0.1:{port}": serve(tmp_path, etcd, port, stack) for port in ports}
+        served = serving(tmp_path, etcd, free_ports(2), stack)
         connections = stack.enter_context(Connections(there))
         remote = RemoteExpert("ffn.0", connections, timeout=20.0)
         x = torch.randn(2, 8)
@@ -97,7 +103,7 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
         assert there.get().owners["ffn.0"].token > token
 
         served[first].wait(10)
-        served[first] = serve(tmp_path, etcd, int(first.rpartition(":")[2]), stack)
+        served |= serving(tmp_path, etcd, [int(first.rpartition(":")[2])], stack)
         assert owner() == second
         start = time.monotonic()
         served[second].terminate()
