@@ -20,13 +20,13 @@ BACKENDS = [
 def test_less_is_kept_in_each_mode_and_measured_so(backend: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "CHUNK_BYTES", 1 << 12)
     monkeypatch.setattr(engine, "CHUNK_ROWS", 64)
-    monkeypatch.setattr(keeping, "_LENGTHS", [64, 96])
-    found = curves(IntegratingCell(4, 8), backend, (96,))
+    monkeypatch.setattr(keeping, "_LENGTHS", [32, 48])
+    found = curves(IntegratingCell(4, 8), backend, (48,))
     assert [each.mode for each in found.measured] == list(MEMORIES) == list(found.predicted)
     by_mode = {each.mode: each for each in found.measured}
     assert by_mode["full"].measured > by_mode["states"].measured > 0
     for each in found.measured:
-        assert each.steps == 96 and each.seconds > 0
+        assert each.steps == 48 and each.seconds > 0
     assert [steps for steps, _ in found.loop] == [] and LOOP not in found.predicted
 
 
