@@ -13,7 +13,7 @@ from weft.experts import ExpertBackend, Runtime
 
 
 class Talks(nn.Module):
-    """Returns something beside its tensor."""
+    """Returns something beside its tensor, and a number that is always the same."""
 
     def __init__(self, says: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Talks(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return self.layer(x), {"says": self.says(x)}
+        return self.layer(x), {"says": self.says(x), "always": 1}
 
 
 STEADY: dict[str, Callable[[Tensor], Any]] = {
@@ -46,6 +46,7 @@ BY_SIZE: dict[str, Callable[[Tensor], Any]] = {
     "rows": len,
     "bool": lambda x: len(x) > 3,
     "None for few": lambda x: None if len(x) < 4 else x,
+    "None for many": lambda x: x if len(x) < 4 else None,
     "object": lambda x: object(),
     "array": lambda x: x.numpy(),
 }
@@ -54,7 +55,7 @@ BY_SIZE: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("kind", STEADY)
 @pytest.mark.parametrize("given", [False, True])
 def test_what_is_always_the_same_may_be_among_the_outputs(kind: str, given: bool) -> None:
-    said = (X, {"says": STEADY[kind](rows(1, 0))}) if given else None
+    said = (X, {"says": STEADY[kind](rows(1, 0)), "always": 1}) if given else None
     backend = ExpertBackend("talks", Talks(STEADY[kind]), args_schema=(X,), outputs_schema=said)
     with Runtime([backend]), torch.no_grad():
         for count in (1, 2, 7):
