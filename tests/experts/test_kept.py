@@ -239,6 +239,19 @@ def test_writing_where_autograd_allows_it_leaves_the_graph_as_it_is(formula: Any
     assert torch.equal(plain, kept) and backend.statistics().used_graphs == 1
 
 
+def test_a_graph_that_nobody_walks_back_frees_all_that_it_saved() -> None:
+    """Also what is its own output: whoever holds that, holds the graph, and no garbage collection looks into it."""
+    module = Formula(lambda layer, x: layer(x).tanh())
+    backend = ExpertBackend("e", module, adam, args_schema=(X,), keep_graphs=BUDGET)
+    backend.forward_pool.submit_task(rows(2, 0), key="a")
+    work(backend)
+    (kept,) = backend.engine.parts.kept._all
+    saved = kept.saved.packed
+    assert saved and all(ref() is not None for ref in saved)
+    backend.engine.parts.kept.void()
+    assert all(ref() is None for ref in saved)
+
+
 def test_a_graph_whose_weights_another_expert_has_stepped_is_not_walked() -> None:
     shared = seeded(Counts)
     one, other = [ExpertBackend(name, shared, adam, args_schema=(X,), keep_graphs=BUDGET) for name in "ab"]
