@@ -202,6 +202,7 @@ def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
             runtime.remove(pool, pool)
         gate.go.release()
         assert pool.submit_task(ROW).result(30)
+        assert runtime.remove(pool)
 
 
 @pytest.mark.parametrize("deadline", ["soon", True, float("nan"), [1.0], torch.tensor(1e18)])
