@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
 from weft.core.errors import SpecError, UsageError
-from weft.recurrent import Window, recurrent_net
+from weft.recurrent import Window, functional, network, recurrent_net
 
 Named = dict[str, Any]
 
@@ -137,6 +137,22 @@ def test_faults_of_links_are_told_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         eagerly(remember, links=links)
     assert told(caught) == wanted
+
+
+def test_what_is_no_cell_no_links_or_no_inputs_by_name_is_told_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        network._check(3, {"h": 2}, None, False, None, "full", "auto", "first")
+    assert told(caught) == [
+        "cell is 3, wanted a module or a function of one time step",
+        "links['h'] is of type int, wanted the name of an output, or a Window over it",
+    ]
+    with pytest.raises(SpecError) as mixed:
+        functional._check(None, torch.ones(3, 2, 1), "h", None, "full", "auto", "first")
+    assert told(mixed) == [
+        "cell is None, wanted a module or a function of one time step",
+        "links is of type str, wanted a dict: for every state the output that feeds it",
+        "inputs is of type Tensor, wanted a dict of sequences by name",
+    ]
 
 
 def test_states_that_do_not_fit_the_links_are_told_at_once() -> None:

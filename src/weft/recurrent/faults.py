@@ -31,6 +31,11 @@ def whole(value: object) -> bool:
     return type(value) is not bool and isinstance(value, Integral | torch.SymInt)
 
 
+def cell_fault(cell: object) -> list[str]:
+    """What is wrong with a cell by itself."""
+    return [] if callable(cell) else [f"cell is {cell!r}, wanted a module or a function of one time step"]
+
+
 def truncate_fault(truncate: object) -> list[str]:
     """What is wrong with a window of truncated backpropagation."""
     if truncate is None or (whole(truncate) and truncate >= 1):  # pyright: ignore[reportOperatorIssue]

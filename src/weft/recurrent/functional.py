@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.core.errors import UsageError, listed
 from weft.recurrent.backends import Name, Plans, Verify, settings_faults
-from weft.recurrent.faults import truncate_fault
+from weft.recurrent.faults import Faults, cell_fault, truncate_fault
 from weft.recurrent.links import Linked, Links, link_faults
 from weft.recurrent.memory import Memory
 from weft.recurrent.rows import Lengths
@@ -58,12 +57,21 @@ def recurrent_net(
     Returns ``Result(outputs, last, states)`` with dicts by name; ``result.all`` is ``result.states``.
     Raises as :class:`Recurrent` does.
     """
-    faults = [*link_faults(links), *truncate_fault(truncate), *settings_faults(memory, backend, verify)]
-    if faults:
-        raise UsageError(listed("recurrent_net cannot run with these arguments:", faults))
+    _check(step, inputs, links, truncate, memory, backend, verify)
     cell = Linked(step, links, references=references, time_step=time_step)
     settings = Settings(truncate=truncate, plans=_plans(backend, memory, verify))
     return run(cell, settings, dict(inputs), states, lengths=lengths, mask=mask, reset=reset, start=start)
+
+
+def _check(
+    step: object, inputs: object, links: object, truncate: object, memory: object, backend: object, verify: object
+) -> None:
+    """Raise SpecError or UsageError that lists all that is wrong with the arguments."""
+    faults = Faults(usage=[*cell_fault(step), *link_faults(links), *truncate_fault(truncate)])
+    faults.usage.extend(settings_faults(memory, backend, verify))
+    if not isinstance(inputs, Mapping):
+        faults.spec.append(f"inputs is of type {type(inputs).__name__}, wanted a dict of sequences by name")
+    faults.check("recurrent_net cannot run with these arguments:")
 
 
 @lru_cache(maxsize=16)

@@ -38,13 +38,21 @@ class Window:
 Links = Mapping[str, str | Window]
 
 
-def link_faults(links: Links) -> list[str]:
+def link_faults(links: object) -> list[str]:
     """What is wrong with links by themselves."""
+    if not isinstance(links, Mapping):
+        return [f"links is of type {type(links).__name__}, wanted a dict: for every state the output that feeds it"]
     return [
-        f"links[{state!r}] is a window over {link.k} steps, wanted at least 1"
-        for state, link in links.items()
-        if isinstance(link, Window) and link.k < 1
+        fault for state, link in cast("Mapping[object, object]", links).items() if (fault := _link_fault(state, link))
     ]
+
+
+def _link_fault(state: object, link: object) -> str | None:
+    if isinstance(link, str) or (isinstance(link, Window) and link.k >= 1):
+        return None
+    if isinstance(link, Window):
+        return f"links[{state!r}] is a window over {link.k} steps, wanted at least 1"
+    return f"links[{state!r}] is of type {type(link).__name__}, wanted the name of an output, or a Window over it"
 
 
 class Linked(Cell):

@@ -18,7 +18,7 @@ from weft.core.errors import UsageError, listed
 from weft.core.tree import flatten, unflatten
 from weft.recurrent import backends, eager
 from weft.recurrent.cells import Cell, StoredState, adapt
-from weft.recurrent.faults import Faults, truncate_fault
+from weft.recurrent.faults import Faults, cell_fault, truncate_fault
 from weft.recurrent.forms import enrol
 from weft.recurrent.links import Linked, Links, link_faults
 from weft.recurrent.memory import Memory
@@ -26,6 +26,8 @@ from weft.recurrent.rows import Lengths
 from weft.recurrent.sequence import read_inputs
 from weft.recurrent.states import spread
 from weft.recurrent.unrolling import Initial, Result, Settings, initial_state, run
+
+_CANNOT = "Recurrent cannot run with these settings:"
 
 
 class Recurrent(nn.Module):
@@ -207,23 +209,27 @@ class Recurrent(nn.Module):
         if self._plans.settings != wanted:
             faults = backends.settings_faults(self.memory, self.backend, self.verify)
             if faults:
-                raise UsageError(listed("Recurrent cannot run with these settings:", faults))
+                raise UsageError(listed(_CANNOT, faults))
             self._plans = backends.Plans(*wanted)
         return self._plans
 
     def _settings(self, cell: Cell, plans: backends.Plans | None = None) -> Settings:
-        return Settings(self._initial(cell), self.batch_first, self.truncate, plans)
-
-    def _initial(self, cell: Cell) -> Initial | None:
         make = cell.own_initial() if self.initial is None else self.initial
-        return None if make is None else Initial(make, for_one_row=isinstance(make, StoredState))
+        faults = truncate_fault(self.truncate)
+        if make is not None and not callable(make):
+            kind = type(make).__name__
+            faults.append(f"initial is of type {kind}, wanted a function or module; tensors go to a new Recurrent")
+        if faults:
+            raise UsageError(listed(_CANNOT, faults))
+        initial = None if make is None else Initial(make, for_one_row=isinstance(make, StoredState))
+        return Settings(initial, self.batch_first, self.truncate, plans)
 
 
 def _check(
     cell: Any, links: Any, initial: Any, time_step: bool, truncate: Any, memory: Any, backend: Any, verify: Any
 ) -> None:
     """Raise UsageError that lists all that is wrong with the arguments of a network."""
-    faults = [] if links is None else link_faults(links)
+    faults = [*cell_fault(cell), *([] if links is None else link_faults(links))]
     torch_cell = isinstance(cell, nn.RNNCellBase)
     if torch_cell and links is not None:
         faults.append(f"links want a step net over dicts, but cell is torch's {type(cell).__name__}")

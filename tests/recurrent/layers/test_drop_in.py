@@ -103,6 +103,13 @@ def test_constructor_keys_and_first_weights_are_those_of_torch(kind: str) -> Non
 def test_what_is_handed_on_to_the_engine_is_checked_and_shown() -> None:
     with pytest.raises(UsageError, match="truncate is 0"):
         DROP_INS["GRU"][1](WIDTH, HIDDEN, truncate=0)
+    with pytest.raises(UsageError) as caught:
+        DROP_INS["LSTM"][1](WIDTH, HIDDEN, initial=(torch.ones(HIDDEN),) * 2, links={}, time_step=True)
+    assert [line[4:].partition(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "initial",
+        "links",
+        "time_step",
+    ]
     assert "backend='python'" in repr(DROP_INS["GRU"][1](WIDTH, HIDDEN, backend="python"))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
+from weft.core.errors import UsageError, listed
 from weft.recurrent.layers.arguments import Arguments, read
 from weft.recurrent.layers.beside import Beside
 from weft.recurrent.layers.bidirectional import Bidirectional
@@ -23,6 +24,12 @@ from weft.recurrent.packed import unpack
 from weft.recurrent.unrolling import Result
 
 Nets = list[Recurrent | Bidirectional]
+NOT_OURS = {
+    "initial": "a layer begins with zeros, or with the hx of the call",
+    "links": "the step of a layer is torch's, over tensors; use Recurrent for a step net over names",
+    "time_step": "the step of a layer is torch's, which takes no step number",
+}
+"""Arguments of ``Recurrent`` that a layer refuses, and why."""
 KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 
@@ -34,7 +41,13 @@ class DropIn(nn.RNNBase):
     """
 
     def begin(self, how: Mapping[str, Any]) -> None:
-        """After torch's constructor: keep what is handed to ``Recurrent``, which says at once if it is wrong."""
+        """After torch's constructor: keep what is handed to ``Recurrent``, which says at once if it is wrong.
+
+        Raises UsageError for what a layer has no use for.
+        """
+        faults = [f"{name}: {why}" for name, why in NOT_OURS.items() if name in how]
+        if faults:
+            raise UsageError(listed(f"{type(self).__name__} cannot be built from these arguments:", faults))
         self.how = dict(how)
         self._nets: Beside[Nets] = Beside()
         self._made()
