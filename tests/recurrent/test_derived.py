@@ -5,12 +5,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.recurrent.cells_for_tests import CASES, Case, engine_of, every_case
 from tests.recurrent.recurrent_cases import by_plan
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
 from weft.core.tree import flatten, unflatten
 from weft.recurrent.derived import run_derived
+from weft.recurrent.memory import Memory
 
 
 def sequence(case: Case, steps: int = 5) -> tuple[list[Tensor], list[Tensor]]:
@@ -71,6 +73,22 @@ def test_a_retained_graph_gives_the_same_bits_again_and_a_freed_one_is_refused(b
         assert torch.equal(one, other)
     with pytest.raises(BackwardTwiceError):
         torch.autograd.grad(loss, tensors)
+
+
+@by_plan
+@pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
+def test_a_loss_that_is_kept_holds_nothing_of_the_call_once_backward_is_done(backend: str, memory: Memory) -> None:
+    case = CASES["LSTM"]()
+    engine, (xs, states) = engine_of(backend, case), sequence(case)
+    xs, states = [each * 1 for each in xs], [each * 1 for each in states]
+    seen = run_derived(engine, xs, states, memory)
+    watched = [StorageWeakRef(each.untyped_storage()) for each in (*xs, *states, *seen.outputs, *seen.states)]
+    loss = seen.outputs[0].sum() + seen.last[0].sum()
+    del xs, states, seen
+    loss.backward(retain_graph=True)
+    assert not any(each.expired() for each in watched[:2]), "a graph that is retained reads its inputs again"
+    loss.backward()
+    assert all(each.expired() for each in watched) and loss.requires_grad
 
 
 @by_plan

@@ -138,6 +138,24 @@ def test_third_gradients_are_there_as_well() -> None:
     close(values[1:], values[:1])
 
 
+@pytest.mark.parametrize("further", [False, True], ids=["once", "create_graph"])
+@pytest.mark.parametrize("memory", ["full", "sqrt"])
+@pytest.mark.parametrize("backend", ["python", "auto"])
+def test_a_batch_of_gradients_equals_one_after_the_other(backend: Any, memory: Any, further: bool) -> None:
+    net, x, parameters = made(CELLS["dropout"], memory=memory, backend=backend)
+    result = net(x * 1, lengths=[4, 2])
+    ends = [result.outputs[2, 0], result.last[1][1]]
+    seeds = [torch.randn(3, H, dtype=torch.float64) for _ in ends]
+    leaves = [x, *parameters]
+    single = [torch.autograd.grad(ends, leaves, [each[k] for each in seeds], retain_graph=True) for k in range(3)]
+    batch = torch.autograd.grad(ends, leaves, seeds, is_grads_batched=True, create_graph=further)
+    close(list(batch), [torch.stack(column) for column in zip(*single, strict=True)])
+    assert all(each.requires_grad == further for each in batch)
+    if not further:
+        with pytest.raises(BackwardTwiceError):
+            torch.autograd.grad(ends, leaves, seeds, is_grads_batched=True)
+
+
 def test_the_generator_goes_on_as_if_nobody_had_asked() -> None:
     net, x, _ = made(CELLS["dropout"])
     loss = net(x).outputs.sum()

@@ -92,13 +92,10 @@ class Plans:
     def run(self, job: eager.Job) -> eager.Unrolled:
         """By a plan, or by the eager loop; with a warning, once, if it is not by the plan asked for."""
         if self._backend == "eager":
-            return job.run()
+            return self._eagerly(job, "sequences of every kind", "it was asked for")
         reason = unfit(job.inputs, job.initial)
         if reason is not None:
-            with self._lock:
-                choice = Choice(f"calls where {reason}", None, "eager", "no plan can run those")
-                self._known.setdefault((reason, None), choice)
-            return job.run()
+            return self._eagerly(job, f"calls where {reason}", "no plan can run those")
         if torch.is_inference_mode_enabled():  # a plan that is made in it could not be used outside
             with torch.inference_mode(False), torch.no_grad():
                 found, warning = self._by_plan(job)
@@ -108,6 +105,12 @@ class Plans:
         if warning is not None:
             self._say(warning)  # now that it ran: a cell that is faulty fails in the loop, which tells more
         return found
+
+    def _eagerly(self, job: eager.Job, kind: str, why: str) -> eager.Unrolled:
+        """By the eager loop, whatever the sequence looks like; `reasons` will say so."""
+        with self._lock:
+            self._known.setdefault((kind, None), Choice(kind, None, "eager", why))
+        return job.run()
 
     def _by_plan(self, job: eager.Job) -> tuple[eager.Unrolled | None, str | None]:
         """The results, None if the eager loop must do it; and what is to be told."""

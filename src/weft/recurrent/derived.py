@@ -5,10 +5,11 @@ their hooks fire once, `retain_graph=True` works. What is kept in between, and w
 A gradient of a gradient goes by double_backward.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from weft.recurrent.double_backward import Again, differentiable_gradients
 from weft.recurrent.engine import Chunk, Engine, borders
 from weft.recurrent.gradients_back import GradientsBack, Leaves, Value
 from weft.recurrent.memory import Keeping, Memory, keeping, size_of
+
+Read = tuple[str, Tensor, tuple[int, int]]
+"""A tensor that backward reads: its name for people, and what changes when it is written to."""
+_has_storage = cast("Callable[[Tensor], bool]", cast(Any, torch._C)._has_storage)
 
 
 def run_derived(
@@ -81,10 +86,10 @@ class _Journey:
         self._still, self._same = engine.captured.passing, engine.captured.aliases
         self._memory: _Memory | None = None
         self._kept: list[Any] = []
-        self._read: list[tuple[str, Tensor, tuple[int, int]]] = []
+        self._read: list[Read] = []
         self._again = again
         begun = states if tracked else ()
-        self._begun = [(f"initial state {i}", each, _mark(each)) for i, each in enumerate(begun)]
+        self._begun: list[Read] = [(f"initial state {i}", each, _mark(each)) for i, each in enumerate(begun)]
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -195,35 +200,46 @@ class _Journey:
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `Journey.backward`. Raises BackwardTwiceError when the sequence was freed."""
-        memory = self._there(self._read)
-        kept = self._kept
-        if not retain:
-            self._memory, self._kept = None, []
-        back = GradientsBack(self._engine.captured, self._states, self._steps, self._device, self.named(gradients))
-        with torch.no_grad():
+        if not all([_has_storage(each) for each in gradients if each is not None]):  # many at once, as vmap has them
+            return self.differentiable_backward(gradients, retain=retain)
+        with self._left_by_forward(self._read, retain=retain) as memory, torch.no_grad():
+            back = GradientsBack(self._engine.captured, self._states, self._steps, self._device, self.named(gradients))
             if self._way.segment:
                 self._by_segments(memory, back, self._way.segment)
             else:
-                self._by_chunks(memory, back, kept, retain)
-        found = back.found()
-        without_gradient(t for t, gradient in zip(self.tensors, found, strict=True) if gradient is None and t.is_leaf)
+                self._by_chunks(memory, back, retain)
+            found = back.found()
+            pairs = zip(self.tensors, found, strict=True)
+            without_gradient(tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf)
         return found
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `TwiceDifferentiable`. Raises BackwardTwiceError when the sequence was freed, and DoubleBackwardError."""
-        self._there([*self._read, *self._begun])
-        again, given = self._again, self.named(gradients)
-        if again is None:
-            raise DoubleBackwardError("a gradient of a gradient was asked for, but this plan came without its cell")
-        if not retain:
-            self._memory, self._kept = None, []
-        count, behind = len(self._inputs), len(self._inputs) + len(self._states)
-        return differentiable_gradients(
-            again, self.tensors[:count], self.tensors[count:behind], (given.outputs, given.states, given.last)
-        )
+        with self._left_by_forward([*self._read, *self._begun], retain=retain):
+            again, given = self._again, self.named(gradients)
+            if again is None:
+                raise DoubleBackwardError("a gradient of a gradient was asked for, but this plan came without its cell")
+            count, behind = len(self._inputs), len(self._inputs) + len(self._states)
+            return differentiable_gradients(
+                again, self.tensors[:count], self.tensors[count:behind], (given.outputs, given.states, given.last)
+            )
 
-    def _there(self, read: Sequence[tuple[str, Tensor, tuple[int, int]]]) -> _Memory:
-        """What forward left, if it still is as it was."""
+    @contextmanager
+    def _left_by_forward(self, read: Sequence[Read], *, retain: bool) -> Generator[_Memory]:
+        """What forward left, if it still is as it was; behind this, without `retain`, nothing of the call is held.
+
+        The node of autograd lives as long as what was computed from its outputs, such as a loss that is kept.
+        """
+        memory = self._there(read)
+        try:
+            yield memory
+        finally:
+            if not retain:
+                self._memory = self._again = None
+                for each in (self.tensors, self._inputs, self._states, self._kept, self._read, self._begun):
+                    each.clear()
+
+    def _there(self, read: Sequence[Read]) -> _Memory:
         if self._memory is None:
             raise BackwardTwiceError(TWICE)
         written = [name for name, each, mark in read if _mark(each) != mark]
@@ -233,8 +249,8 @@ class _Journey:
             )
         return self._memory
 
-    def _by_chunks(self, memory: _Memory, back: GradientsBack, kept: list[Any], retain: bool) -> None:
-        engine = self._engine
+    def _by_chunks(self, memory: _Memory, back: GradientsBack, retain: bool) -> None:
+        engine, kept = self._engine, self._kept
         constants = engine.begin()
         for i in range(len(self._marks) - 2, -1, -1):
             start, end = self._marks[i], self._marks[i + 1]

@@ -1,12 +1,12 @@
-"""Gradients of gradients through a derived sequence: it is run once more, by plain autograd, when they are asked for.
+"""Gradients of gradients, and many gradients at once: a derived sequence is run once more, now by plain autograd.
 
     x ----+                         +--> first gradients, which autograd can differentiate again
     s0 ---+-> gates -> eager loop --+
     w -----------------^
 
-The derived backward is a loop that autograd does not see. Under `create_graph=True` the eager loop runs over the same
-tensors, with the same random numbers, and autograd makes both gradients. It costs what the eager loop costs, and only
-those who ask pay for it.
+The derived backward is a loop that autograd does not see, and takes one gradient of each end. Under `create_graph=True`
+or `is_grads_batched=True` the eager loop runs over the same tensors, with the same random numbers, and autograd makes
+the gradients. It costs what the eager loop costs, and only those who ask pay for it.
 
 A gate is where the node's own inputs begin. Closed, no gradient passes it, so the first gradients are those of this
 node alone, even if an input was computed from a parameter that the cell reads as well. Then it is opened, for the
@@ -14,7 +14,7 @@ second ones.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from weft.core.tree import flatten, unflatten
 from weft.recurrent.capture import Cell
 from weft.recurrent.captured import Captured
 
+_C = cast(Any, torch._C)
 Ends = tuple[list[Tensor], list[Tensor], list[Tensor]]
 """Flat leaves: outputs T x ..., states after every step T x ..., states after the last."""
 
@@ -73,13 +74,13 @@ class Again:
         """The sequence in plain autograd; the generators stay as they are. Raises DoubleBackwardError."""
         if not self.unchanged():
             raise DoubleBackwardError(
-                "a gradient of a gradient (create_graph=True) runs the cell once more, but since forward the cell was "
-                "changed: a flag such as .training, a plain attribute, or a tensor that was replaced; change it after "
-                "backward"
+                "a gradient of a gradient (create_graph=True), or a batch of gradients, runs the cell once more, but "
+                "since forward the cell was changed: a flag such as .training, a plain attribute, or a tensor that was "
+                "replaced; change it after backward"
             )
         now = [(source, source.get_state()) for source, _ in self.random]
         with ExitStack() as stack:
-            for each in (self.ambient.here(), self.ambient.casting(), self.ambient.process_flags()):
+            for each in (self.ambient.here(), self.ambient.casting(), self.ambient.process_flags(), _outside_vmap()):
                 stack.enter_context(each)
             try:
                 for source, state in self.random:
@@ -90,6 +91,12 @@ class Again:
                     source.set_state(state)
 
 
+def _outside_vmap() -> AbstractContextManager[None]:
+    """A batch of gradients comes under vmap, which forbids to draw; what is drawn inside belongs to no batch."""
+    inside = _C.DispatchKeySet(_C._dispatch_key_parse("VmapMode"))
+    return cast("AbstractContextManager[None]", _C._ExcludeDispatchKeyGuard(inside))
+
+
 Given = tuple[Sequence[Tensor | None], Sequence[Tensor | None], Sequence[Tensor | None]]
 """Gradients of `Ends`; those of the states may be missing as a whole."""
 
@@ -97,14 +104,14 @@ Given = tuple[Sequence[Tensor | None], Sequence[Tensor | None], Sequence[Tensor 
 def differentiable_gradients(
     again: Again, inputs: Sequence[Tensor], states: Sequence[Tensor], given: Given
 ) -> list[Tensor | None]:
-    """The gradients of inputs, states and parameters, in this order, as values that autograd can differentiate.
+    """The gradients of inputs, states and parameters, in this order; under grad mode autograd can differentiate them.
 
     `given` are those of outputs, of all states (or none), and of the last states. Raises DoubleBackwardError.
     """
-    door = _Door()
-    gated = [door.gate(each) for each in (*inputs, *states)]
+    door, further = _Door(), torch.is_grad_enabled()
     parameters = again.captured.parameters
     with torch.enable_grad():
+        gated = [door.gate(each) for each in (*inputs, *states)]
         ends = again.run(gated[: len(inputs)], gated[len(inputs) :])
         pairs = [
             (end, gradient)
@@ -117,7 +124,11 @@ def differentiable_gradients(
             return [None] * (len(gated) + len(parameters))
         with door.shut(), quiet_hooks(parameters):
             found = torch.autograd.grad(
-                [end for end, _ in pairs], asked, [each for _, each in pairs], create_graph=True, allow_unused=True
+                [end for end, _ in pairs],
+                asked,
+                [each for _, each in pairs],
+                create_graph=further,
+                allow_unused=True,
             )
     rest = iter(found)
     return [next(rest) if each.requires_grad else None for each in (*gated, *parameters)]
