@@ -1,6 +1,9 @@
 """A plan never outlives what it was made for, and making one leaves no trace."""
 
+import gc
 import os
+import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -8,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.recurrent.recurrent_cases import by_plan, run_by
 from weft.core.errors import InPlaceError, UsageError
-from weft.recurrent import NoPlanWarning, Recurrent
+from weft.recurrent import NoPlanWarning, Recurrent, recurrent_net
 from weft.recurrent.workspace import Workspaces
 
 SCALE = 2.0
@@ -133,6 +137,62 @@ def test_a_setting_that_is_changed_later_to_nonsense_is_refused_by_name(name: st
     setattr(net, name, value)
     with pytest.raises(UsageError, match=words):
         net(*sequence())
+
+
+@by_plan
+def test_a_plan_keeps_nothing_alive_and_goes_with_what_it_was_made_for(backend: str) -> None:
+    net, (x, s) = Recurrent(Frozen(), backend=backend, verify="never"), sequence()
+    for _ in range(3):
+        net.cell = cell = Switched()
+        net(x, s).outputs.sum().backward()
+        watched = [weakref.ref(each) for each in (*cell.parameters(), x)]
+        del cell
+    assert [each() is None for each in watched] == [False] * 5
+    net.cell = Frozen()
+    gc.collect()
+    assert [each() is None for each in watched] == [True] * 4 + [False]
+    net(x, s)
+    assert len(net.why()) == 1 and run_by(net) == {backend}
+
+
+def test_a_step_net_that_is_gone_leaves_no_weights_behind() -> None:
+    def trained() -> "weakref.ref[Tensor]":
+        weight = torch.randn(3, 3, requires_grad=True)
+
+        def step(inputs: dict[str, Tensor], states: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {"h": torch.tanh(inputs["x"] @ weight + states["h"])}
+
+        x, s = sequence()
+        recurrent_net(step, {"x": x}, {"h": s}, {"h": "h"}, backend="python").last["h"].sum().backward()
+        assert weight.grad is not None
+        return weakref.ref(weight)
+
+    watched = trained()
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaves", "computed"])
+def test_a_functional_call_has_gradients_of_gradients_and_plans_only_for_leaves(leaf: bool) -> None:
+    x, found = torch.randn(4, 2, 3, dtype=torch.float64), list[list[Tensor]]()
+    torch.manual_seed(2)
+    cell = nn.GRUCell(3, 3).double()
+    net, loop = Recurrent(cell, backend="python"), Recurrent(cell, backend="eager")
+    for each in (loop, net):
+        given = {name: value.detach().clone().requires_grad_() for name, value in each.named_parameters()}
+        used = given if leaf else {name: value * 2 for name, value in given.items()}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loss = torch.func.functional_call(each, used, (x,)).outputs.square().sum()
+        before = [*each.parameters()]
+        first = torch.autograd.grad(loss, list(given.values()), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), list(given.values()))
+        assert all(one is other for one, other in zip(before, each.parameters(), strict=True))
+        found.append([*first, *second])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert run_by(net) == ({"python"} if leaf else {"eager"})
+    assert ["computed from others" in str(each.message) for each in told] == ([] if leaf else [True])
 
 
 def test_a_plan_can_be_made_within_checkpointing() -> None:

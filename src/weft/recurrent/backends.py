@@ -13,7 +13,8 @@ why, once. `Recurrent.explain()` tells what was chosen for which kind, and why.
 
 import threading
 import warnings
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -39,6 +40,11 @@ IN_VAIN = 32
 """After so many plans of which none was used again, the eager loop runs what is new."""
 KINDS = 64
 """So many plans a network keeps; the one that was used longest ago goes first."""
+COMPUTED = (
+    "it reads a tensor that was computed from others, as by torch.func.functional_call, which is another one at every "
+    "call, so that no plan could be kept; hand it over as an input, a state, or one of references="
+)
+_Key = tuple[Hashable, Hashable]
 
 
 def settings_faults(memory: object, backend: object, verify: object) -> list[str]:
@@ -84,7 +90,8 @@ class Plans:
         self._backend = backend
         self._memory: Memory = memory
         self._verify = verify
-        self._known: OrderedDict[tuple[Hashable, Hashable], Choice] = OrderedDict()
+        self._known: OrderedDict[_Key, Choice] = OrderedDict()
+        self._gone: deque[_Key] = deque()
         self._told: set[str] = set()
         self._lock = threading.RLock()
         self._wasted = 0
@@ -115,6 +122,11 @@ class Plans:
     def _by_plan(self, job: eager.Job) -> tuple[eager.Unrolled | None, str | None]:
         """The results, None if the eager loop must do it; and what is to be told."""
         call = PlannedCall(job)
+        if call.computed:
+            choice = Choice("calls where the cell reads a computed tensor", None, "eager", COMPUTED)
+            with self._lock:
+                self._known.setdefault((choice.kind, None), choice)
+            return None, f"cell {call.cell.name} runs by the eager loop: {COMPUTED}"
         choice = self._choice(call)
         return None if choice.engine is None else call.run(choice.engine, self._memory), choice.warning
 
@@ -138,6 +150,8 @@ class Plans:
     def _choice(self, call: PlannedCall) -> Choice:
         key = (call.looks(), call.reads)
         with self._lock:
+            while self._gone:
+                self._known.pop(self._gone.popleft(), None)
             found = self._known.get(key)
             if found is None:
                 # New shapes of the same cell are no waste; a cell that reads something new at every call is.
@@ -147,13 +161,18 @@ class Plans:
                     words = f"cell {call.cell.name} runs by the eager loop: {why}"
                     return Choice(call.kind, None, "eager", why, words)
                 self._wasted += new
-                found = self._known[key] = replace(self._made(call), held=call.held)
+                found = self._known[key] = replace(self._made(call), held=(*call.held, *self._watched(call, key)))
                 if len(self._known) > KINDS:
                     self._known.popitem(last=False)
             else:
                 self._wasted = 0
                 self._known.move_to_end(key)
             return found
+
+    def _watched(self, call: PlannedCall, key: _Key) -> list[object]:
+        """Weak references to what the cell reads: with the first that is gone, so is the plan at the next call."""
+        gone = self._gone
+        return [weakref.ref(each, lambda _: gone.append(key)) for each in call.tensors]
 
     def _made(self, call: PlannedCall) -> Choice:
         refused: list[str] = []

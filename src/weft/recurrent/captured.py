@@ -1,8 +1,10 @@
 """What a captured step is: its joint graph, what the ends of the graph mean, and how its values look."""
 
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -41,13 +43,35 @@ class Look(NamedTuple):
         return torch.empty((steps, *self.shape), dtype=self.dtype, device=device)
 
 
+class Lent(Collection[Tensor]):
+    """Tensors that are not kept alive here; who asks for them has them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._refs = [weakref.ref(each) for each in tensors]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(_lent, self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __contains__(self, tensor: object) -> bool:
+        return any(each is tensor for each in self)
+
+
+def _lent(ref: "weakref.ref[Tensor]") -> Tensor:
+    tensor = ref()
+    assert tensor is not None
+    return tensor
+
+
 @dataclass(frozen=True)
 class Captured:
-    """The joint graph of one step. `tensors` holds the references by the name of their node's target."""
+    """The joint graph of one step."""
 
     module: fx.GraphModule
     roles: Roles
-    parameters: list[Tensor]
+    parameters: Collection[Tensor]
     input_structure: Structure
     state_structure: Structure
     output_structure: Structure
@@ -61,11 +85,25 @@ class Captured:
         """The operators, in an order in which they can run."""
         return [node for node in self.module.graph.nodes if node.op == "call_function"]
 
-    @cached_property
+    def reference(self, node: fx.Node) -> Tensor:
+        """The tensor behind one of the references."""
+        found = getattr(self.module, str(node.target))
+        return _lent(cast("weakref.ref[Tensor]", found)) if type(found) is weakref.ref else found
+
+    @property
     def constants(self) -> list[Tensor]:
         """The references that want no gradient: frozen parameters and buffers."""
-        read: list[Tensor] = [getattr(self.module, str(node.target)) for node in self.roles.references]
-        return [each for each in read if not each.requires_grad]
+        return [each for each in map(self.reference, self.roles.references) if not each.requires_grad]
+
+    def lent(self, owned: Iterable[Tensor]) -> "Captured":
+        """The same, which keeps none of these alive: a plan is kept for long, and they are its cell's."""
+        mine = {id(each) for each in owned}
+        for node in self.roles.references:
+            name, tensor = str(node.target), self.reference(node)
+            if id(tensor) in mine and hasattr(self.module, name):
+                delattr(self.module, name)
+                setattr(self.module, name, weakref.ref(tensor))
+        return replace(self, parameters=Lent(self.parameters))
 
     @cached_property
     def outputs(self) -> list[Look]:

@@ -30,6 +30,7 @@ from weft.recurrent.capture import Cell
 from weft.recurrent.captured import Captured
 
 _C = cast(Any, torch._C)
+AsItWas = Callable[[], AbstractContextManager[bool]]
 Ends = tuple[list[Tensor], list[Tensor], list[Tensor]]
 """Flat leaves: outputs T x ..., states after every step T x ..., states after the last."""
 
@@ -60,28 +61,28 @@ class Again:
     ambient: Ambient
     random: tuple[tuple[torch.Generator, Tensor], ...]
     """The generators that the cell draws from, as they were before."""
-    unchanged: Callable[[], bool]
-    """Whether the cell still is what was captured: its flags, its tensors."""
+    as_it_was: AsItWas
+    """Inside, the cell reads the tensors that it read then; tells whether it is what was captured in all else."""
 
     @staticmethod
-    def capture(captured: Captured, cell: Cell, device: torch.device, unchanged: Callable[[], bool]) -> "Again":
+    def capture(captured: Captured, cell: Cell, device: torch.device, as_it_was: AsItWas) -> "Again":
         """Before the sequence runs, and before it draws."""
         sources = generators([device]) if captured.draws else ()
         random = tuple([(each, each.get_state()) for each in sources])
-        return Again(captured, cell, Ambient.capture([device.type]), random, unchanged)
+        return Again(captured, cell, Ambient.capture([device.type]), random, as_it_was)
 
     def run(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> Ends:
         """The sequence in plain autograd; the generators stay as they are. Raises DoubleBackwardError."""
-        if not self.unchanged():
-            raise DoubleBackwardError(
-                "a gradient of a gradient (create_graph=True), or a batch of gradients, runs the cell once more, but "
-                "since forward the cell was changed: a flag such as .training, a plain attribute, or a tensor that was "
-                "replaced; change it after backward"
-            )
         now = [(source, source.get_state()) for source, _ in self.random]
         with ExitStack() as stack:
             for each in (self.ambient.here(), self.ambient.casting(), self.ambient.process_flags(), _outside_vmap()):
                 stack.enter_context(each)
+            if not stack.enter_context(self.as_it_was()):
+                raise DoubleBackwardError(
+                    "a gradient of a gradient (create_graph=True), or a batch of gradients, runs the cell once more, "
+                    "but since forward the cell was changed: a flag such as .training, a plain attribute, or a tensor "
+                    "that a function closes over; change it after backward"
+                )
             try:
                 for source, state in self.random:
                     source.set_state(state)

@@ -161,8 +161,8 @@ class InductorEngine:
 
     def _key(self, chunk: Chunk) -> tuple[int | bool, ...]:
         """What a recording depends on: its length, and where the cell's tensors lie."""
-        module = self.captured.module
-        return (chunk.steps, *(getattr(module, str(n.target)).data_ptr() for n in self.captured.roles.references))
+        captured = self.captured
+        return (chunk.steps, *(captured.reference(node).data_ptr() for node in captured.roles.references))
 
     def _given(self, chunk: Chunk) -> list[Tensor]:
         return [*chunk.inputs, *first_states(chunk, self._still)]
@@ -182,12 +182,12 @@ class InductorEngine:
 
     def _trail(self, steps: int, given: Sequence[Tensor], values: dict[fx.Node, Tensor]) -> Trail:
         """A trail of these values, as a forward would have left it."""
-        roles, module = self.captured.roles, self.captured.module
+        roles = self.captured.roles
         trail = Trail(Bulk(steps, self._plan.varies), {})
         count = len(roles.inputs)
         env = trail.bulk.env
         env.update(zip(roles.inputs, given[:count], strict=True))
-        env.update({node: getattr(module, str(node.target)).detach() for node in roles.references})
+        env.update({node: self.captured.reference(node).detach() for node in roles.references})
         env.update({roles.states[k]: given[count + k].expand(steps, *given[count + k].shape) for k in self._still})
         env.update(values)
         trail.bulk.evaluate(self._plan.parts.once, self._once)

@@ -95,7 +95,7 @@ class Plan:
         env = trail.bulk.env
         env.update(zip(roles.inputs, inputs, strict=True))
         for node in roles.references:
-            env[node] = getattr(self.captured.module, str(node.target)).detach()
+            env[node] = self.captured.reference(node).detach()
         back = [*parts.before_back, *parts.loop_back, *parts.after_back]
         backward_ends = [*roles.input_gradients, *roles.state_gradients, *roles.parameter_gradients]
         ends = [*roles.outputs, *roles.new_states, *backward_ends]

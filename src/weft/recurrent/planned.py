@@ -3,8 +3,9 @@
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from weft.core.tree import flatten, unflatten
 from weft.recurrent import eager
+from weft.recurrent.as_it_was import as_it_was
 from weft.recurrent.capture import CaptureError, capture
 from weft.recurrent.conditions import conditions_of, held_inputs, more_inputs, nested
 from weft.recurrent.derived import run_derived
@@ -97,6 +99,16 @@ class PlannedCall:
         """What must live as long as `reads` is to be compared with."""
         return tuple(self._owned.held)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of `reads`; where one of them is gone, nothing is as it was."""
+        return self._owned.tensors
+
+    @property
+    def computed(self) -> bool:
+        """Whether the cell reads what was computed from other tensors: another one at every call."""
+        return not all([each.is_leaf for each in self._owned.tensors])
+
     def looks(self) -> Hashable:
         """What else a plan depends on: how a step looks."""
         step = tuple([(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self._inputs.leaves])
@@ -157,14 +169,14 @@ class PlannedCall:
         if changed:
             raise CaptureError("the cell changes its own attributes in a step; carry what changes as a state")
         own = {id(each) for each in self._owned.tensors}
-        read = [getattr(captured.module, str(node.target)) for node in captured.roles.references]
+        read = [captured.reference(node) for node in captured.roles.references]
         strange = sum(id(each) not in own and not _constant(each) for each in read)
         if strange:
             raise CaptureError(
                 f"it reads {strange} tensors that are neither parameters nor buffers of it; register them"
             )
         makers = {"c": NativeEngine, "inductor": InductorEngine, "python": PythonEngine}
-        return makers[name](captured)
+        return makers[name](captured.lent(self._owned.tensors))
 
     def verify(self, engine: Engine, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
@@ -174,17 +186,16 @@ class PlannedCall:
     def run(self, engine: Engine, memory: Memory) -> eager.Unrolled:
         """The whole sequence."""
         captured, device = engine.captured, self._inputs.device
-        again = Again.capture(captured, self._step(), device, self._checker()) if torch.is_grad_enabled() else None
+        again = Again.capture(captured, self._step(), device, self._as_it_was()) if torch.is_grad_enabled() else None
         inputs = [*self._leaves(), *drawn(captured.draws, self._inputs.steps, device)]
         leaves = run_derived(engine, inputs, self._states, memory, again)
         last = unflatten(captured.state_structure, leaves.last)[0]
         states = unflatten(captured.state_structure, leaves.states)[0] if leaves.states else None
         return unflatten(captured.output_structure, leaves.outputs), last, states
 
-    def _checker(self) -> Callable[[], bool]:
-        """Tells whether the cell still is as it was; it must not keep the inputs alive."""
-        function, before = self.cell.function, self._owned
-        return lambda: owned(function).key == before.key
+    def _as_it_was(self) -> Callable[[], AbstractContextManager[bool]]:
+        """See `as_it_was`; it must not keep the inputs alive."""
+        return partial(as_it_was, self.cell.function, self._owned)
 
     def race(self, engine: Engine) -> tuple[float, float]:
         """Seconds that a short part of this sequence takes by the engine, and by the eager loop; drawing nothing."""

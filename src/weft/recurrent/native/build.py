@@ -12,7 +12,7 @@ What depends on the references only (`constants`) is made by PyTorch, once for e
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -80,7 +80,7 @@ class _Maker:
 
     def given(self, name: str, node: fx.Node, row: Row) -> Value:
         """The node's value is an argument."""
-        shape, dtype = _look(node, self.captured.module)
+        shape, dtype = _look(node, self.captured)
         check_dtype(dtype, name)
         value = self.function.given(name, shape, dtype, row)
         self.refs[node] = seen(value)
@@ -102,7 +102,7 @@ class _Maker:
         """The states after the step, where they are known: the next rows of what holds the states."""
         for k, node in enumerate(self.roles.new_states):
             if node in known and k not in self.passing and node not in self.refs:
-                shape, dtype = _look(node)
+                shape, dtype = _look(node, self.captured)
                 value = Value(f"n{k}", shape, dtype)
                 self.function.live(value, f"h{k}", "next")
                 self.refs[node] = seen(value)
@@ -127,7 +127,7 @@ class _Maker:
 
     def want(self, name: str, node: fx.Node, row: Row = "step") -> None:
         """Write a node's value into a new argument."""
-        shape, dtype = _look(node)
+        shape, dtype = _look(node, self.captured)
         check_dtype(dtype, name)
         argument = self.function.argument(name, dtype, torch.Size(shape).numel(), row)
         self.function.wanted.append((self.end(node), argument))
@@ -165,7 +165,7 @@ class _Forward(_Maker):
         for k, node in enumerate(self.roles.new_states):
             if k not in self.passing:
                 old = self.roles.states[k]
-                shape, dtype = _look(old)
+                shape, dtype = _look(old, self.captured)
                 argument = Argument(f"h{k}", dtype, torch.Size(shape).numel(), "next")
                 self.function.wanted.append((self.end(cast(fx.Node, node)), argument))
         for i, node in enumerate(self.roles.outputs):
@@ -216,7 +216,7 @@ class _Backward(_Maker):
             self.given(f"dy{i}", node, "step")
         carried: list[tuple[int, Value]] = []
         for k, node in enumerate(self.roles.new_state_gradients):
-            _, dtype = _look(self.roles.states[k])
+            _, dtype = _look(self.roles.states[k], self.captured)
             if dtype.is_floating_point:
                 value = self.given(f"dh{k}", node, "in")
                 argument = self.function.argument(f"a{k}", dtype, value.size, "step")
@@ -239,7 +239,7 @@ class _Backward(_Maker):
         for j, pieces in enumerate(self.halves.totals):
             node = self.roles.parameter_gradients[j]
             if node is not None:
-                shape, dtype = _look(node)
+                shape, dtype = _look(node, self.captured)
                 into = self.function.given(f"dp{j}", shape, dtype, "same")
                 for piece in pieces:
                     total = Value(f"total{len(made)}", tuple(piece.at.shape), dtype, Total(self._of(piece)))
@@ -260,9 +260,9 @@ class _Backward(_Maker):
                 return sides[0]
 
 
-def _look(node: fx.Node, module: Any = None) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a node's value; a reference's is that of the tensor that the graph's module holds."""
+def _look(node: fx.Node, captured: Captured) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a node's value; a reference's is that of the tensor behind it."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
-        value = cast(Tensor, getattr(module, str(node.target)))
+        value = captured.reference(node)
     return tuple(value.shape), value.dtype

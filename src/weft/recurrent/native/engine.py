@@ -40,9 +40,9 @@ class NativeEngine:
 
     def begin(self) -> list[Tensor]:
         """The constants, contiguous."""
-        module = self.captured.module
+        captured = self.captured
         bulk = Bulk(1, lambda node: False)
-        bulk.env.update({node: getattr(module, str(node.target)).detach() for node in self.captured.roles.references})
+        bulk.env.update({node: captured.reference(node).detach() for node in captured.roles.references})
         with torch.no_grad():
             bulk.evaluate(self._once, self._made_once)
         return [cast(Tensor, bulk.env[node]).resolve_neg().contiguous() for node in self.program.build.constants]
