@@ -86,10 +86,10 @@ symbolic = pytest.mark.skipif(CHECKED, reason="a symbolic size is no int, so the
 
 @pytest.mark.skipif(not CHECKED, reason="they run here")
 def test_those_with_symbolic_sizes_pass_in_an_interpreter_without_checks_of_types() -> None:
-    marked = "another_length_no_new_graph or export_runs_for_other_lengths"
+    marked = "another_length_no_new_graph or export_runs_for_other_lengths or jit_trace"
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-k", marked, __file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
 
 
 def sequence(*shape: int) -> Tensor:
@@ -194,6 +194,16 @@ def test_a_copied_token_is_refused_by_name() -> None:
         loss = compiled(sequence()).outputs.sum()
     with pytest.raises(BackwardTwiceError, match="copied"):
         loss.backward()
+
+
+@symbolic
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_records_the_eager_loop() -> None:
+    net = Recurrent(nn.GRUCell(D, H).double(), backend="python")
+    traced = torch.jit.trace(net, sequence().detach(), check_trace=False)
+    x = sequence().detach()
+    assert torch.allclose(traced(x)[0], net(x).outputs, atol=1e-12)
+    assert [used for _, used, _ in net.why()] == ["eager", "python"]
 
 
 @symbolic

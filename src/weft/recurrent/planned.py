@@ -142,6 +142,11 @@ class PlannedCall:
         """A new engine. Raises CaptureError, Unsupported and CompileError."""
         if not all(isinstance(each, Tensor) for each in self._states):
             raise CaptureError("not all references are tensors; let the step net close over what is none")
+        if any("_plans" in inside and "_handle" in inside for inside in self._owned.holders):
+            raise CaptureError(
+                "the cell contains a recurrent network, whose loop is no part of a step's graph; the inner network "
+                "runs by a plan of its own"
+            )
         if self._owned.unknown:
             raise CaptureError(
                 f"the cell reads {', '.join(self._owned.unknown[:3])}, which may change unseen; make it a module whose "
@@ -239,6 +244,8 @@ def unfit(inputs: Inputs, state: Any) -> str | None:
         return "a tensor is empty"
     if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
         return "it is being transformed by torch.func"
+    if cast(Any, torch.jit).is_tracing():
+        return "it is being traced by torch.jit"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode gradients are on"
     return None

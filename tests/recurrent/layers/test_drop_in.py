@@ -170,6 +170,20 @@ def test_a_functional_call_uses_the_weights_that_it_is_given(kind: str) -> None:
     agree([seen], [theirs(x)[0]])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chosen", [{}, {"num_layers": 2, "batch_first": True}, {"bidirectional": True}], ids=str)
+def test_the_output_and_the_last_state_may_be_written_to(kind: str, chosen: dict[str, Any]) -> None:
+    theirs, ours = pair(kind, {"backend": "python", "verify": "never"}, **chosen)
+    x = torch.randn(4, 2, WIDTH).double().requires_grad_()
+    found = []
+    for layer in (theirs, ours):
+        out, last = layer(x)
+        for each in last if isinstance(last, tuple) else (last,):
+            each.mul_(2)
+        found.append(everything(layer, (nn.functional.relu_(out), last), [x]))
+    agree(found[1], found[0])
+
+
 def test_no_steps_give_no_output_and_the_first_state() -> None:
     _, ours = pair("LSTM")
     hx = first_state(ours, 2)

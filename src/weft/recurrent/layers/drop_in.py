@@ -75,7 +75,8 @@ class DropIn(nn.RNNBase):
         given = read(self, weights[0], input, hx, self.widths)
         if not all(isinstance(weight, nn.Parameter) for weight in weights):
             return super().forward(input, hx)
-        x, last = given.x, list[tuple[Tensor, ...]]()
+        x = given.x
+        last: list[tuple[Tensor, ...]] = []
         for layer, net in enumerate(self._made()):
             x, after = _run(net, x, given, layer)
             last += after
@@ -121,6 +122,10 @@ class DropIn(nn.RNNBase):
     def _output(self, x: Tensor, given: Arguments) -> Any:
         if given.packed is not None:
             return given.repacked(x)
+        if x.requires_grad and not self.bidirectional:  # both directions were put together in a tensor of its own
+            x = (
+                x.clone()
+            )  # backward reads a layer's outputs again, and torch's may be written to, as by ReLU(inplace=True)
         if not given.batched:
             return x.squeeze(1)
         return x.transpose(0, 1) if self.batch_first else x
