@@ -1,44 +1,45 @@
 """What a cell reads besides its arguments: tensors, which a plan looks up anew, and settings, which it was made for.
 
-    module      its parameters and buffers; its and its children's attributes; what its methods name
+    module      its parameters and buffers; its and its children's attributes
     function    what it closes over, has as defaults, and names in its module
-    class       the attributes and methods that code names, of the module's own class or of one named in its module
+    class       of all that the cell can reach, with its parents: the attributes and methods that any of the code names
     any of them may be, or hold in lists, tuples, dicts and plain objects:
-                tensors, modules, numbers, words, flags, functions
+                tensors, modules, numbers, words, flags, functions, classes
 
 A plan is found again only if all of it is as it was, so a changed flag, another activation or a replaced tensor makes
 another plan. A cell that reads what cannot be known in this way, such as a file or a generator, or whose hooks want to
 see every step, is run by the eager loop.
 """
 
-import enum
 import functools
-import inspect
-import sys
 import types
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
-_FIXED = (
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    type,
-    type(...),
-    range,
+from weft.recurrent.lasting import (
+    CACHED,
+    LASTING,
+    PLAIN,
+    UNNAMED,
+    function_of,
+    lasts,
+    names_of,
+    of_torch,
+    open_object,
+    reads_environment,
 )
-_CONSTANTS = (torch.layout, torch.memory_format)
+
 _DEEP = 8
-_MISSING = object()
 _torch_module = cast(Any, nn.modules.module)
 OF_MODULES = frozenset(nn.Module().__dict__)
 """What every module has; the other attributes are the user's."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_UNREADY = (UninitializedParameter, UninitializedBuffer)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, CACHED)
 
 
 @dataclass
@@ -48,10 +49,21 @@ class Owned:
     tensors: list[Tensor] = field(default_factory=list[Tensor])
     key: list[Hashable] = field(default_factory=list[Hashable])
     unknown: list[str] = field(default_factory=list[str])
+    unready: bool = False
+    """Whether there is a parameter of which a lazy module does not know the shape yet."""
     held: list[object] = field(default_factory=list[object])
     """What the key knows by its place in memory; to be kept alive as long as the key."""
     holders: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """The attributes of modules and objects."""
+    containers: list[Any] = field(default_factory=list[Any])
+    """Lists, dicts and sets."""
+    cells: list[types.CellType] = field(default_factory=list[types.CellType])
+    """What functions close over."""
+    sources: list[tuple[dict[str, Any], Iterable[str]]] = field(default_factory=list[Any])
+    """Modules of code by their dicts, and the names that code says of what is in them."""
+    classes: list[type] = field(default_factory=list[type])
+    """Those of the user's."""
+    _names: set[str] = field(default_factory=lambda: set(UNNAMED))
     _seen: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
@@ -63,18 +75,23 @@ class Owned:
         """Look at one thing that the cell can reach; `name` is for people."""
         if isinstance(value, Tensor):
             self._tensor(value)
-        elif isinstance(value, _PLAIN):
+        elif isinstance(value, PLAIN):
             self.key += (type(value), value)  # 1, 1.0 and True are equal, but not the same to a graph
         elif isinstance(value, nn.Module):
             self.module(value)
-        elif isinstance(value, _FIXED) or _of_torch(value):
+        elif isinstance(value, type):
+            self.key.append(value)
+            self._class(value)
+        elif isinstance(value, LASTING) or of_torch(value):
             self.key.append(value)
         elif depth >= _DEEP:
             self._give_up(f"{name} ({type(value).__name__}, nested too deeply)")
         elif isinstance(value, list | tuple | set | frozenset | Mapping):
             self._container(name, cast("Collection[Any]", value), depth + 1)
-        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        elif isinstance(value, _FUNCTIONS):
             self.function(cast("Callable[..., Any]", value), depth + 1)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self._builtin(name, value, depth + 1)
         else:
             self._object(name, value, depth + 1)
 
@@ -83,8 +100,12 @@ class Owned:
         if self._again(module):
             return
         inside, kind = module.__dict__, type(module)
+        if "training" not in inside:  # the attributes are not where those of a module are
+            self._give_up(f"a compiled or scripted module ({kind.__name__})")
+            return
         self.holders.append(inside)
         self.key += (kind, inside["training"])
+        self._class(kind)
         if any([inside[name] for name in _HOOKS]):
             self._give_up(f"the hooks of {kind.__name__}")
         for name, tensor in (*inside["_parameters"].items(), *inside["_buffers"].items()):
@@ -101,31 +122,36 @@ class Owned:
             if name not in OF_MODULES:
                 self.key.append(name)
                 self.add(f"{name} of {kind.__name__}", value, 1)
-        if not _known(kind.__module__):
-            self._method(kind, "forward", inside, 1)
 
-    def _method(self, kind: type[Any], name: str, instance: Mapping[str, Any], depth: int) -> None:
-        """A method of the user's class, with the class's attributes and the other methods that it names."""
-        found = _function_of(_static(kind, name))
-        function = None if found is None else inspect.unwrap(found)
-        if not isinstance(function, types.FunctionType) or _known(function.__module__) or self._again(function):
+    def _class(self, kind: type[Any]) -> None:
+        """A class of the user's, with its parents; what code names of it is looked at in the end."""
+        if id(kind) in self._seen:
             return
-        code = function.__code__
-        self._code(code)
-        self._globals(code, function, depth)
-        self._of_class(kind, code, instance, depth)
+        for each in kind.__mro__:
+            if id(each) not in self._seen:
+                self._seen[id(each)] = len(self._seen)
+                if not lasts(each.__module__):
+                    self.classes.append(each)
 
-    def _of_class(self, kind: type[Any], code: types.CodeType, instance: Mapping[str, Any], depth: int) -> None:
-        """What code names of a user's class and an instance does not have itself."""
-        for each in code.co_names:
-            value = _static(kind, each)
-            if each in instance or value is _MISSING or depth >= _DEEP:
-                continue
-            if _function_of(value) is not None:
-                self._method(kind, each, instance, depth + 1)
-            elif isinstance(value, (*_PLAIN, Tensor, nn.Module, list, tuple, dict)):
-                self.key.append(each)
-                self.add(f"{each} of {kind.__name__}", value, depth)
+    def named(self) -> None:
+        """What the code names of the classes, until nothing new comes of it: each may bring more code and classes."""
+        done: set[tuple[type, str]] = set()
+        size = (0, 0)
+        while self.classes and size != (len(self._names), len(self.classes)):
+            size = (len(self._names), len(self.classes))
+            for each in self.classes:  # it may grow meanwhile
+                for name in [name for name in each.__dict__ if name in self._names]:
+                    if (each, name) not in done:
+                        done.add((each, name))
+                        self._of_class(each, name, each.__dict__[name])
+
+    def _of_class(self, kind: type[Any], name: str, value: object) -> None:
+        function = function_of(value)
+        if function is not None:
+            self.function(function, 1)
+        elif not hasattr(type(value), "__get__"):
+            self.key.append(name)
+            self.add(f"{name} of {kind.__name__}", value, 1)
 
     def _again(self, value: object) -> bool:
         """Whether a thing was seen before; then the key says which it is, since two names may change places."""
@@ -144,46 +170,62 @@ class Owned:
             for each in (function.func, *function.args, *function.keywords.items()):
                 self.add("partial", each, depth)
             return
+        if isinstance(function, CACHED):
+            function = cast(Any, function).__wrapped__
         if isinstance(function, types.MethodType):
             self.add("self", function.__self__, depth)
             function = function.__func__
-            if _of_torch(function):  # the apply of a torch.autograd.Function: the class says all
+            if of_torch(function):  # the apply of a torch.autograd.Function: the class says all
                 self.key.append(function)
                 return
         if not isinstance(function, types.FunctionType):
             self._give_up(type(function).__name__)
             return
         code = function.__code__
-        self._code(code)
+        self.held.append(code)  # known by its place, which is quick to compare; held, so that no other takes it
+        self.key.append(id(code))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self.cells.append(cell)
             try:
                 self.add(name, cell.cell_contents, depth)
             except ValueError:  # not yet bound
                 self._give_up(name)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.add("a default", value, depth)
-        self._globals(code, function, depth)
+        if not lasts(function.__globals__.get("__name__")):
+            self._globals(code, function.__globals__, depth)
 
-    def _globals(self, code: types.CodeType, function: types.FunctionType, depth: int) -> None:
+    def _globals(self, code: types.CodeType, inside: dict[str, Any], depth: int) -> None:
         """What a function, and functions within it, name in their module."""
-        for name in code.co_names:
-            if name in function.__globals__:
-                value = function.__globals__[name]
+        names = names_of(code)
+        self._names.update(names)
+        self.sources.append((inside, names))
+        if reads_environment(code):
+            self._give_up("the environment (os.environ)")
+        for name in names:
+            if name in inside:
+                value = inside[name]
                 self.add(name, value, depth)
-                if isinstance(value, types.ModuleType) and not _known(value.__name__):
-                    self._module_of_code(value, code, depth)
-                elif isinstance(value, type) and not _known(value.__module__):
-                    self._of_class(value, code, {}, depth)
+                if isinstance(value, types.ModuleType) and not lasts(value.__name__):
+                    self._module_of_code(value, names, depth)
         for each in code.co_consts:
             if isinstance(each, types.CodeType):
-                self._globals(each, function, depth)
+                self._globals(each, inside, depth)
 
-    def _module_of_code(self, module: types.ModuleType, code: types.CodeType, depth: int) -> None:
+    def _module_of_code(self, module: types.ModuleType, names: tuple[str, ...], depth: int) -> None:
         """What a function reads of a user's module of code, such as settings that stand there."""
-        for name in code.co_names:
-            if name in vars(module) and depth < _DEEP:
+        inside = vars(module)
+        self.sources.append((inside, names))
+        for name in names:
+            if name in inside and depth < _DEEP:
                 self.key.append(name)
-                self.add(f"{module.__name__}.{name}", vars(module)[name], depth + 1)
+                self.add(f"{module.__name__}.{name}", inside[name], depth + 1)
+
+    def _builtin(self, name: str, value: types.BuiltinFunctionType, depth: int) -> None:
+        """A function in C by itself; a method in C by its object too."""
+        self.key.append(value)
+        if value.__self__ is not None and not isinstance(value.__self__, types.ModuleType | type):
+            self.add(name, value.__self__, depth)
 
     def _container(self, name: str, value: "Collection[Any]", depth: int) -> None:
         """What is in it now: a list that has changed by the next call is another key then."""
@@ -191,6 +233,9 @@ class Owned:
         if kind is not tuple and self._again(value):
             return
         self.key += (kind, len(value))
+        self._class(kind)
+        if isinstance(value, list | dict | set):
+            self.containers.append(value)
         for each in value:
             self.add(name, each, depth)
             if isinstance(value, Mapping):
@@ -201,30 +246,29 @@ class Owned:
         if self._again(value):
             return
         kind = cast("type[Any]", type(value))
-        plain = kind.__flags__ & _HEAP and all(each is object or "__slots__" not in vars(each) for each in kind.__mro__)
-        if not plain or not hasattr(value, "__dict__"):
+        if not open_object(value):
             self._give_up(f"{name} ({kind.__name__})")
             return
         self.key.append(kind)
+        self._class(kind)
         inside = cast("dict[str, Any]", vars(value))
         self.holders.append(inside)
         for inner, each in inside.items():
             self.key.append(inner)
             self.add(f"{name}.{inner}", each, depth)
 
-    def _code(self, code: types.CodeType) -> None:
-        """By identity, which is quick to compare; it is held, so that no other takes its place in memory."""
-        self.held.append(code)
-        self.key.append(id(code))
-
     def _give_up(self, name: str) -> None:
         self.unknown.append(name)
         self.key.append(name)
 
     def _tensor(self, tensor: Tensor) -> None:
-        if not self._again(tensor):
-            self.tensors.append(tensor)
-            self.key.append((id(tensor), tensor.requires_grad, tensor.shape, tensor.dtype))
+        if self._again(tensor):
+            return
+        if type(tensor) in _UNREADY:
+            self.unready = True
+            return
+        self.tensors.append(tensor)
+        self.key.append((id(tensor), tensor.requires_grad, tensor.shape, tensor.dtype))
 
 
 def owned(cell: Callable[..., Any]) -> Owned:
@@ -238,42 +282,5 @@ def owned(cell: Callable[..., Any]) -> Owned:
             found.add("a tensor", tensor)
     else:
         found.add("cell", cell)
+    found.named()
     return found
-
-
-def _static(kind: type[Any], name: str) -> object:
-    """What a class has under a name, as it stands there; quicker than `inspect.getattr_static`."""
-    for each in kind.__mro__:
-        if name in each.__dict__:
-            return each.__dict__[name]
-    return _MISSING
-
-
-def _function_of(found: object) -> types.FunctionType | None:
-    """The function behind what stands in a class under the name of a method or property; None for anything else."""
-    if isinstance(found, staticmethod | classmethod):
-        found = cast(Any, found).__func__
-    elif isinstance(found, property):
-        found = found.fget
-    return found if isinstance(found, types.FunctionType) else None
-
-
-_HEAP = 1 << 9
-"""The flag of a class that was written in Python (`Py_TPFLAGS_HEAPTYPE`)."""
-
-
-def _known(module: str | None) -> bool:
-    """Whether a module of code is torch's, Python's or ours: it does not change while a program runs."""
-    home = (module or "").partition(".")[0]
-    return home in ("torch", "numpy", "weft") or home in sys.stdlib_module_names
-
-
-def _of_torch(value: object) -> bool:
-    """Functions and constants of torch and numpy, which do not change and are known by themselves."""
-    if isinstance(value, types.FunctionType | types.MethodType):
-        return str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
-    kind = type(value)
-    home = kind.__module__.partition(".")[0]
-    if home == "numpy":  # numbers, dtypes, functions; no arrays, which can be written to
-        return kind.__hash__ is not None and (callable(value) or hasattr(value, "itemsize"))
-    return home == "torch" and (callable(value) or isinstance(value, _CONSTANTS))
