@@ -29,7 +29,8 @@ from weft.recurrent.memory import NAMES as MEMORY
 from weft.recurrent.memory import Memory
 from weft.recurrent.native.compiler import CompileError
 from weft.recurrent.native.lower import Unsupported
-from weft.recurrent.planned import PlannedCall, unfit, unobserved
+from weft.recurrent.planned import PlannedCall, unfit
+from weft.recurrent.trial import unobserved
 from weft.recurrent.verify import PlanError
 
 Name = Literal["auto", "c", "inductor", "python", "eager"]
@@ -148,6 +149,8 @@ class Plans:
             return list(self._known.values())
 
     def _choice(self, call: PlannedCall) -> Choice:
+        if call.unready:
+            return Choice(call.kind, None, "eager", "a lazy module of the cell has yet to see its first input")
         key = (call.looks(), call.reads)
         with self._lock:
             while self._gone:

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -11,10 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.tree import flatten, unflatten
+from weft.core.tree import flatten, map_leaves, unflatten
 from weft.recurrent import eager
 from weft.recurrent.as_it_was import as_it_was
 from weft.recurrent.capture import CaptureError, capture
+from weft.recurrent.captured import Captured
 from weft.recurrent.conditions import conditions_of, held_inputs, more_inputs, nested
 from weft.recurrent.derived import run_derived
 from weft.recurrent.double_backward import Again
@@ -30,7 +31,7 @@ from weft.recurrent.owned import Owned, owned
 from weft.recurrent.python_engine import PythonEngine
 from weft.recurrent.rows import Rows
 from weft.recurrent.sequence import Inputs
-from weft.recurrent.trial import put_back
+from weft.recurrent.trial import drawing_nothing, put_back, unobserved
 from weft.recurrent.verify import verify
 
 RACE_STEPS = 32
@@ -53,17 +54,6 @@ class _Turn:
 
 
 _CAPTURING = _Turn()
-
-
-@contextmanager
-def unobserved() -> Generator[None]:
-    """Inside, what is tried is no business of hooks on saved tensors, as those of recomputation are."""
-
-    def same(tensor: Tensor) -> Tensor:
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(same, same):
-        yield
 
 
 class PlannedCall:
@@ -109,6 +99,11 @@ class PlannedCall:
         """Whether the cell reads what was computed from other tensors: another one at every call."""
         return not all([each.is_leaf for each in self._owned.tensors])
 
+    @property
+    def unready(self) -> bool:
+        """Whether a lazy module of the cell has yet to see its first input."""
+        return self._owned.unready
+
     def looks(self) -> Hashable:
         """What else a plan depends on: how a step looks."""
         step = tuple([(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self._inputs.leaves])
@@ -152,27 +147,9 @@ class PlannedCall:
                 f"the cell reads {', '.join(self._owned.unknown[:3])}, which may change unseen; make it a module whose "
                 "tensors are parameters and buffers, or a function that closes over tensors and plain values"
             )
-        leaves = self._leaves()
-        count = len(self._inputs.leaves)
-        first = [each[0] for each in leaves]
-        nest = nested(self._inputs.structure, first[:count], first[count:])
-        wants = [*self._wants(), *[False] * (len(leaves) - count)]
-        if name == "c" and any(each.device.type != "cpu" for each in leaves):
-            raise Unsupported(f"loops in C run on the CPU, and the inputs are on {leaves[0].device}")
-        # Making a plan draws nothing that the caller would miss. Tracing patches modules for the whole process.
-        with torch.random.fork_rng(self._devices()), _CAPTURING, put_back(self._owned):
-            captured = capture(
-                self._step(),
-                nest,
-                unflatten(self._structure, self._states),
-                self._owned.parameters,
-                wanted_inputs=wants,
-                composed=composed() if name == "c" else None,
-                watched=self._owned.tensors,
-            )
-            changed = owned(self.cell.function).key != self._owned.key
-        if changed:
-            raise CaptureError("the cell changes its own attributes in a step; carry what changes as a state")
+        if name == "c" and any(each.device.type != "cpu" for each in self._inputs.leaves):
+            raise Unsupported(f"loops in C run on the CPU, and the inputs are on {self._inputs.device}")
+        captured = self._captured(composed() if name == "c" else None)
         own = {id(each) for each in self._owned.tensors}
         read = [captured.reference(node) for node in captured.roles.references]
         strange = sum(id(each) not in own and not _constant(each) for each in read)
@@ -182,6 +159,38 @@ class PlannedCall:
             )
         makers = {"c": NativeEngine, "inductor": InductorEngine, "python": PythonEngine}
         return makers[name](captured.lent(self._owned.tensors))
+
+    def _captured(self, operators: Mapping[Any, Any] | None) -> Captured:
+        """The step, run for trial: it draws nothing that the caller would miss, and changes nothing."""
+        leaves = self._leaves()
+        count = len(self._inputs.leaves)
+        first = [each[0] for each in leaves]
+        nest = nested(self._inputs.structure, first[:count], first[count:])
+        wants = [*self._wants(), *[False] * (len(leaves) - count)]
+        step, state = self._step(), unflatten(self._structure, self._states)
+
+        def once() -> object:
+            with torch.no_grad():
+                return step(*(map_leaves(torch.clone, each) for each in (nest, state)))
+
+        # Tracing patches modules for the whole process.
+        with torch.random.fork_rng(self._devices()), _CAPTURING, put_back(self._owned), drawing_nothing(once):
+            captured = capture(
+                step,
+                nest,
+                state,
+                self._owned.parameters,
+                wanted_inputs=wants,
+                composed=operators,
+                watched=self._owned.tensors,
+            )
+            changed = owned(self.cell.function).key != self._owned.key
+        if changed:
+            raise CaptureError(
+                "the cell changes what it reads in a step (an attribute of its own, a variable that it closes over or "
+                "a global one); carry what changes as a state"
+            )
+        return captured
 
     def verify(self, engine: Engine, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
@@ -216,7 +225,7 @@ class PlannedCall:
         def by_plan() -> eager.Unrolled:
             return call.run(engine, "full")
 
-        with torch.random.fork_rng(self._devices()), put_back(self._owned):
+        with unobserved(), torch.random.fork_rng(self._devices()), put_back(self._owned):
             ours, loop = (min(_seconds(each, self._owned.parameters) for _ in range(2)) for each in (by_plan, job.run))
         return ours, loop
 
