@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
-from tests.recurrent.recurrent_cases import close, eagerly, equal, run_by
+from tests.recurrent.recurrent_cases import by_plan, close, eagerly, equal, run_by
 from weft.core.errors import SpecError
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import NoPlanWarning
@@ -77,7 +79,7 @@ CANNOT: dict[str, tuple[Any, str]] = {
     "an item": (Measuring, "value of a tensor"),
     "a draw that depends on values": (Sampling, "random numbers"),
     "a write into a buffer": (Remembering, "carry them as a state"),
-    "an output that is None": (Nothing, "NoneType"),
+    "a compiled module": (lambda: torch.compile(Nothing(), backend="eager"), "a compiled or scripted module"),
     "hooks": (Hooked, "the hooks of Identity"),
     "a network": (Nested, "by a plan of its own"),
     "an iterator": (lambda: reading(iter("ab")), "may change unseen"),
@@ -111,6 +113,17 @@ def add(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return after, after
 
 
+def traced(net: Recurrent) -> Tensor:
+    graph = make_fx(lambda x: net(x, ZERO).outputs)(ONE + 1)
+    return graph(ONE)  # not the input that it was traced on
+
+
+def counted(net: Recurrent) -> int:
+    with FlopCounterMode(display=False) as mode:
+        net(ONE, ZERO)
+    return mode.get_total_flops()
+
+
 SILENT: dict[str, Callable[[Recurrent, Recurrent], None]] = {
     "vmap": lambda net, loop: close(
         *(torch.func.vmap(lambda x, h, n=n: n(x, h).outputs, (1, 0))(ONE, ZERO) for n in (net, loop))
@@ -121,6 +134,7 @@ SILENT: dict[str, Callable[[Recurrent, Recurrent], None]] = {
     "grad of torch.func": lambda net, loop: close(
         *(torch.func.grad(lambda h, n=n: n(ONE, h).outputs.sum())(ZERO) for n in (net, loop))
     ),
+    "make_fx": lambda net, loop: close(*(traced(n) for n in (net, loop))),
     "a subclass": lambda net, loop: close(
         *(n(ONE.as_subclass(Named), ZERO).outputs.as_subclass(Tensor) for n in (net, loop))
     ),
@@ -136,6 +150,87 @@ def test_a_call_that_no_plan_can_run_is_run_by_the_eager_loop_without_a_word(run
     net = Recurrent(add)
     run(net, eagerly(add))
     assert run_by(net) == {"eager"}
+
+
+@by_plan
+def test_an_output_that_is_none_stays_none(backend: str) -> None:
+    net, loop = Recurrent(Nothing(), backend=backend), eagerly(Nothing())
+    for rows in ({}, {"lengths": [4, 2]}):
+        close(tuple(net(ONE, ZERO, **rows)), tuple(loop(ONE, ZERO, **rows)), 1e-6)
+    x = ONE.clone().requires_grad_()
+    once = torch.autograd.grad(net(x, ZERO).outputs["y"].square().sum(), x, create_graph=True)[0]
+    assert torch.autograd.grad(once.sum(), x)[0].all()
+    assert run_by(net) == {backend}
+
+
+class Numbers(nn.Module):
+    """Makes tensors out of numbers in every step."""
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = torch.tanh(x + state * torch.tensor([1.0, 2.0, 3.0]))
+        y = after.clone()
+        y[:, [0, 2]] = 0
+        return y, after
+
+
+class Unkept(nn.Module):
+    """Batch norm without running statistics writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, track_running_stats=False)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = torch.tanh(self.norm(x) + state)
+        return after, after
+
+
+class Asking(nn.Module):
+    """Another step where there are gradients."""
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = torch.tanh(x + state) * (2 if torch.is_grad_enabled() else 1)
+        return after, after
+
+
+@pytest.mark.parametrize("make", [Numbers, Unkept, Asking])
+def test_what_only_looks_unfit_has_a_plan(make: Callable[[], nn.Module]) -> None:
+    net, loop = Recurrent(make(), backend="python"), eagerly(make())
+    x = ONE.clone().requires_grad_()
+    for on in (True, False, True):
+        with torch.set_grad_enabled(on):
+            seen, wanted = (n(x, ZERO).outputs for n in (net, loop))
+        assert seen.requires_grad == on
+        ends = (seen, wanted)
+        close(*([torch.autograd.grad(each.square().sum(), x)[0] if on else each, each] for each in ends), 1e-5)
+    assert run_by(net) == {"python"}
+
+
+def test_a_counter_of_operators_sees_every_step() -> None:
+    cell = nn.RNNCell(3, 3)
+    net = Recurrent(cell)
+    net(ONE, ZERO)
+    assert counted(net) == counted(eagerly(cell)) > 0
+    assert "eager" in run_by(net)
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(3)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        after = torch.tanh(self.linear(x) + state)
+        return after, after
+
+
+def test_a_lazy_module_gets_its_plan_once_it_has_seen_an_input() -> None:
+    cell = Lazy()
+    net = Recurrent(cell, backend="python")
+    first = net(ONE, ZERO).outputs
+    assert run_by(net) == set()
+    close([first, net(ONE, ZERO).outputs], [eagerly(cell)(ONE, ZERO).outputs] * 2, 1e-6)
+    assert run_by(net) == {"python"}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, on first use

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.core.boundary import quiet_hooks
 from weft.core.errors import WeftError
 from weft.core.tree import Structure, flatten, map_leaves, unflatten
-from weft.recurrent.captured import Captured, Roles
+from weft.recurrent.captured import Captured, roles_of
 from weft.recurrent.draws import bound, lifted
 from weft.recurrent.shorten import shorten
 from weft.recurrent.tidy import tidy
@@ -73,12 +73,13 @@ def capture(
     inputs, states = ([each.detach().clone() for each in part] for part in (inputs, states))
     with torch.no_grad(), _Watch(watched):
         y, new_state = result_of(cell(*(map_leaves(torch.clone, each) for each in (x, state))))
-    outputs, output_structure = flatten(y)
+    output_leaves, output_structure = flatten(y)
+    outputs = present(output_leaves)
     new_states = _matching(new_state, states, state_structure)
     _check_tensors([("output", outputs)])
 
     wants = [*(wanted_inputs or [True] * len(inputs)), *[True] * len(states)]
-    forward, joint = _over_leaves(cell, input_structure, state_structure, wants, wanted)
+    forward, joint = _over_leaves(cell, input_structure, state_structure, wants, wanted, torch.is_grad_enabled())
     example = (inputs, states, [torch.zeros_like(each) for each in new_states], [torch.zeros_like(o) for o in outputs])
     try:
         module = _traced(joint, example, wanted, composed)
@@ -86,32 +87,38 @@ def capture(
         _check_pure(forward, (inputs, states))
         raise
     counts = (len(inputs), len(states), len(new_states), len(outputs))
-    roles = _roles(module, counts)
+    roles = roles_of(module, counts)
     random, draws = lifted(module)
     roles.inputs.extend(random)
     roles.input_gradients.extend([None] * len(random))
     asked = tuple(wants[: len(inputs)]) + (False,) * len(random)
-    found = Captured(module, roles, wanted, input_structure, state_structure, output_structure, asked, draws)
+    given = tuple([each is not None for each in output_leaves])
+    found = Captured(module, roles, wanted, input_structure, state_structure, output_structure, given, asked, draws)
     if composed is None:
         shorten(found)
     return found
 
 
 def _over_leaves(
-    cell: Cell, of_inputs: Structure, of_states: Structure, wants: Sequence[bool], parameters: Sequence[Tensor]
+    cell: Cell,
+    of_inputs: Structure,
+    of_states: Structure,
+    wants: Sequence[bool],
+    parameters: Sequence[Tensor],
+    grad: bool,
 ) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor | None]]]:
     """The cell over flat leaves: its forward, and its forward with its backward.
 
-    `wants`: which leaves of inputs and states want a gradient.
+    `wants`: which leaves of inputs and states want a gradient; without `grad` nothing does, and the cell is told so.
     """
 
     def forward(xs: list[Tensor], ss: list[Tensor]) -> list[Tensor]:
         out, after = cell(unflatten(of_inputs, xs), unflatten(of_states, ss))
-        return [*flatten(after)[0], *flatten(out)[0]]
+        return [*flatten(after)[0], *present(flatten(out)[0])]
 
     def joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
         leaves = [_leaf(each, want) for each, want in zip((*xs, *ss), wants, strict=True)]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(grad):
             ends = forward(leaves[: len(xs)], leaves[len(xs) :])
             return [*ends, *_gradients(ends, [*leaves, *parameters], [*gs, *gy])]
 
@@ -198,6 +205,11 @@ def result_of(result: Any) -> tuple[Any, Any]:
     return cast("tuple[Any, Any]", result)
 
 
+def present(outputs: Sequence[Any]) -> list[Any]:
+    """The leaves of an output that are there: it may hold None."""
+    return [each for each in outputs if each is not None]
+
+
 def _matching(new_state: Any, states: list[Tensor], structure: Structure) -> list[Tensor]:
     """The leaves of the new state, which must look like the old one's."""
     leaves, seen = flatten(new_state)
@@ -252,38 +264,10 @@ def _refuse_writes(module: fx.GraphModule) -> None:
                 if argument.alias_info.is_write:
                     written.append(f"{node.target} on {value}")
                 outlives.add(node)  # a view
-        if "batch_norm" in str(node.target) and any(each is True for each in node.args[5:6]):
+        if "batch_norm" in str(node.target) and node.args[5:6] == (True,) and node.args[3:5] != (None, None):
             written.append(f"{node.target} in training on its running statistics")
     if written:
         raise CaptureError(
             "the cell writes into tensors that outlive the step (" + ", ".join(written) + "); carry them as a state, "
             "or run the cell by the eager loop"
         )
-
-
-def _roles(module: fx.GraphModule, counts: tuple[int, int, int, int]) -> Roles:
-    inputs, states, new_states, outputs = counts
-    nodes = list(module.graph.nodes)
-    starts = _parts([n for n in nodes if n.op == "placeholder"], [inputs, states, new_states, outputs])
-    ends = list(next(n for n in nodes if n.op == "output").args[0])
-    found = _parts(ends, [new_states, outputs, inputs, states, len(ends)])
-    return Roles(
-        inputs=starts[0],
-        states=starts[1],
-        new_state_gradients=starts[2],
-        output_gradients=starts[3],
-        references=[n for n in nodes if n.op == "get_attr"],
-        new_states=found[0],
-        outputs=found[1],
-        input_gradients=found[2],
-        state_gradients=found[3],
-        parameter_gradients=found[4],
-    )
-
-
-def _parts(values: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    found: list[list[Any]] = []
-    for size in sizes:
-        found.append(values[:size])
-        values = values[size:]
-    return found

@@ -1,15 +1,15 @@
 """What a captured step is: its joint graph, what the ends of the graph mean, and how its values look."""
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 
-from weft.core.tree import Structure
+from weft.core.tree import Structure, unflatten
 from weft.recurrent.draws import Draw
 
 Value = fx.Node | None
@@ -75,10 +75,17 @@ class Captured:
     input_structure: Structure
     state_structure: Structure
     output_structure: Structure
+    given: tuple[bool, ...]
+    """Which leaves of the output are tensors; the others are None."""
     wanted_inputs: tuple[bool, ...]
     """Which inputs want a gradient."""
     draws: list[Draw]
     """What a step draws; these are further inputs, behind those of the cell."""
+
+    def nested(self, outputs: Sequence[Tensor]) -> Any:
+        """Outputs as the cell nests them."""
+        rest = iter(outputs)
+        return unflatten(self.output_structure, [next(rest) if given else None for given in self.given])
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -138,3 +145,32 @@ def alike(node: fx.Node) -> bool:
 def _looks(node: fx.Node) -> Look:
     value: Tensor = node.meta["val"]
     return Look(tuple(value.shape), value.dtype)
+
+
+def roles_of(module: fx.GraphModule, counts: tuple[int, int, int, int]) -> Roles:
+    """What the ends of a joint graph mean, by how many inputs, states, new states and outputs there are."""
+    inputs, states, new_states, outputs = counts
+    nodes = list(module.graph.nodes)
+    starts = _parts([n for n in nodes if n.op == "placeholder"], [inputs, states, new_states, outputs])
+    ends = list(next(n for n in nodes if n.op == "output").args[0])
+    found = _parts(ends, [new_states, outputs, inputs, states, len(ends)])
+    return Roles(
+        inputs=starts[0],
+        states=starts[1],
+        new_state_gradients=starts[2],
+        output_gradients=starts[3],
+        references=[n for n in nodes if n.op == "get_attr"],
+        new_states=found[0],
+        outputs=found[1],
+        input_gradients=found[2],
+        state_gradients=found[3],
+        parameter_gradients=found[4],
+    )
+
+
+def _parts(values: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for size in sizes:
+        found.append(values[:size])
+        values = values[size:]
+    return found

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx.experimental import proxy_tensor
 
 from weft.core.tree import flatten, map_leaves, unflatten
-from weft.recurrent.capture import CaptureError, result_of
+from weft.recurrent.capture import CaptureError, present, result_of
 from weft.recurrent.cells import Cell
 from weft.recurrent.links import Linked
 from weft.recurrent.rows import Rows, pick, stand_ins
@@ -77,11 +77,11 @@ class Step:
         if valid is not None:
             self._check(y, new)
             new = _picked(valid, new, state)
-            y = _picked(valid, y, map_leaves(torch.zeros_like, y))
+            y = _picked(valid, y, map_leaves(_blank, y))
         return y, (new, fresh, references, held)
 
     def _check(self, y: Any, new: Any) -> None:
-        faults = [leaf for leaf in (*flatten(y)[0], *flatten(new)[0]) if leaf.shape[:1] != (self.rows,)]
+        faults = [leaf for leaf in (*present(flatten(y)[0]), *flatten(new)[0]) if leaf.shape[:1] != (self.rows,)]
         if faults:
             raise CaptureError("rows are masked, but not all that the cell returns has rows")
 
@@ -97,10 +97,14 @@ def _covered(valid: Tensor, x: Any, held: Sequence[Tensor]) -> Any:
 
 
 def _picked(flags: Tensor, yes: Any, no: Any) -> Any:
-    def one(new: Tensor, old: Tensor) -> Tensor:
-        return pick(flags, new, old, new.dtype)
+    def one(new: Tensor | None, old: Any) -> Tensor | None:
+        return None if new is None else pick(flags, new, old, new.dtype)
 
     return map_leaves(one, yes, no)
+
+
+def _blank(output: Tensor | None) -> Tensor | None:
+    return None if output is None else torch.zeros_like(output)
 
 
 def _cut(flag: Tensor, state: Any) -> Any:

@@ -26,7 +26,7 @@ from weft.core.boundary import quiet_hooks
 from weft.core.errors import DoubleBackwardError
 from weft.core.rng import generators
 from weft.core.tree import flatten, unflatten
-from weft.recurrent.capture import Cell
+from weft.recurrent.capture import Cell, present
 from weft.recurrent.captured import Captured
 
 _C = cast(Any, torch._C)
@@ -46,7 +46,7 @@ def stepwise(captured: Captured, cell: Cell, inputs: Sequence[Tensor], states: S
     after: list[list[Tensor]] = []
     for step in zip(*(each.unbind(0) for each in inputs[:count]), strict=True):
         y, state = cell(unflatten(captured.input_structure, list(step)), state)
-        outputs.append(flatten(y)[0])
+        outputs.append(present(flatten(y)[0]))
         after.append(flatten(state)[0])
     stacked = [[torch.stack(column) for column in zip(*rows, strict=True)] for rows in (outputs, after)]
     return stacked[0], stacked[1], after[-1]

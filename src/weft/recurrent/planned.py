@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from weft.core.tree import flatten, map_leaves, unflatten
 from weft.recurrent import eager
@@ -118,6 +118,7 @@ class PlannedCall:
             before,
             self._wants(),
             *casting,
+            torch.is_grad_enabled(),  # a cell may ask, and a plan without backward is the smaller one
             torch.get_default_dtype(),
         )
 
@@ -151,8 +152,8 @@ class PlannedCall:
             raise Unsupported(f"loops in C run on the CPU, and the inputs are on {self._inputs.device}")
         captured = self._captured(composed() if name == "c" else None)
         own = {id(each) for each in self._owned.tensors}
-        read = [captured.reference(node) for node in captured.roles.references]
-        strange = sum(id(each) not in own and not _constant(each) for each in read)
+        read = [(node, captured.reference(node)) for node in captured.roles.references]
+        strange = sum(id(each) not in own and not _constant(node, each) for node, each in read)
         if strange:
             raise CaptureError(
                 f"it reads {strange} tensors that are neither parameters nor buffers of it; register them"
@@ -205,7 +206,7 @@ class PlannedCall:
         leaves = run_derived(engine, inputs, self._states, memory, again)
         last = unflatten(captured.state_structure, leaves.last)[0]
         states = unflatten(captured.state_structure, leaves.states)[0] if leaves.states else None
-        return unflatten(captured.output_structure, leaves.outputs), last, states
+        return captured.nested(leaves.outputs), last, states
 
     def _as_it_was(self) -> Callable[[], AbstractContextManager[bool]]:
         """See `as_it_was`; it must not keep the inputs alive."""
@@ -251,6 +252,8 @@ def unfit(inputs: Inputs, state: Any) -> str | None:
         return "a tensor is of a subclass"
     if not all(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)):
         return "a tensor is empty"
+    if torch._C._len_torch_dispatch_stack():  # tracers, counters: they see no loop in C, or its making
+        return "a mode that watches operators is on, as a tracer or FlopCounterMode is"
     if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
         return "it is being transformed by torch.func"
     if cast(Any, torch.jit).is_tracing():
@@ -264,9 +267,10 @@ def _looks(value: Any) -> Hashable:
     return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else repr(type(cast(object, value)))
 
 
-def _constant(tensor: Tensor) -> bool:
+def _constant(node: fx.Node, tensor: Tensor) -> bool:
     """Whether a tensor that the graph refers to was made in the step itself, out of plain numbers."""
-    return tensor.dim() == 0 and not tensor.requires_grad
+    made = all([user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users])
+    return (made or tensor.dim() == 0) and not tensor.requires_grad
 
 
 def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor]) -> float:

@@ -69,14 +69,12 @@ def _leaves(plan: Engine, inputs: Sequence[Tensor], states: Sequence[Tensor]) ->
 
 
 def _derived(plan: Engine, memory: Memory, inputs: list[Tensor], states: list[Tensor]) -> Ends:
-    with torch.enable_grad():
-        return run_derived(plan, inputs, states, memory), inputs, states
+    return run_derived(plan, inputs, states, memory), inputs, states
 
 
 def _eager(plan: Engine, cell: Cell, inputs: list[Tensor], states: list[Tensor]) -> Ends:
     """The cell, step by step, in plain autograd."""
-    with torch.enable_grad():
-        return Leaves(*stepwise(plan.captured, cell, inputs, states)), inputs, states
+    return Leaves(*stepwise(plan.captured, cell, inputs, states)), inputs, states
 
 
 def _values(plan: Engine, ends: Ends) -> list[tuple[str, Tensor]]:
