@@ -206,6 +206,27 @@ def test_what_only_looks_unfit_has_a_plan(make: Callable[[], nn.Module]) -> None
     assert run_by(net) == {"python"}
 
 
+class Passing(nn.Module):
+    """Its output and one of its states are parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+        return self.weight, (self.weight, state[1])
+
+
+@by_plan
+def test_what_wants_a_gradient_by_itself_passes_without_gradients(backend: str) -> None:
+    cell = Passing()
+    net = Recurrent(cell, backend=backend)
+    for on in (False, True):
+        with torch.set_grad_enabled(on):
+            close(tuple(net(ONE, (ZERO, ZERO))), tuple(eagerly(cell)(ONE, (ZERO, ZERO))))
+    assert run_by(net) == {backend}
+
+
 def test_a_counter_of_operators_sees_every_step() -> None:
     cell = nn.RNNCell(3, 3)
     net = Recurrent(cell)

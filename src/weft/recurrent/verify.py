@@ -35,6 +35,8 @@ def verify(
 ) -> None:
     """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1).
 
+    Forward and back; forward alone where gradients are off, as they were when the plan was made.
+
     Raises PlanError that names every value which differs, with the difference.
     """
     short = [each[:STEPS] for each in inputs]
@@ -78,7 +80,7 @@ def _eager(plan: Engine, cell: Cell, inputs: list[Tensor], states: list[Tensor])
 
 
 def _values(plan: Engine, ends: Ends) -> list[tuple[str, Tensor]]:
-    """Outputs and states, and the gradients of everything, each with its name; zeros where there is none."""
+    """Outputs and states, and, where gradients are on, those of everything, each with its name; zeros for none."""
     leaves, inputs, states = ends
     parameters = plan.captured.parameters
     named = leaves.named()
@@ -87,7 +89,7 @@ def _values(plan: Engine, ends: Ends) -> list[tuple[str, Tensor]]:
     sources += [(f"parameter {i}", each) for i, each in enumerate(parameters)]
     asked = [(name, each) for name, each in sources if each.requires_grad]
     roots = [end for _, end in named if end.requires_grad]
-    if not roots or not asked:
+    if not roots or not asked or not torch.is_grad_enabled():
         return [(name, end.detach()) for name, end in named]
     seeds = [
         torch.linspace(0.5, 1.5, root.numel(), dtype=root.dtype, device=root.device).view_as(root) for root in roots
