@@ -101,6 +101,11 @@ def rows(count: int, seed: int, width: int = WIDTH) -> Tensor:
     return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def close(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether both are there, and differ by rounding alone."""
+    return a is not None and b is not None and torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
 def fingerprint(value: Any) -> list[Any]:
     """Something comparable out of a nested state: tensors by their bytes."""
     if isinstance(value, Tensor):

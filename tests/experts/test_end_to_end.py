@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.expert_cases import WIDTH, Fussy, fussy_backend, rows, seeded
+from tests.experts.expert_cases import WIDTH, Fussy, close, fussy_backend, rows, seeded
 from weft import Pipe
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
@@ -29,10 +29,6 @@ from weft.experts.wire import Call, Header, Kind, LostError, UnreachableError
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 sgd = partial(torch.optim.SGD, lr=0.1)
-
-
-def same(a: Any, b: Any) -> bool:
-    return torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.fixture
@@ -58,7 +54,7 @@ def test_a_layer_among_others(server: Server) -> None:
         twin(rows(5, 0)).square().sum().backward()
         mine = gradients(twin)
         theirs = [mine[0], mine[1], *mine[-2:]]
-        assert all(same(a, b) for a, b in zip(gradients(model), theirs, strict=True))
+        assert all(close(a, b) for a, b in zip(gradients(model), theirs, strict=True))
         assert remote.steps == 1
 
 
@@ -78,7 +74,7 @@ def test_a_stage_of_a_pipe_that_steps_once_and_is_not_asked_twice(
             pipe(rows(8, step)).square().sum().backward()
             twin(rows(8, step)).square().sum().backward()
             mine = gradients(twin)
-            assert all(same(a, b) for a, b in zip(gradients(pipe), [*mine[:2], *mine[-2:]], strict=True))
+            assert all(close(a, b) for a, b in zip(gradients(pipe), [*mine[:2], *mine[-2:]], strict=True))
             optimizer.step()
             assert commit(pipe) == {"fussy": True}
         assert remote.steps == 2
@@ -123,7 +119,7 @@ def test_experts_of_a_directory_are_found_and_found_elsewhere() -> None:
         later = threading.Timer(0.3, other.start)
         later.start()
         try:
-            assert same(remote(rows(2, 0)), wanted)  # asked again until somebody serves it
+            assert close(remote(rows(2, 0)), wanted)  # asked again until somebody serves it
         finally:
             later.join()
             other.shutdown()

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.experts.client.transport_cases import WAYS, FakeTransport, reached
-from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, fussy_backend, rows, seeded
+from tests.experts.expert_cases import NESTED_SCHEMAS, WIDTH, Nested, close, fussy_backend, rows, seeded
 from tests.experts.waiting import Clock, until
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError, SpecError, UsageError
 from weft.experts import ExpertBackend, GraphBudget, SumsOptions, TensorSpec
@@ -41,10 +41,6 @@ sgd = partial(torch.optim.SGD, lr=0.1)
 
 def nested_backend() -> ExpertBackend:
     return ExpertBackend("nested", seeded(Nested), sgd, **NESTED_SCHEMAS)
-
-
-def close(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
 @pytest.fixture(params=WAYS)
