@@ -16,7 +16,7 @@ from weft.experts.errors import ClosedError, ExpertError, RefusedError
 from weft.experts.limits import PoolOptions
 from weft.experts.pool import TaskPool
 from weft.experts.runtime import Runtime
-from weft.experts.task import Task
+from weft.experts.task import Task, answer
 from weft.experts.words import check_words
 
 ROW = torch.ones(1)
@@ -113,6 +113,14 @@ def test_who_sets_his_own_future_gets_nothing_else_and_disturbs_nobody() -> None
         assert other.result(30)
         assert pool.submit_task(ROW).result(30)
     assert running.result(0) is mine and waiting.result(0) is mine
+
+
+def test_a_future_that_is_set_a_moment_before_its_answer_keeps_what_it_has() -> None:
+    late, other = Future[Any](), Future[Any]()
+    late.set_result([])
+    late.running = lambda: True  # type: ignore[method-assign]  # as it was that moment before
+    answer([late, other], [ROW])
+    assert late.result(0) == [] and other.result(0) == [ROW]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
