@@ -171,8 +171,9 @@ def test_a_model_that_is_told_to_evaluate_tells_its_experts(
         assert backend.module.training and all(each.training for each in backend.module.modules())
 
 
-def test_modes_share_no_batch_and_what_a_server_has_frozen_stays_so() -> None:
-    backend = fussy_backend(dropout=0.5, norm=True)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_modes_share_no_batch_and_what_a_server_has_frozen_stays_so(dropout: float) -> None:
+    backend = fussy_backend(dropout=dropout, norm=True)
     norm = backend.module.get_submodule("norm").eval()
     modes = [True, False, True]
     futures = [
