@@ -4,6 +4,7 @@ import pytest
 
 from weft.experts.client.fencing import client_name, fence, fenced
 from weft.experts.client.transport import Transport
+from weft.experts.directory.token import token_of
 from weft.experts.service import Receipt, read_receipt
 from weft.experts.wire import Call, Header, Kind, MalformedError, NotOwnerError, Received, decode, encode
 
@@ -42,6 +43,14 @@ def test_an_owner_that_was_replaced_is_not_listened_to(token: int) -> None:
     else:
         with pytest.raises(NotOwnerError, match=f"'a' .* token {token}, but its owner has 7"):
             fenced("a", Owned(7), answer(receipt.to_bytes()))
+
+
+@pytest.mark.parametrize("number", [6, 7, 8])
+def test_an_owner_of_another_life_of_the_directory_is_not_listened_to(number: int) -> None:
+    for one, other in ((3, 9), (9, 3)):
+        receipt = Receipt(3, 5, token_of(one, number))
+        with pytest.raises(NotOwnerError, match=f"'a' .* token {number}, but its owner has 7"):
+            fenced("a", Owned(token_of(other, 7)), answer(receipt.to_bytes()))
 
 
 def test_an_answer_without_a_receipt_is_malformed() -> None:

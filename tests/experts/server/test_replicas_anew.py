@@ -112,6 +112,9 @@ def test_a_call_made_in_another_life_is_refused_unless_that_is_known_to_be_over(
     standing.check(steps=True, carried=token_of(NOW, theirs))
     with pytest.raises(NotOwnerError, match="replaced"):
         standing.check(steps=True, carried=token_of(7, mine))
+    standing.claim(Ownership("fussy", "here:1", token_of(7, mine)), LEASED, "owner")
+    for over in (token_of(BEFORE, mine), token_of(NOW, theirs)):
+        standing.check(steps=True, carried=over)
 
 
 @pytest.mark.parametrize(("first", "second"), [(MANY, 0), (0, MANY), (0, 0)], ids=["smaller", "larger", "alike"])

@@ -130,6 +130,14 @@ def test_bytes_that_are_no_state_change_nothing() -> None:
     assert weights(other.backend) == before and not other.broken
 
 
+def test_a_state_is_of_the_token_under_which_it_was_made_until_it_is_led_under_another() -> None:
+    replica, claim = owning(7, "k"), Ownership("fussy", "here:1", 12)
+    replica.claimed(claim, LEASED)
+    assert replica.mark == Mark(7, 1, 1)
+    replica.lead(claim, LEASED)
+    assert replica.mark == Mark(12, 1, 1)
+
+
 def test_a_state_waits_for_no_batch_that_hangs() -> None:
     replica = owning(7)
     with replica.backend.engine.lock:
