@@ -573,8 +573,10 @@ def test_a_copy_computes_what_its_original_does(copied: Callable[[nn.Module], nn
 
 def test_what_is_twice_in_a_model_is_twice_in_its_copy(fake: FakeTransport) -> None:
     remote = RemoteExpert("fussy", fake)
+    remote.others = [remote]
     again = copy.deepcopy(nn.Sequential(remote, remote))
     assert again[0] is again[1] and again[0] is not remote and len(list(again.parameters())) == 1
+    assert again[0].others == [again[0]]
 
 
 def test_averaged_models_hold_it(fake: FakeTransport) -> None:
