@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.experts.expert_cases import fussy_backend, rows, work
 from tests.experts.mixture.commit_cases import WIDTH, Experts, X, sgd
 from tests.experts.mixture.mixture_cases import numbers, two_layers
 from weft.experts import ExpertBackend
@@ -50,6 +51,17 @@ def one() -> list[Any]:
         return trained(remote)
 
 
+def alone() -> list[Any]:
+    """Without a server, so that all is done in this thread: the answers of a backward and of a commit."""
+    with torch.device("cpu"):
+        backend, x, gradient = fussy_backend(), rows(2, 0), rows(2, 1)
+    sent = [backend.backward_pool.submit_task(x, gradient, client="ann", mini_batch="m")]
+    work(backend)
+    sent.append(backend.commit("m", client="ann"))
+    work(backend)
+    return [tensor for future in sent for tensor in future.result(0)]
+
+
 def mixture(**options: Any) -> list[Any]:
     with torch.device("cpu"):
         experts = Experts(keep_graphs=None)
@@ -58,6 +70,7 @@ def mixture(**options: Any) -> list[Any]:
 
 
 LIVES: dict[str, Life] = {
+    "an expert": alone,
     "a remote expert": one,
     "a mixture": mixture,
     "a mixture of few answers": lambda: mixture(allow_zero_outputs=True, detect_anomalies=True),
