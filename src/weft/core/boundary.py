@@ -44,7 +44,10 @@ class Journey(Protocol):
 
 @runtime_checkable
 class TwiceDifferentiable(Protocol):
-    """A journey that can also make its gradients in sight of autograd, for a gradient of a gradient."""
+    """A journey that can also make its gradients in sight of autograd, for a gradient of a gradient.
+
+    Its `backward` gets batched gradients as well.
+    """
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """As `Journey.backward`, under grad mode; autograd can differentiate what it returns."""
@@ -74,11 +77,13 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        forbid_batched(gradients)
-        if torch.is_grad_enabled() and isinstance(ctx.journey, TwiceDifferentiable):
-            return (None, *ctx.journey.differentiable_backward(gradients, retain=keeps_graph()))
-        forbid_double(ctx.journey)
-        return (None, *ctx.journey.backward(gradients, retain=keeps_graph()))
+        journey: Journey = ctx.journey
+        if not isinstance(journey, TwiceDifferentiable):
+            forbid_batched(gradients)
+            forbid_double(journey)
+        elif torch.is_grad_enabled():
+            return (None, *journey.differentiable_backward(gradients, retain=keeps_graph()))
+        return (None, *journey.backward(gradients, retain=keeps_graph()))
 
 
 def forbid_double(journey: object = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from weft.core.errors import SpecError, UsageError
-from weft.core.tree import flatten
+from weft.core.tree import OPEN, flatten
 
 
 def leaf_of(tensor: Tensor, wanted: bool) -> Tensor:
@@ -72,10 +72,3 @@ def forbid_hidden(value: Any, where: str) -> None:
             f"{where} is a {type(value).__name__} with tensors inside, whose gradients would be lost, since PyTorch "
             f"does not know it as a container; {OPEN}, or use executor='graph'"
         )
-
-
-OPEN = (
-    "use a tuple, list, dict or NamedTuple, or register the class "
-    "(torch.utils._pytree.register_dataclass, register_pytree_node)"
-)
-"""What to do with a class that hides tensors."""

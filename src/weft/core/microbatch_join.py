@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import BatchError, listed
-from weft.core.leaves import OPEN, hidden_tensors
-from weft.core.tree import Structure, difference, structure_paths
+from weft.core.leaves import hidden_tensors
+from weft.core.tree import OPEN, Structure, difference, structure_paths
 
 
 @dataclass(frozen=True)

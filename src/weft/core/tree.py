@@ -27,6 +27,12 @@ Structure = pytree.TreeSpec
 LEAF: Structure = pytree.tree_structure(None)
 """The structure of a value that is one leaf."""
 
+OPEN = (
+    "use a tuple, list, dict or NamedTuple, or register the class "
+    "(torch.utils._pytree.register_dataclass, register_pytree_node)"
+)
+"""What to do with a class that hides tensors."""
+
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
     """The leaves of ``value`` in order, and the structure that they came from."""

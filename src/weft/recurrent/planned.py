@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from weft.core.tree import flatten, map_leaves, unflatten
 from weft.recurrent import eager
@@ -252,7 +253,8 @@ def unfit(inputs: Inputs, state: Any) -> str | None:
         return "a tensor is of a subclass"
     if not all(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)):
         return "a tensor is empty"
-    if torch._C._len_torch_dispatch_stack():  # tracers, counters: they see no loop in C, or its making
+    if not all(getattr(mode, "lets_plans_run", False) for mode in _get_current_dispatch_mode_stack()):
+        # tracers, counters of operators: they see no loop in C, or its making; a counter of bytes may say otherwise
         return "a mode that watches operators is on, as a tracer or FlopCounterMode is"
     if cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None:
         return "it is being transformed by torch.func"
