@@ -42,7 +42,9 @@ LOCK = ROOT / ".venv.lock"
 VERSION = sys.version.split()[0]
 USUAL = ("demo", "test")
 EXTRAS = {"demo": USUAL, "test": USUAL, "bench": (*USUAL, "bench"), "check": USUAL}
-MODULES = {"demo": ("weft", "demo"), "test": ("pytest",), "bench": ("benchmarks",)}
+# Tests run in a process per core; files stay whole, since their tests share servers and compiled cells.
+TESTS = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+MODULES = {"demo": ("weft", "demo"), "test": TESTS, "bench": ("benchmarks",)}
 
 
 class Stop(Exception):

@@ -80,7 +80,7 @@ def test_the_first_run_makes_a_venv_installs_and_runs(do: ModuleType, shell: She
         ([], "-m weft demo"),
         (["--epochs", "2"], "-m weft demo --epochs 2"),
         (["demo", "--epochs", "2"], "-m weft demo --epochs 2"),
-        (["test", "-k", "x", "tests/core"], "-m pytest -k x tests/core"),
+        (["test", "-k", "x", "tests/core"], "-m pytest -n auto --maxprocesses 4 --dist loadfile -k x tests/core"),
         (["bench"], "-m benchmarks"),
         (["bench", "pipeline"], "-m benchmarks pipeline"),
     ],
