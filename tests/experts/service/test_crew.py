@@ -13,6 +13,8 @@ from weft.experts.client import Connections, RemoteExpert, channel
 from weft.experts.directory import LocalDirectory
 from weft.experts.server import Server
 from weft.experts.service.crew import Crew
+from weft.experts.service.names import STATUS
+from weft.experts.wire import LIMITS
 
 Way = Callable[[Server, LocalDirectory], AbstractContextManager[Any]]
 
@@ -51,18 +53,55 @@ def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch
         assert set(threading.enumerate()) <= before
 
 
-def test_calls_that_do_not_begin_or_have_ended_already_are_not_waited_for() -> None:
-    class Over:
-        def add_callback(self, callback: object) -> bool:
-            return False
+def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_for() -> None:
+    with Server([fussy_backend()]) as server:
+        with channel.GrpcTransport(server.address) as transport:
+            transport.status()  # the server starts a thread for it, and keeps that
+        before = set(threading.enumerate())
+        crew, opened = Crew(), channel.open_channel(server.address, None, LIMITS)
 
+        def at_once() -> Any:
+            call = opened.unary_unary(STATUS).future(b"")
+            call.add_done_callback(lambda _: time.sleep(0.1))  # in gRPC's thread, which is not through
+            call.result()
+            return call
+
+        assert crew.begin(at_once).done()
+        opened.close()
+        assert crew.wait()
+        assert set(threading.enumerate()) <= before
+
+
+def test_a_call_that_does_not_begin_is_not_waited_for() -> None:
     def fails(requests: object) -> object:
         raise ValueError("closed")
 
     crew = Crew()
     with pytest.raises(ValueError, match="closed"):
         crew.stream(fails, iter([b""]))
-    crew.stream(lambda requests: Over(), iter([b""]))
     assert crew.wait(0.0)
-    crew.begin()
-    assert not crew.wait(0.0)
+
+
+def test_who_waits_in_vain_hears_of_it_and_not_for_threads_that_are_not_of_grpc() -> None:
+    end, crew = threading.Event(), Crew()
+
+    def _run() -> None:
+        end.wait(60.0)
+
+    def other() -> None:
+        end.wait(60.0)
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (_run, other)]
+    crew.begin(threads[0].start)
+    try:
+        assert not crew.wait(0.0)
+    finally:
+        end.set()
+    assert crew.wait()
+    end.clear()
+    crew.begin(threads[1].start)
+    try:
+        assert crew.wait(0.0)
+    finally:
+        end.set()
+        threads[1].join()

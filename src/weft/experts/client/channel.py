@@ -147,13 +147,12 @@ class GrpcTransport:
         try:
             message = b"".join(encode([Call(header)], self._limits))
             ask = self._channel.unary_unary(INFO).future
-            future = ask(message, timeout=entry.timeout, metadata=self._metadata)
+            future = self._crew.begin(lambda: ask(message, timeout=entry.timeout, metadata=self._metadata))
         except (WeftError, ValueError) as error:
             self._pending.settle(entry.number, error)
             return
         entry.sent = True
         future.add_done_callback(partial(_told, self._pending, self._limits, entry.number, self._explain))
-        future.add_done_callback(self._crew.begin())
 
 
 def _told(pending: Pending, limits: Limits, number: int, explain: Explain, done: Any) -> None:
