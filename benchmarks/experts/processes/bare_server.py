@@ -28,7 +28,7 @@ from module import feed_forward
 from torch import Tensor
 from words import answer_until_the_end, take_stdout_aside
 
-from weft.experts.server import keep_freed_memory
+from weft.experts.server import keep_freed_memory, use_large_pages
 
 _aio: Any = grpc.aio
 
@@ -159,6 +159,7 @@ async def serving(width: int) -> None:
 def main() -> None:
     """Serve until standard input ends."""
     keep_freed_memory()  # as the server does that it is compared with
+    use_large_pages()
     take_stdout_aside()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "The given buffer is not writable")

@@ -12,7 +12,7 @@ from module import feed_forward
 from words import answer_until_the_end, take_stdout_aside
 
 from weft.experts import ExpertBackend, GraphBudget, TensorSpec
-from weft.experts.server import Server, keep_freed_memory
+from weft.experts.server import Server, keep_freed_memory, use_large_pages
 
 
 def backend(name: str, width: int, seed: int, dtype: str, keep: int) -> ExpertBackend:
@@ -30,6 +30,7 @@ def backend(name: str, width: int, seed: int, dtype: str, keep: int) -> ExpertBa
 def main() -> None:
     """Serve until standard input ends."""
     keep_freed_memory()  # as `weft serve` does
+    use_large_pages()
     take_stdout_aside()
     asked = json.loads(sys.argv[1])
     torch.set_num_threads(1)

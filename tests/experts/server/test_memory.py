@@ -1,7 +1,8 @@
-"""What a batch frees is there for the next one, in whatever thread it runs; and what the user has set stays."""
+"""What a batch frees is there for the next one, in whatever thread it runs, on large pages; what users set stays."""
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,26 @@ def test_the_next_batch_pages_nothing_in() -> None:
 def test_otherwise_it_would_and_what_the_environment_says_holds() -> None:
     limits = {"MALLOC_TRIM_THRESHOLD_": "100000", "MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_ARENA_MAX": "8"}
     assert min(faults(**limits)) > PAGES / 2
+
+
+_PAGES = """
+import torch
+from weft.experts.server import use_large_pages
+from weft.experts.server.command import serve  # with all that it imports, where no tensor is made
+
+use_large_pages()
+kept = torch.ones(1 << 24)
+print(*[line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")])
+"""
+
+
+@pytest.mark.parametrize(("said", "large"), [(None, True), ("0", False)])
+def test_large_tensors_lie_on_large_pages_unless_the_environment_says_otherwise(said: str | None, large: bool) -> None:
+    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not switch.exists() or "[madvise]" not in switch.read_text():
+        pytest.skip(
+            "use_large_pages: the system does not give large pages to those that ask for them, and only to them"
+        )
+    seen = python(_PAGES, THP_MEM_ALLOC_ENABLE=said)
+    assert seen.returncode == 0, seen.stderr
+    assert (int(seen.stdout) > 50_000) == large, "kB, of 65,536"

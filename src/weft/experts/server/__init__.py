@@ -17,7 +17,7 @@ memory.py      what is freed stays in the process
 
 from weft.experts.server.access import Access, Audit, Caller, Grant, Refusal, Role
 from weft.experts.server.desk import Desk
-from weft.experts.server.memory import keep_freed_memory
+from weft.experts.server.memory import keep_freed_memory, use_large_pages
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.served import Served
 from weft.experts.server.server import Server
@@ -38,4 +38,5 @@ __all__ = [
     "ServerStatistics",
     "ServerTls",
     "keep_freed_memory",
+    "use_large_pages",
 ]

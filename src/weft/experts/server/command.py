@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.experts.errors import ExpertError
 from weft.experts.server.config import build
-from weft.experts.server.memory import keep_freed_memory
+from weft.experts.server.memory import keep_freed_memory, use_large_pages
 from weft.experts.server.server import Server
 
 _LOOK = 0.25  # seconds
@@ -52,6 +52,7 @@ def serve(config: Mapping[str, Any]) -> None:
     ``ExpertError`` if a module did not end in time.
     """
     keep_freed_memory()
+    use_large_pages()
     stop = _Stop()
     before = {each: signal.signal(each, stop) for each in _signals()}
     try:
