@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.apart import python
 from tests.experts.waiting import until
 from weft.__main__ import main
 from weft.core.errors import UsageError
@@ -204,3 +205,28 @@ def test_the_process_says_what_is_wrong_with_its_port() -> None:
     with taken, pytest.raises(SystemExit) as stop:
         main(["serve", "--expert", "f=ffn:hidden=8", "--address", taken.address])
     assert stop.value.code == 2
+
+
+_IMPORTS = """
+import gc, sys
+from weft.experts.server import command
+
+def build(config):
+    print(full.count(2), gc.isenabled(), gc.get_freeze_count() > 0, "torch._dynamo" in sys.modules)
+    raise SystemExit
+
+gc.collect()
+full, command.build = [], build
+gc.callbacks.append(lambda phase, seen: full.append(seen["generation"]) if phase == "start" else None)
+try:
+    command.serve({"experts": [{"name": "f", "kind": "ffn", "arguments": {"hidden": 8}, OPTIMIZER}]})
+finally:
+    print(gc.get_freeze_count())
+"""
+
+
+def test_what_a_first_optimizer_imports_is_spared_the_garbage_collections_and_nothing_is_imported_without_one() -> None:
+    trained = python(_IMPORTS.replace("OPTIMIZER", "'optimizer': 'Adam'"))
+    assert trained.stdout.split() == ["0", "True", "True", "True", "0"], trained.stderr
+    served = python(_IMPORTS.replace("OPTIMIZER", ""))
+    assert served.stdout.split() == ["0", "True", "False", "False", "0"], served.stderr

@@ -11,10 +11,12 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from weft.experts.errors import ExpertError
 from weft.experts.server.config import build
+from weft.experts.server.config_form import form_faults
 from weft.experts.server.memory import keep_freed_memory, use_large_pages
 from weft.experts.server.server import Server
 
@@ -53,13 +55,32 @@ def serve(config: Mapping[str, Any]) -> None:
     """
     keep_freed_memory()
     use_large_pages()
-    stop = _Stop()
+    stop, frozen = _Stop(), gc.get_freeze_count()
     before = {each: signal.signal(each, stop) for each in _signals()}
     try:
+        if not form_faults(config) and any("optimizer" in expert for expert in config["experts"]):
+            _import_for_good("torch._dynamo")
         _until(stop, build(config))
     finally:  # also where the configuration was refused: Ctrl-C is the caller's again
         for each, handler in before.items():
             signal.signal(each, handler)
+        if not frozen:
+            gc.unfreeze()
+
+
+def _import_for_good(name: str) -> None:
+    """Import what the first optimizer would, and spare it the garbage collections: of what it makes, nothing ever goes.
+
+    A start takes 0.5 s less by that, of 3.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        import_module(name)
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def _signals() -> list[signal.Signals]:
@@ -69,7 +90,6 @@ def _signals() -> list[signal.Signals]:
 
 
 def _until(stop: _Stop, server: Server) -> None:
-    frozen = gc.get_freeze_count()
     try:
         server.start()
         stop.serving = True
@@ -84,8 +104,6 @@ def _until(stop: _Stop, server: Server) -> None:
             raise ExpertError("a module did not end in time; what it worked on was not answered")
     finally:
         server.shutdown()
-        if not frozen:
-            gc.unfreeze()
 
 
 def _say(line: str) -> None:
