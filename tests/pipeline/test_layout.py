@@ -176,11 +176,71 @@ def test_layouts_go_from_exact_to_cheap() -> None:
         for candidate, seconds in ((0, 1.0), (1, 2.0)):
             seen.append(layouts.pick("kind", watched=False))
             layouts.choice.report("kind", candidate, seconds)
-    assert seen[0] == ("serial", 0)
-    assert ("merged", 0) in seen and ("threads", 1) in seen
+    mine = [layout for layout, candidate in seen[1:] if candidate == 0]
+    assert mine == ["serial", "visible", "merged", "visible", "merged", "visible"]
+    assert ("threads", 1) in seen
     assert layouts.pick("kind", watched=False) == ("visible", None)
     assert layouts.pick("kind", watched=True) == ("threads", None)
     assert layouts.chosen() == {"kind": "serial"}
+
+
+class Clock:
+    """Seconds pass in the backward of a step alone, as many as its layout is said to take."""
+
+    def __init__(self, costs: dict[str, float]) -> None:
+        self.costs, self.layout, self.now = costs, "", 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Timed(nn.Module):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = self.clock.costs[self.clock.layout] if torch.is_grad_enabled() else 0.0
+        if x.requires_grad:
+            x.register_hook(lambda _: setattr(self.clock, "now", self.clock.now + seconds))
+        return x * 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "merged", "threads", "winner"),
+    [(1.0, 5.0, 2.0, "serial"), (5.0, 1.0, 2.0, "serial"), (5.0, 5.0, 2.0, "threads"), (1.0, 1.0, 0.97, "serial")],
+)
+def test_the_callers_thread_is_measured_cut_and_not_cut(
+    visible: float, merged: float, threads: float, winner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock({"visible": visible, "merged": merged, "serial": 9.0, "threads": threads})
+    layers = nn.Sequential(nn.Linear(4, 4), Timed(clock), nn.Linear(4, 4))
+    pipe = weft.Pipe(layers, chunks=2, balance=[2, 1], devices=["cpu"] * 2, checkpoint="never")
+    runtime = pipe._made_runtime()
+    plans, layouts = runtime.plan, list[str]()
+
+    def plan(layout: str, loss: bool) -> Any:
+        clock.layout = layout
+        layouts.append(layout)
+        return plans(layout, loss)
+
+    monkeypatch.setattr(runtime, "plan", plan)
+    for module in ("weft.core.choice", "weft.pipeline.runtime"):
+        monkeypatch.setattr(f"{module}.perf_counter", clock)
+    for _ in range(12):
+        assert not pipe.statistics()["chosen"]
+        pipe(torch.randn(4, 4)).sum().backward()
+    assert list(pipe.statistics()["chosen"].values()) == [winner]
+    assert set(layouts) == {"serial", "threads", "merged", "visible"}
+
+
+def test_a_step_without_backward_is_measured_too() -> None:
+    pipe = weft.Pipe(model(), chunks=2, balance=[2, 3], devices=["cpu"] * 2, checkpoint="never")
+    with torch.no_grad():
+        for _ in range(12):
+            assert not pipe.statistics()["chosen"]
+            pipe(torch.randn(8, 4).double())
+    assert pipe.statistics()["chosen"]
 
 
 def test_anomaly_detection_gets_stages_apart() -> None:

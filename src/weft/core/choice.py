@@ -8,22 +8,25 @@ first steps of each kind try the candidates in turn, and the fastest is kept:
     runs      serial   threads  serial   threads  ...      serial   threads  the faster one
               warm-up  warm-up  '------------ measured -------------'
 
-All candidates give the same numbers, so nobody notices but the clock.
+All candidates give the same numbers, so nobody notices but the clock. A candidate may be run in several ways; the
+least time of all of them is its own.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from weft.core.boundary import Journey
 
 _WARM_UP = 1
 _SAMPLES = 5
-_WORTH = 0.9
-"""A candidate must be that much faster to replace the first. That one is run in a cheaper way yet once it has won
-(see `weft.pipeline.layout`), and a wrong choice for threads costs more than one against them."""
+_WORTH = 0.95
+"""A candidate must be that much faster to replace the first: a wrong choice for threads costs more than one against
+them."""
 
 
 @dataclass
@@ -68,9 +71,9 @@ class Choice:
         """Whether nothing is left to measure for this kind of step."""
         return self.fixed is not None or self._trial(kind).best is not None
 
-    def first(self, kind: Hashable, candidate: int) -> bool:
-        """Whether a candidate was never tried for this kind of step."""
-        return not self._trial(kind).seconds[candidate]
+    def tried(self, kind: Hashable, candidate: int) -> int:
+        """How often a candidate was measured for this kind of step."""
+        return len(self._trial(kind).seconds[candidate])
 
     def decisions(self) -> dict[Hashable, int]:
         """The winner for every kind of step that has one; the others are still being measured."""
@@ -113,3 +116,25 @@ class TimedJourney:
             choice, kind, candidate = self._report
             choice.report(kind, candidate, self._seconds)
         self._report = None
+
+
+def time_graph(outputs: Sequence[Tensor], seconds: float, choice: Choice, kind: Hashable, candidate: int) -> None:
+    """Report a step whose backward is left to autograd: its forward took so long, its first backward is timed here.
+
+    That goes from the first of its outputs to the end of all that autograd does then, which may be more than the step.
+    """
+    nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+    begun: list[float] = []
+
+    def begins(_: object) -> None:
+        if not begun:
+            begun.append(perf_counter())
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(ends)
+
+    def ends() -> None:
+        choice.report(kind, candidate, seconds + perf_counter() - begun[0])
+
+    if not nodes:
+        choice.report(kind, candidate, seconds)
+    for node in nodes:
+        node.register_prehook(begins)

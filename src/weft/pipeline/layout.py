@@ -8,10 +8,11 @@
 
 The last three need no recomputation and one device. "auto" runs the first steps of each kind by turns in the
 caller's thread and in threads, and keeps what was faster. The very first is "serial", where an error is
-told with its stage and micro-batch; then "merged", which can be timed from forward to the end of backward.
-If the caller's thread wins, "visible" costs least: a few microseconds per micro-batch over a plain loop. What it
-cannot do is to say where an error in backward came from; so it is left to graphs of PyTorch's own operators (the
-first visible step of a kind is looked at), and not used under anomaly detection.
+told with its stage and micro-batch; then "visible" and "merged" take turns, and the better time is that of the thread.
+If it wins, "visible" costs least: a few microseconds per micro-batch over a plain loop. But where its backward ends,
+autograd does not tell, which may have more to do than this step; "merged" can be timed to the end, and costs more.
+What "visible" cannot do is to say where an error in backward came from; so it is left to graphs of PyTorch's own
+operators (the first visible step of a kind is looked at), and not used under anomaly detection.
 """
 
 from collections.abc import Hashable, Sequence
@@ -50,11 +51,19 @@ class Layouts:
         measuring = not self.choice.decided(kind)
         if self._candidates[candidate] == "threads" or not self._mergeable or torch.is_anomaly_enabled():
             return self._candidates[candidate], candidate if measuring else None
-        if measuring:
-            return "serial" if self.choice.first(kind, candidate) else "merged", candidate
+        decided = self._decided(kind)
+        if not measuring:
+            return decided, None
+        tried = self.choice.tried(kind, candidate)
+        if not tried or decided == "serial":
+            return "serial", candidate
+        return decided if tried % 2 else "merged", candidate
+
+    def _decided(self, kind: Hashable) -> str:
+        """How the caller's thread runs a step once it has won."""
         if not self._splits:
-            return "merged", None
-        return "serial" if self._has_python.get(kind) else "visible", None
+            return "merged"
+        return "serial" if self._has_python.get(kind) else "visible"
 
     def seen(self, kind: Hashable, outputs: Sequence[torch.Tensor]) -> None:
         """After a visible step: look once whether its graph has autograd functions written in Python."""

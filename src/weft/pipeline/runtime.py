@@ -5,6 +5,7 @@ from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from weft.core.ambient import Ambient
 from weft.core.boundary import Journey, cross
-from weft.core.choice import TimedJourney
+from weft.core.choice import TimedJourney, time_graph
 from weft.core.errors import DeviceError, listed
 from weft.core.executor import Executor, SerialExecutor, ThreadExecutor
 from weft.core.rng import Dice, RandomUse, Silence, generators
@@ -97,17 +98,18 @@ class Runtime:
             layers = (layer for stage in self.stages for _, layer in stage.layers)
             forbid_transforms(chain(cargo.given, (each for layer in layers for each in layer.parameters())))
         layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None)
+        begun = perf_counter()
         if layout == "visible" and kind in self._silent:
             found = self._silently(request, cargo, kind)
             if found is not None:
-                return guarded(found[0])[0]
+                return self._guarded(found[0], kind, candidate, begun)[0]
         surveys = [stage.survey() for stage in self.stages]
         if request.targets and self._loss is not None:
             surveys.append(self._loss.survey())
         check_places(surveys)
         order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
         if layout == "visible":
-            result, outputs = guarded(self._visible(order))
+            result, outputs = self._guarded(self._visible(order), kind, candidate, begun)
             self.layouts.seen(kind, outputs)
             drew = [use.draws.get(survey.configuration) for use, survey in zip(self.uses, surveys, strict=False)]
             if not order.deferred and all(each is False for each in drew):
@@ -123,6 +125,15 @@ class Runtime:
         if order.tracked:
             return order.outcome.filled(cross(journey, step.tensors))
         return order.outcome.filled(journey.forward()[0])
+
+    def _guarded(
+        self, result: Any, kind: Hashable, candidate: int | None, begun: float
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """What a visible step gave, and its tensors; it is timed if it measures a candidate."""
+        result, outputs = guarded(result)
+        if candidate is not None:
+            time_graph(outputs, perf_counter() - begun, self.layouts.choice, kind, candidate)
+        return result, outputs
 
     def _silently(self, request: "Request", cargo: Cargo, kind: Hashable) -> tuple[Any] | None:
         """A visible step that needs no survey, since the last one of its kind drew nothing; None if this one did.
