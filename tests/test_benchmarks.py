@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks import __main__ as command
 from benchmarks import load
-from benchmarks.experts import helper, peer, throughput
+from benchmarks.experts import helper, peer, survive_directory, throughput
 from benchmarks.experts.processes.callers import rate
 from benchmarks.experts.rounds import laps
 from benchmarks.harness import race
@@ -48,6 +48,13 @@ def test_a_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[s
     assert "verdict" in header
     assert set(rule) == {" ", "-"}
     assert any("holds" in row or "falls short" in row for row in rows)
+
+
+def test_what_is_asked_of_a_directory_that_was_away_can_be_reached() -> None:
+    found = survive_directory.away(1.0)
+    if not found:
+        pytest.skip("a directory that is away: needs etcd")
+    assert not [each for each in found if not each.holds], "the benchmark asks for what nobody promises any more"
 
 
 @pytest.mark.usefixtures("undisturbed")

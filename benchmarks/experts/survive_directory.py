@@ -24,6 +24,7 @@ from tests.experts.etcd_cases import WHERE, Member, cluster, wait_for_port
 from weft.experts import ExpertBackend, FeedForward, TensorSpec
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.directory.token import number_of
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 
@@ -160,7 +161,7 @@ def _as_before(directory: EtcdDirectory, servers: list[Server], listed: object) 
         now.experts == listed
         and owner is not None
         and roles[owner.address].role == "owner"
-        and (roles[owner.address].token == owner.token and roles[owner.address].lasts)
+        and (roles[owner.address].token == number_of(owner.token) and roles[owner.address].lasts)
     )
 
 
