@@ -82,7 +82,7 @@ def calls(
 def test_auto_tries_both_by_turns_and_keeps_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ways = calls(monkeypatch, [Scaled(), Scaled()], wave=0.5)
     assert ways == ["whole", "wave"] * 6 + ["wave"] * 3
-    stack, ways = calls(monkeypatch, [Scaled(), Scaled()], wave=0.95)
+    stack, ways = calls(monkeypatch, [Scaled(), Scaled()], wave=0.96)
     assert ways == ["whole", "wave"] * 6 + ["whole"] * 3
     assert "it was faster" in said(stack)
     stack(torch.randn(20, 2, WIDTH))

@@ -8,7 +8,6 @@ from torch import Tensor, fx
 from weft.recurrent.bulk import Bulk
 from weft.recurrent.captured import Captured
 from weft.recurrent.engine import Chunk, Gradients, chunk_length
-from weft.recurrent.native.function import Argument
 from weft.recurrent.native.packs import ALIGN, aligned
 from weft.recurrent.native.program import Program, Routine
 from weft.recurrent.parts import explain, leading_to
@@ -33,6 +32,8 @@ class NativeEngine:
         self._made_once = [each for each in self.program.build.constants if each.op == "call_function"]
         once = leading_to(self._made_once)
         self._once = [node for node in captured.nodes if node in once]
+        wanted = {*self.program.build.constants, *(each for node in self._once for each in node.all_input_nodes)}
+        self._references = [node for node in captured.roles.references if node in wanted]
 
     def chunk_steps(self) -> int:
         """See `Engine`."""
@@ -42,9 +43,10 @@ class NativeEngine:
         """The constants, contiguous."""
         captured = self.captured
         bulk = Bulk(1, lambda node: False)
-        bulk.env.update({node: captured.reference(node).detach() for node in captured.roles.references})
-        with torch.no_grad():
-            bulk.evaluate(self._once, self._made_once)
+        bulk.env.update({node: captured.reference(node).detach() for node in self._references})
+        if self._once:
+            with torch.no_grad():
+                bulk.evaluate(self._once, self._made_once)
         return [cast(Tensor, bulk.env[node]).resolve_neg().contiguous() for node in self.program.build.constants]
 
     def forward(self, constants: list[Tensor], chunk: Chunk, keep: bool) -> Tensor | None:
@@ -115,19 +117,16 @@ class NativeEngine:
                 "dx": gradients.inputs,
                 "dp": gradients.parameters,
             }
-        addresses = [_address(each, tables, offsets) for each in routine.function.arguments]
+        addresses = [
+            offsets[index] if kind == "v" else _address(tables[kind][index]) for kind, index in routine.arguments
+        ]
         threads = torch.get_num_threads() if routine.work * steps > WORTH else 1
         work = pool.take(self.work_bytes(steps), "work")  # of one size for all routines, so that they share it
         routine.call(steps, threads, addresses, work)
         pool.give(work, "work")
 
 
-def _address(argument: Argument, tables: "dict[str, list[Tensor] | list[Tensor | None]]", saved: list[int]) -> int:
-    kind = argument.name.rstrip("0123456789")
-    index = int(argument.name[len(kind) :])
-    if kind == "v":
-        return saved[index]
-    tensor = tables[kind][index]
+def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 

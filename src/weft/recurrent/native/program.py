@@ -69,6 +69,8 @@ class Routine:
         self.emitter = emitter
         self.work = _work(self.function)
         """Roughly how many operations a step takes."""
+        self.arguments = [_named(each.name) for each in self.function.arguments]
+        """Where the tensor of each lies: in which table, by the letters of its name, and there at which place."""
         self._entry = ctypes.c_void_p(_address(library, self.function.name))
         self._run = kernels().weft_run
 
@@ -105,6 +107,11 @@ class Program:
 @cache
 def _file(name: str) -> str:
     return (_HERE / name).read_text()
+
+
+def _named(name: str) -> tuple[str, int]:
+    kind = name.rstrip("0123456789")
+    return kind, int(name[len(kind) :])
 
 
 def _address(library: ctypes.CDLL, name: str) -> int | None:
