@@ -36,7 +36,7 @@ PAGES = 10 * 4 * (1 << 24) // os.sysconf("SC_PAGE_SIZE")
 
 def faults(**environment: str) -> list[int]:
     """Of page, in 10 batches of 64 MB, by thread."""
-    seen = python(_PROGRAM, **environment)
+    seen = python(_PROGRAM, THP_MEM_ALLOC_ENABLE="0", **environment)
     assert seen.returncode == 0, seen.stderr
     done, *found = json.loads(seen.stdout)
     if not done:
@@ -54,11 +54,13 @@ def test_otherwise_it_would_and_what_the_environment_says_holds() -> None:
 
 
 _PAGES = """
-import torch
+import os, torch
 from weft.experts.server import use_large_pages
 from weft.experts.server.command import serve  # with all that it imports, where no tensor is made
 
+before = dict(os.environ)
 use_large_pages()
+assert os.environ == before
 kept = torch.ones(1 << 24)
 print(*[line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")])
 """

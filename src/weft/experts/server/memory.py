@@ -9,6 +9,8 @@ Freed memory is kept by glibc only, which gives large blocks back as soon as the
 import ctypes
 import os
 
+import torch
+
 # mallopt's numbers, as in malloc.h; and by which variable a user may have set the same
 _MORE = (1 << 31) - 1
 _SETTINGS = (
@@ -43,4 +45,10 @@ def use_large_pages() -> None:
     What the environment says (``THP_MEM_ALLOC_ENABLE``) is left alone. Where the system gives large pages to all or to
     none (/sys/kernel/mm/transparent_hugepage/enabled), nothing changes.
     """
-    os.environ.setdefault(_LARGE_PAGES, "1")
+    if _LARGE_PAGES in os.environ:
+        return
+    os.environ[_LARGE_PAGES] = "1"
+    try:
+        torch.empty(1, device="cpu")  # here it is decided; what is started from here is not to hear of it
+    finally:
+        del os.environ[_LARGE_PAGES]
