@@ -40,7 +40,7 @@ def partition(costs: Sequence[int | float], parts: int, *, skips: Sequence[Skip]
     grow with the square of the number of layers.
 
     Raises ``PartitionError`` that lists all faults: more parts than layers, no part, a cost or a skip that is
-    negative, infinite or no number, a skip that does not lead forward from one layer to a later one.
+    negative, infinite or no number, a skip that does not lead forward from one layer to a later one, or is none.
     """
     _check(costs, parts, skips)
     blocks = _block_costs(costs, skips)
@@ -111,17 +111,27 @@ def _check(costs: Sequence[int | float], parts: Any, skips: Sequence[Skip]) -> N
     elif parts > layers:
         faults.append("every part needs at least one layer; ask for fewer parts or split layers")
     faults += [f"layer {at} costs {cost!r}; wanted 0 or more" for at, cost in enumerate(costs) if not _valid(cost)]
-    for source, destination, cost in skips:
-        name = f"the skip from layer {source} to layer {destination}"
-        if not 0 <= source < destination < layers:
-            faults.append(f"{name} should lead forward between layers 0 to {layers - 1}")
-        if not _valid(cost):
-            faults.append(f"{name} costs {cost!r}; wanted 0 or more")
+    faults += [fault for skip in skips for fault in _skip_faults(skip, layers)]
     if faults:
         raise PartitionError(listed(f"{layers} layers cannot be cut into {parts} parts:", faults))
 
 
-def _valid(cost: int | float) -> bool:
+def _skip_faults(skip: Any, layers: int) -> list[str]:
+    try:
+        source, destination, cost = skip
+    except (TypeError, ValueError):
+        source = destination = cost = None
+    if not (is_whole(source) and is_whole(destination)):
+        return [f"{skip!r} is no skip, wanted (source layer, destination layer, cost)"]
+    name, faults = f"the skip from layer {source} to layer {destination}", list[str]()
+    if not 0 <= source < destination < layers:
+        faults.append(f"{name} should lead forward between layers 0 to {layers - 1}")
+    if not _valid(cost):
+        faults.append(f"{name} costs {cost!r}; wanted 0 or more")
+    return faults
+
+
+def _valid(cost: Any) -> bool:
     try:
         return math.isfinite(cost) and cost >= 0
     except TypeError:

@@ -49,7 +49,7 @@ def profile_times(
     Layers keep their training flag; weights on the meta device count as zeros. Errors of layers get a note
     that names the layer. Raises ``UsageError`` for arguments of another kind.
     """
-    check_measured(module, seconds_fault("timeout", timeout, zero=True))
+    check_measured(module, seconds_fault("timeout", timeout, zero=True), _device_fault(device))
     where = _device(sample, device)
 
     def measure(trial: _Trial) -> tuple[Any, float]:
@@ -83,7 +83,7 @@ def profile_sizes(
     """
     scales = is_number(param_scale) and 0 <= param_scale < math.inf
     wrong = [] if scales else [f"param_scale is {param_scale!r}, wanted a number from 0 up"]
-    check_measured(module, count_fault("chunks", chunks), wrong)
+    check_measured(module, count_fault("chunks", chunks), wrong, _device_fault(device))
 
     def measure(trial: _Trial) -> tuple[Any, float]:
         parameters, buffers = list(trial.layer.parameters()), list(trial.layer.buffers())
@@ -230,6 +230,16 @@ def _fresh(leaf: Any) -> Any:
 
 def _bytes(tensors: list[Tensor] | list[nn.Parameter]) -> float:
     return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+
+def _device_fault(device: Any) -> list[str]:
+    """What is wrong with a device to measure on, in words. Whether there is one of the kind, PyTorch says."""
+    try:
+        if device is not None:
+            torch.device(device)
+    except (TypeError, RuntimeError):
+        return [f"device is {device!r}, wanted a name such as 'cpu' or 'cuda:1', a torch.device, or None"]
+    return []
 
 
 def _device(sample: Any, device: torch.device | str | None) -> torch.device:
