@@ -88,12 +88,12 @@ class _Journey:
         series = room.series(room.steps, whole=self._way.segment is None)
         constants = engine.begin()
         passed = [each.clone() for each in room.states]
-        spare = room.spare(series) if self._way.segment else []
+        spare = room.spare(series) if self._way.segment else {}
         length = self._way.segment or len(marks)
         for first in range(0, len(marks) - 1, length):
             series.heads.append([each.clone() for each in passed] if self._way.segment else [])
             for i in range(first, min(first + length, len(marks) - 1)):
-                chunk = room.chunk(series, marks[i], marks[i + 1], passed, spare=spare)
+                chunk = room.chunk(series, marks[i], marks[i + 1], passed, spare)
                 kept = engine.forward(constants, chunk, keep=self._way.values and self._tracked)
                 if self._way.values and self._tracked:
                     self._kept.append(kept)
@@ -185,7 +185,7 @@ class _Journey:
             first: Sequence[Tensor] = series.heads[n]
             made: list[tuple[int, int, Chunk, Any]] = []
             for start, end in pairwise(marks):
-                chunk = room.chunk(again, start, end, first, offset=marks[0])
+                chunk = room.chunk(again, start, end, first, {}, offset=marks[0])
                 made.append((start, end, chunk, engine.forward(constants, chunk, keep=True)))
                 first = [part if k in room.still else part[-1] for k, part in enumerate(chunk.states)]
             while made:

@@ -7,7 +7,7 @@ A state that passes through the cell unchanged has no rows; one that is not kept
 what each segment begins with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -61,17 +61,18 @@ class Room:
             outputs.append(look.over(steps, self.device) if state is None else state[1:])
         return Series(outputs, rows, [])
 
-    def spare(self, series: Series) -> list[Tensor | None]:
-        """Room for one chunk of every state that is not kept whole.
+    def spare(self, series: Series) -> dict[int, Tensor]:
+        """Room for one chunk of every state that is not kept whole, by its number.
 
         Used for all chunks: blocks of this size, freed and asked for again between small ones, would never fit where
         the last one lay, and a process would grow by one for each chunk.
         """
         longest = max(end - start for start, end in pairwise(self.marks))
-        return [
-            each.new_empty(longest + 1, *each.shape) if whole is None and k not in self.still else None
+        return {
+            k: each.new_empty(longest + 1, *each.shape)
             for k, (each, whole) in enumerate(zip(self.states, series.states, strict=True))
-        ]
+            if whole is None and k not in self.still
+        }
 
     def chunk(
         self,
@@ -79,8 +80,8 @@ class Room:
         start: int,
         end: int,
         first: Sequence[Tensor],
+        spare: Mapping[int, Tensor],
         offset: int = 0,
-        spare: Sequence[Tensor | None] = (),
     ) -> Chunk:
         """A chunk to be run. `first` are the states that it begins with; `offset` the step where `series` begins.
 
@@ -92,12 +93,7 @@ class Room:
             if k in self.still:
                 states.append(self.states[k])
                 continue
-            if whole is None:
-                room = spare[k]
-                assert room is not None
-                part = room[: end - start + 1]
-            else:
-                part = whole[start - offset : end - offset + 1]
+            part = spare[k][: end - start + 1] if whole is None else whole[start - offset : end - offset + 1]
             part[0].copy_(state)
             states.append(part)
         outputs = [

@@ -1,7 +1,6 @@
 """Nothing of gRPC's runs on in the background when a connection has been closed: a process may end at once."""
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -39,13 +38,18 @@ def test_a_closed_connection_leaves_no_thread(how: str) -> None:
 
 
 def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = channel._told
+    told, wait, waited_for = channel._told, Crew.wait, threading.Event()
 
     def slowly(*arguments: Any) -> None:
         told(*arguments)
-        time.sleep(0.1)  # in gRPC's thread, which need not be through when the caller has heard
+        waited_for.wait(60.0)  # in gRPC's thread, which need not be through when the caller has heard
+
+    def waiting(crew: Crew, *arguments: Any) -> bool:
+        waited_for.set()
+        return wait(crew, *arguments)
 
     monkeypatch.setattr(channel, "_told", slowly)
+    monkeypatch.setattr(Crew, "wait", waiting)
     with Server([fussy_backend()]) as server:
         before = set(threading.enumerate())
         with RemoteExpert("fussy", server.address) as remote:
@@ -57,16 +61,18 @@ def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_f
     with Server([fussy_backend()]) as server:
         with channel.GrpcTransport(server.address) as transport:
             transport.status()  # the server starts a thread for it, and keeps that
-        before = set(threading.enumerate())
+        before, through = set(threading.enumerate()), threading.Event()
         crew, opened = Crew(), channel.open_channel(server.address, None, LIMITS)
 
         def at_once() -> Any:
             call = opened.unary_unary(STATUS).future(b"")
-            call.add_done_callback(lambda _: time.sleep(0.1))  # in gRPC's thread, which is not through
+            call.add_done_callback(lambda _: through.wait(60.0))  # in gRPC's thread
             call.result()
             return call
 
         assert crew.begin(at_once).done()
+        assert not crew.wait(0.0)
+        through.set()
         opened.close()
         assert crew.wait()
         assert set(threading.enumerate()) <= before

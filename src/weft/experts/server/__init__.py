@@ -12,7 +12,7 @@ runtimes.py    a thread for each device               hyperparameters.py   where
 observed.py    a desk that an observer listens to
 replicas.py    experts that others serve too, see weft.experts.replica
 neighbours.py  who else is alive                      panel_thread.py   its status page, see weft.experts.panel
-memory.py      what is freed stays in the process
+memory.py      what is freed stays in the process; large pages
 """
 
 from weft.experts.server.access import Access, Audit, Caller, Grant, Refusal, Role

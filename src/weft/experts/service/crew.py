@@ -5,7 +5,7 @@ channel.close() ── gRPC's threads still run for a moment ── the interpre
 A thread that is inside of gRPC when the interpreter ends is torn down there, which its C++ answers with ``terminate``:
 of processes that ended just after they had closed a connection, one in five died with SIGABRT.
 
-gRPC names them nowhere, and tells of a call's end in one of them only if it is asked before that end. But it starts
+gRPC hands them out nowhere, and tells of a call's end in one of them only if it is asked before that end. But it starts
 them while a call begins, in the thread that begins it: they are those that are there afterwards and were not before.
 """
 
