@@ -54,7 +54,8 @@ def one() -> list[Any]:
 def alone() -> list[Any]:
     """Without a server, so that all is done in this thread: the answers of a backward and of a commit."""
     with torch.device("cpu"):
-        backend, x, gradient = fussy_backend(), rows(2, 0), rows(2, 1)
+        # PyTorch 2.11 makes Adam's counts on the default device of the thread that steps, which is this one here
+        backend, x, gradient = fussy_backend(optimizer=sgd), rows(2, 0), rows(2, 1)
     sent = [backend.backward_pool.submit_task(x, gradient, client="ann", mini_batch="m")]
     work(backend)
     sent.append(backend.commit("m", client="ann"))

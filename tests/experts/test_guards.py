@@ -22,6 +22,7 @@ def test_what_is_not_finite_or_would_not_be_when_squared_is_refused(bad: float) 
     Guards().check_parameters(gradients[:1])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # PyTorch 2.11's own
 def test_the_norm_is_that_of_all_together_and_sparse_ones_count() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
     assert norm([torch.tensor([4.0]), sparse]) == pytest.approx(5.0)

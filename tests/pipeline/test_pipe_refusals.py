@@ -195,7 +195,6 @@ TRANSFORMS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, on first use
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_ways_to_differentiate_that_see_no_cut_are_refused_and_right_where_all_is_visible(
@@ -212,7 +211,6 @@ def test_ways_to_differentiate_that_see_no_cut_are_refused_and_right_where_all_i
                 assert_close(transform(pipe, rows(7, 4)), transform(plain, rows(7, 4)))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_inside_of_a_dual_level_a_step_without_tangents_is_run() -> None:
     pipe, plain = piped(chain(4, 5, 3))
     with dual.dual_level():

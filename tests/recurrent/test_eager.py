@@ -45,7 +45,6 @@ def small() -> tuple[nn.Module, Tensor, Tensor]:
     return eagerly(step), torch.randn(3, 2, 2).double(), torch.randn(2, 2).double()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, on first use
 def test_first_and_second_derivatives_are_those_of_finite_differences() -> None:
     net, x, h = small()
     mask, reset = torch.tensor([[True, False], [True, True], [False, True]]), torch.tensor([[False, True]] * 3)

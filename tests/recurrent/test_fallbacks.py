@@ -145,7 +145,6 @@ SILENT: dict[str, Callable[[Recurrent, Recurrent], None]] = {
 
 
 @pytest.mark.parametrize("run", SILENT.values(), ids=SILENT)
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, on first use
 def test_a_call_that_no_plan_can_run_is_run_by_the_eager_loop_without_a_word(run: Any) -> None:
     net = Recurrent(add)
     run(net, eagerly(add))
@@ -254,7 +253,6 @@ def test_a_lazy_module_gets_its_plan_once_it_has_seen_an_input() -> None:
     assert run_by(net) == {"python"}
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, on first use
 def test_forward_mode_gradients_go_through_the_eager_loop() -> None:
     net = Recurrent(add)
     with torch.autograd.forward_ad.dual_level():

@@ -6,8 +6,9 @@ One line per worker, its actions separated by commas. Empty cells are bubbles an
        ,1F0,1B0,1F1,1B1            stage 1 on worker 1
 
 This is the format of PyTorch's CSV tables, both "compute_only" and "compute_comms". Two things of theirs are
-simplified: ``(0F0;1B0)OVERLAP_F_B`` becomes its parts, one after the other; and sends, receives, (un)sharding
-and reduction of gradients are dropped, because weft derives transfers from the routes.
+simplified: ``(0F0;1B0)OVERLAP_F_B`` becomes its parts, one after the other; and sends, receives, (un)sharding,
+reduction of gradients, and (from PyTorch 2.15 on) waits for them are dropped, because weft derives transfers from the
+routes.
 """
 
 import re
@@ -17,7 +18,7 @@ from .errors import ScheduleError, listed
 from .schedule_action import Action, Table
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
-_DROPPED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
+_DROPPED = re.compile(r"\d+((WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B|UNSHARD|RESHARD)\d*", re.ASCII)
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 

@@ -7,13 +7,12 @@ of backward. Random numbers and results are those of the other executors.
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
 from torch.utils import checkpoint as checkpointing
 
-from weft.core.ambient import Ambient, phase
+from weft.core.ambient import Ambient, Phase, phase
 from weft.core.boundary import current_task, forbid_double, keeps_graph
 from weft.core.errors import TWICE, BackwardTwiceError
 from weft.core.rng import Dice, Silence
@@ -80,28 +79,39 @@ def _call(keeps: Keeps, function: Function, visit: Visit, segment: int, inputs: 
     if keeps(segment, visit.micro_batch) != "inputs":
         return function(visit, *inputs)
     leaves, structure = flatten(inputs)
-    call = partial(_checkpoint, _twice(function, visit, structure), use_reentrant=False, preserve_rng_state=False)
-    try:
-        return call(*leaves)
-    except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration):  # no generator of PyTorch's, but a layer has raised it
-            raise error.__cause__ from None
-        raise
+    repeated = _Repeated(function, visit, structure)
+    outputs = _checkpoint(repeated, *leaves, use_reentrant=False, preserve_rng_state=False)
+    if repeated.failed:
+        raise repeated.failed.pop()
+    return outputs
 
 
-def _twice(function: Callable[..., Any], visit: Visit, structure: Structure) -> Callable[..., Any]:
+class _Repeated:
     """The function over leaves, told that its first call will be repeated, and that the later ones repeat it.
 
-    Each call gets lists and dicts of its own: a layer may change them.
+    Each call gets lists and dicts of its own: a layer may change them. An error of the first call is put into
+    ``failed``. Raised through `torch.utils.checkpoint`, it would leave hooks in place for all graphs of the thread
+    until nobody holds the error any more (PyTorch 2.11), or become another one if it is a ``StopIteration``.
     """
-    calls: list[bool] = []
 
-    def call(*leaves: Any) -> Any:
-        with phase("recomputing" if calls else "checkpointing"), visit.ambient.process_flags():
-            calls.append(True)
-            return function(visit, *unflatten(structure, leaves))
+    def __init__(self, function: Callable[..., Any], visit: Visit, structure: Structure) -> None:
+        self.failed: list[BaseException] = []
+        self._function, self._visit, self._structure = function, visit, structure
+        self._called = False
 
-    return call
+    def __call__(self, *leaves: Any) -> Any:
+        if self._called:
+            return self._run("recomputing", leaves)
+        self._called = True
+        try:
+            return self._run("checkpointing", leaves)
+        except BaseException as error:
+            self.failed.append(error)
+            return ()
+
+    def _run(self, what: Phase, leaves: Sequence[Any]) -> Any:
+        with phase(what), self._visit.ambient.process_flags():
+            return self._function(self._visit, *unflatten(self._structure, leaves))
 
 
 def guarded(result: Any) -> tuple[Any, list[Tensor]]:

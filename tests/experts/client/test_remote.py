@@ -246,7 +246,6 @@ def test_the_gradient_of_a_gradient_is_refused(fake: FakeTransport) -> None:
     assert "Pipe" not in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch's own, at its first use
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("optimizer", [sgd, None])
 def test_a_tangent_is_refused_before_anything_is_sent(grad: bool, optimizer: Any) -> None:

@@ -421,7 +421,6 @@ def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_
             journey.backward([torch.ones(3, 2, WIDTH, dtype=torch.float64)], retain=False)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch's own, at its first use
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_tangent_is_refused(grad: bool) -> None:
     with World(GRID) as world, torch.set_grad_enabled(grad), forward_ad.dual_level():

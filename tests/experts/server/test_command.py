@@ -186,7 +186,7 @@ def test_ctrl_c_ends_a_server_and_leaves_the_signal_as_it_was(capsys: pytest.Cap
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before and "draining" in capsys.readouterr().out
     assert seen, "a full collection goes through all that torch has made, and stops the server meanwhile"
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen
 
 
 @pytest.mark.parametrize("wrong", ["f=nothing-like-it", "f"])
@@ -212,7 +212,7 @@ import gc, sys
 from weft.experts.server import command
 
 def build(config):
-    print(full.count(2), gc.isenabled(), gc.get_freeze_count() > 0, "torch._dynamo" in sys.modules)
+    print(full.count(2), gc.isenabled(), gc.get_freeze_count() > 10_000, "torch._dynamo" in sys.modules)
     raise SystemExit
 
 gc.collect()

@@ -64,6 +64,8 @@ def test_a_reshape_that_needs_a_copy_makes_one() -> None:
         (lambda x: x.long() @ x.long().t(), "multiply matrices"),
         (lambda x: torch.slice_scatter(x, x[:, :2], 1, 0, 4, 2), "whole pieces"),
         (lambda x: x.sort(1)[0], "aten.sort"),
+        (lambda x: x.byte().clamp(-1, 2), r"torch.uint8 can hold, not by -1 \(aten.clamp.default\)"),
+        (lambda x: torch.clamp_min(x.byte(), -1), "torch.uint8 can hold, not by -1"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(function: Callable[..., Any], name: str) -> None:

@@ -21,6 +21,8 @@ from weft.experts.server.memory import keep_freed_memory, use_large_pages
 from weft.experts.server.server import Server
 
 _LOOK = 0.25  # seconds
+_FROZEN = 10_000
+"""Objects out of garbage collections, from which on the caller has put them there: Python 3.12 begins with 400."""
 
 
 class _Stop:
@@ -64,7 +66,7 @@ def serve(config: Mapping[str, Any]) -> None:
     finally:  # also where the configuration was refused: Ctrl-C is the caller's again
         for each, handler in before.items():
             signal.signal(each, handler)
-        if not frozen:
+        if frozen < _FROZEN:
             gc.unfreeze()
 
 

@@ -36,12 +36,23 @@ def _where(maker: Maker, node: fx.Node) -> Ref:
 
 def _clamp(maker: Maker, node: fx.Node) -> Ref:
     """The upper bound last, as PyTorch has it: where the lower one is above it, the upper one wins."""
-    given = arguments(node)
+    given, dtype = arguments(node), value_of(node).dtype
     found = maker.ref(given["self"])
     for name, expression in (("min", "w_max({0},{1})"), ("max", "w_min({0},{1})")):
-        if given[name] is not None:
-            found = maker.like(node, expression, [found, maker.operand(given[name])])
+        bound = given.get(name)
+        if bound is None:
+            continue
+        if isinstance(bound, int) and not (dtype.is_floating_point or _holds(dtype, bound)):
+            raise Unsupported(
+                f"loops in C clamp by numbers that {dtype} can hold, not by {bound} ({node.target}): to PyTorch 2.15 "
+                "that is no bound, before it was the number that the bits of this one make"
+            )
+        found = maker.like(node, expression, [found, maker.operand(bound)])
     return found
+
+
+def _holds(dtype: torch.dtype, number: int) -> bool:
+    return dtype != torch.bool and torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
 
 
 _POWERS = {
@@ -208,7 +219,7 @@ def _product(maker: Maker, node: fx.Node) -> Ref:
 HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys([aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar], _add),
     aten.where.self: _where,
-    **dict.fromkeys([aten.clamp.default, aten.clamp.Tensor], _clamp),
+    **dict.fromkeys([aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_max.default], _clamp),
     **dict.fromkeys([aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar], _power),
     aten.bitwise_not.default: _not,
     **dict.fromkeys([aten.floor.default, aten.ceil.default, aten.trunc.default, aten.round.default], _rounded),

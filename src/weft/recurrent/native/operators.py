@@ -28,9 +28,7 @@ _BINARY: dict[Any, str] = {
     prims.div.default: "({0}/{1})",
     aten.maximum.default: "w_max({0},{1})",
     aten.minimum.default: "w_min({0},{1})",
-    aten.clamp_min.default: "w_max({0},{1})",
     aten.clamp_min.Tensor: "w_max({0},{1})",
-    aten.clamp_max.default: "w_min({0},{1})",
     aten.clamp_max.Tensor: "w_min({0},{1})",
     aten.atan2.default: "w_atan2({0},{1})",
 }
