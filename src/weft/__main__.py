@@ -116,7 +116,7 @@ def _experts(module: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise UsageError(f"this command needs more packages ({error}): pip install 'weft[experts]'") from None
+        raise UsageError(f"this command cannot run: {error}") from None
 
 
 def _demo(chosen: argparse.Namespace) -> None:

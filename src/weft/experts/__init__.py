@@ -20,6 +20,7 @@ server/, client/, service/                      over gRPC: Server, RemoteExpert,
 panel/, tracing/                                what people and their tools see of it
 mixture/                                        the best k of many experts for each row
 optimizers.py, counts.py, errors.py             fused steps, statistics, what can go wrong
+extras.py                                       what more than torch is needed, and how to install it
 """
 
 import os

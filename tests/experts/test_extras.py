@@ -1,0 +1,30 @@
+"""Whoever has torch alone hears what to install, under the names that pip knows."""
+
+import pytest
+
+from tests.apart import python
+
+PARTS = ("client", "server", "checkpoint", "mixture", "replica", "wire", "service", "directory.etcd")
+HIDDEN = ("google", "grpc", "grpc_health", "grpc_reflection", "numpy", "prometheus_client", "safetensors")
+HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN!r})); "
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_not_installed_is_named_with_what_to_do(part: str) -> None:
+    seen = python(f"{HIDE}import weft.experts.{part}")
+    *_, last = seen.stderr.splitlines()
+    assert last.startswith("ModuleNotFoundError") and last.endswith(
+        "grpcio, grpcio-health-checking, grpcio-reflection, numpy, protobuf, prometheus-client, safetensors "
+        "cannot be found: pip install 'weft[experts]'"
+    )
+
+
+def test_a_command_says_so_in_one_line() -> None:
+    seen = python(f"{HIDE}from weft.__main__ import main; main(['serve', '--expert', 'f=ffn'])")
+    assert seen.returncode == 2 and "pip install 'weft[experts]'" in seen.stderr
+    assert len([line for line in seen.stderr.splitlines() if line.startswith("weft: ")]) == 1
+
+
+def test_the_rest_needs_torch_alone() -> None:
+    seen = python(f"{HIDE}import weft.experts, weft.recurrent, weft.experts.panel, weft.experts.directory")
+    assert seen.returncode == 0, seen.stderr
