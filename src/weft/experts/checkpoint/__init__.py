@@ -4,7 +4,7 @@ store.py     save and load          content.py   a state dict <-> one safetensor
 disk.py      write, rename, sync    names.py     an expert's name as a safe folder name
 """
 
-from weft.experts import extras  # noqa: F401  (says what is not installed)
+from weft.experts import extras as extras  # says what is not installed
 from weft.experts.checkpoint.disk import Disk
 from weft.experts.checkpoint.errors import CheckpointError, DamagedError, TornError
 from weft.experts.checkpoint.store import Checkpoint, CheckpointStore, Taken

@@ -13,7 +13,7 @@ channel.py      the one over gRPC                     stream.py      its stream 
 tls.py          how a client shows itself             refusal.py     what to do when it is turned away
 """
 
-from weft.experts import extras  # noqa: F401  (says what is not installed)
+from weft.experts import extras as extras  # says what is not installed
 from weft.experts.client.asking import CallOptions
 from weft.experts.client.channel import GrpcTransport
 from weft.experts.client.connections import Connections

@@ -18,7 +18,7 @@ from math import ceil
 from typing import Any
 
 from weft.core.errors import UsageError, listed
-from weft.experts import extras  # noqa: F401  (says what is not installed)
+from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed)
 from weft.experts.checks import seconds_fault
 from weft.experts.directory.errors import AwayError, LeaseLostError, OwnedError
 from weft.experts.directory.etcd_endpoints import Endpoints, EtcdTls, RefusedByEtcdError

@@ -12,7 +12,7 @@ terms.py      the arguments about waiting      arguments.py  what is wrong with 
 tally.py, errors.py
 """
 
-from weft.experts import extras  # noqa: F401  (says what is not installed)
+from weft.experts import extras as extras  # says what is not installed
 from weft.experts.mixture.errors import AnomalyError, MixtureCommitError, NoExpertsError, TooFewAnswersError
 from weft.experts.mixture.mixture import RemoteMixtureOfExperts
 from weft.experts.mixture.switch import RemoteSwitchMixtureOfExperts

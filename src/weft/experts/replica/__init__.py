@@ -6,7 +6,7 @@ feed.py       the owner's side of the stream of states   link.py       the follo
 keeper.py     claims, follows, takes over, hands over    statistics.py what is said of all that
 """
 
-from weft.experts import extras  # noqa: F401  (says what is not installed)
+from weft.experts import extras as extras  # says what is not installed
 from weft.experts.replica.feed import Feed
 from weft.experts.replica.keeper import Keeper
 from weft.experts.replica.options import ReplicaOptions

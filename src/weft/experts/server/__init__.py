@@ -15,7 +15,7 @@ neighbours.py  who else is alive                      panel_thread.py   its stat
 memory.py      what is freed stays in the process; large pages
 """
 
-from weft.experts import extras  # noqa: F401  (says what is not installed)
+from weft.experts import extras as extras  # says what is not installed
 from weft.experts.server.access import Access, Audit, Caller, Grant, Refusal, Role
 from weft.experts.server.desk import Desk
 from weft.experts.server.memory import keep_freed_memory, use_large_pages

@@ -5,7 +5,7 @@ receipt.py       what a result says of steps and durability      address.py     
 pem.py, certificates.py   files, and who one is by them          forks.py, crew.py   gRPC's forks and threads
 """
 
-from weft.experts import extras  # noqa: F401  (says what is not installed)
+from weft.experts import extras as extras  # says what is not installed
 from weft.experts.service.description import Description, describe, read_description
 from weft.experts.service.receipt import Receipt, read_receipt
 

@@ -6,7 +6,7 @@ limits.py    caps, checked before allocation    fault.py     errors <-> bytes
 errors.py    the tree of errors                 dtypes.py    which dtypes travel
 """
 
-from weft.experts import extras  # noqa: F401  (says what is not installed)
+from weft.experts import extras as extras  # says what is not installed
 from weft.experts.wire.errors import (
     DeadlineError,
     DrainingError,
