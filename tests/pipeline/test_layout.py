@@ -1,12 +1,15 @@
 """What ``executor="auto"`` settles on keeps every promise of the executors that it was chosen from."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import weft
+from tests.pipeline.pipe_cases import assert_gradients_equal
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError
 from weft.pipeline.layout import Layouts
 
@@ -248,6 +251,31 @@ def test_anomaly_detection_gets_stages_apart() -> None:
     layouts.choice.fixed = 0
     with torch.autograd.set_detect_anomaly(True):
         assert layouts.pick("kind", watched=False) == ("serial", None)
+
+
+class Idle(nn.Linear):
+    """Has weights, and does not use them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("inside", [False, True])
+def test_data_parallel_sees_one_graph_while_auto_measures_and_when_it_has_chosen(inside: bool) -> None:
+    layers, x, y = model().insert(2, Idle(6, 6)), torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    plain = DistributedDataParallel(copy.deepcopy(layers), static_graph=True)
+    pipe = weft.Pipe(
+        layers, chunks=2, devices=["cpu"] * 2, balance=[2, 4], checkpoint="never", loss=nn.functional.mse_loss
+    )
+    wrapped = DistributedDataParallel(pipe, static_graph=True)
+    for _ in range(15):
+        for each in (plain, wrapped):
+            each.zero_grad()
+        loss_of(plain, False, x, y).backward()
+        loss_of(wrapped, inside, x, y).backward()
+        assert_gradients_equal(pipe, plain.module)
+    assert pipe.statistics()["chosen"]
 
 
 def test_recomputation_or_several_devices_are_never_merged() -> None:

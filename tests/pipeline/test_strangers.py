@@ -1,14 +1,12 @@
 """A parameter that a segment reads and does not have is told, not lost."""
 
 import copy
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -135,16 +133,6 @@ def test_a_leaf_that_a_layer_makes_for_itself_is_not_told(executor: str) -> None
             backward(pipe, rows(7, 4))
             backward(plain, rows(7, 4))
     assert_gradients_equal(pipe, plain)
-
-
-@pytest.fixture
-def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group of this process alone."""
-    if sys.platform == "linux":
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")

@@ -12,13 +12,16 @@ told with its stage and micro-batch; then "visible" and "merged" take turns, and
 If it wins, "visible" costs least: a few microseconds per micro-batch over a plain loop. But where its backward ends,
 autograd does not tell, which may have more to do than this step; "merged" can be timed to the end, and costs more.
 What "visible" cannot do is to say where an error in backward came from; so it is left to graphs of PyTorch's own
-operators (the first visible step of a kind is looked at), and not used under anomaly detection.
+operators (the first visible step of a kind is looked at), and not used under anomaly detection. Nor is it inside of
+DistributedDataParallel, which must find the same graph at every step and in every process: a parameter that got no
+gradient is in that of a step that was cut, and not in this.
 """
 
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parallel import DistributedDataParallel
 
 from weft.core.choice import Choice
 from weft.core.split_backward import children_first
@@ -61,7 +64,7 @@ class Layouts:
 
     def _decided(self, kind: Hashable) -> str:
         """How the caller's thread runs a step once it has won."""
-        if not self._splits:
+        if not self._splits or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             return "merged"
         return "serial" if self._has_python.get(kind) else "visible"
 
