@@ -22,6 +22,7 @@ from weft.core.schedule import Schedule
 from weft.core.segment import Keep
 from weft.core.transforms import forbid_transforms
 from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
+from weft.pipeline.collectives import forbid_workers, talkers
 from weft.pipeline.layout import Layouts
 from weft.pipeline.loss import LossFunction, LossStage
 from weft.pipeline.plan import Plan, build_stages, merged_plan, staged_plan
@@ -62,6 +63,9 @@ class Runtime:
         self._cuts = executor != "graph"
         self._surroundings: Ambient | None = None
         self._silent: set[Hashable] = set()
+        self._talkers = talkers(stage.layers for stage in self.stages)
+        if executor == "auto" and self._talkers:
+            executor = "serial"
         one_device = len(set(devices)) == 1
         mergeable = may_merge and one_device and never_recomputes(checkpoint)
         self.layouts = Layouts(executor, len(balance), one_device=one_device, mergeable=mergeable, splits=splits)
@@ -89,7 +93,7 @@ class Runtime:
     def serve(self, request: "Request", mode: Hashable) -> Any:
         """One step. `mode` is whatever makes steps of the same size take different times.
 
-        Raises DeviceError when a layer is not where its stage runs.
+        Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads.
         """
         cargo = Cargo([request.main, *request.targets], request.chunks)
         # Sizes by powers of two: else every new batch size would be measured anew.
@@ -98,6 +102,8 @@ class Runtime:
             layers = (layer for stage in self.stages for _, layer in stage.layers)
             forbid_transforms(chain(cargo.given, (each for layer in layers for each in layer.parameters())))
         layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None)
+        if layout == "threads":
+            forbid_workers(self._talkers)
         begun = perf_counter()
         if layout == "visible" and kind in self._silent:
             found = self._silently(request, cargo, kind)

@@ -79,7 +79,7 @@ class Searched:
 
     def _refuse_sharded(self, modules: Sequence[nn.Module]) -> None:
         """FSDP swaps parameters around the layer's call, and waits for gradients where no stage's graph ends."""
-        if sharded := [type(module).__name__ for module in modules if _shards(module)]:
+        if sharded := [type(module).__name__ for module in modules if shards(module)]:
             raise UsageError(
                 f"a layer of stage {self._number} shards its own parameters ({sharded[0]}), and their gradients would "
                 "be lost; shard the pipe as a whole, fully_shard(pipe), or use executor='graph'"
@@ -107,7 +107,7 @@ class Searched:
         )
 
 
-def _shards(module: nn.Module) -> bool:
+def shards(module: nn.Module) -> bool:
     """Whether it is an FSDP module, of either version; known by name, so that nothing has to be imported."""
     return any(
         each.__name__ in ("FSDPModule", "FullyShardedDataParallel") and each.__module__.startswith("torch.distributed.")
