@@ -4,7 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
 
 from tests.pipeline.pipe_cases import (
     CHECKPOINTS,
@@ -51,6 +53,35 @@ def test_the_loss_and_its_gradients_are_those_of_the_undivided_mini_batch(
         seen.backward()
         wanted.backward()
         assert_gradients_equal(pipe, plain)
+
+
+@pytest.mark.usefixtures("process_group")
+@every_schedule
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("from_layer", [0, 2])
+def test_a_loss_may_be_a_distributed_tensor(executor: str, schedule: str, from_layer: int) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target) ** 2).sum()
+
+    def entered(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(DTensor.from_local(each, mesh) for each in args)
+
+    pipe, plain = piped(
+        chain(4, 5, 3), balance=[2, 1], executor=executor, schedule=schedule, loss=loss, loss_reduction="sum"
+    )
+    for layer in list(pipe)[from_layer:]:
+        distribute_module(layer, mesh)
+    pipe[from_layer].register_forward_pre_hook(entered)
+    x, y = rows(7, 4), rows(7, 3)
+    for factor in (1, 3):
+        seen = pipe(x, target=distribute_tensor(y, mesh))
+        (factor * seen).backward()
+        (factor * loss(plain(x), y)).backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert_close(getattr(mine.grad, "to_local", lambda g=mine.grad: g)(), theirs.grad)
 
 
 @given(

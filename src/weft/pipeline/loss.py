@@ -7,6 +7,7 @@ It runs in the segment of the last stage, and is recomputed with it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ class LossStage(Stage):
 
     def of(self, visit: Visit, output: Any, target: Any) -> torch.Tensor:
         """The loss. Raises SpecError when it is not one real number."""
-        return self.run(visit, Call((output, target), {}), {})[0]
+        loss = self.run(visit, Call((output, target), {}), {})[0]
+        mesh = getattr(loss, "device_mesh", None)  # of a DTensor
+        if mesh is not None and loss.requires_grad:
+            loss.register_hook(partial(_everywhere, mesh))
+        return loss
 
     def survey(self) -> Survey:
         """As of any stage, but where its tensors are is the user's affair."""
@@ -41,3 +46,12 @@ class LossStage(Stage):
         except BaseException as error:
             error.add_note("weft: in the loss function")
             raise
+
+
+def _everywhere(mesh: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a loss that is a DTensor, as one: where backward begins early, it begins with a plain number."""
+    if hasattr(gradient, "device_mesh"):
+        return gradient
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - only whose loss it is has it loaded
+
+    return DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)

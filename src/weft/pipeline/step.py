@@ -8,7 +8,7 @@ A step is the `Journey` that the boundary takes. It holds what backward needs, a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -177,6 +177,8 @@ def _scaled(made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tens
     """Gradients that were made for a loss gradient of one, for the one that arrived."""
     if gradient is None:
         return [None] * len(made)
+    if hasattr(gradient, "full_tensor"):  # that of a loss that is a DTensor: a plain number goes with all gradients
+        gradient = cast(Tensor, cast(Any, gradient).full_tensor())
     if not gradient.is_cuda and gradient.item() == 1:  # on CUDA, asking would wait for the device
         return list(made)
     return [None if each is None else each * gradient.to(each.device) for each in made]
