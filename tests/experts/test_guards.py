@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.expert_cases import X, adam, fussy_backend, good, rows, seeded, task, weights
+from tests.experts.expert_cases import X, adam, close, fussy_backend, good, rows, seeded, task, weights
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.errors import GradientError
@@ -42,6 +42,34 @@ def test_gradients_of_outputs_are_judged_by_task() -> None:
     with pytest.raises(UsageError) as caught:
         Guards(max_norm=0.0, max_output_norm=math.nan)
     assert len(str(caught.value).splitlines()) == 3
+
+
+class Narrow(nn.Module):
+    """Its outputs are of a dtype, and so are their gradients."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(4, 4, dtype=torch.float64), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).to(self.dtype)
+
+
+NARROW = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_gradients_of_outputs_of_eight_bits_are_judged_as_others_are(dtype: torch.dtype) -> None:
+    """PyTorch has no norms of them, and not every version says which of them are finite."""
+    plain, x = seeded(lambda: Narrow(dtype)), rows(2, 0)
+    backend = ExpertBackend("e", seeded(lambda: Narrow(dtype)), adam, args_schema=(X,))
+    ones, bad = torch.ones(2, 4).to(dtype), torch.full((2, 4), math.nan).to(dtype)
+    answer, refused = backend.engine.backward([task(x, ones), task(rows(2, 1), bad)])
+    assert good([answer]) and isinstance(refused, GradientError) and backend.steps == 1
+    plain(x).backward(ones)
+    adam(plain.parameters()).step()
+    assert all(map(close, plain.parameters(), backend.module.parameters()))
+    assert norm([ones]) == pytest.approx(math.sqrt(8))
 
 
 class Hides(nn.Module):

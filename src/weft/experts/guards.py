@@ -57,7 +57,7 @@ class Guards:
 
     def output_fault(self, gradients: Sequence[Tensor]) -> str | None:
         """What is wrong with the gradients of the outputs of one task, in words."""
-        if self.finite and not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        if self.finite and not all(map(_finite, gradients)):
             return "the gradients of its outputs hold NaN or infinity, wanted finite numbers"
         length = norm(gradients) if self.max_output_norm is not None else 0.0
         if self.max_output_norm is not None and not length <= self.max_output_norm:
@@ -85,8 +85,8 @@ class Guards:
         now = after.copies
         if not now or not self.finite or math.isfinite(norm(list(now.values()))):
             return
-        sound = {place for place, copy in before.copies.items() if bool(copy.isfinite().all())}
-        spoiled = {place[1]: None for place in now if place in sound and not bool(now[place].isfinite().all())}
+        sound = {place for place, copy in before.copies.items() if _finite(copy)}
+        spoiled = {place[1]: None for place in now if place in sound and not _finite(now[place])}
         if spoiled:
             raise GradientError(
                 f"{', '.join(spoiled)} of the module would hold NaN or infinity from then on; nothing "
@@ -97,7 +97,16 @@ class Guards:
 def norm(gradients: Sequence[Tensor]) -> float:
     """The L2 norm of all of them together, of which only the values that a sparse one stores count."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    dense = [gradient for gradient in dense if gradient.is_floating_point() or gradient.is_complex()]
+    dense = [_wide(gradient) for gradient in dense if gradient.is_floating_point() or gradient.is_complex()]
     if all(gradient.is_cpu for gradient in dense):  # each norm is at hand, and the rest is faster without tensors
         return math.hypot(*[float(cast("Tensor", torch.linalg.vector_norm(gradient))) for gradient in dense])
     return float(torch.nn.utils.get_total_norm(dense))
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(_wide(tensor).isfinite().all())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The same numbers in a dtype that has norms, which the floats of eight bits have not."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
