@@ -1,7 +1,7 @@
 """The state of an expert: what is in it, and whether one can be this expert's, told before anything of it is loaded.
 
 module, optimizer, schedule       tables of their own; None where the expert has none
-optimizer_class                   its kind: torch would load the state of another, and fail at the next step
+optimizer_class, schedule_class   their kinds: torch would load the state of another, and fail or go astray later
 steps, seed, ..._batches          counts
 """
 
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import count_fault
 
-_KIND = "optimizer_class"  # which older states lack
+_KINDS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}  # which older states lack
 _TABLES = {"module", "optimizer", "schedule"}
 _COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
 _MAY_LACK = {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
@@ -30,8 +30,9 @@ def state_of(
     state = {
         "module": module.state_dict(),
         "optimizer": None if optimizer is None else optimizer.state_dict(),
-        _KIND: None if optimizer is None else type(optimizer).__name__,
         "schedule": None if schedule is None else schedule.state_dict(),
+        _KINDS["optimizer"]: None if optimizer is None else type(optimizer).__name__,
+        _KINDS["schedule"]: None if schedule is None else type(schedule).__name__,
         **counts,
     }
     return copy.deepcopy(state)
@@ -40,7 +41,7 @@ def state_of(
 def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
     """Raise ``UsageError`` that lists why this is no state of the expert of this name, with these parts."""
     faults = [f"{each!r} is missing" for each in sorted((_TABLES | _COUNTS) - state.keys())]
-    faults += [f"{each!r} is not known" for each in sorted(state.keys() - _TABLES - _COUNTS - {_KIND})]
+    faults += [f"{each!r} is not known" for each in sorted(state.keys() - _TABLES - _COUNTS - {*_KINDS.values()})]
     faults += [
         f"there is {'no' if state[each] is None else 'a'} state of the {each}, but this expert has "
         f"{'none' if part is None else 'one'}"
@@ -54,17 +55,25 @@ def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None
         for each in sorted(_TABLES & state.keys())
         if not isinstance(state[each], Mapping) and (each == "module" or state[each] is not None)
     ]
-    if not faults and optimizer is not None:
-        faults += _optimizer_faults(optimizer, state["optimizer"], state.get(_KIND))
+    if not faults:
+        parts = {"optimizer": optimizer, "schedule": schedule}
+        faults += [fault for each, part in parts.items() for fault in _kind_faults(each, part, state.get(_KINDS[each]))]
+    if not faults and optimizer is not None and state.get(_KINDS["optimizer"]) is None:
+        faults += _optimizer_faults(optimizer, state["optimizer"])
     if faults:
         raise UsageError(listed(f"this is no state of expert {name!r}:", faults))
 
 
-def _optimizer_faults(optimizer: Optimizer, state: Mapping[str, Any], kind: str | None) -> list[str]:
-    """Whether a state is of another optimizer. Without a ``kind`` that is seen by what the state lacks."""
+def _kind_faults(what: str, part: object, kind: str | None) -> list[str]:
+    mine = type(part).__name__
+    if part is None or kind is None or kind == mine:
+        return []
+    return [f"the state is of {what} {kind}, but this expert has {mine}"]
+
+
+def _optimizer_faults(optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
+    """Whether a state that does not tell its kind is of another optimizer, seen by what it lacks."""
     mine = type(optimizer).__name__
-    if kind is not None:
-        return [] if kind == mine else [f"the state is of optimizer {kind}, but this expert has {mine}"]
     if not isinstance(state.get("param_groups"), list):
         return [f"the state of the optimizer has no list of param_groups, wanted one of {mine}"]
     groups = cast("list[Mapping[str, Any]]", state["param_groups"])

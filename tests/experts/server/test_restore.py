@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, RMSprop
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, StepLR
 
 from tests.experts.crashing_disk import CrashingDisk
 from weft.core.errors import UsageError
@@ -76,6 +77,22 @@ def test_a_checkpoint_of_another_optimizer_is_refused(before: Any, after: Any, o
         server.start()
     assert "'f'" in str(caught.value) and str(tmp_path) in str(caught.value)
     assert len(store.steps("f")) == count
+
+
+SCHEDULES = [partial(ExponentialLR, gamma=0.9), partial(StepLR, step_size=2), partial(CosineAnnealingLR, T_max=5)]
+
+
+@pytest.mark.parametrize(("before", "after"), list(permutations(SCHEDULES, 2)))
+def test_a_checkpoint_of_another_schedule_is_refused(before: Any, after: Any, tmp_path: Path) -> None:
+    """PyTorch would mix both: the numbers of one, and those of the other that it has no names for."""
+    store = saved(tmp_path, schedule=before)
+    server = Server([expert(schedule=after)], checkpoints=store)
+    kinds = (before.func.__name__, after.func.__name__)
+    with pytest.raises(UsageError, match="is of schedule {}, but this expert has {}".format(*kinds)):
+        server.start()
+    older(store, lambda state: state.pop("schedule_class"))  # as it was before states said that: nobody can tell
+    with Server([backend := expert(schedule=before)], checkpoints=store):
+        assert backend.steps == 1
 
 
 @pytest.mark.parametrize("optimizer", [Adam, AdamW, RMSprop, partial(SGD, lr=0.1), partial(SGD, lr=0.1, momentum=0.9)])
