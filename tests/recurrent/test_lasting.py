@@ -129,6 +129,15 @@ def test_what_code_says_of_classes_and_objects_may_change(
     assert run_by(net) == {"python"}
 
 
+@pytest.mark.parametrize("name", ["inner", "scaled", "mean"])
+def test_a_global_that_is_named_as_an_attribute_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell(lambda cell, z: cell.inner.scaled(z) - z.mean(), inner=Inner())
+    net, before = planned(cell, "python"), owned(cell).key
+    monkeypatch.setattr(HERE, name, net, raising=False)  # as after `inner = Recurrent(cell)`
+    net(torch.randn(3, 2, 3), torch.zeros(2, 3))
+    assert run_by(net) == {"python"} and owned(cell).key == before
+
+
 HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a generator's method in C": (lambda: random.Random(0).random, "Random"),
     "a generator's method": (lambda: random.Random(0).uniform, "Random"),

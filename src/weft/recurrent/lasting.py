@@ -5,6 +5,7 @@ lasting   torch's, numpy's and Python's own code; modules and classes, as far as
 names     what a function may read: of its module, of the classes it meets, of a user's modules of code
 """
 
+import dis
 import enum
 import functools
 import sys
@@ -24,6 +25,7 @@ UNNAMED = frozenset({"forward", "__call__", "__bool__", "__int__", "__float__", 
 )
 """Methods that run without being named."""
 _CONSTANTS = (torch.layout, torch.memory_format)
+_OF_GLOBALS = frozenset(name for name in dis.opmap if name.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
 _BY_WORD = frozenset({"getattr", "globals", "vars"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 
@@ -74,10 +76,18 @@ def function_of(found: object) -> types.FunctionType | None:
 
 def names_of(code: types.CodeType) -> tuple[str, ...]:
     """The names that code says, those given to `getattr`, `globals` and `vars` as words among them."""
-    names = code.co_names
-    if _BY_WORD.isdisjoint(names):
-        return names
-    return (*names, *[each for each in code.co_consts if type(each) is str])
+    return (*code.co_names, *_words_of(code))
+
+
+@functools.lru_cache(4096)
+def globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """Those of `names_of` that may stand in its module: `h.mean()` and `self.net` say nothing of a global `mean`."""
+    read = [each.argval for each in dis.get_instructions(code) if each.opname in _OF_GLOBALS]
+    return (*dict.fromkeys(read), *_words_of(code))
+
+
+def _words_of(code: types.CodeType) -> list[str]:
+    return [] if _BY_WORD.isdisjoint(code.co_names) else [each for each in code.co_consts if type(each) is str]
 
 
 def reads_environment(code: types.CodeType) -> bool:

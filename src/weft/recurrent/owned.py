@@ -26,6 +26,7 @@ from weft.recurrent.lasting import (
     PLAIN,
     UNNAMED,
     function_of,
+    globals_of,
     lasts,
     names_of,
     of_torch,
@@ -197,12 +198,12 @@ class Owned:
 
     def _globals(self, code: types.CodeType, inside: dict[str, Any], depth: int) -> None:
         """What a function, and functions within it, name in their module."""
-        names = names_of(code)
+        names, read = names_of(code), globals_of(code)
         self._names.update(names)
-        self.sources.append((inside, names))
+        self.sources.append((inside, read))
         if reads_environment(code):
             self._give_up("the environment (os.environ)")
-        for name in names:
+        for name in read:
             if name in inside:
                 value = inside[name]
                 self.add(name, value, depth)
