@@ -128,6 +128,22 @@ def test_truncation_the_step_number_and_resets_are_as_in_the_loop(
     assert run_by(net) == {backend}
 
 
+@by_plan
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_reset_brings_back_keeps_its_gradient_where_others_are_cut(own: bool, backend: str) -> None:
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return h.sin(), (x + h).tanh()
+
+    torch.manual_seed(0)
+    x, first = torch.randn(STEPS, ROWS, 3).double(), torch.randn(ROWS, 3).double().requires_grad_()
+    reset = torch.arange(STEPS)[:, None] % 4 == torch.arange(ROWS)
+    options: dict[str, Any] = {"truncate": 2, "initial": (lambda _: first) if own else None}
+    found: list[Any] = []
+    for net in (planned(cell, backend, **options), eagerly(cell, **options)):
+        found.append(gradients(tuple(net(x, None if own else first, reset=reset)), [first]))
+    close(*found)
+
+
 class OneOver(nn.Module):
     """Divides by the step's number, which in float64 has more digits as a number than as a tensor of integers."""
 

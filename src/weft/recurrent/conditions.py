@@ -65,11 +65,11 @@ class Step:
         valid = next(rest) if self.on.valid else None
         if valid is not None:
             x = _covered(valid, x, held)
-        if self.on.reset:
-            flags = next(rest)
-            state = _picked(flags, fresh, state)
-        if self.on.cut:
+        flags = next(rest) if self.on.reset else None
+        if self.on.cut:  # before the reset: what that brings back keeps its gradient
             state = _cut(next(rest), state)
+        if flags is not None:
+            state = _picked(flags, fresh, state)
         t: Any = next(rest) if self.on.time else 0
         if self.on.time and _tracer() is None:
             t = int(t)  # as the eager loop has it: what the check compares with, and 1 / t has more digits so
