@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import by_plan, eagerly, planned, run_by
+from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.capture import capture
 from weft.recurrent.draws import drawn
 
@@ -55,6 +56,28 @@ def test_the_same_seed_gives_the_numbers_of_the_eager_loop_and_leaves_the_genera
     for seen in found[1:]:
         torch.testing.assert_close(seen[:2], found[0][:2], rtol=1e-12, atol=1e-14)
         assert torch.equal(seen[2], found[0][2])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_attention_and_rrelu_draw_only_where_they_are_told_to(training: bool) -> None:
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        heads = [each.view(2, 1, 3, 4) for each in (x, x * h, h)]
+        z = nn.functional.scaled_dot_product_attention(*heads, dropout_p=0.1 * training).view_as(h)
+        after = nn.functional.rrelu(z, training=training) - 0.5 * h
+        return after, after
+
+    x, h = torch.randn(5, 2, 12).double(), torch.randn(2, 12).double().requires_grad_()
+    nets = [planned(step, "python"), eagerly(step)]
+    if training:
+        with pytest.warns(NoPlanWarning, match="draws random numbers"):
+            nets[0](x, h)
+        return
+    ours, theirs = (each(x, h).outputs for each in nets)
+    assert run_by(nets[0]) == {"python"}
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each.sin().sum(), h)[0] for each in (ours, theirs)), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_each_step_draws_anew_and_a_step_is_filled_in_order() -> None:

@@ -30,6 +30,8 @@ _BY_SHAPE = {
     _aten.exponential.default,
 }
 """Operators that take of their tensors the looks only."""
+_SWITCHES = frozenset({"dropout_p", "train", "training"})
+"""Arguments without which nothing is drawn: attention has a rate of dropout, which mostly is 0."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,11 @@ class Draw:
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    asked = cast(Any, node.target)._schema.arguments
+    given = dict(zip([each.name for each in asked], node.args, strict=False)) | node.kwargs
+    return all(given.get(each.name, each.default_value) for each in asked if each.name in _SWITCHES)
 
 
 def bound(module: fx.GraphModule) -> list[str]:
