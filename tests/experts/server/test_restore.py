@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, RMSprop
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    MultiStepLR,
+    OneCycleLR,
+    StepLR,
+)
 
 from tests.experts.crashing_disk import CrashingDisk
 from weft.core.errors import UsageError
@@ -178,6 +185,40 @@ def test_what_a_schedule_changed_is_no_news(tmp_path: Path) -> None:
     store = saved(tmp_path, 3, **more)
     with Server([expert(**more)], checkpoints=store) as server:
         assert server.statistics().keeping["f"].notes == ()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (
+            partial(StepLR, step_size=2),
+            partial(StepLR, step_size=7, gamma=0.5),
+            ["step_size of StepLR is 2", "gamma of StepLR is 0.1"],
+        ),
+        (
+            partial(MultiStepLR, milestones=[2, 4, 4]),
+            partial(MultiStepLR, milestones=[2, 5]),
+            ["milestones of MultiStepLR is (2, 4, 4)"],
+        ),
+        (partial(OneCycleLR, max_lr=1.0, total_steps=9), partial(OneCycleLR, max_lr=2.0, total_steps=9), ["max_lr is"]),
+        (
+            partial(CosineAnnealingWarmRestarts, T_0=2),
+            partial(CosineAnnealingWarmRestarts, T_0=3),
+            ["T_0 of CosineAnnealingWarmRestarts is 2"],
+        ),
+    ],
+)
+def test_settings_of_a_schedule_and_beside_it_that_are_not_as_asked_for_are_told(
+    before: Any, after: Any, told: list[str], tmp_path: Path
+) -> None:
+    store = saved(tmp_path, 3, optimizer=partial(AdamW, weight_decay=0.1), schedule=before)
+    same = expert(partial(AdamW, weight_decay=0.1), schedule=before)
+    with Server([same], checkpoints=store) as server:
+        assert server.statistics().keeping["f"].notes == ()
+    other = expert(partial(AdamW, weight_decay=0.3), schedule=after)
+    with Server([other], checkpoints=store) as server:
+        text = "\n".join(server.statistics().keeping["f"].notes)
+        assert all(each in text for each in ["weight_decay is 0.1", *told]), text
 
 
 @pytest.mark.parametrize("removed", [".", "saved", "saved/f"])
