@@ -24,21 +24,25 @@ from weft.experts.wire import Limits
 pytestmark = pytest.mark.timeout(20)
 
 
-def test_a_repeat_goes_on_after_a_failure_and_stops_at_once() -> None:
+def test_a_repeat_goes_on_after_failures_tells_of_the_first_and_stops_at_once(caplog: pytest.LogCaptureFixture) -> None:
     turns: list[int] = []
     done = threading.Event()
 
     def act() -> None:
         turns.append(1)
-        if len(turns) == 2:
-            raise ValueError("second")
-        if len(turns) == 4:
+        if len(turns) in (2, 3):
+            raise OSError(f"turn {len(turns)}: no space")
+        if len(turns) == 5:
             done.set()
 
-    repeat = Repeat("test", 0.01, act)
+    repeat = Repeat("checkpoints", 0.01, act)
     repeat.start()
     assert done.wait(5) and repeat.stop(5.0) and repeat.stop(5.0)
-    assert repeat.failures == 1 and repeat.last_failure is None
+    assert repeat.failures == 2 and repeat.last_failure is None
+    assert [each.getMessage() for each in caplog.records] == [
+        "checkpoints: turn 2: no space; tried again every 0.01 s",
+        "checkpoints: works again",
+    ]
 
 
 def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:

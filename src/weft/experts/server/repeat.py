@@ -3,11 +3,15 @@
 enter ── wait ── act ── wait ── act ── ... ── leave: wakes the wait, and returns when the thread has ended
 
 What the act raises is kept and counted, and the next turn comes anyway: a full disk or a directory that is away
-now may be fine in a while, and the server goes on serving meanwhile.
+now may be fine in a while, and the server goes on serving meanwhile. The log hears of the first failure of several,
+and of their end.
 """
 
+import logging
 import threading
 from collections.abc import Callable
+
+_LOG = logging.getLogger("weft.experts.server")
 
 
 class Repeat:
@@ -16,7 +20,7 @@ class Repeat:
     def __init__(self, name: str, seconds: float, act: Callable[[], object]) -> None:
         self.failures = 0
         self.last_failure: Exception | None = None
-        self._seconds = seconds
+        self._name, self._seconds = name, seconds
         self._act = act
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"weft-{name}", daemon=True)
@@ -40,10 +44,15 @@ class Repeat:
         while not self._stop.wait(self._seconds):
             try:
                 self._act()
-                self.last_failure = None
             except Exception as error:
                 self.failures += 1
+                if self.last_failure is None:
+                    _LOG.warning("%s: %s; tried again every %g s", self._name, error, self._seconds)
                 self.last_failure = error
+            else:
+                if self.last_failure is not None:
+                    _LOG.warning("%s: works again", self._name)
+                self.last_failure = None
 
 
 class Repeats(dict[str, Repeat]):
