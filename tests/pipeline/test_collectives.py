@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.apart import python
 from tests.pipeline.pipe_cases import backward, chain, rows
 from weft import Pipe, Recorder
 from weft.core.errors import UsageError
@@ -65,6 +66,23 @@ def test_tensor_parallel_stages_run_in_the_callers_thread() -> None:
     with pipe.watched_by(recorder):
         backward(pipe, rows(6, 4))
     assert len({each.thread for each in recorder.events}) == 1
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_every_message_is_waited_for(checkpoint: str) -> None:
+    """PyTorch keeps those that nobody waits for, with their tensors, and says so at the end of the process."""
+    script = f"""
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.pipeline.pipe_cases import backward, rows
+from tests.pipeline.test_collectives import tensor_parallel
+from weft import Pipe
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+backward(Pipe(tensor_parallel(), chunks=2, devices=["cpu"] * 2, checkpoint={checkpoint!r}), rows(6, 4))
+dist.destroy_process_group()
+"""
+    seen = python(script)
+    assert seen.returncode == 0 and "unwaited" not in seen.stderr, seen.stderr
 
 
 def test_stages_whose_messages_cannot_meet_keep_their_workers() -> None:

@@ -14,6 +14,7 @@ arrives. With ``keep="nothing"`` there is no tape: the segment runs without grad
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -170,7 +171,9 @@ class Tape:
                 )
             with torch.enable_grad(), phase("recomputing"):
                 values = [unflatten(*each) for each in zip(self._structures, self._inputs, strict=True)]
-                self.hold(self.segment.call(self._visit, values))
+                outputs = self.segment.call(self._visit, values)
+                self.hold(outputs)
+                _wait_for(outputs)
 
     def backward(self, gradients: Sequence[Gradients], *, retain: bool = False) -> tuple[list[Gradients], Gradients]:
         """Walk the graph back: one list of gradients per output value in, one per input value out.
@@ -230,6 +233,18 @@ def _edge(leaf: Any) -> GradientEdge | None:
     if isinstance(leaf, Tensor):
         return get_gradient_edge(leaf) if leaf.requires_grad else None
     return forbid_hidden(leaf, "a result")
+
+
+def _wait_for(outputs: Sequence[Any]) -> None:
+    """Wait for the messages behind outputs that nobody will read: until then PyTorch keeps them, step after step.
+
+    Those of tensor-parallel layers are sums over processes that are still under way.
+    """
+    for leaf in chain.from_iterable(flatten(value)[0] for value in outputs):
+        if isinstance(leaf, Tensor) and type(leaf) is not Tensor:
+            local = getattr(leaf, "_local_tensor", leaf)  # of a DTensor
+            if wait := getattr(local, "trigger_wait", None):  # of an AsyncCollectiveTensor
+                wait()
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
