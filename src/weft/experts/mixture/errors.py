@@ -59,4 +59,6 @@ def too_few(
         f"{what}: {short} of {samples} samples have fewer than {needed} answers. Wait longer, ask more experts "
         "(k_best), need fewer (k_min), or let such samples be zero (allow_zero_outputs)."
     )
+    if any(isinstance(error, CommitError) for error in faults.values()):
+        head += " Where a mini-batch has ended, as by a commit that was interrupted, discard() begins a new one."
     return TooFewAnswersError(listed(f"{head} Who failed:", lines) if lines else head, faults)
