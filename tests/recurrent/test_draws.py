@@ -25,6 +25,13 @@ class Drawing(nn.Module):
         return after, after
 
 
+def _strided_buffers(x: Tensor) -> Tensor:
+    table = torch.zeros(9, 8, dtype=x.dtype)
+    table[:, :4].normal_()  # many and contiguous numbers are drawn in another way
+    table[:4].t().uniform_()
+    return table[3 : 3 + len(x), : x.shape[1]]
+
+
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: nn.functional.dropout(x, 0.5),
     "bernoulli": lambda x: torch.empty_like(x).bernoulli_(0.3),
@@ -34,6 +41,11 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "randint": lambda x: torch.randint(5, x.shape),
     "normal": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
     "uniform": lambda x: torch.empty_like(x).uniform_(-1, 1),
+    "dropout, transposed": lambda x: (
+        nn.functional.dropout(x.t(), 0.5).t() * nn.functional.dropout(x.t().contiguous()).t()
+    ),
+    "bernoulli, transposed": lambda x: torch.bernoulli(x.detach().t(), 0.5).t(),
+    "strided buffers": _strided_buffers,
     "a draw within a draw's reach": lambda x: nn.functional.dropout(torch.randn_like(x).exp(), 0.3),
 }
 

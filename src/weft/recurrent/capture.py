@@ -29,7 +29,7 @@ from weft.core.boundary import quiet_hooks
 from weft.core.errors import WeftError
 from weft.core.tree import Structure, flatten, map_leaves, unflatten
 from weft.recurrent.captured import Captured, roles_of
-from weft.recurrent.draws import bound, lifted
+from weft.recurrent.draws import bound, lifted, note_strides, tell_apart
 from weft.recurrent.shorten import shorten
 from weft.recurrent.tidy import tidy
 
@@ -170,8 +170,10 @@ def _traced(
     with torch.no_grad(), quiet_hooks(parameters), tracing(looks):
         seen = _make_fx(joint)(*example)
         _refuse_writes(seen)
+        tell_apart(seen)
         pure = _make_fx(_functionalize(seen, remove="mutations"), decomposition_table=composed)(*example)
     _refuse_random(pure)
+    note_strides(pure)
     tidy(pure)
     return pure
 

@@ -30,23 +30,36 @@ _BY_SHAPE = {
     _aten.exponential.default,
 }
 """Operators that take of their tensors the looks only."""
+_IN_PLACE = {
+    _aten.bernoulli.p: _aten.bernoulli_.float,
+    _aten.normal_functional.default: _aten.normal_.default,
+    _aten.uniform.default: _aten.uniform_.default,
+    _aten.exponential.default: _aten.exponential_.default,
+}
+"""For what stands in a graph without writes, what cells call."""
 _SWITCHES = frozenset({"dropout_p", "train", "training"})
 """Arguments without which nothing is drawn: attention has a rate of dropout, which mostly is 0."""
+_STRIDES = "weft: strides"
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One operator that draws: itself, its arguments, and the looks of the result. None stands for a tensor."""
+    """One operator that draws: itself, its arguments, and the looks of the result. None stands for a tensor.
+
+    Numbers come in the order of memory, so the strides are looks as well.
+    """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
 
     def fill(self, row: Tensor) -> None:
         """Draw once."""
-        args = [row if each is None else each for each in self.args]
+        like = torch.empty_strided(self.shape, self.strides, dtype=row.dtype, device=row.device)
+        args = [like if each is None else each for each in self.args]
         kwargs = {**self.kwargs, "device": row.device} if "device" in self.kwargs else self.kwargs
         row.copy_(self.target(*args, **kwargs))
 
@@ -66,6 +79,23 @@ def bound(module: fx.GraphModule) -> list[str]:
     return [str(node.target) for node in nodes if node.target not in _BY_SHAPE or len(node.all_input_nodes) > 1]
 
 
+def tell_apart(module: fx.GraphModule) -> None:
+    """Say of `bernoulli(x, p)` that it draws into a new tensor: without writes, `x.bernoulli_(p)` reads like it."""
+    for node in [each for each in module.graph.nodes if each.target is _aten.bernoulli.p]:
+        with module.graph.inserting_before(node):
+            new = module.graph.call_function(_aten.empty_like.default, node.args[:1])
+            new.kwargs = {"memory_format": torch.contiguous_format}
+        node.replace_input_with(node.args[0], new)
+    module.recompile()
+
+
+def note_strides(module: fx.GraphModule) -> None:
+    """Keep with every drawing node how that lies in memory which it draws, before the graph is tidied."""
+    for node in [each for each in module.graph.nodes if is_random(each)]:
+        written = node.args[0] if node.target in _IN_PLACE else node
+        node.meta[_STRIDES] = tuple(written.meta["val"].stride())
+
+
 def lifted(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
     """Replace every drawing node by a placeholder; these, and what they draw, in order of drawing."""
     graph = module.graph
@@ -75,7 +105,8 @@ def lifted(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
     for node in [each for each in graph.nodes if is_random(each)]:
         args = tuple(None if isinstance(each, fx.Node) else each for each in node.args)
         value = node.meta["val"]
-        draws.append(Draw(node.target, args, dict(node.kwargs), tuple(value.shape), value.dtype))
+        looks = (tuple(value.shape), node.meta[_STRIDES], value.dtype)
+        draws.append(Draw(_IN_PLACE.get(node.target, node.target), args, dict(node.kwargs), *looks))
         with graph.inserting_after(last):
             last = graph.placeholder(f"draw{len(draws)}")
         last.meta = {"val": node.meta["val"]}
