@@ -5,6 +5,7 @@ t(t(x))                     x
 the same thing said twice   once
 view                        reshape: stacked over time, a value may have other strides
 (gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
+group_norm(x)               group_norm(contiguous(x)): some operators take others wrongly, or refuse them
 """
 
 from typing import Any, cast
@@ -15,6 +16,8 @@ from torch import fx
 from weft.recurrent.draws import is_random
 
 _aten = cast(Any, torch.ops.aten)
+_CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}
+"""Operators that read memory as if it were contiguous. PyTorch sees to it before it calls them, by a clone."""
 
 
 def tidy(module: fx.GraphModule) -> None:
@@ -42,6 +45,7 @@ def tidy(module: fx.GraphModule) -> None:
         else:
             seen[key] = node
     _separate(graph)
+    _make_contiguous(graph)
     graph.eliminate_dead_code()
     module.recompile()
 
@@ -70,6 +74,18 @@ def _separate(graph: fx.Graph) -> None:
         for user in list(node.users):
             user.replace_input_with(node, halves[0] if user.args[1] == 0 else halves[1])
         graph.erase_node(node)
+
+
+def _make_contiguous(graph: fx.Graph) -> None:
+    """Give operators contiguous operands that read them so, also where a value lies otherwise at a later step."""
+    made: dict[fx.Node, fx.Node] = {}
+    for node in [each for each in graph.nodes if each.target in _CONTIGUOUS_ONLY]:
+        for operand in node.all_input_nodes:
+            if operand not in made:
+                with graph.inserting_after(operand):
+                    made[operand] = graph.call_function(_aten.contiguous.default, (operand,))
+                made[operand].meta = dict(operand.meta)
+            node.replace_input_with(operand, made[operand])
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
