@@ -1,5 +1,6 @@
 """A graph that was tidied means what it meant."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -39,4 +40,22 @@ def test_group_norm_takes_values_wherever_they_lie(form: Callable[[nn.Module, Te
         outputs = each(x, h).outputs
         found.append((outputs, *torch.autograd.grad(outputs.sin().sum(), [x, h, *cell.parameters()])))
     assert run_by(net) == {"python"}
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+
+
+FILLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "atanh": lambda x, h: torch.atanh(x * h),
+    "addcdiv": lambda x, h: torch.addcdiv(h, x, x + 1),
+    "lerp": lambda x, h: torch.lerp(h, x, 0.3 * x),
+}
+
+
+@pytest.mark.parametrize("step", FILLED.values(), ids=FILLED)
+def test_a_plan_passes_on_no_warning_of_pytorch_about_vmap(step: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x, h = torch.rand(4, 3, 4).double().requires_grad_() * 0.5, torch.rand(3, 4).double()
+    nets, found = [each(lambda x, h: (step(x, h),) * 2) for each in (eagerly, lambda c: planned(c, "python"))], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for net in nets:
+            found.append(torch.autograd.grad(net(x, h).outputs.sin().sum(), x)[0])
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)

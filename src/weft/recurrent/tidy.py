@@ -4,6 +4,7 @@ detach, alias, clone        gone: nothing writes any more, and nobody asks autog
 t(t(x))                     x
 the same thing said twice   once
 view                        reshape: stacked over time, a value may have other strides
+fill(x, v)                  full_like(x, v), which vmap knows
 (gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
 group_norm(x)               group_norm(contiguous(x)): some operators take others wrongly, or refuse them
 """
@@ -28,6 +29,8 @@ def tidy(module: fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if node.target in (_aten.view.default, _aten._unsafe_view.default):
             node.target = _aten.reshape.default  # stacked over time, a value may have other strides
+        elif node.target is _aten.fill.Scalar:
+            node.target = _aten.full_like.default  # without writes it is that, and vmap of older PyTorch knows it
         same = _same_as(node)
         if same is not None:
             node.replace_all_uses_with(same)
