@@ -6,11 +6,12 @@
 for a comparison, the one that its operands promote to. Functions named `w_...` are in loops.h.
 """
 
+import struct
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import _decomp
+from torch import Tensor, _decomp
 
 from weft.recurrent.native.convolution import convolution, convolution_backward
 
@@ -136,6 +137,7 @@ _SHAPES = """
     select_backward slice_backward stack unsafe_split unsafe_chunk narrow narrow_copy
     diff unsqueeze_copy squeeze masked_fill fill new_empty nan_to_num
 """
+_SIXTH = struct.unpack("f", struct.pack("f", 1 / 6))[0]
 
 
 def composed() -> dict[Any, Callable[..., Any]]:
@@ -143,6 +145,12 @@ def composed() -> dict[Any, Callable[..., Any]]:
     names = " ".join((_ACTIVATIONS, _NORMS, _PRODUCTS, _SHAPES)).split()
     known = [getattr(aten, name) for name in names if hasattr(aten, name)]
     table: dict[Any, Callable[..., Any]] = dict(cast(Any, _decomp).get_decompositions(known))
+    table[aten.hardsigmoid_backward.default] = _hardsigmoid_backward
     table[aten.convolution.default] = convolution
     table[aten.convolution_backward.default] = convolution_backward
     return table
+
+
+def _hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """As PyTorch's kernels have it: in float64, too, they multiply by a sixth of float32."""
+    return torch.where((x > -3) & (x < 3), gradient * _SIXTH, 0.0)
