@@ -1,12 +1,14 @@
 """What runs step by step and what in bulk: the structure of well-known cells."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.recurrent.cells_for_tests import Told
+from tests.recurrent.recurrent_cases import eagerly, needs_compiler, planned, run_by
 from weft.recurrent import zoo
 from weft.recurrent.capture import capture
 from weft.recurrent.native.build import Build, build
@@ -85,3 +87,31 @@ def test_gates_before_their_functions_are_never_stored_and_pieces_are_made_in_pl
     stored = [each for step in order(it.forward).steps for group in step.groups for each in group if len(group) > 1]
     assert sum(it.forward.stored(each, stored) for each in stored) == 7  # 5 that backward reads, h and c
     assert len(it.backward.slots) == 4  # the gates' gradients, within their concatenation
+
+
+@needs_compiler
+@pytest.mark.parametrize("products", [1, 2])
+def test_a_carried_gradient_that_is_known_before_the_main_loop_is_passed_on_within_it(products: int) -> None:
+    torch.manual_seed(0)
+    weights = nn.ParameterList([torch.randn(3, 3).double() for _ in range(products)])
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = weights
+
+        def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+            h, c = state
+            y = x + c
+            for weight in self.weights:
+                y = (y if products > 1 else x) @ weight
+            y = y if products > 1 else y + c
+            return (y, y + h), (0.7 * h, 0.5 * h)
+
+    x, h, c = (torch.randn(*size, 2, 3).double().requires_grad_() for size in ([4], [], []))
+    net, found = planned(Cell(), "c"), []
+    for each in (eagerly(Cell()), net):
+        one, other = each(x, (h, c)).outputs
+        found.append(torch.autograd.grad(one.sin().sum() + other.cos().sum(), [x, h, c, *weights]))
+    assert run_by(net) == {"c"}
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)

@@ -132,14 +132,17 @@ class Function:
                     each.made = replaced(each.made, start, copy)
 
     def _copies_of_passing(self, values: list[Value], targets: dict[Value, Argument]) -> list[Value]:
-        """A carried value that bulk work reads needs a row per step beside the two rows that it passes through."""
+        """A carried value that bulk work reads needs a row per step beside the two rows that it passes through; into
+        these only the main loop writes, which reads them."""
         found = list(values)
+        main = next((i for i, each in enumerate(self.phases.phases) if each.main), 0)
         for value, argument in list(targets.items()):
             readers = [each for each in values if value in sources(each.made)]
-            if argument.row == "out" and self.phases.apart(value, readers):
+            elsewhere = self.phases.late(value, main) or self.phases.apart(value, readers)
+            if argument.row == "out" and elsewhere:
                 copy = _copy(f"{argument.name}_copy", seen(value))
                 found.insert(found.index(value) + 1, copy)
-                self.phases.beside(copy, value)
+                self.phases.finish(copy, main)
                 targets[copy] = targets.pop(value)
         return found
 

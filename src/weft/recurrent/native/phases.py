@@ -46,16 +46,17 @@ class Phases:
         self.at[value] = phase
         self.phases[phase].loop.insert(0, value)
 
-    def beside(self, value: Value, other: Value) -> None:
-        """Make a new value in the loop in which another is made."""
-        self.at[value] = self.at[other]
-        self.phases[self.at[value]].loop.append(value)
+    def finish(self, value: Value, phase: int) -> None:
+        """Make a new value last of all in a loop."""
+        self.at[value] = phase
+        self.phases[phase].loop.append(value)
 
 
 def arrange(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Value]) -> Phases:
     """Give every value its phase. `values` are in order of making, `carried` come from the step before, `ends` are what
     that step becomes."""
     from_carry = _reached(values, carried)
+    ends = list(ends)
     to_ends = leading(ends)
     recurrent = {each for each in values if each in from_carry and each in to_ends}
     heavy = {v for v in values if isinstance(v.made, Total) or (isinstance(v.made, Product) and v not in recurrent)}
@@ -67,7 +68,8 @@ def arrange(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Va
     early = [each for each in values if each not in from_carry]
     for value in early:
         level[value] = after(value) + (value in heavy)
-    main = max([0, *(level.get(s, -1) for v in recurrent for s in sources(v.made))])
+    ready = [*ends, *(s for v in recurrent for s in sources(v.made))]
+    main = max([0, *(level.get(each, -1) for each in ready)])
     level.update(dict.fromkeys(carried, main))
     for value in values:
         if value in from_carry:
