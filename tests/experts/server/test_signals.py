@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,14 @@ pytestmark = [
 ]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CONFIG: dict[str, Any] = {"address": "127.0.0.1:0", "experts": [parse_expert("f=ffn:hidden=8")]}
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """A hang-up ends a process, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def handlers() -> list[Any]:
