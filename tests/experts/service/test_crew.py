@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
+import grpc
 import pytest
 
 from tests.experts.expert_cases import fussy_backend, rows
@@ -12,7 +14,6 @@ from weft.experts.client import Connections, RemoteExpert, channel
 from weft.experts.directory import LocalDirectory
 from weft.experts.server import Server
 from weft.experts.service.crew import Crew
-from weft.experts.service.names import STATUS
 from weft.experts.wire import LIMITS
 
 Way = Callable[[Server, LocalDirectory], AbstractContextManager[Any]]
@@ -58,15 +59,24 @@ def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch
 
 
 def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_for() -> None:
-    with Server([fussy_backend()]) as server:
-        with channel.GrpcTransport(server.address) as transport:
-            transport.status()  # the server starts a thread for it, and keeps that
-        before, through = set(threading.enumerate()), threading.Event()
-        crew, opened = Crew(), channel.open_channel(server.address, None, LIMITS)
+    asked, through = threading.Event(), threading.Event()
+
+    def answer(request: bytes, context: object) -> bytes:
+        asked.wait(60.0)
+        return request
+
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        server.add_registered_method_handlers("test", {"Echo": grpc.unary_unary_rpc_method_handler(answer)})
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        before, crew = set(threading.enumerate()), Crew()
+        opened = channel.open_channel(f"127.0.0.1:{port}", None, LIMITS)
 
         def at_once() -> Any:
-            call = opened.unary_unary(STATUS).future(b"")
-            call.add_done_callback(lambda _: through.wait(60.0))  # in gRPC's thread
+            call = opened.unary_unary("/test/Echo").future(b"")
+            call.add_done_callback(lambda _: through.wait(60.0))  # in gRPC's thread, for the call has not ended yet
+            asked.set()
             call.result()
             return call
 
@@ -75,7 +85,8 @@ def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_f
         through.set()
         opened.close()
         assert crew.wait()
-        assert set(threading.enumerate()) <= before
+        server.stop(None).wait()
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_call_that_does_not_begin_is_not_waited_for() -> None:
