@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weft import demo
 from weft.core.errors import ScheduleError, UsageError, WeftError
@@ -99,9 +99,16 @@ def _serve(chosen: argparse.Namespace) -> None:
         raise UsageError("--optimizer and --lr are about the experts that --expert names, but there is none")
     if chosen.lr is not None and chosen.optimizer is None:
         raise UsageError("--lr is the learning rate of an optimizer, but there is no --optimizer")
-    table["experts"] = [*table.get("experts", []), *({**config.parse_expert(word), **how} for word in chosen.expert)]
-    table["imports"] = [*table.get("imports", []), *chosen.imports]
+    _append(table, "experts", [{**config.parse_expert(word), **how} for word in chosen.expert])
+    _append(table, "imports", chosen.imports)
     server.serve(table)
+
+
+def _append(table: dict[str, Any], name: str, more: list[Any]) -> None:
+    """Put these behind those of the file. What is no list there stays as it is, to be refused as what it is."""
+    found = table.setdefault(name, [])
+    if isinstance(found, list):
+        table[name] = [*cast("list[Any]", found), *more]
 
 
 def _status(chosen: argparse.Namespace) -> None:

@@ -136,6 +136,30 @@ def test_serve_without_experts_ends_with_2(capsys: pytest.CaptureFixture[str]) -
     assert stop.value.code == 2 and "no experts" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [[], ["--expert", "f=ffn:hidden=8", "--import", "json"]])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "[experts]\nname = 'f'",
+            "experts of the configuration is {'name': 'f'}, wanted a list, which [[experts]] begins",
+        ),
+        ("experts = 5", "experts of the configuration is 5, wanted a list"),
+        ("imports = 'json'", "imports of the configuration is 'json', wanted a list"),
+        ("imports = 5", "imports of the configuration is 5, wanted a list"),
+    ],
+)
+def test_a_file_without_a_list_where_one_is_wanted_is_told_so_whatever_the_flags_add(
+    text: str, told: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text, "utf-8")
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", *words, str(file)])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and told in said and "[0]" not in said, said
+
+
 @pytest.fixture
 def process(tmp_path: Path) -> Any:
     words = ["--address", "127.0.0.1:0", "--checkpoints", str(tmp_path), "--optimizer", "SGD", "--lr", "0.1"]

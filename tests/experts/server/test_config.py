@@ -44,7 +44,9 @@ def replicas(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("wrong", [5, True, "x", 1.5])
 @pytest.mark.parametrize("name", [*TABLES, *LISTS])
 def test_a_value_of_a_wrong_type_is_told_with_its_name(name: str, wrong: Any) -> None:
-    assert f"{name} of the configuration is {wrong!r}, which is of a wrong type" in refused({**GOOD, name: wrong})
+    assert f"{name} of the configuration is {wrong!r}, wanted a {'table' if name in TABLES else 'list'}" in refused(
+        {**GOOD, name: wrong}
+    )
 
 
 @pytest.mark.parametrize("wrong", [5, True, "x", [1]])

@@ -57,6 +57,13 @@ _REPLICAS = {
     "token": str,
 }
 _GRANT = {"client": str, "expert": str, "role": str}
+_WORDS: dict[Any, str] = {
+    str: "a text",
+    int: "a whole number",
+    _NUMBER: "a number",
+    dict: "a table",
+    list: "a list",
+}
 _GOES_WITH = {
     "replicas": ("directory", "which says who owns them"),
     "directory_tls": ("directory", "which would be reached with it"),
@@ -103,7 +110,9 @@ def _table_faults(entry: Any, kinds: Mapping[str, Any], where: str, needed: Sequ
     faults += [f"{where} has no {name}" for name in needed if name not in table]
     for name, kind in kinds.items():
         if name in table and (not isinstance(table[name], kind) or isinstance(table[name], bool)):
-            faults.append(f"{name} of {where} is {table[name]!r}, which is of a wrong type")
+            single = kind is list and isinstance(table[name], Mapping)
+            how = f", which [[{name}]] begins" if single else ""
+            faults.append(f"{name} of {where} is {table[name]!r}, wanted {_WORDS[kind]}{how}")
     return faults
 
 
