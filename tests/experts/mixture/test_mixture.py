@@ -314,6 +314,21 @@ def test_experts_that_come_and_go_are_seen_by_the_next_call() -> None:
         assert chosen_uids(world, mixture, x) == ["ffn.0.1"]
 
 
+def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_asked() -> None:
+    with World(GRID) as world:
+        mixture = make(world, k_min=2)
+        x = numbers(4, WIDTH)
+        mixture(x)
+        for uid in ("ffn.0.0", "ffn.0.1", "ffn.1.0"):
+            world.directory.withdraw(world.leases[uid])
+        asked = len(world.servers.headers)
+        with pytest.raises(TooFewAnswersError, match=r"needs 2 answers \(k_min\), but .* only 1 living") as caught:
+            mixture(x)
+        assert len(world.servers.headers) == asked and not caught.value.faults
+        mixture.terms = make(world, k_min=2, allow_zero_outputs=True).terms
+        assert not mixture(x).any()
+
+
 def test_experts_are_trained_although_no_input_wants_a_gradient_but_not_without_grad_mode() -> None:
     with World(GRID) as world:
         mixture = make(world)

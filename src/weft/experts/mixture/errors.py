@@ -49,6 +49,14 @@ class MixtureCommitError(CommitError):
         self.faults = dict(faults or {})
 
 
+def few_live(living: int, needed: int) -> TooFewAnswersError:
+    """The error where every sample needs more answers than there are experts. Nobody was asked."""
+    return TooFewAnswersError(
+        f"forward of a mixture: every sample needs {needed} answers (k_min), but the directory knows only {living} "
+        "living experts of the grid. Start more, need fewer (k_min), or let such samples be zero (allow_zero_outputs)."
+    )
+
+
 def too_few(
     what: str, samples: int, short: int, needed: int, faults: Mapping[str, BaseException]
 ) -> TooFewAnswersError:

@@ -18,7 +18,7 @@ from weft.core.errors import TWICE, BackwardTwiceError, listed
 from weft.experts.client.journey import AT_ITS_SERVER
 from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.dispatch import Dispatch, Span
-from weft.experts.mixture.errors import AnomalyError, NoExpertsError, too_few
+from weft.experts.mixture.errors import AnomalyError, NoExpertsError, few_live, too_few
 from weft.experts.mixture.gathering import Accept, Patience, gather
 from weft.experts.mixture.keys import Keys, is_walked_back
 from weft.experts.mixture.layout import Layout
@@ -89,7 +89,8 @@ class Passage:
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """One tensor per flat output: samples x k x ..., on the device of the first input.
 
-        Raises ``TooFewAnswersError`` if some sample has fewer answers than it needs.
+        Raises ``TooFewAnswersError`` if some sample has fewer answers than it needs, before anybody is asked if so few
+        experts live.
         """
         recalled, device = self._recalled, self._like[0].device
         if recalled is None:
@@ -130,6 +131,9 @@ class Passage:
         sent, signature = self._sent or [], means.layout.signature
         shelf = Shelf(dispatch.samples, dispatch.k, finite=terms.detect_anomalies)
         many = len(signature.outputs.specs)
+        floor = terms.k_min if terms.allow_zero_outputs else max(1, terms.k_min)
+        if dispatch.k < floor and not terms.allow_zero_outputs:  # nobody has failed, and no wait would help
+            raise few_live(len(self._uids), floor)
         requests = [
             means.calls.forward(
                 self._uids[span.expert], _part(sent, span, None), many, self.keys.forward(span), self._deadline
@@ -142,7 +146,6 @@ class Passage:
             self.keys.heard(dispatch.spans[index], answer)
             return shelf.put(dispatch.pairs[places[index]], signature.results(answer, _CPU))
 
-        floor = terms.k_min if terms.allow_zero_outputs else max(1, terms.k_min)
         most = dispatch.sent.sum(1)
         needed = torch.where(most < dispatch.k, most.clamp(max=floor), floor)  # fewer for whom a capacity cut
         self._exchange(
