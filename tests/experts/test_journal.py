@@ -1,17 +1,20 @@
 """What a crash, a full disk or a return to an older state leaves of a journal can be read, and replayed."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.test_replay import Store
 from weft.core.errors import UsageError
-from weft.experts import Entry, Journal, Member, read_journal, replay
+from weft.experts import Entry, ExpertBackend, Journal, Member, TensorSpec, read_journal, replay
 from weft.experts.errors import ReplayError
 
 
@@ -245,3 +248,15 @@ def test_all_that_is_wrong_with_a_line_is_told_at_once() -> None:
             Entry.from_json(line)
         assert len(str(caught.value).splitlines()) == 1 + count, str(caught.value)
     assert Entry.from_json(entry(3).to_json()) == entry(3)
+
+
+def test_a_journal_is_that_of_one_expert() -> None:
+    journal = Journal()
+    make = partial(ExpertBackend, module=nn.Linear(4, 4), args_schema=(TensorSpec((None, 4), torch.float32),))
+    make("one", journal=journal)
+    journal.write(entry(1), [])
+    with pytest.raises(UsageError, match=r"'other' was given the journal of expert 'one'.* of its own"):
+        make("other", journal=journal)
+    assert len(journal.entries()) == 1
+    make("one", journal=journal)  # made anew, it begins with its first weights
+    assert not journal.entries()

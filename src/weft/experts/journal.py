@@ -32,7 +32,8 @@ Listener = Callable[[Entry, Sequence[Task]], None]
 class Journal:
     """Keeps the last ``limit`` entries, appends all to the file ``path`` if there is one, and tells ``listener``.
 
-    Use it as a context manager, or call `close`, when it has a file. Thread-safe.
+    It is that of one expert, whose name no line says. Use it as a context manager, or call `close`, when it has a file.
+    Thread-safe.
     """
 
     def __init__(
@@ -45,8 +46,19 @@ class Journal:
         self._listener = listener
         self._file = None if path is None else LogFile(Path(path), BEGINS, is_line)
         self._mark = ""
+        self._owner: str | None = None
         self._closed = False
         self._lock = threading.Lock()
+
+    def own(self, name: str) -> None:
+        """From now on it is that of this expert. Raises ``UsageError`` if it is another's."""
+        with self._lock:
+            if self._owner not in (None, name):
+                raise UsageError(
+                    f"expert {name!r} was given the journal of expert {self._owner!r}, and no line says whose it is; "
+                    "give each expert a journal of its own"
+                )
+            self._owner = name
 
     def write(self, entry: Entry, tasks: Sequence[Task]) -> None:
         """Log a batch that has just counted. What goes wrong here is raised; the batch stays as it is."""

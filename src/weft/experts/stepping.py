@@ -35,6 +35,8 @@ class Stepper:
         self._parameters = parameters
         self._apply = apply
         self._journal = journal
+        if journal is not None:
+            journal.own(name)
         self.restored(0)
 
     @property
