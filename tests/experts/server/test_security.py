@@ -1,6 +1,7 @@
 """Certificates, tokens and roles over gRPC: who has the wrong one is refused before a tensor is parsed."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ import torch
 
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.server.raw import Authority, raw
+from tests.unchecked import unchecked
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
 from weft.experts.errors import CommitError
@@ -194,6 +196,23 @@ def test_processes_with_one_certificate_do_not_mix_their_mini_batches(by_token: 
 def test_certificates_that_are_none_are_misuse(make: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make()
+
+
+@pytest.mark.parametrize("key", ["as text", None, 5, bytearray(b"x"), "nul\0"])
+@pytest.mark.parametrize("make", [ServerTls, partial(ClientTls, b"-----BEGIN")])
+def test_what_is_neither_a_pem_nor_a_path_is_misuse_and_a_key_given_as_text_is_not_printed(
+    key: Any, make: Any, authority: Authority
+) -> None:
+    pem, certificate = authority.issue("x")
+    wanted = {"as text": "is the text of a PEM", "nul\0": "cannot be read"}.get(str(key), "is of type")
+    if key is None and make is not ServerTls:
+        wanted = "both key= and certificate="
+    with unchecked(), pytest.raises(UsageError, match=wanted) as caught:
+        tls = make(key=pem.decode() if key == "as text" else key, certificate=certificate)
+        if isinstance(tls, ServerTls):
+            Server([], address="127.0.0.1:0", tls=tls).start()
+        GrpcTransport("127.0.0.1:1", tls=tls)
+    assert pem.decode()[30:60] not in str(caught.value)
 
 
 def test_secrets_are_not_printed(authority: Authority) -> None:

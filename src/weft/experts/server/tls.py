@@ -58,7 +58,7 @@ class _Source:
 def _stamp(file: Path) -> tuple[int, ...]:
     try:
         found = file.stat()
-    except OSError:
+    except (OSError, ValueError):  # what is wrong with it, who reads it tells
         return ()
     return (found.st_mtime_ns, found.st_size, found.st_ino)
 
