@@ -27,3 +27,9 @@ def test_what_was_shown_is_said_with_who_showed_it_and_where_it_is_set(tls: Clie
 @pytest.mark.parametrize("text", ["Connection refused", "Name or service not known", "Deadline Exceeded"])
 def test_what_is_no_matter_of_certificates_is_left_as_it_is(text: str) -> None:
     assert explained(text, None) == text
+
+
+def test_a_certificate_for_another_name_is_told_as_one() -> None:
+    text = "Custom verification check failed with error: UNAUTHENTICATED: Hostname Verification Check failed."
+    told = explained(text, ClientTls(b"authority"), "this server", "tls= of ReplicaOptions")
+    assert told.startswith(text) and "server_name= (tls= of ReplicaOptions)" in told

@@ -12,6 +12,8 @@ from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.server.raw import Authority
 from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, RemoteExpert
+from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.server import Server, ServerTls
 from weft.experts.wire import UnreachableError
 
@@ -70,6 +72,38 @@ def test_what_is_wrong_with_certificates_is_told(
     with pytest.raises(UsageError, match=words) as caught:
         Server([fussy_backend()], address=LOCAL, tls=ServerTls(*pems)).start()
     assert "port" not in str(caught.value)
+
+
+@pytest.mark.parametrize("etcd", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("other key", "the key is that of another certificate"),
+        ("password", "the key is encrypted with a password"),
+        ("swapped and authority", r"(?s)the key or the certificate cannot be read.*the authority cannot be read"),
+    ],
+)
+def test_certificates_of_a_client_that_are_of_no_use_are_told_before_anything_is_called(
+    wrong: str, words: str, etcd: bool, authority: Authority
+) -> None:
+    key, certificate = authority.issue("trainer")
+    pems = {
+        "other key": (authority.pem, authority.issue("other")[0], certificate),
+        "password": (authority.pem, encrypted(key), certificate),
+        "swapped and authority": (key, certificate, key),
+    }[wrong]
+    with pytest.raises(UsageError, match=words):
+        if etcd:
+            EtcdDirectory(["localhost:1"], tls=EtcdTls(*pems))
+        else:
+            RemoteExpert("fussy", "localhost:1", tls=ClientTls(*pems)).close()
+
+
+def test_a_server_whose_certificate_is_for_another_name_is_called_by_that(authority: Authority) -> None:
+    with Server([fussy_backend()], address="127.0.0.1:0", tls=ServerTls(*authority.issue("server"))) as server:
+        with pytest.raises(UnreachableError, match=r"Hostname Verification.*server_name= .tls=."):
+            call(server, ClientTls(authority.pem))
+        call(server, ClientTls(authority.pem, server_name="localhost"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What to do when the other end closes the door, which in TLS 1.3 happens without a word.
 
 it ended the handshake    gRPC says "Socket closed", no more     what was shown to it, and what to look for
+it has another name       gRPC says "Hostname Verification"      by which name to call it
 all else                  "Connection refused", and the like     gRPC's words are enough
 """
 
@@ -15,6 +16,11 @@ def explained(text: str, tls: ClientTls | None, who: str = "this client", where:
 
     ``who`` has shown it, and was given it as ``where``.
     """
+    if "hostname verification" in text.lower():
+        return (
+            f"{text} Its certificate is for other names than that in the address: call it by one of those "
+            f"(subjectAltName), or say which one it has by server_name= ({where})"
+        )
     closed = any(words in text.lower() for words in _AT_THE_DOOR)
     return f"{text}; {_shown(tls, who, where)}" if closed else text
 

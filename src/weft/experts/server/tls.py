@@ -6,11 +6,7 @@ handshake   changed? ── read ── check ── from now on these        co
 """
 
 import logging
-import os
 import ssl
-import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +14,7 @@ import grpc
 
 from weft.core.errors import UsageError, listed
 from weft.experts.server.options import ServerTls
+from weft.experts.service.pem import pair_faults, trust_faults
 
 _LOG = logging.getLogger("weft.experts.tls")
 _grpc = cast("Any", grpc)
@@ -72,9 +69,9 @@ def _read(tls: ServerTls) -> _Pems:
     """What the files hold. Raises ``UsageError`` if it is of no use; one that clients will refuse is only logged."""
     key, certificate, authority = tls.read()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    faults = _own_faults(context, key, certificate)
+    faults = pair_faults(context, key, certificate)
     if authority is not None:
-        faults += _trust(context, authority, "the authority")
+        faults += trust_faults(context, authority)
     if faults:
         raise UsageError(listed("the server cannot use these certificates (tls=):", faults))
     if why := _refusal(context, certificate):
@@ -82,39 +79,12 @@ def _read(tls: ServerTls) -> _Pems:
     return key, certificate, authority
 
 
-def _own_faults(context: ssl.SSLContext, key: bytes, certificate: bytes) -> list[str]:
-    asked: list[bool] = []
-
-    def password() -> str:  # without it, a terminal would be asked
-        asked.append(True)
-        return ""
-
-    with _as_file(key) as key_file, _as_file(certificate) as certificate_file:
-        try:
-            context.load_cert_chain(certificate_file, key_file, password)
-        except ssl.SSLError as error:
-            if asked:
-                return ["the key is encrypted with a password, wanted one without"]
-            if error.reason == "KEY_VALUES_MISMATCH":
-                return ["the key is that of another certificate"]
-            return [f"the key or the certificate cannot be read: {error.reason or error}"]
-    return []
-
-
-def _trust(context: ssl.SSLContext, certificate: bytes, name: str) -> list[str]:
-    try:
-        context.load_verify_locations(cadata=certificate.decode("ascii", "replace"))
-    except ssl.SSLError as error:
-        return [f"{name} cannot be read: {error.reason or error}"]
-    return []
-
-
 def _refusal(server: ssl.SSLContext, certificate: bytes) -> str:
     """Why a client that trusts just this certificate refuses it, such as that it has expired; empty if it does not."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    if _trust(client, certificate, ""):
+    if trust_faults(client, certificate):
         return ""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
@@ -128,21 +98,3 @@ def _refusal(server: ssl.SSLContext, certificate: bytes) -> str:
         except ssl.SSLError:
             return ""
     return ""
-
-
-@contextmanager
-def _as_file(data: bytes) -> Generator[str]:
-    """A file of these bytes, which `ssl` wants; in memory where that is possible, as it may be a key."""
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        handle = os.memfd_create("weft")
-        name = f"/proc/self/fd/{handle}"
-    else:
-        handle, name = tempfile.mkstemp()
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            yield name
-    finally:
-        if not name.startswith("/proc/"):
-            Path(name).unlink()

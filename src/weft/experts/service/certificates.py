@@ -1,12 +1,13 @@
 """How one end of a connection shows itself over TLS, and whom it believes."""
 
+import ssl
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
 
-from weft.core.errors import UsageError
-from weft.experts.service.pem import Pem, read_pem
+from weft.core.errors import UsageError, listed
+from weft.experts.service.pem import Pem, pair_faults, read_pem, trust_faults
 
 _grpc = cast("Any", grpc)
 
@@ -31,8 +32,16 @@ class Certificates:
             raise UsageError("a key goes with its certificate: give both key= and certificate=, or neither")
 
     def credentials(self) -> Any:
-        """As gRPC wants them. Raises ``UsageError`` for files that cannot be read."""
+        """As gRPC wants them. Raises ``UsageError`` that lists what is wrong with the files: gRPC would say nothing
+        before the first call, and then only that there is no connection."""
         pems = [None if one is None else read_pem(one) for one in (self.authority, self.key, self.certificate)]
+        authority, key, certificate = pems
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how long a key must be is for gRPC to say
+        faults = [] if key is None or certificate is None else pair_faults(context, key, certificate)
+        faults += [] if authority is None else trust_faults(context, authority)
+        if faults:
+            raise UsageError(listed("these certificates (tls=) cannot be used:", faults))
         return _grpc.ssl_channel_credentials(*pems)
 
     def options(self) -> list[tuple[str, str]]:

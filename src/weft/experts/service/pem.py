@@ -1,5 +1,10 @@
 """Certificates and keys, given as PEM bytes or as the path of a file that holds them."""
 
+import os
+import ssl
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -32,3 +37,50 @@ def read_pem(source: Any) -> bytes:
         where = "these bytes hold" if isinstance(source, bytes) else f"the file {str(source)!r} holds"
         raise UsageError(f"{where} no PEM block (-----BEGIN ...), wanted a certificate or key in PEM form")
     return data
+
+
+def pair_faults(context: ssl.SSLContext, key: bytes, certificate: bytes) -> list[str]:
+    """What is wrong with a key and its certificate; if nothing is, the context has them."""
+    asked: list[bool] = []
+
+    def password() -> str:  # without it, a terminal would be asked
+        asked.append(True)
+        return ""
+
+    with _as_file(key) as key_file, _as_file(certificate) as certificate_file:
+        try:
+            context.load_cert_chain(certificate_file, key_file, password)
+        except ssl.SSLError as error:
+            if asked:
+                return ["the key is encrypted with a password, wanted one without"]
+            if error.reason == "KEY_VALUES_MISMATCH":
+                return ["the key is that of another certificate"]
+            return [f"the key or the certificate cannot be read: {error.reason or error}"]
+    return []
+
+
+def trust_faults(context: ssl.SSLContext, authority: bytes) -> list[str]:
+    """What is wrong with the certificate of who is to be believed; if nothing is, the context does."""
+    try:
+        context.load_verify_locations(cadata=authority.decode("ascii", "replace"))
+    except ssl.SSLError as error:
+        return [f"the authority cannot be read: {error.reason or error}"]
+    return []
+
+
+@contextmanager
+def _as_file(data: bytes) -> Generator[str]:
+    """A file of these bytes, which `ssl` wants; in memory where that is possible, as it may be a key."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        handle = os.memfd_create("weft")
+        name = f"/proc/self/fd/{handle}"
+    else:
+        handle, name = tempfile.mkstemp()
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            yield name
+    finally:
+        if not name.startswith("/proc/"):
+            Path(name).unlink()
