@@ -160,6 +160,11 @@ def test_a_file_without_a_list_where_one_is_wanted_is_told_so_whatever_the_flags
     assert stop.value.code == 2 and told in said and "[0]" not in said, said
 
 
+def test_an_argument_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"more than once what hidden is"):
+        parse_expert("f=ffn:hidden=8,inner=4,hidden=16")
+
+
 @pytest.fixture
 def process(tmp_path: Path) -> Any:
     words = ["--address", "127.0.0.1:0", "--checkpoints", str(tmp_path), "--optimizer", "SGD", "--lr", "0.1"]

@@ -66,6 +66,9 @@ def parse_expert(word: str) -> dict[str, Any]:
     pairs = [pair.partition("=") for pair in given.split(",") if pair]
     if not (name and kind and all(key and value for key, _, value in pairs)):
         raise UsageError(f"an expert is {word!r}, wanted NAME=KIND or NAME=KIND:argument=number,...")
+    keys = [key for key, _, _ in pairs]
+    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+        raise UsageError(f"an expert is {word!r}, which says more than once what {', '.join(twice)} is; say it once")
     return {"name": name, "kind": kind, "arguments": {key: _number(value) for key, _, value in pairs}}
 
 
