@@ -7,6 +7,7 @@
 Constructor, parameters and their names are torch's own, inherited. Only `forward` is ours.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -71,6 +72,14 @@ class DropIn(nn.RNNBase):
 
         Raises ``LayerInputError``, which is a TypeError, ValueError and RuntimeError in one, with all that is wrong.
         """
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is None or dynamo.config.allow_rnn:
+            return self._forward(input, hx)
+        # Dynamo gives up every function that touches an RNN, and then tries those that it calls: our insides would be
+        # compiled piece by piece, for every shape anew.
+        return dynamo.disable(self._forward)(input, hx)
+
+    def _forward(self, input: Any, hx: Any) -> tuple[Any, Any]:
         weights = self._weights()
         given = read(self, weights[0], input, hx, self.widths)
         if not all(isinstance(weight, nn.Parameter) for weight in weights):

@@ -33,7 +33,8 @@ class Axes(NamedTuple):
     def of(inputs: Any, batch_first: bool) -> "Axes":
         """Those of nested inputs that have been found right."""
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
-        most = max(tensors, key=Tensor.dim)
+        deepest = max([leaf.dim() for leaf in tensors])  # no max(key=...), at which torch.compile breaks the graph
+        most = next(leaf for leaf in tensors if leaf.dim() == deepest)
         if most.dim() < 2:
             return Axes(len(most), None, batch_first)
         time = int(batch_first)

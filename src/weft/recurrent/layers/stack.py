@@ -118,7 +118,9 @@ class Stack(nn.Module):
 
     def _in_turn(self, call: Call) -> Result:
         """One layer after the other."""
-        x, last, states = call.inputs, list[Any](), list[Any]()
+        x = call.inputs
+        last: list[Any] = []
+        states: list[Any] = []
         for index, state in enumerate(call.states):
             tables = Tables(call.lengths, call.mask, call.start)
             x, after, every = self._run_layer(index, x, state, tables, reset=call.reset)

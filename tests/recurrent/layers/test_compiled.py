@@ -1,0 +1,59 @@
+"""Layers inside of a model that is compiled: those of networks go into one graph, those in place of torch's stay out.
+
+The run-time checks of types would be compiled as well, so each program runs in a process of its own.
+"""
+
+from tests.apart import python
+
+NETWORKS = """
+import torch
+from torch import nn
+from weft.recurrent import Recurrent
+from weft.recurrent.layers import Bidirectional, Stack
+
+def network():
+    return Recurrent(nn.GRUCell(4, 4), backend="python").double()
+
+x = torch.randn(5, 3, 4, dtype=torch.float64)
+for net, call in (
+    (Bidirectional(network()), {}),
+    (Bidirectional(network()), {"lengths": torch.tensor([5, 0, 3])}),
+    (Stack([network(), network()], residual=True), {}),
+):
+    result = torch.compile(net, fullgraph=True, backend="aot_eager")(x, **call)
+    assert torch.equal(result.outputs, net(x, **call).outputs)
+    result.outputs.sum().backward()
+"""
+
+LAYERS = """
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from weft.recurrent.layers import LSTM
+
+graphs = []
+
+def kept(graph, _):
+    graphs.append(graph)
+    return graph
+
+layer, x = LSTM(4, 4, 2, bidirectional=True, backend="python"), torch.randn(5, 3, 4)
+for value in (x, pack_padded_sequence(x, torch.tensor([5, 2, 4]), enforce_sorted=False)):
+    _, last = torch.compile(nn.Sequential(layer), backend=kept)(value)
+    assert torch.equal(last[0], layer(value)[1][0])
+assert graphs == [], [graph.code for graph in graphs]
+
+torch._dynamo.config.allow_rnn = True
+compiled = torch.compile(layer, backend=kept, fullgraph=True)
+assert torch.equal(compiled(x)[0], layer(x)[0]) and len(graphs) == 1
+"""
+
+
+def test_layers_of_networks_are_in_one_graph() -> None:
+    done = python(NETWORKS)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_inside_a_layer_in_place_of_torchs_is_compiled_unless_torch_is_told_to() -> None:
+    done = python(LAYERS)
+    assert done.returncode == 0, done.stderr
