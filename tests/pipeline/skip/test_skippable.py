@@ -104,6 +104,13 @@ def test_the_class_says_what_it_declares() -> None:
     assert isinstance(Early().module, Early.module_cls)
 
 
+def test_an_attribute_of_the_module_that_the_layer_is_asked_for_is_said_to_be_there() -> None:
+    with pytest.raises(AttributeError, match=r"'Early' object has no attribute 'linear', .* write \.module\.linear"):
+        _ = Early(3).linear
+    with pytest.raises(AttributeError, match=r"no attribute 'nowhere'$"):
+        _ = Early(3).nowhere
+
+
 def test_constructor_arguments_reach_the_module() -> None:
     layer = Early(3, bias=False)
     assert layer.module.linear.weight.shape == (3, 3)

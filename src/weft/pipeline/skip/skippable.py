@@ -94,6 +94,19 @@ class Skippable(nn.Module, Generic[P, M]):
         exchange.finish()
         return output
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not found; says where it is, if the user's module has it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            inner = self.__dict__.get("_modules", {}).get("module")
+            if inner is not None and hasattr(inner, name):
+                raise AttributeError(
+                    f"{error}, since it is a skippable layer around {self.module_cls.__name__}, which has one: "
+                    f"write .module.{name}"
+                ) from None
+            raise
+
     def __setattr__(self, name: str, value: Any) -> None:
         """As for any module, but a tensor is refused: it belongs to the user's module.
 
