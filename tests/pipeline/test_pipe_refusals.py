@@ -1,5 +1,6 @@
 """What a cut cannot carry is refused, not lost: side doors, containers nobody knows, other ways to differentiate."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -226,3 +227,13 @@ def test_a_vectorized_jacobian_is_refused_also_after_the_executor_was_chosen() -
     assert pipe.statistics()["chosen"]
     with pytest.raises(UsageError, match="several gradients"):
         jacobian(pipe, rows(7, 4), vectorize=True)
+
+
+@pytest.mark.parametrize("executor", [*CUTS, "auto", "graph"])
+@pytest.mark.parametrize("record", ["trace", "export"])
+def test_a_pipe_that_is_traced_or_exported_says_what_to_trace_instead(record: str, executor: Any) -> None:
+    (pipe, plain), x = piped(chain(3, 4, 2), executor=executor), rows(4, 3)
+    with warnings.catch_warnings(), pytest.raises(UsageError, match=r"the nn.Sequential .* or nn.Sequential\(\*pipe\)"):
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's
+        torch.jit.trace(pipe, x) if record == "trace" else torch.export.export(pipe, (x,))
+    assert_close(torch.export.export(nn.Sequential(*pipe), (x,)).module()(x), plain(x))

@@ -3,6 +3,8 @@
 forward mode (dual numbers)          a tangent of an input, or of a parameter, would be dropped in silence
 torch.func: grad, vjp, jvp, vmap     a cut detaches from the graph that the transform follows
 batched gradients                    ``jacobian(vectorize=True)`` sends a stack of gradients back as one
+
+So do programs that record a call, to run it elsewhere (`forbid_tracing`).
 """
 
 from collections.abc import Generator, Iterable
@@ -31,6 +33,16 @@ def forbid_transforms(tensors: Iterable[Tensor]) -> None:
         raise UsageError(f"the pipe was called inside a transform of torch.func (grad, vjp, jvp, vmap), {_WHY}")
     if has_tangent(tensors):
         raise UsageError(f"an input or parameter has a tangent (forward-mode differentiation), {_WHY}")
+
+
+def forbid_tracing() -> None:
+    """Raise UsageError where the call is recorded for another program: sizes are no numbers there, threads not seen."""
+    if cast(Any, torch.jit).is_tracing() or torch.compiler.is_exporting():
+        raise UsageError(
+            "a Pipe cannot be traced (torch.jit.trace) or exported (torch.export): how a mini-batch is cut is decided "
+            "at every call; trace or export the nn.Sequential that it was made of, or nn.Sequential(*pipe), which has "
+            "the same layers and parameters"
+        )
 
 
 def forbid_batched(gradients: Iterable[Tensor | None]) -> None:

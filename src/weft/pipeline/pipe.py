@@ -21,6 +21,7 @@ from weft.core.errors import UsageError
 from weft.core.microbatch import micro_sizes
 from weft.core.run import Watcher
 from weft.core.schedule import Schedule
+from weft.core.transforms import forbid_tracing
 from weft.core.untraced import untraced
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.loss import LossFunction
@@ -136,6 +137,7 @@ class Pipe(nn.Module):
         return untraced(self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forbid_tracing()
         runtime = self._made_runtime()
         targets: tuple[Any, ...] = ()
         if self._loss[0] is not None and "target" in kwargs:
