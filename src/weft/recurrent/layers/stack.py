@@ -90,7 +90,7 @@ class Stack(nn.Module):
         call = Call(given.inputs, states, given.lengths, mask, reset, start)
         ways = AtOnce(self.layers, self._crew, self._run_layer, self._in_turn, self.batch_first)
         result = ways.run(call, self.wavefront)
-        return result._replace(outputs=given.close(result.outputs))
+        return Result(given.close(result.outputs), result.last, result.states)  # Dynamo of PyTorch 2.11 has no _replace
 
     def step(self, x: Any, state: Sequence[Any] | None = None, *, t: int = 0) -> tuple[Any, list[Any]]:
         """One step, number ``t``, of a stream through all layers: ``(y, new_state)``; see ``Recurrent.step``."""
