@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core.boundary import quiet_hooks
@@ -30,11 +29,9 @@ from weft.core.errors import WeftError
 from weft.core.tree import Structure, flatten, map_leaves, unflatten
 from weft.recurrent.captured import Captured, roles_of
 from weft.recurrent.draws import bound, lifted, note_strides, tell_apart
+from weft.recurrent.pure import make_fx, purified, writes
 from weft.recurrent.shorten import shorten
 from weft.recurrent.tidy import tidy
-
-_make_fx = cast("Callable[..., Callable[..., fx.GraphModule]]", proxy_tensor.make_fx)
-_functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functionalize)
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -147,7 +144,7 @@ def _check_pure(forward: Callable[..., Any], example: tuple[list[Tensor], ...]) 
     """Raise CaptureError if the cell does what a pure graph cannot express."""
     try:
         with torch.no_grad():
-            seen = _make_fx(forward)(*map_leaves(torch.clone, list(example)))
+            seen = make_fx(forward)(*map_leaves(torch.clone, list(example)))
     except RuntimeError as error:
         if "data-dependent" not in str(error):
             raise
@@ -168,10 +165,12 @@ def _traced(
     # With a mode to make looks of values in, the tracer does not make one anew for each: a third of its time.
     looks = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
     with torch.no_grad(), quiet_hooks(parameters), tracing(looks):
-        seen = _make_fx(joint)(*example)
+        seen = make_fx(joint)(*example)
         _refuse_writes(seen)
         tell_apart(seen)
-        pure = _make_fx(_functionalize(seen, remove="mutations"), decomposition_table=composed)(*example)
+        pure = purified(seen, example, composed)
+    if composed is None:  # else some decomposition may write, which is for the backend to refuse
+        _refuse_impure(pure)
     _refuse_random(pure)
     note_strides(pure)
     tidy(pure)
@@ -248,6 +247,15 @@ def _refuse_random(module: fx.GraphModule) -> None:
         raise CaptureError(
             f"the cell draws random numbers that depend on what it computes ({names}), so they cannot be drawn before "
             "the loop; draw from a shape and a fixed probability, or run the cell by the eager loop"
+        )
+
+
+def _refuse_impure(module: fx.GraphModule) -> None:
+    written = writes(module)
+    if written:
+        raise CaptureError(
+            "no graph without writes could be made of the cell, which writes by " + ", ".join(written) + "; compute "
+            "new tensors instead, or run the cell by the eager loop"
         )
 
 

@@ -5,6 +5,8 @@ t(t(x))                     x
 the same thing said twice   once
 view                        reshape: stacked over time, a value may have other strides
 fill(x, v)                  full_like(x, v), which vmap knows
+copy(x, y)                  y in the shape and dtype of x
+slice_scatter(x, y, -1)     slice_scatter(x, y, 1, 0, 4, 1): vmap takes axis and ends as they are
 (gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
 group_norm(x)               group_norm(contiguous(x)): some operators take others wrongly, or refuse them
 """
@@ -31,6 +33,8 @@ def tidy(module: fx.GraphModule) -> None:
             node.target = _aten.reshape.default  # stacked over time, a value may have other strides
         elif node.target is _aten.fill.Scalar:
             node.target = _aten.full_like.default  # without writes it is that, and vmap of older PyTorch knows it
+        elif node.target is _aten.slice_scatter.default:
+            _name_ends(node)
         same = _same_as(node)
         if same is not None:
             node.replace_all_uses_with(same)
@@ -91,8 +95,33 @@ def _make_contiguous(graph: fx.Graph) -> None:
             node.replace_input_with(operand, made[operand])
 
 
+def _name_ends(node: fx.Node) -> None:
+    """Give the axis and the ends of a slice as numbers within the tensor: vmap makes a table of all numbers between."""
+    whole, piece, *given = cast("tuple[Any, ...]", node.args)
+    axis, start, end, step = cast("list[Any]", [*given, *(0, None, None, 1)[len(given) :]])
+    shape = whole.meta["val"].shape
+    begin, end, _ = slice(start, end).indices(shape[axis])
+    node.args = (whole, piece, axis % len(shape), begin, max(begin, end), step)
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """What is written by `copy` over a whole tensor, in the looks of that tensor."""
+    looks, found = node.meta["val"], cast(fx.Node, node.args[1])
+    with node.graph.inserting_before(node):
+        if found.meta["val"].dtype != looks.dtype:
+            found = node.graph.call_function(_aten._to_copy.default, (found,), {"dtype": looks.dtype})
+            found.meta = {**node.meta, "val": cast(fx.Node, node.args[1]).meta["val"].to(looks.dtype)}
+        if found.meta["val"].shape != looks.shape:
+            found = node.graph.call_function(_aten.expand.default, (found, list(looks.shape)))
+            found.meta = dict(node.meta)
+    return found
+
+
 def _same_as(node: fx.Node) -> fx.Node | None:
     """The node whose value this one repeats, if it is one of the operators that only do that."""
+    if node.target is _aten.copy.default:
+        one, other = (each.meta["val"] for each in cast("tuple[fx.Node, fx.Node]", node.args[:2]))
+        return _copied(node) if one.device == other.device else None
     if node.target in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
         return node.all_input_nodes[0]
     if node.target is _aten.t.default:

@@ -1,0 +1,55 @@
+"""Writes of a step into tensors that it made itself, which a plan says without writes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import close, eagerly, planned, run_by
+
+
+class Weights(nn.Module):
+    """A cell whose recurrent weight is made, in every step, by a function of its parameter and its buffer."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made = made
+        self.weight = nn.Parameter(torch.randn(4, 4).double())
+        self.buffer: Tensor
+        self.register_buffer("buffer", torch.randn(4, 4).double())
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + h @ self.made(self.weight, self.buffer))
+        return h, h
+
+
+def _copied(weight: Tensor, buffer: Tensor) -> Tensor:
+    made = buffer.clone()
+    made[0] = weight[1]
+    return made + buffer
+
+
+def _filled(weight: Tensor, buffer: Tensor) -> Tensor:
+    mask = buffer.tril(-1)
+    mask.diagonal().fill_(1.0)
+    return weight * mask
+
+
+def _orthogonal(weight: Tensor, buffer: Tensor) -> Tensor:
+    return torch.linalg.householder_product(weight.tril(-1), buffer[0])
+
+
+@pytest.mark.parametrize("made", [_copied, _filled, _orthogonal])
+def test_a_step_may_write_into_what_it_made_of_weights(made: Callable[[Tensor, Tensor], Tensor]) -> None:
+    cell = Weights(made)
+    x, h = (torch.randn(*shape).double().requires_grad_() for shape in ((5, 3, 4), (3, 4)))
+    before = [each.clone() for each in (cell.weight, cell.buffer)]
+    net, found = planned(cell, "python", verify="never"), []
+    for each in (eagerly(cell), net):
+        outputs = each(x, h).outputs
+        found.append((outputs, *torch.autograd.grad(outputs.sin().sum(), [x, h, cell.weight])))
+    assert run_by(net) == {"python"}, net.why()
+    close(found[1], found[0], 1e-10)
+    assert all(torch.equal(one, other) for one, other in zip(before, (cell.weight, cell.buffer), strict=True))
