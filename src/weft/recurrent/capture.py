@@ -16,6 +16,7 @@ Caffe2's ``recurrent_net``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -164,7 +165,7 @@ def _traced(
     """The graph, made of pure operators: traced, without mutations, and tidied."""
     # With a mode to make looks of values in, the tracer does not make one anew for each: a third of its time.
     looks = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
-    with torch.no_grad(), quiet_hooks(parameters), tracing(looks):
+    with torch.no_grad(), quiet_hooks(parameters), tracing(looks), _views_as_made():
         seen = make_fx(joint)(*example)
         _refuse_writes(seen)
         tell_apart(seen)
@@ -175,6 +176,11 @@ def _traced(
     note_strides(pure)
     tidy(pure)
     return pure
+
+
+def _views_as_made() -> AbstractContextManager[None]:
+    """The gradient of a view that is written to asks for it as it was made, not by strides, which bulk work changes."""
+    return cast(Any, torch.autograd.grad_mode)._force_original_view_tracking(True)
 
 
 def _parameters_of(cell: object) -> list[Tensor]:

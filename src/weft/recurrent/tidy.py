@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from weft.recurrent.draws import is_random
+from weft.recurrent.strided import by_elements
 
 _aten = cast(Any, torch.ops.aten)
 _CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}
@@ -27,6 +28,7 @@ def tidy(module: fx.GraphModule) -> None:
     """Remove what computes nothing new: detach, alias and clone (nothing writes any more), a transpose of a transpose,
     repeated operators, dead ends."""
     graph = module.graph
+    by_elements(graph)  # first: the strides are those of clones, too
     seen: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in (_aten.view.default, _aten._unsafe_view.default):
