@@ -86,7 +86,15 @@ def _by_strides(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     return (made * 2).as_strided((3, 2), (4, 2), 1), made.t().clone().as_strided((3, 4), (1, 3))
 
 
-@pytest.mark.parametrize("cell", [_strided, _empty, _selected, _diagonal, _by_strides])
+def _masked(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    a, b, c = x * 1, x * h, h + x
+    a[x > 0] = 0.5
+    b[h[:, 0] > 0] = 0.0
+    c[c > 0] = torch.tensor(0.25).double()
+    return a * b, c
+
+
+@pytest.mark.parametrize("cell", [_strided, _empty, _selected, _diagonal, _by_strides, _masked])
 def test_a_step_may_write_into_any_view_of_what_it_made(cell: Callable[..., tuple[Tensor, Tensor]]) -> None:
     torch.manual_seed(0)
     x, h = (torch.randn(*shape).double().requires_grad_() for shape in ((5, 3, 4), (3, 4)))

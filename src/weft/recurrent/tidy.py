@@ -5,6 +5,7 @@ t(t(x))                     x
 the same thing said twice   once
 view                        reshape: stacked over time, a value may have other strides
 fill(x, v)                  full_like(x, v), which vmap knows
+index_put(x, [mask], v)     where(mask, v, x), for one number v: vmap knows no truth values as an index
 copy(x, y)                  y in the shape and dtype of x
 slice_scatter(x, y, -1)     slice_scatter(x, y, 1, 0, 4, 1): vmap takes axis and ends as they are
 (gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
@@ -37,6 +38,8 @@ def tidy(module: fx.GraphModule) -> None:
             node.target = _aten.full_like.default  # without writes it is that, and vmap of older PyTorch knows it
         elif node.target is _aten.slice_scatter.default:
             _name_ends(node)
+        elif node.target is _aten.index_put.default:
+            _choose(node)
         same = _same_as(node)
         if same is not None:
             node.replace_all_uses_with(same)
@@ -104,6 +107,27 @@ def _name_ends(node: fx.Node) -> None:
     shape = whole.meta["val"].shape
     begin, end, _ = slice(start, end).indices(shape[axis])
     node.args = (whole, piece, axis % len(shape), begin, max(begin, end), step)
+
+
+def _choose(node: fx.Node) -> None:
+    """Say of one number, written wherever a mask holds, that it is chosen there."""
+    whole, indices, value, *accumulate = cast("tuple[Any, ...]", node.args)
+    mask, *others = indices
+    looks, number = whole.meta["val"], value.meta["val"]
+    if others or mask is None or mask.meta["val"].dtype != torch.bool or any(accumulate) or number.numel() != 1:
+        return
+    if number.dtype != looks.dtype:
+        return
+    with node.graph.inserting_before(node):
+        flags = mask.meta["val"].shape
+        where = [_reshaped(mask, [*flags, *[1] * (looks.dim() - len(flags))]), _reshaped(value, [])]
+    node.target, node.args, node.kwargs = _aten.where.self, (*where, whole), {}
+
+
+def _reshaped(node: fx.Node, shape: list[int]) -> fx.Node:
+    made = node.graph.call_function(_aten.reshape.default, (node, shape))
+    made.meta = {**node.meta, "val": node.meta["val"].reshape(shape)}
+    return made
 
 
 def _copied(node: fx.Node) -> fx.Node:
