@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.recurrent.cells_for_tests import CASES, Case, every_case
+from tests.recurrent.recurrent_cases import by_plan, close, eagerly, planned, run_by
 from weft.core.tree import flatten, unflatten
 from weft.recurrent.capture import capture
 from weft.recurrent.plan import Plan
@@ -95,3 +96,22 @@ def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
     over_all_steps = [event for event in products if event.input_shapes[0][1] == rows]
     assert sum(event.count for event in over_all_steps) == 2, "one for each weight"
     assert not [event for event in products if event.input_shapes[0][1] == len(case.x)], "and none step by step"
+
+
+@by_plan
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_states_that_change_places_keep_their_gradients(steps: int, backend: str) -> None:
+    """The gradient that is carried into a short sequence comes out of it as it is, for another state."""
+
+    def shifted(x: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        a, b, c = state
+        return x * a, (b, c, a)
+
+    x, *state = (torch.randn(*shape).double().requires_grad_() for shape in ((steps, 2, 4), *[(2, 4)] * 3))
+    net, found = planned(shifted, backend), []
+    for each in (eagerly(shifted), net):
+        outputs, (a, b, c), _ = each(x, tuple(state))
+        loss = outputs.sin().sum() + a.cos().sum() + 2 * b.cos().sum() + 3 * c.cos().sum()
+        found.append(torch.autograd.grad(loss, [x, *state]))
+    assert run_by(net) == {backend}
+    close(found[1], found[0])

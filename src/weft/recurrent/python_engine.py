@@ -81,7 +81,9 @@ def state_gradients(chunk: Chunk, gradients: Gradients) -> list[Tensor] | None:
 
 
 def write(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values into places."""
+    """Copy values into places; where states change places, a value may lie in the place of another."""
+    taken = {place.untyped_storage().data_ptr() for place in places}
+    values = [each.clone() if each.untyped_storage().data_ptr() in taken else each for each in values]
     for place, value in zip(places, values, strict=True):
         place.copy_(value)
 
