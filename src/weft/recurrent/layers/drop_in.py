@@ -7,6 +7,7 @@
 Constructor, parameters and their names are torch's own, inherited. Only `forward` is ours.
 """
 
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any, cast
@@ -75,9 +76,7 @@ class DropIn(nn.RNNBase):
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is None or dynamo.config.allow_rnn:
             return self._forward(input, hx)
-        # Dynamo gives up every function that touches an RNN, and then tries those that it calls: our insides would be
-        # compiled piece by piece, for every shape anew.
-        return dynamo.disable(self._forward)(input, hx)
+        return _never_compiled()(self, input, hx)
 
     def _forward(self, input: Any, hx: Any) -> tuple[Any, Any]:
         weights = self._weights()
@@ -157,3 +156,10 @@ def _run(net: Recurrent | Bidirectional, x: Tensor, given: Arguments, layer: int
     except Exception as error:
         error.add_note(f"weft: in layer {layer}")
         raise
+
+
+@functools.cache
+def _never_compiled() -> Any:
+    """The insides of `forward`. Dynamo gives up every function that touches an RNN, and then tries those that it calls:
+    they would be compiled piece by piece, for every shape anew."""
+    return sys.modules["torch._dynamo"].disable(DropIn._forward)
