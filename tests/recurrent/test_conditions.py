@@ -144,6 +144,20 @@ def test_what_a_reset_brings_back_keeps_its_gradient_where_others_are_cut(own: b
     close(*found)
 
 
+@by_plan
+def test_a_cell_that_looks_at_all_rows_sees_the_same_in_place_of_padding(backend: str) -> None:
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = (h + x - x.mean(0)).tanh()
+        return h, h
+
+    torch.manual_seed(0)
+    x, h = torch.randn(STEPS, ROWS, 3).double().requires_grad_(), torch.randn(ROWS, 3).double()
+    x.data[4:, 1] = torch.nan
+    loop, net = (each(x, h, lengths=[6, 4, 0]).outputs for each in (eagerly(cell), planned(cell, backend)))
+    close(net, loop)
+    close(gradients(net, [x]), gradients(loop, [x]))
+
+
 class OneOver(nn.Module):
     """Divides by the step's number, which in float64 has more digits as a number than as a tensor of integers."""
 

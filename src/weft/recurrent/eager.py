@@ -84,8 +84,8 @@ def unroll(
             state = [leaf.detach() for leaf in state]
         if reset is not None:
             state = [pick(reset, new, old, old.dtype) for new, old in zip(again, state, strict=True)]
-        if held is not None:
-            step, held = replaced(step, valid, held)
+        if held is not None and valid is not None:
+            step = replaced(step, valid, held)
         y, new = call(cell, unflatten(inputs.structure, step), unflatten(border.structure, state), t)
         after, ys = border.accept(new, t), outputs.accept(y, t)
         if valid is not None:

@@ -8,8 +8,8 @@
 
 All of it is two tables of T x N truth values, ``valid`` and ``reset``. The cell still runs on all rows, because
 it may read other things that have N rows. What it must not see is the content of padding: NaN times a gradient
-of zero is NaN, and a cell may be singular at zero. So a row that does not count gets a *stand-in*: its latest
-input that did count, which the cell is known to bear. ``torch.where`` then drops what came of it.
+of zero is NaN, and a cell may be singular at zero. So a row that does not count gets a *stand-in*: its first
+input that counts, which the cell is known to bear. ``torch.where`` then drops what came of it.
 """
 
 from collections.abc import Sequence
@@ -91,14 +91,12 @@ def stand_ins(inputs: Inputs, valid: Tensor) -> list[Any]:
     return [stand_in(leaf, blank) for leaf, blank in zip(inputs.leaves, inputs.blank(), strict=True)]
 
 
-def replaced(step: list[Any], valid: Tensor | None, stand_in: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The inputs of a step with stand-ins where they do not count, and the stand-ins of the next step."""
-    if valid is not None:
-        step = [
-            pick(valid, leaf, other, leaf.dtype) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-            for leaf, other in zip(step, stand_in, strict=True)
-        ]
-    return step, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in step]
+def replaced(step: list[Any], valid: Tensor, stand_in: list[Any]) -> list[Any]:
+    """The inputs of a step with stand-ins where they do not count."""
+    return [
+        pick(valid, leaf, other, leaf.dtype) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+        for leaf, other in zip(step, stand_in, strict=True)
+    ]
 
 
 def _within(lengths: object, inputs: Inputs, faults: Faults) -> Tensor | None:

@@ -140,5 +140,5 @@ def _own(cell: Cell, settings: Settings, inputs: Inputs, rows: Rows) -> Any:
     assert settings.initial is not None
     step = inputs.first() if inputs.steps else inputs.blank()
     if inputs.steps and rows.valid is not None:
-        step, _ = replaced(step, rows.valid[0], stand_ins(inputs, rows.valid))
+        step = replaced(step, rows.valid[0], stand_ins(inputs, rows.valid))
     return initial_state(cell, settings.initial, unflatten(inputs.structure, step), inputs)
