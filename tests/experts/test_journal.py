@@ -134,8 +134,9 @@ class Life:
 
     def __init__(self, norm: bool) -> None:
         self.norm, self.store, self.lines = norm, Store(), list[str]()
-        self.saved: dict[str, Any] | None = None
-        self.whole, self.number, self.name = True, 0, 0
+        self.saved: dict[str, dict[str, Any]] = {}
+        self.wholes: dict[str, bool] = {}
+        self.number, self.name = 0, 0
         self.begin()
 
     def begin(self) -> None:
@@ -153,18 +154,23 @@ class Life:
         elif what == "commit":
             self.live.commit(str(self.name), client="ann")
             self.name += 1
-        elif what == "save":
-            self.saved, self.whole = self.live.state_dict(), not len(self.live.engine.parts.sums)
+        elif what.startswith("save"):
+            self.saved[what[4:]], self.wholes[what[4:]] = self.live.state_dict(), not len(self.live.engine.parts.sums)
         elif what == "crash":
             self.begin()
             self.name = 0  # the names of before come again
-        if what in ("load", "crash") and self.saved is not None:
-            self.live.load_state_dict(self.saved)
-            self.name += what == "load"
+        saved = self.saved.get(what[4:] if what.startswith("load") else "")
+        if what.startswith(("load", "crash")) and saved is not None:
+            self.live.load_state_dict(saved)
+            self.name += what != "crash"
         work(self.live)
 
 
-@given(st.lists(st.sampled_from(["step", "step", "add", "add", "commit", "save", "load", "crash"])), st.booleans())
+ACTS = ["step", "step", "add", "add", "commit", "save", "save b", "load", "load b", "crash"]
+
+
+@given(st.lists(st.sampled_from(ACTS), max_size=30), st.booleans())
+@example(["step", "save", "step", "save b", "load", "step", "load b"], False)  # two states of step 2, one after another
 @example(["add", "save", "crash", "add", "commit"], False)  # an open mini-batch does not come back, but its name does
 def test_the_entries_after_any_returns_replay_to_the_bytes_of_the_expert(history: list[str], norm: bool) -> None:
     life = Life(norm)
@@ -176,12 +182,44 @@ def test_the_entries_after_any_returns_replay_to_the_bytes_of_the_expert(history
     again = fussy_backend(norm=norm)
     assert replay(again, entries, life.store.fetch) == len(batches)
     assert weights(again) == weights(life.live)
-    if life.saved is not None and life.whole:  # else a part of an open mini-batch is in no state
-        again = fussy_backend(norm=norm)
-        again.load_state_dict(life.saved)
-        place = (life.saved["steps"], life.saved["backward_batches"])
-        replay(again, [each for each in entries if each.place > place], life.store.fetch)
-        assert weights(again) == weights(life.live)
+    assert again.state_dict()["branch"] == life.live.state_dict()["branch"]
+    for name, saved in life.saved.items():
+        place = (saved["steps"], saved["backward_batches"])
+        led = any(each.place == place and each.branch == saved["branch"] for each in batches)
+        if led and life.wholes[name]:  # else a part of an open mini-batch is in no state
+            again = fussy_backend(norm=norm)
+            again.load_state_dict(saved)
+            replay(again, [each for each in entries if each.place > place], life.store.fetch)
+            assert weights(again) == weights(life.live)
+
+
+def test_a_state_that_another_expert_made_is_not_taken_for_one_of_the_same_step() -> None:
+    other = fussy_backend()
+    for number in range(2):
+        other.backward_pool.submit_task(rows(2, number), rows(2, number + 50))
+        work(other)
+    life = Life(norm=False)
+    for what in ("step", "step", "step"):
+        life.act(what)
+    life.live.load_state_dict(other.state_dict())  # as a follower does, who leads again
+    life.act("step")
+    assert [each.step for each in life.journal.entries()] == [3] == [each.step for each in read_journal(life.lines)]
+    other.load_state_dict(other.state_dict())
+    assert replay(other, life.journal.entries(), life.store.fetch) == 1
+    assert weights(other) == weights(life.live)
+
+
+def test_a_state_without_a_branch_is_found_by_its_place() -> None:
+    life = Life(norm=False)
+    for what in ("step", "save", "step"):
+        life.act(what)
+    del life.saved[""]["branch"]  # as older states are
+    life.act("load")
+    assert [each.step for each in life.journal.entries()] == [1]
+    life.act("step")
+    assert read_journal(life.lines) == life.journal.entries() and len(life.journal.entries()) == 2
+    with pytest.raises(UsageError, match="'branch' is 5, wanted a str"):
+        life.live.load_state_dict({**life.saved[""], "branch": 5})
 
 
 def test_what_is_in_memory_goes_back_at_once_and_the_listener_hears_of_batches_alone() -> None:
@@ -221,6 +259,7 @@ WRONG: dict[str, list[Any]] = {
     "threads": [0, -1, "2", None],
     "failed": [0, "no"],
     "batch": [-1, None],
+    "branch": [None, 5],
     "members": [None, {}, "ab", [1], [{}], [{"client": 1}], [None]],
     "new": [0],
 }

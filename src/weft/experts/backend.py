@@ -219,6 +219,7 @@ class ExpertBackend:
                 "seed": engine.runner.effects.seed,
                 "forward_batches": engine.forward_batches,
                 "backward_batches": engine.backward_batches,
+                "branch": self._stepper.branch,
             }
             return state_of(self.module, self.optimizer, self.schedule, counts)
 
@@ -235,7 +236,7 @@ class ExpertBackend:
             self._stepper.steps, engine.runner.effects.seed = state["steps"], state["seed"]
             engine.forward_batches, engine.backward_batches = state["forward_batches"], state["backward_batches"]
             engine.forget_pending()
-            self._stepper.restored(state["backward_batches"])
+            self._stepper.restored(state["backward_batches"], state.get("branch", ""))
 
     def statistics(self) -> BackendStatistics:
         """What was done so far, and what is held now."""

@@ -88,9 +88,9 @@ class Engine:
                     self._refuse((task.client, task.mini_batch or ""))
             return answers
 
-    def redo(self, kind: Kind, tasks: Sequence[Task], seed: int) -> None:
+    def redo(self, kind: Kind, tasks: Sequence[Task], seed: int, branch: str = "") -> None:
         """Run a batch again as it was logged. Raises what it raises."""
-        with self.lock:
+        with self.lock, self.parts.stepper.replaying(branch):
             self._seed = seed
             try:
                 with self.runner.effects.mode(tasks[0].evaluation):

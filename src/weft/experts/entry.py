@@ -35,6 +35,8 @@ class Entry:
     ``failed`` says that the optimizer raised on it: what came after cannot be replayed. ``batch`` is the number of
     backward batches after it. A ``state_dict`` lies where its ``steps`` and ``backward_batches`` are those of an entry.
     ``restored`` is no batch: a state that lies there was loaded. ``evaluation``: the module ran as after ``eval()``.
+    ``branch`` is the name of what ran from one load of a state to the next, by which histories are told apart that have
+    a place in common; empty where it is not known.
     """
 
     kind: Literal["backward", "commit", "restored"]
@@ -46,6 +48,7 @@ class Entry:
     failed: bool = False
     batch: int = 0
     evaluation: bool = False
+    branch: str = ""
 
     @staticmethod
     def of(
@@ -55,16 +58,22 @@ class Entry:
         seed: int,
         failed: bool = False,
         batch: int = 0,
+        branch: str = "",
     ) -> "Entry":
         """What is to be said of these tasks."""
         members = tuple(Member(task.client, task.key, task.rows, task.number) for task in tasks)
         one, threads = tasks[0], torch.get_num_threads()
-        return Entry(kind, step, seed, one.mini_batch, members, threads, failed, batch, one.evaluation)
+        return Entry(kind, step, seed, one.mini_batch, members, threads, failed, batch, one.evaluation, branch)
 
     @property
     def place(self) -> tuple[int, int]:
         """Where the expert was after it: ``step`` and ``batch``."""
         return (self.step, self.batch)
+
+    def ends_at(self, state: "Entry") -> bool:
+        """Whether the expert was in that ``restored`` state after it."""
+        known = self.branch and state.branch
+        return self.place == state.place and not (known and self.branch != state.branch)
 
     def to_json(self) -> str:
         """One line."""
@@ -110,6 +119,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "failed": ("true or false", lambda value: isinstance(value, bool)),
     "batch": ("an int of at least 0", lambda value: _is_int(value, 0)),
     "evaluation": ("true or false", lambda value: isinstance(value, bool)),
+    "branch": ("a str", lambda value: isinstance(value, str)),
     "client": ("a str or null", _is_word),
     "key": ("a str or null", _is_word),
     "rows": ("an int of at least 1", lambda value: _is_int(value, 1)),

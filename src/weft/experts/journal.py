@@ -7,12 +7,14 @@ compute the same bytes again; `weft.experts.replay` does. Batches that were take
     1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 led to nothing
 
 Who goes on from an older state leaves batches behind that did not lead to what came after. A line says so, and
-`read_journal` drops them.
+`read_journal` drops them. Both runs have a state of step 5: what ran from one load to the next is a branch with a name,
+which entries and states carry, so that none is taken for the other, nor for one that another server made.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -75,12 +77,14 @@ class Journal:
             if self._listener is not None:
                 self._listener(entry, tasks)
 
-    def restored(self, step: int, batch: int) -> None:
+    def restored(self, step: int, batch: int, branch: str = "") -> None:
         """The expert goes on from there, as a new one does from ``(0, 0)``: what came later led to nothing.
+
+        ``branch``: that of the state; an entry of another branch did not lead to it.
 
         The file says so before its next entry; `entries` forgets them at once.
         """
-        mark = Entry("restored", step, 0, None, (), torch.get_num_threads(), batch=batch)
+        mark = Entry("restored", step, 0, None, (), torch.get_num_threads(), batch=batch, branch=branch)
         with self._lock:
             _go_back(self._entries, mark)
             self._mark = mark.to_json() + "\n"
@@ -111,28 +115,59 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
     Left out are those before a return to an older state that did not lead to it, and a last line that a crash tore.
     Raises ``UsageError`` for any other line that is none.
     """
-    found: list[Entry] = []
+    last: _Node | None = None
+    known: dict[tuple[tuple[int, int], str], _Node] = {}
     given = [line for line in lines if line.strip()]
     if given and is_torn(given[-1]):
         given.pop()
     for entry in map(Entry.from_json, given):
         if entry.kind == "restored":
-            _go_back(found, entry)
-        else:
-            found.append(entry)
-    return found
+            last = known.get((entry.place, entry.branch)) or _last_at(entry, last)
+            if not _open_after(_path(last)):
+                continue
+        last = _Node(entry, last)
+        if entry.kind != "restored":
+            known[entry.place, entry.branch] = last
+    return _path(last)
 
 
-def _go_back(entries: "list[Entry] | deque[Entry]", mark: Entry) -> None:
+@dataclass(frozen=True)
+class _Node:
+    """An entry, and what led to it."""
+
+    entry: Entry
+    before: "_Node | None"
+
+
+def _path(last: _Node | None) -> list[Entry]:
+    found: list[Entry] = []
+    while last is not None:
+        found.append(last.entry)
+        last = last.before
+    return found[::-1]
+
+
+def _last_at(mark: Entry, last: _Node | None) -> _Node | None:
+    while last is not None and not last.entry.ends_at(mark):
+        last = last.before
+    return last
+
+
+def _go_back(entries: deque[Entry], mark: Entry) -> None:
     """Drop what did not lead to where the mark is: the later ones, or all if none led there.
 
     The mark stays if mini-batches were open there, for they are not part of a state.
     """
-    while entries and entries[-1].place != mark.place:
+    while entries and not entries[-1].ends_at(mark):
         entries.pop()
+    if _open_after(entries):
+        entries.append(mark)
+
+
+def _open_after(entries: Iterable[Entry]) -> bool:
+    """Whether mini-batches were open after these."""
     unfinished: set[tuple[str | None, str | None]] = set()
     for entry in entries:
         owners = {(member.client, entry.mini_batch) for member in entry.members if entry.mini_batch is not None}
         unfinished = unfinished | owners if entry.kind == "backward" else unfinished - owners
-    if unfinished:
-        entries.append(mark)
+    return bool(unfinished)

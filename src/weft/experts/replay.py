@@ -38,7 +38,10 @@ def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> in
             continue
         with _threads(entry.threads):
             backend.engine.redo(
-                entry.kind, [_task(backend, entry, member, fetch) for member in entry.members], entry.seed
+                entry.kind,
+                [_task(backend, entry, member, fetch) for member in entry.members],
+                entry.seed,
+                entry.branch,
             )
         if backend.steps != entry.step:
             raise ReplayError(f"expert {backend.name!r} is at step {backend.steps} after a batch of step {entry.step}")

@@ -3,6 +3,7 @@
 module, optimizer, schedule       tables of their own; None where the expert has none
 optimizer_class, schedule_class   their kinds: torch would load the state of another, and fail or go astray later
 steps, seed, ..._batches          counts
+branch                            by which a journal knows it, see `weft.experts.entry`
 """
 
 import copy
@@ -16,15 +17,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import count_fault
 
-_KINDS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}  # which older states lack
+_KINDS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}
 _TABLES = {"module", "optimizer", "schedule"}
+_WORDS = {*_KINDS.values(), "branch"}  # which older states lack
 _COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
 _MAY_LACK = {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
 """What torch came to add to its optimizers, and fills in itself."""
 
 
 def state_of(
-    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int]
+    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int | str]
 ) -> dict[str, Any]:
     """A copy of the state of an expert with these parts."""
     state = {
@@ -41,7 +43,7 @@ def state_of(
 def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
     """Raise ``UsageError`` that lists why this is no state of the expert of this name, with these parts."""
     faults = [f"{each!r} is missing" for each in sorted((_TABLES | _COUNTS) - state.keys())]
-    faults += [f"{each!r} is not known" for each in sorted(state.keys() - _TABLES - _COUNTS - {*_KINDS.values()})]
+    faults += [f"{each!r} is not known" for each in sorted(state.keys() - _TABLES - _COUNTS - _WORDS)]
     faults += [
         f"there is {'no' if state[each] is None else 'a'} state of the {each}, but this expert has "
         f"{'none' if part is None else 'one'}"
@@ -55,6 +57,8 @@ def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None
         for each in sorted(_TABLES & state.keys())
         if not isinstance(state[each], Mapping) and (each == "module" or state[each] is not None)
     ]
+    if not isinstance(state.get("branch", ""), str):
+        faults.append(f"'branch' is {state['branch']!r}, wanted a str")
     if not faults:
         parts = {"optimizer": optimizer, "schedule": schedule}
         faults += [fault for each, part in parts.items() for fault in _kind_faults(each, part, state.get(_KINDS[each]))]

@@ -4,7 +4,9 @@ gradients ── own ──> .grad ── hooks ── apply_gradients ──> w
                                  '────────raises──> StepError                    whatever happens
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from secrets import token_hex
 from typing import Any, Literal
 
 import torch
@@ -30,14 +32,16 @@ class Stepper:
         journal: Journal | None,
     ) -> None:
         self.steps = self.batches = 0
+        self.branch = ""
         self.journal_failures = 0
         self._name = name
         self._parameters = parameters
         self._apply = apply
         self._journal = journal
+        self._next_branch = ""
         if journal is not None:
             journal.own(name)
-        self.restored(0)
+        self.restored(0, "")
 
     @property
     def trains(self) -> bool:
@@ -70,18 +74,28 @@ class Stepper:
         for parameter in self._parameters():
             parameter.grad = None
 
-    def restored(self, batches: int) -> None:
-        """The expert goes on after so many backward batches, and now from there."""
-        self.batches = batches
+    def restored(self, batches: int, branch: str) -> None:
+        """The expert goes on after so many backward batches, the last of this branch, and now from there."""
+        self.batches, self.branch, self._next_branch = batches, branch, token_hex(8)
         if self._journal is not None:
-            self._journal.restored(self.steps, batches)
+            self._journal.restored(self.steps, batches, branch)
+
+    @contextmanager
+    def replaying(self, branch: str) -> Generator[None]:
+        """What runs within is of this branch, which ran before."""
+        self._next_branch = branch
+        try:
+            yield
+        finally:
+            self._next_branch = token_hex(8)
 
     def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False) -> None:
         """Put a batch into the journal. A full disk must not make a step that was taken look like one that was not."""
+        self.branch = self._next_branch
         if self._journal is None:
             return
         try:
-            self._journal.write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches), tasks)
+            self._journal.write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches, self.branch), tasks)
         except Exception:
             self.journal_failures += 1
 
