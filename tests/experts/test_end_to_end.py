@@ -133,6 +133,15 @@ def test_bare_directories_do_as_well(server: Server) -> None:
         assert remote.steps == 1
 
 
+def test_addresses_that_never_change_need_no_directory(server: Server) -> None:
+    addresses = {"fussy": server.address}
+    with Connections(addresses) as connections:
+        for remote, missing in (create_remote_experts(["fussy", "else"], each) for each in (addresses, connections)):
+            assert remote is not None and missing is None
+            remote(rows(2, 0)).sum().backward()
+    assert remote is not None and remote.steps == 2
+
+
 @contextmanager
 def directory_of(server: Server) -> Iterator[LocalDirectory]:
     directory = LocalDirectory()

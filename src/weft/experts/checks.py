@@ -1,4 +1,4 @@
-"""The rules of `weft.core.checks` for options, and one for tokens.
+"""The rules of `weft.core.checks` for options, one for names of experts, and one for tokens.
 
 A token that no header can carry looks as if the server were not there. Addresses have a rule of their own, see
 `weft.experts.service.address`.
@@ -17,7 +17,13 @@ __all__ = [
     "seconds_fault",
     "switch_fault",
     "token_fault",
+    "uid_fault",
 ]
+
+
+def uid_fault(uid: Any) -> list[str]:
+    """What is wrong with the name of an expert."""
+    return [] if isinstance(uid, str) and uid else [f"uid is {uid!r}, wanted the name that its server knows it by"]
 
 
 def token_fault(value: Any) -> list[str]:

@@ -196,7 +196,10 @@ def checked_layout(
     if sum(sizes) != layers:
         faults.append(f"balance {list(sizes)} places {sum(sizes)} layers, but the module has {layers}")
     if len(sizes) > len(places):
-        faults.append(f"balance has {len(sizes)} stages, but there are {len(places)} devices (they may repeat)")
+        faults.append(
+            f"balance has {len(sizes)} stages, but there are {len(places)} devices; one may be there more than once, as in "
+            f"devices=['cpu'] * {len(sizes)}"
+        )
     if faults:
         raise PartitionError(listed("these layers cannot be spread as asked:", faults))
     return list(sizes), list(places[: len(sizes)])

@@ -1,7 +1,7 @@
 """Addresses, tokens and options that make no sense are refused where they are given, all at once."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -161,6 +161,11 @@ def test_every_fault_of_the_arguments_is_told_and_nothing_else(data: st.DataObje
         (lambda: create_remote_experts("x", LocalDirectory()), ["list of names"]),
         (lambda: create_remote_experts(["", "x"], LocalDirectory(), timout=3), ["uid is ''", "no option 'timout'"]),
         (lambda: create_remote_experts(["x"], LocalDirectory(), token="a"), ["tls= and token="]),
+        (lambda: create_remote_experts([""], {"x": "x"}), ["uid is ''", "the address of 'x' is 'x', wanted host:port"]),
+        (
+            lambda: Connections(cast(Any, {"": "x", "b": 5, "c": HERE}), token=" "),
+            ["token", "uid is ''", "the address of '' is 'x'", "the address of 'b' is 5"],
+        ),
     ],
 )
 def test_who_is_made_of_them_refuses_them_all_at_once(make: Callable[[], object], words: list[str]) -> None:

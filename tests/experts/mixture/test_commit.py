@@ -22,7 +22,7 @@ from tests.experts.mixture.commit_cases import (
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft import Pipe
 from weft.core.errors import UsageError
-from weft.experts.client import RemoteExpert, commit
+from weft.experts.client import RemoteExpert, commit, discard
 from weft.experts.mixture import TooFewAnswersError
 from weft.experts.mixture.minibatch import MiniBatch
 from weft.experts.wire import Kind
@@ -170,6 +170,9 @@ def test_a_group_commits_mixtures_and_single_experts() -> None:
         assert commit(model) == {"ffn.0": True, "ffn.1": True}  # although the single one had nothing
         model(numbers(4, WIDTH)).sum().backward()
         assert commit(model) == {"ffn.0": True, "ffn.1": True} and experts.steps() == {"ffn.0": 3, "ffn.1": 2}
+        model(numbers(4, WIDTH)).sum().backward()
+        discard(model)
+        assert commit(model) == {"ffn.0": False} and experts.steps() == {"ffn.0": 3, "ffn.1": 2}
 
 
 def test_the_client_is_named_in_all_calls() -> None:

@@ -8,6 +8,7 @@ asking.py       info, forward, backward, commit       accumulation.py, remembere
 fencing.py      who asks, and under which fence       progress.py    what answers tell of the expert
 line.py         deadlines, repetition                 retry.py       the rule of repetition
 route.py        which server to ask                   connections.py one connection per server
+fixed.py        addresses that never change
 transport.py    the protocol of a way                 local.py       the one without a network
 channel.py      the one over gRPC                     stream.py      its stream          pending.py   who waits
 tls.py          how a client shows itself             refusal.py     what to do when it is turned away
@@ -17,7 +18,7 @@ from weft.experts import extras as extras  # says what is not installed
 from weft.experts.client.asking import CallOptions
 from weft.experts.client.channel import GrpcTransport
 from weft.experts.client.connections import Connections
-from weft.experts.client.group import commit, create_remote_experts
+from weft.experts.client.group import commit, create_remote_experts, discard
 from weft.experts.client.local import LocalTransport
 from weft.experts.client.remote import RemoteExpert
 from weft.experts.client.retry import NEVER, Retry
@@ -37,4 +38,5 @@ __all__ = [
     "TransportStatistics",
     "commit",
     "create_remote_experts",
+    "discard",
 ]

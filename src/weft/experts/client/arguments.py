@@ -3,7 +3,7 @@
 from inspect import signature
 from typing import Any
 
-from weft.experts.checks import kind_fault, seconds_fault, switch_fault
+from weft.experts.checks import kind_fault, seconds_fault, switch_fault, uid_fault
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
 from weft.experts.client.tls import way_faults
@@ -16,11 +16,6 @@ from weft.experts.service.address import address_fault
 def remote_faults(uid: Any, where: Any, **options: Any) -> list[str]:
     """Of `RemoteExpert`, whose arguments these are, whatever they are."""
     return [*uid_fault(uid), *_where_faults(where), *call_faults(address=isinstance(where, str), **options)]
-
-
-def uid_fault(uid: Any) -> list[str]:
-    """Of a name."""
-    return [] if isinstance(uid, str) and uid else [f"uid is {uid!r}, wanted the name that its server knows it by"]
 
 
 def call_faults(

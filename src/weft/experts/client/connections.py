@@ -5,17 +5,21 @@ with Connections(directory) as connections:
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, cast
 
 from weft.core.errors import UsageError, listed
 from weft.core.process import finalizer
 from weft.experts.checks import kind_fault
 from weft.experts.client.channel import GrpcTransport
+from weft.experts.client.fixed import fixed, fixed_faults
 from weft.experts.client.tls import ClientTls, way_faults
 from weft.experts.client.transport import Transport, TransportStatistics
 from weft.experts.directory import Directory, Mirror, Snapshot
 from weft.experts.wire import LIMITS, Limits
+
+_WANTED = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
 
 
 class Connections:
@@ -23,7 +27,8 @@ class Connections:
 
     Args:
         directory: where experts are looked up; it stays open. Raises ``AwayError`` if it does not answer at first;
-            later its last snapshot serves while it is away.
+            later its last snapshot serves while it is away. Or the address of every expert by its uid,
+            ``{"ffn.0": "10.0.0.1:31330", ...}``, where these never change.
         tls, token, limits: see `GrpcTransport`.
         open_transport: makes the transport to an address, in place of `GrpcTransport`.
 
@@ -33,7 +38,7 @@ class Connections:
 
     def __init__(
         self,
-        directory: Directory | None = None,
+        directory: Directory | Mapping[str, str] | None = None,
         *,
         tls: ClientTls | None = None,
         token: str | None = None,
@@ -43,11 +48,15 @@ class Connections:
         faults = way_faults(tls, token)
         if open_transport is not None and (tls is not None or token is not None):
             faults.append("tls= and token= are for GrpcTransport; what open_transport= makes has its own")
-        faults += kind_fault("directory", directory, Directory, "one, such as EtcdDirectory(['host:2379'])", none=True)
+        if isinstance(directory, Mapping):
+            faults += fixed_faults(cast("Mapping[Any, Any]", directory))
+        else:
+            faults += kind_fault("directory", directory, Directory, _WANTED, none=True)
         if faults:
             raise UsageError(listed("there are no connections like this:", faults))
         self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
-        self._mirror = None if directory is None else Mirror(directory)
+        found = fixed(directory) if isinstance(directory, Mapping) else directory
+        self._mirror = None if found is None else Mirror(found)
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._closed = threading.Event()

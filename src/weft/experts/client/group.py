@@ -1,4 +1,4 @@
-"""Many remote experts at once: made from a directory, and committed together."""
+"""Many remote experts at once: made from a directory, committed or discarded together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
@@ -6,21 +6,24 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import nn
 
 from weft.core.errors import UsageError, listed
-from weft.experts.client.arguments import call_faults, uid_fault
+from weft.experts.checks import uid_fault
+from weft.experts.client.arguments import call_faults
 from weft.experts.client.connections import Connections
+from weft.experts.client.fixed import fixed_faults
 from weft.experts.client.remote import RemoteExpert
 from weft.experts.directory import Directory
 
 
 def create_remote_experts(
-    uids: Sequence[str], directory: Directory | Connections, **options: Any
+    uids: Sequence[str], directory: Directory | Connections | Mapping[str, str], **options: Any
 ) -> list[RemoteExpert | None]:
     """One `RemoteExpert` per uid, in order; None for those that the directory does not know now.
 
     Args:
         uids: names of experts.
         directory: where they are looked up, now and at every call. With `Connections`, those are used and stay open;
-            with a bare directory, connections are made that close when the last of the experts is collected.
+            with a bare directory, or addresses by uid, connections are made that close when the last of the experts is
+            collected.
         options: as `RemoteExpert` takes them, but for ``tls`` and ``token``, which `Connections` have.
 
     Raises ``AwayError`` if the directory does not answer, ``UsageError`` that lists all arguments that make no sense,
@@ -45,10 +48,12 @@ def _named(uids: Any) -> tuple[list[str], list[str]]:
 
 def _faults(directory: Any, options: Mapping[str, Any]) -> list[str]:
     faults: list[str] = []
-    if not isinstance(directory, Directory | Connections):
+    if isinstance(directory, Mapping):
+        faults += fixed_faults(cast("Mapping[Any, Any]", directory))
+    elif not isinstance(directory, Directory | Connections):
         faults.append(
-            f"directory is {directory!r}, wanted a directory or Connections to one; for the address of a single "
-            "server, make each RemoteExpert(uid, address)"
+            f"directory is {directory!r}, wanted a directory, Connections to one, or addresses by uid; for the address "
+            "of a single server, make each RemoteExpert(uid, address)"
         )
     return faults + call_faults(address=False, **options)
 
@@ -67,18 +72,43 @@ class Commits(Protocol):
         ...
 
 
+@runtime_checkable
+class Discards(Protocol):
+    """Such a layer that can also forget."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for `commit`."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the gradients since the last commit."""
+        ...
+
+
 def commit(module: nn.Module) -> dict[str, bool]:
     """Commit every accumulating remote expert and mixture inside of ``module``: whether it stepped, by uid.
 
     To be called where the optimizer of the local parameters steps. An expert that several of them call has stepped if
     it did for one. Raises as `RemoteExpert.commit` and `RemoteMixtureOfExperts.commit`; layers before the one that
-    failed have stepped.
+    failed have stepped. After a `CommitError`, `discard` begins a new mini-batch.
     """
     found: dict[str, bool] = {}
     for each in module.modules():
         for uid, stepped in _committed(each).items():
             found[uid] = stepped or found.get(uid, False)
     return found
+
+
+def discard(module: nn.Module) -> None:
+    """Forget the gradients since the last commit, of every accumulating remote expert and mixture inside of ``module``.
+
+    For a mini-batch that failed, and is to be run again or left out: until then every `commit` of it fails. The servers
+    are told, but not waited for.
+    """
+    for each in module.modules():
+        if isinstance(each, RemoteExpert | Discards) and each.accumulates:
+            each.discard()
 
 
 def _committed(each: nn.Module) -> Mapping[str, bool]:
