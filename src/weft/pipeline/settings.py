@@ -197,8 +197,8 @@ def checked_layout(
         faults.append(f"balance {list(sizes)} places {sum(sizes)} layers, but the module has {layers}")
     if len(sizes) > len(places):
         faults.append(
-            f"balance has {len(sizes)} stages, but there are {len(places)} devices; one may be there more than once, as in "
-            f"devices=['cpu'] * {len(sizes)}"
+            f"balance has {len(sizes)} stages, but there are {len(places)} devices; one may be there more than "
+            f"once, as in devices=['cpu'] * {len(sizes)}"
         )
     if faults:
         raise PartitionError(listed("these layers cannot be spread as asked:", faults))

@@ -5,12 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.experts.expert_cases import work
 from weft.__main__ import main
 from weft.core.errors import UsageError
+from weft.experts.errors import GradientError
 from weft.experts.registry import Blueprint, register_expert
+from weft.experts.server import config_form
 from weft.experts.server.access import Role
 from weft.experts.server.config import build
+from weft.experts.server.config_experts import backends
+from weft.experts.server.config_faults import Faults
 from weft.experts.wire.limits import MOST_FRAME, Limits
 
 pytestmark = pytest.mark.timeout(60)
@@ -122,6 +128,28 @@ def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list
                 ({"params": 1.0}, "'params'"),
             )
         ),
+        ({"schedule": "StepLR"}, "experts[0] has schedule and no optimizer"),
+        ({"optimizer": "SGD", "schedule_arguments": {}}, "experts[0] has schedule_arguments and no schedule"),
+        *(
+            ({"optimizer": "SGD", "schedule": name, "schedule_arguments": arguments}, word)
+            for name, arguments, word in (
+                ("LRScheduler", {}, "torch.optim.lr_scheduler has no schedule 'LRScheduler'"),
+                ("Adam", {}, "no schedule 'Adam'"),
+                ("StepLR", {}, "step_size"),
+                ("StepLR", {"optimizer": 1}, "'optimizer'"),
+                ("ReduceLROnPlateau", {}, "metrics"),
+            )
+        ),
+        *(
+            ({"guards": guards}, word)
+            for guards, word in (
+                ({"max_norm": -1}, "max_norm is -1"),
+                ({"max_norm": True}, "max_norm of guards of experts[0] is True, wanted a number"),
+                ({"finite": 1}, "finite of guards of experts[0] is 1, wanted true or false"),
+                ({"finit": True}, "guards of experts[0] has 'finit'"),
+                (5, "guards of experts[0] is 5, wanted a table"),
+            )
+        ),
         ({"optimizer_arguments": {"lr": 1.0}}, "experts[0] has optimizer_arguments and no optimizer"),
         ({"clip_grad_norm": 1}, "experts[0] has clip_grad_norm and no optimizer"),
         ({"optimizer": "SGD", "clip_grad_norm": -1}, "clip_grad_norm is -1.0"),
@@ -139,6 +167,36 @@ def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list
 def test_an_entry_that_cannot_be_made_is_told_with_its_number(more: dict[str, Any], word: str) -> None:
     text = refused(expert(**more))
     assert word in text and "experts[0]" in text
+
+
+def test_an_entry_may_say_all_that_training_needs() -> None:
+    more = {
+        "optimizer": "SGD",
+        "optimizer_arguments": {"lr": 1.0},
+        "schedule": "StepLR",
+        "schedule_arguments": {"step_size": 1, "gamma": 0.5},
+        "guards": {"max_norm": 3, "finite": False},
+    }
+    faults = Faults()
+    [backend] = backends(expert(**more), faults)
+    for size in (1e-3, 1e3):
+        done = backend.backward_pool.submit_task(torch.ones(2, 8), torch.full((2, 8), size))
+        work(backend)
+    with pytest.raises(GradientError, match="norm"):
+        done.result(0.0)
+    assert backend.optimizer is not None and backend.optimizer.param_groups[0]["lr"] == 0.5 and backend.steps == 1
+    [backend] = backends(expert(optimizer="SGD", schedule="ConstantLR"), faults)
+    assert isinstance(backend.schedule, torch.optim.lr_scheduler.ConstantLR) and not faults
+
+
+def test_the_docs_tell_every_name() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "experts.md").read_text("utf-8")
+    _, _, table = text.partition("What the file may say")
+    tables: list[dict[str, Any]] = [getattr(config_form, name) for name in ("_TOP", "_EXPERT", "_GUARDS", "_KEPT")]
+    tables += [config_form._REPLICAS, config_form._GRANT]
+    wanted = {name for each in tables for name in each}
+    table = table.partition("\n## ")[0].replace("[", "`").replace("]", "`")
+    assert {name for name in wanted if f"`{name}`" not in table} == set()
 
 
 def test_faults_of_several_entries_are_told_together() -> None:

@@ -13,6 +13,8 @@
     arguments = { hidden = 512 }
     optimizer = "Adam"                           of torch.optim; left out: the expert is not trained
     optimizer_arguments = { lr = 0.001 }
+    schedule = "StepLR"                          of torch.optim.lr_scheduler, with schedule_arguments
+    guards = { max_norm = 10.0 }                 see Guards; clip_grad_norm = 1.0 clips
     options = { max_batch_size = 1024 }          of the task pools
     keep_graphs = { nbytes = 268435456 }         and seconds = 30: of forwards whose clients say keep_graph=True
 

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer, lr_scheduler
 
 from weft.core.errors import UsageError
 from weft.experts.backend import ExpertBackend
+from weft.experts.guards import Guards
 from weft.experts.kept import GraphBudget
-from weft.experts.optimizers import OptimizerLike
 from weft.experts.registry import make_expert
 from weft.experts.server.config_faults import Faults
 from weft.experts.server.config_form import names_of
@@ -40,20 +42,30 @@ def _backend(entry: Mapping[str, Any], name: str) -> ExpertBackend:
     if "keep_graphs" in entry:
         kept = entry["keep_graphs"]
         more["keep_graphs"] = GraphBudget(kept["nbytes"], float(kept.get("seconds", GraphBudget.seconds)))
-    optimizer = _optimizer(entry)  # before the module, which may take long
+    if "guards" in entry:
+        more["guards"] = _guards(**entry["guards"])
+    optimizer = _factory(entry, "optimizer", torch.optim, Optimizer, "params")  # before the module, which may take long
+    schedule = _factory(entry, "schedule", lr_scheduler, lr_scheduler.LRScheduler, "optimizer")
+    if schedule is not None:
+        more["schedule"] = schedule
     return make_expert(entry["kind"], **entry.get("arguments", {})).backend(name, optimizer, **more)
 
 
-def _optimizer(entry: Mapping[str, Any]) -> OptimizerLike | None:
-    name = entry.get("optimizer")
+def _guards(finite: bool = True, **norms: Any) -> Guards:
+    return Guards(finite, **{name: float(norm) for name, norm in norms.items()})
+
+
+def _factory(
+    entry: Mapping[str, Any], what: str, module: ModuleType, base: type, own: str
+) -> Callable[..., Any] | None:
+    """A class of torch's by its name, with its arguments, of which the expert itself gives the one called ``own``."""
+    name = entry.get(what)
     if name is None:
         return None
-    kind = getattr(torch.optim, name, None)
-    base = torch.optim.Optimizer
+    kind = getattr(module, name, None)
     if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
-        raise UsageError(f"torch.optim has no optimizer {name!r}")
-    made: Callable[..., torch.optim.Optimizer] = kind
-    arguments = entry.get("optimizer_arguments", {})
-    if "params" in arguments:
-        raise UsageError("optimizer_arguments has 'params', but these are the expert's own")
-    return partial(made, **arguments) if arguments else made
+        raise UsageError(f"{module.__name__} has no {what} {name!r}")
+    arguments = entry.get(f"{what}_arguments", {})
+    if own in arguments:
+        raise UsageError(f"{what}_arguments has {own!r}, but these are the expert's own")
+    return partial(kind, **arguments) if arguments else kind

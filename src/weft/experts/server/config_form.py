@@ -42,10 +42,20 @@ _EXPERT = {
     "arguments": dict,
     "optimizer": str,
     "optimizer_arguments": dict,
+    "schedule": str,
+    "schedule_arguments": dict,
     "options": dict,
     "clip_grad_norm": _NUMBER,
+    "guards": dict,
     "keep_graphs": dict,
 }
+_NEEDS = {
+    "optimizer_arguments": "optimizer",
+    "schedule": "optimizer",
+    "schedule_arguments": "schedule",
+    "clip_grad_norm": "optimizer",
+}
+_GUARDS = {"finite": bool, "max_norm": _NUMBER, "max_output_norm": _NUMBER}
 _KEPT = {"nbytes": int, "seconds": _NUMBER}
 _REPLICAS = {
     "experts": list,
@@ -61,6 +71,7 @@ _WORDS: dict[Any, str] = {
     str: "a text",
     int: "a whole number",
     _NUMBER: "a number",
+    bool: "true or false",
     dict: "a table",
     list: "a list",
 }
@@ -109,7 +120,7 @@ def _table_faults(entry: Any, kinds: Mapping[str, Any], where: str, needed: Sequ
     faults = _unknown(table, list(kinds), where)
     faults += [f"{where} has no {name}" for name in needed if name not in table]
     for name, kind in kinds.items():
-        if name in table and (not isinstance(table[name], kind) or isinstance(table[name], bool)):
+        if name in table and (not isinstance(table[name], kind) or isinstance(table[name], bool) is not (kind is bool)):
             single = kind is list and isinstance(table[name], Mapping)
             how = f", which [[{name}]] begins" if single else ""
             faults.append(f"{name} of {where} is {table[name]!r}, wanted {_WORDS[kind]}{how}")
@@ -134,13 +145,13 @@ def _expert_faults(entry: Any, where: str) -> list[str]:
             faults.append(f"{where} are {count} experts all called {name!r}; write {{}} where their number goes")
     if isinstance(kept := table.get("keep_graphs"), dict):
         faults += _table_faults(kept, _KEPT, f"keep_graphs of {where}", ("nbytes",))
+    if isinstance(guards := table.get("guards"), dict):
+        faults += _table_faults(guards, _GUARDS, f"guards of {where}")
     if isinstance(options := table.get("options"), dict):
         pool = [field.name for field in fields(PoolOptions)]
         faults += _unknown(cast("dict[str, Any]", options), pool, f"options of {where}")
     return faults + [
-        f"{where} has {each} and no optimizer"
-        for each in ("optimizer_arguments", "clip_grad_norm")
-        if each in table and "optimizer" not in table
+        f"{where} has {each} and no {other}" for each, other in _NEEDS.items() if each in table and other not in table
     ]
 
 
