@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tests.recurrent.cells_for_tests import CASES, Case, engine_of, every_case
 from tests.recurrent.recurrent_cases import by_plan
 from tests.recurrent.test_derived import sequence
+from weft.recurrent import python_engine
 from weft.recurrent.capture import capture
 from weft.recurrent.parts import cut
 from weft.recurrent.python_engine import PythonEngine
@@ -45,6 +46,24 @@ def test_a_wrong_plan_is_refused_and_every_wrong_value_named(part: str, words: s
     xs, states = sequence(case)
     with pytest.raises(PlanError, match=words):
         verify(PythonEngine(captured), case.cell, xs, states)
+
+
+def test_a_fault_that_shows_in_one_step_without_gradients_of_all_states_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def swapped(x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, c = state
+        return x + h, (c, h)
+
+    def one_after_another(places: Any, values: Any) -> None:  # so that one place is written to before it was read
+        for place, value in zip(places, values, strict=True):
+            place.copy_(value)
+
+    monkeypatch.setattr(python_engine, "write", one_after_another)
+    x, state = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 2, 3, dtype=torch.float64).unbind()
+    engine = engine_of("python", Case(swapped, x, state, []))
+    with pytest.raises(PlanError, match="gradient of initial state"):
+        verify(engine, swapped, [torch.randn(4, 2, 3, dtype=torch.float64)], list(state))
 
 
 @by_plan

@@ -21,7 +21,9 @@ from weft.recurrent.engine import Engine
 from weft.recurrent.gradients_back import Leaves
 from weft.recurrent.memory import Memory
 
-STEPS = 3
+TRIALS = ((3, True), (1, False))
+"""Steps, and whether gradients come to the states after all of them too, or only to what most losses read. Gradients of
+states make a new tensor at every step; without them, and in a single one, what is carried stays the very tensor."""
 ROUNDINGS = 256
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -39,7 +41,15 @@ def verify(
 
     Raises PlanError that names every value which differs, with the difference.
     """
-    short = [each[:STEPS] for each in inputs]
+    for steps, every in TRIALS:
+        faults = _faults(plan, cell, [each[:steps] for each in inputs], states, memory, every)
+        if faults:
+            raise PlanError(listed("a derived plan does not compute what its cell computes:", faults))
+
+
+def _faults(
+    plan: Engine, cell: Cell, short: Sequence[Tensor], states: Sequence[Tensor], memory: Memory, every: bool
+) -> list[str]:
     way = "states" if isinstance(memory, int) else memory  # it makes use of every routine
     device = short[0].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -51,13 +61,8 @@ def verify(
         eager = _eager(plan, cell, *_leaves(plan, short, states))
     if not derived[0].states:  # not all are kept, so none is there to be compared
         eager[0].states.clear()
-    faults = [
-        fault
-        for (name, wanted), (_, seen) in zip(_values(plan, eager), _values(plan, derived), strict=True)
-        if (fault := _difference(name, wanted, seen))
-    ]
-    if faults:
-        raise PlanError(listed("a derived plan does not compute what its cell computes:", faults))
+    pairs = zip(_values(plan, eager, every), _values(plan, derived, every), strict=True)
+    return [fault for (name, wanted), (_, seen) in pairs if (fault := _difference(name, wanted, seen))]
 
 
 Ends = tuple[Leaves[Tensor], list[Tensor], list[Tensor]]
@@ -79,7 +84,7 @@ def _eager(plan: Engine, cell: Cell, inputs: list[Tensor], states: list[Tensor])
     return Leaves(*stepwise(plan.captured, cell, inputs, states)), inputs, states
 
 
-def _values(plan: Engine, ends: Ends) -> list[tuple[str, Tensor]]:
+def _values(plan: Engine, ends: Ends, every: bool) -> list[tuple[str, Tensor]]:
     """Outputs and states, and, where gradients are on, those of everything, each with its name; zeros for none."""
     leaves, inputs, states = ends
     parameters = plan.captured.parameters
@@ -88,7 +93,8 @@ def _values(plan: Engine, ends: Ends) -> list[tuple[str, Tensor]]:
     sources += [(f"initial state {i}", each) for i, each in enumerate(states)]
     sources += [(f"parameter {i}", each) for i, each in enumerate(parameters)]
     asked = [(name, each) for name, each in sources if each.requires_grad]
-    roots = [end for _, end in named if end.requires_grad]
+    read = named if every else Leaves(leaves.outputs, [], leaves.last).named()
+    roots = [end for _, end in read if end.requires_grad]
     if not roots or not asked or not torch.is_grad_enabled():
         return [(name, end.detach()) for name, end in named]
     seeds = [
