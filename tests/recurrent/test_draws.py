@@ -122,3 +122,34 @@ def test_a_new_dropout_rate_or_evaluation_makes_another_plan(backend: str) -> No
     cell.eval()
     alike()
     assert len(net.why()) == 3 and run_by(net) == {backend}
+
+
+@by_plan
+@pytest.mark.parametrize("rows", [1, 2])
+def test_inputs_and_states_that_lie_otherwise_in_memory_draw_what_the_eager_loop_draws(rows: int, backend: str) -> None:
+    """Numbers come in the order of memory, so a plan for tensors row by row draws others for transposed ones."""
+    weight = torch.randn(4, 4).double()
+
+    def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        after = (nn.functional.dropout(h, 0.3) @ weight + nn.functional.dropout(x)).tanh()  # lies as the product does
+        return after, after
+
+    net, x, h = planned(cell, backend), torch.randn(5, rows, 4).double(), torch.randn(rows, 4).double()
+    other_x = torch.randn(5, 4, rows).double().transpose(1, 2)
+    other_h = torch.randn(4, rows).double().t()
+
+    def alike(x: Tensor, h: Tensor) -> None:
+        seen: list[Tensor] = []
+        for each in (eagerly(cell), net):
+            torch.manual_seed(7)
+            seen.append(each(x, h).outputs)
+        torch.testing.assert_close(seen[1], seen[0], rtol=1e-12, atol=1e-14)
+
+    alike(x, h)
+    alike(other_x, h)
+    alike(x.transpose(0, 1).contiguous().transpose(0, 1), h.expand_as(h))
+    assert run_by(net) == {backend} and len(net.why()) == rows  # one row lies as it lies
+    if rows == 1:
+        return alike(x, other_h)
+    with pytest.warns(NoPlanWarning, match=r"lies in another way than later ones.*\.contiguous\(\)"):
+        alike(x, other_h)

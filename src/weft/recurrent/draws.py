@@ -7,12 +7,13 @@ numbers of the eager loop, and backward and recomputation read what was drawn. W
 probabilities of a sampled action do, cannot be drawn in advance; such cells run by the eager loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = cast(Any, torch.ops.aten)
 _BY_SHAPE = {
@@ -117,6 +118,33 @@ def lifted(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
         graph.eliminate_dead_code()
         module.recompile()
     return inputs, draws
+
+
+def lies(tensor: Tensor) -> Hashable:
+    """How a new tensor like this one lies in memory, the order of drawing; None for row by row, as nearly all do."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    like = torch.empty_like(tensor, device="meta")
+    return None if like.is_contiguous() else _strides(like)
+
+
+class Layouts(TorchDispatchMode):
+    """Inside, `seen` tells how all that is drawn lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor):
+            self.seen.append(_strides(result))
+        return result
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Those that matter."""
+    return tuple([stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1])
 
 
 def drawn(draws: Sequence[Draw], steps: int, device: torch.device) -> list[Tensor]:

@@ -20,7 +20,7 @@ from weft.recurrent.captured import Captured
 from weft.recurrent.conditions import conditions_of, held_inputs, more_inputs, nested
 from weft.recurrent.derived import run_derived
 from weft.recurrent.double_backward import Again
-from weft.recurrent.draws import drawn
+from weft.recurrent.draws import drawn, lies
 from weft.recurrent.engine import Engine
 from weft.recurrent.inductor_engine import InductorEngine
 from weft.recurrent.links import Linked
@@ -32,7 +32,7 @@ from weft.recurrent.owned import Owned, owned
 from weft.recurrent.python_engine import PythonEngine
 from weft.recurrent.rows import Rows
 from weft.recurrent.sequence import Inputs
-from weft.recurrent.trial import drawing_nothing, put_back, unobserved
+from weft.recurrent.trial import check_layouts, drawing_nothing, put_back, unobserved
 from weft.recurrent.verify import verify
 
 RACE_STEPS = 32
@@ -107,7 +107,7 @@ class PlannedCall:
 
     def looks(self) -> Hashable:
         """What else a plan depends on: how a step looks."""
-        step = tuple([(leaf.shape[1:], leaf.dtype, leaf.device) for leaf in self._inputs.leaves])
+        step = tuple([_looks(leaf[0]) for leaf in self._inputs.leaves])
         before = tuple([_looks(leaf) for leaf in self._states])
         casting = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
         return (
@@ -171,9 +171,9 @@ class PlannedCall:
         wants = [*self._wants(), *[False] * (len(leaves) - count)]
         step, state = self._step(), unflatten(self._structure, self._states)
 
-        def once() -> object:
+        def once(before: Any = state) -> Any:
             with torch.no_grad():
-                return step(*(map_leaves(torch.clone, each) for each in (nest, state)))
+                return step(*(map_leaves(torch.clone, each) for each in (nest, before)))
 
         # Tracing patches modules for the whole process.
         with torch.random.fork_rng(self._devices()), _CAPTURING, put_back(self._owned), drawing_nothing(once):
@@ -187,6 +187,8 @@ class PlannedCall:
                 watched=self._owned.tensors,
             )
             changed = owned(self.cell.function).key != self._owned.key
+            if captured.draws and not changed:
+                check_layouts(once, state)
         if changed:
             raise CaptureError(
                 "the cell changes what it reads in a step (an attribute of its own, a variable that it closes over or "
@@ -266,7 +268,9 @@ def unfit(inputs: Inputs, state: Any) -> str | None:
 
 
 def _looks(value: Any) -> Hashable:
-    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else repr(type(cast(object, value)))
+    if not isinstance(value, Tensor):
+        return repr(type(cast(object, value)))
+    return value.shape, value.dtype, value.device, lies(value)
 
 
 def _constant(node: fx.Node, tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from weft.recurrent.capture import CaptureError
+from weft.recurrent.draws import Layouts
 from weft.recurrent.owned import OF_MODULES, Owned
 
 _MISSING = object()
@@ -143,6 +144,24 @@ def drawing_nothing(step: Callable[[], object]) -> Generator[None]:
     except BaseException:
         _set_generators(before)
         raise
+
+
+def check_layouts(step: Callable[[Any], Any], state: Any) -> None:
+    """Refuses a cell of which what it draws lies in memory in another way in later steps: other numbers come so.
+
+    A state may be given transposed, and then be row by row. `step` runs the cell once, from a state. Raises
+    CaptureError.
+    """
+    found: list[list[tuple[int, ...]]] = []
+    for _ in range(_LOOKS):
+        with Layouts() as layouts:
+            _, state = step(state)
+        found.append(layouts.seen)
+    if any(each != found[0] for each in found):
+        raise CaptureError(
+            "the cell draws numbers for a state in the order in which that lies in memory, and the first state lies in "
+            "another way than later ones, as a transposed tensor does; make both contiguous, as by .contiguous()"
+        )
 
 
 def _moves_them(step: Callable[[], object]) -> bool:
