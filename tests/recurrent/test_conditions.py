@@ -23,6 +23,7 @@ from tests.recurrent.recurrent_cases import (
 )
 from weft.core.tree import map_leaves
 from weft.recurrent import Recurrent
+from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.cells import adapt
 from weft.recurrent.conditions import conditions_of
 from weft.recurrent.rows import Rows
@@ -173,6 +174,26 @@ def test_a_step_number_that_a_plan_would_round_is_left_to_the_loop(backend: str)
     x, state = torch.randn(4, 2, 3).double(), torch.zeros(2, 3).double()
     close(net(x, state).outputs, eagerly(OneOver(), time_step=True)(x, state).outputs, 1e-14)
     assert run_by(net) == {"eager"}
+
+
+@by_plan
+def test_a_step_number_is_not_rounded_either_where_the_first_steps_do_not_show_it(backend: str) -> None:
+    def cell(x: Tensor, h: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        return x + h * (1e-4 * t), h
+
+    def exact(x: Tensor, h: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        return x + h * (1e-4 * torch.as_tensor(t, dtype=x.dtype)), h
+
+    x, h = torch.randn(4, 2, 3).double(), torch.ones(2, 3).double()
+    wanted = eagerly(cell, time_step=True)(x, h, start=9999).outputs
+    net = planned(cell, backend, time_step=True)
+    with pytest.warns(NoPlanWarning, match="float64 with the number t.*as_tensor"):
+        net(x, h)
+    close(net(x, h, start=9999).outputs, wanted, 1e-14)
+    net = planned(exact, backend, time_step=True)
+    net(x, h)
+    close(net(x, h, start=9999).outputs, wanted, 1e-14)
+    assert run_by(net) == {backend}
 
 
 def test_tables_that_change_nothing_count_as_absent() -> None:

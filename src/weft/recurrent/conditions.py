@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
 from weft.core.tree import flatten, map_leaves, unflatten
@@ -141,6 +141,20 @@ def more_inputs(on: Conditions, inputs: Inputs, rows: Rows, start: int, truncate
         assert steps is not None
         found.append(steps)
     return found
+
+
+def check_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
+    """Refuses what rounds the step's number, a tensor of integers in a graph, to float32 where others are float64.
+
+    `leaves` are the inputs and states. Raises CaptureError.
+    """
+    made = [user.meta.get("val") for user in number.users if user.target is not torch.ops.aten._to_copy.default]
+    rounded = any(isinstance(each, Tensor) and not each.dim() and each.dtype == torch.float32 for each in made)
+    if rounded and any(each.dtype == torch.float64 for each in leaves):
+        raise CaptureError(
+            "the cell computes in float64 with the number t of the step, which a plan would round to float32; make it "
+            "a tensor first, as by torch.as_tensor(t, dtype=x.dtype)"
+        )
 
 
 def held_inputs(inputs: Inputs, valid: Tensor) -> list[Tensor]:

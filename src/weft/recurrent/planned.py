@@ -17,7 +17,7 @@ from weft.recurrent import eager
 from weft.recurrent.as_it_was import as_it_was
 from weft.recurrent.capture import CaptureError, capture
 from weft.recurrent.captured import Captured
-from weft.recurrent.conditions import conditions_of, held_inputs, more_inputs, nested
+from weft.recurrent.conditions import check_number, conditions_of, held_inputs, more_inputs, nested
 from weft.recurrent.derived import run_derived
 from weft.recurrent.double_backward import Again
 from weft.recurrent.draws import drawn, lies
@@ -186,6 +186,8 @@ class PlannedCall:
                 composed=operators,
                 watched=self._owned.tensors,
             )
+            if self._on.time:
+                check_number(captured.roles.inputs[len(leaves) - 1], [*first, *self._states])
             changed = owned(self.cell.function).key != self._owned.key
             if captured.draws and not changed:
                 check_layouts(once, state)
