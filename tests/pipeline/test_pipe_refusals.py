@@ -4,13 +4,16 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from tests.pipeline.pipe_cases import (
@@ -23,6 +26,7 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
+from weft import Pipe
 from weft.core.errors import BatchError, SpecError, UsageError
 
 every_cut = pytest.mark.parametrize(("executor", "checkpoint"), [(e, c) for e in CUTS for c in CHECKPOINTS])
@@ -229,11 +233,26 @@ def test_a_vectorized_jacobian_is_refused_also_after_the_executor_was_chosen() -
         jacobian(pipe, rows(7, 4), vectorize=True)
 
 
+RECORDERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jit.trace": torch.jit.trace,
+    "export": lambda pipe, x: torch.export.export(pipe, (x,)),
+    "export strictly": lambda pipe, x: torch.export.export(pipe, (x,), strict=True),
+    "make_fx": lambda pipe, x: make_fx(pipe)(x),
+    "symbolic_trace": lambda pipe, x: torch.fx.symbolic_trace(pipe),
+    "symbolic_trace of more": lambda pipe, x: torch.fx.symbolic_trace(nn.Sequential(nn.Tanh(), pipe)),
+}
+
+
 @pytest.mark.parametrize("executor", [*CUTS, "auto", "graph"])
-@pytest.mark.parametrize("record", ["trace", "export"])
-def test_a_pipe_that_is_traced_or_exported_says_what_to_trace_instead(record: str, executor: Any) -> None:
+@pytest.mark.parametrize("record", RECORDERS)
+def test_a_pipe_that_is_recorded_says_what_to_record_instead(
+    record: str, executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in ("forward", "_forward"):  # symbolic_trace would end in the tests' check of types
+        monkeypatch.setattr(Pipe, each, unwrap(getattr(Pipe, each)))
     (pipe, plain), x = piped(chain(3, 4, 2), executor=executor), rows(4, 3)
-    with warnings.catch_warnings(), pytest.raises(UsageError, match=r"the nn.Sequential .* or nn.Sequential\(\*pipe\)"):
+    refused = Unsupported if record == "export strictly" else UsageError  # Dynamo's own, around our words
+    with warnings.catch_warnings(), pytest.raises(refused, match=r"the nn.Sequential .* or nn.Sequential\(\*pipe\)"):
         warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's
-        torch.jit.trace(pipe, x) if record == "trace" else torch.export.export(pipe, (x,))
+        RECORDERS[record](pipe, x)
     assert_close(torch.export.export(nn.Sequential(*pipe), (x,)).module()(x), plain(x))

@@ -4,7 +4,7 @@ forward mode (dual numbers)          a tangent of an input, or of a parameter, w
 torch.func: grad, vjp, jvp, vmap     a cut detaches from the graph that the transform follows
 batched gradients                    ``jacobian(vectorize=True)`` sends a stack of gradients back as one
 
-So do programs that record a call, to run it elsewhere (`forbid_tracing`).
+So do programs that record a call, to run it elsewhere (`forbid_tracing`, `forbid_exporting`).
 """
 
 from collections.abc import Generator, Iterable
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._functorch import pyfunctorch
 from torch.autograd import forward_ad
+from torch.fx import Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from weft.core.errors import UsageError
 
@@ -35,14 +37,20 @@ def forbid_transforms(tensors: Iterable[Tensor]) -> None:
         raise UsageError(f"an input or parameter has a tangent (forward-mode differentiation), {_WHY}")
 
 
-def forbid_tracing() -> None:
-    """Raise UsageError where the call is recorded for another program: sizes are no numbers there, threads not seen."""
-    if cast(Any, torch.jit).is_tracing() or torch.compiler.is_exporting():
-        raise UsageError(
-            "a Pipe cannot be traced (torch.jit.trace) or exported (torch.export): how a mini-batch is cut is decided "
-            "at every call; trace or export the nn.Sequential that it was made of, or nn.Sequential(*pipe), which has "
-            "the same layers and parameters"
-        )
+def forbid_exporting() -> None:
+    """Raise UsageError where the call is exported; may be in sight of Dynamo, whose own error then shows the words."""
+    if torch.compiler.is_exporting():
+        raise UsageError(_RECORDED)
+
+
+def forbid_tracing(args: Any, kwargs: Any) -> None:
+    """Raise UsageError where the call is recorded for another program: sizes are no numbers there, threads not seen.
+
+    Under `torch.fx.symbolic_trace` the arguments are proxies, or one proxy stands for all of them.
+    """
+    proxies = isinstance(args, Proxy) or any(isinstance(each, Proxy) for each in (*args, *kwargs.values()))
+    if proxies or cast(Any, torch.jit).is_tracing() or get_proxy_mode() is not None:
+        raise UsageError(_RECORDED)
 
 
 def forbid_batched(gradients: Iterable[Tensor | None]) -> None:
@@ -58,6 +66,11 @@ def _batched(tensor: Tensor) -> bool:
     return bool(_functorch.is_legacy_batchedtensor(tensor) or _functorch.is_batchedtensor(tensor))
 
 
+_RECORDED = (
+    "a Pipe cannot be traced (torch.jit.trace, make_fx, torch.fx.symbolic_trace) or exported (torch.export): how a "
+    "mini-batch is cut is decided at every call; trace or export the nn.Sequential that it was made of, or "
+    "nn.Sequential(*pipe), which has the same layers and parameters"
+)
 _WHY = (
     "of which a model that is cut out of autograd knows nothing; use executor='graph' for a Pipe: then the whole graph "
     "is visible"

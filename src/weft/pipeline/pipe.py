@@ -21,7 +21,7 @@ from weft.core.errors import UsageError
 from weft.core.microbatch import micro_sizes
 from weft.core.run import Watcher
 from weft.core.schedule import Schedule
-from weft.core.transforms import forbid_tracing
+from weft.core.transforms import forbid_exporting, forbid_tracing
 from weft.core.untraced import untraced
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.loss import LossFunction
@@ -134,10 +134,11 @@ class Pipe(nn.Module):
         Raises BatchError when the mini-batch cannot be cut or the outputs cannot be joined, DeviceError when a
         layer is not where its stage runs. An exception of a layer passes through, with a note of where it was.
         """
+        forbid_exporting()
         return untraced(self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forbid_tracing()
+        forbid_tracing(args, kwargs)
         runtime = self._made_runtime()
         targets: tuple[Any, ...] = ()
         if self._loss[0] is not None and "target" in kwargs:
