@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.pipeline.pipe_cases import (
     CHECKPOINTS,
@@ -120,6 +121,20 @@ def test_anomaly_mode_finds_the_nan_and_the_note_names_the_stage(executor: str, 
         with pytest.raises(RuntimeError, match=r"MulBackward0.*nan") as caught:
             output.sum().backward()
     assert re.search(r"backward of stage 1, micro-batch \d", "\n".join(caught.value.__notes__))
+
+
+@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+def test_operators_can_be_counted_backward_too(executor: str, checkpoint: str) -> None:
+    pipe, plain = piped(chain(4, 6, 6, 3), executor=executor, checkpoint=checkpoint)
+    counted: list[int] = []
+    for model in (pipe, plain):
+        x = rows(7, 4).requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            backward(model, x)
+        counted.append(counter.get_total_flops())
+    assert_gradients_equal(pipe, plain)
+    if executor == "serial" and checkpoint == "never":  # the mode does not reach the workers
+        assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])

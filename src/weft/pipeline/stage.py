@@ -11,10 +11,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import modules
 
 from weft.core.rng import Dice
 from weft.core.segment import Visit
@@ -46,6 +47,7 @@ _SETTINGS = frozenset((bool, float))
 _TABLES = len(vars(nn.Module()))
 """How many attributes every module begins with. They are passed over unseen: after a step they are in no cache."""
 _NO_SKIPS: dict[Skip, Any] = {}
+_hooks_of_all_modules = cast("dict[int, Any]", cast(Any, modules.module)._global_forward_pre_hooks)
 
 
 class StageTracker(SkipTracker):
@@ -95,6 +97,8 @@ class Stage:
         """As `__call__`, with the skips by name; the result holds also those that stay inside."""
         if self._copies_input:
             main = map_leaves(_copied, main)
+        if _hooks_of_all_modules:
+            main, skips = map_leaves(_no_leaf, main), {skip: _no_leaf(value) for skip, value in skips.items()}
         dice: Dice = visit.context
         around = self.replay.around(visit)
         if dice.quiet and around is None and not self._deferred:
@@ -180,6 +184,14 @@ class Stage:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _no_leaf(value: Any) -> Any:
+    """Hooks of all modules, such as a `FlopCounterMode`'s, hang others on the gradients of what a layer gets. Those
+    cannot stand on a leaf, where the stage's backward ends."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return torch.ops.aten.alias(value) if torch.is_grad_enabled() else value.detach()
 
 
 def _writes_early(modules: Sequence[nn.Module]) -> bool:
