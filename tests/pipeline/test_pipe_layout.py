@@ -1,5 +1,6 @@
 """Which layers stand in which stage, what may be set later, and how a Pipe shows it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -173,7 +174,15 @@ def test_statistics_tell_what_auto_chose() -> None:
     assert pipe.statistics()["chosen"] == {}
     for _ in range(20):
         backward(pipe, rows(6, 4))
-    assert len(pipe.statistics()["chosen"]) == 1
+    assert list(pipe.statistics()["chosen"]) == ["gradients, train(), output, 3 micro-batches of 2 to 3 rows"]
+    pipe.eval()
+    with torch.no_grad():
+        for _, count in itertools.product(range(20), (1, 0)):
+            pipe(rows(count, 4))
+    assert list(pipe.statistics()["chosen"])[1:] == [
+        "no gradients, eval(), output, 1 micro-batch of 1 row",
+        "no gradients, eval(), output, 1 micro-batch of 0 rows",
+    ]
     assert pipe.statistics()["balance"] == pipe.balance
 
 

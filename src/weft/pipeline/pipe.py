@@ -146,7 +146,7 @@ class Pipe(nn.Module):
         main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
         request = Request(main, targets, self.chunks, self.schedule, self._watcher)
         try:
-            return runtime.serve(request, (torch.is_grad_enabled(), self.training))
+            return runtime.serve(request, training=self.training)
         except TypeError as error:
             if self._loss[0] is not None and not targets and len(args) > 1:
                 error.add_note("weft: the pipe has a loss; its target is given by name: pipe(x, target=y)")
@@ -196,7 +196,8 @@ class Pipe(nn.Module):
         return self
 
     def statistics(self) -> dict[str, Any]:
-        """Numbers about this pipe: layers per stage, worker threads alive, and what ``executor="auto"`` chose."""
+        """Numbers about this pipe: layers per stage, worker threads alive, and what ``executor="auto"`` chose for each
+        kind of step, which is told in words."""
         runtime = self._runtime
         return {
             "balance": list(self.balance),

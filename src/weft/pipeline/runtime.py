@@ -90,14 +90,15 @@ class Runtime:
         """How many worker threads there are now."""
         return self._threads.workers
 
-    def serve(self, request: "Request", mode: Hashable) -> Any:
-        """One step. `mode` is whatever makes steps of the same size take different times.
+    def serve(self, request: "Request", *, training: bool) -> Any:
+        """One step. Only `executor="auto"` asks whether the pipe is `training`, as such steps take other times.
 
         Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads.
         """
         cargo = Cargo([request.main, *request.targets], request.chunks)
-        # Sizes by powers of two: else every new batch size would be measured anew.
-        kind = (mode, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length())
+        kind = Kind(
+            torch.is_grad_enabled(), training, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length()
+        )
         if self._cuts:
             layers = (layer for stage in self.stages for _, layer in stage.layers)
             forbid_transforms(chain(cargo.given, (each for layer in layers for each in layer.parameters())))
@@ -195,6 +196,30 @@ class Runtime:
 
     def _keep(self, micro_batches: int, segment: int, micro_batch: int) -> Keep:
         return "inputs" if self.rules[segment](segment, micro_batch, micro_batches) else "graph"
+
+
+class Kind(NamedTuple):
+    """Steps that take about the same time. Sizes are powers of two: else every new batch size would be measured anew.
+
+    ``str()`` says it in words: "gradients, train(), output, 4 micro-batches of 2 to 3 rows".
+    """
+
+    tracked: bool
+    training: bool
+    with_loss: bool
+    micro_batches: int
+    bits: int
+
+    def __str__(self) -> str:
+        words = (
+            "gradients" if self.tracked else "no gradients",
+            "train()" if self.training else "eval()",
+            "loss" if self.with_loss else "output",
+        )
+        least, most = (1 << self.bits) >> 1, (1 << self.bits) - 1
+        sizes = f"{most} row{'s' * (most != 1)}" if least >= most else f"{least} to {most} rows"
+        many = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
+        return f"{', '.join(words)}, {many} of {sizes}"
 
 
 class Request(NamedTuple):
