@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.unchecked import unchecked
+from weft import NoChunk, Pipe
 from weft.core.errors import BatchError, PartitionError, UsageError
 from weft.pipeline.partition import (
     balance_by_parameters,
@@ -293,6 +294,17 @@ def test_weights_that_do_not_exist_yet_can_be_measured() -> None:
     assert balance_by_time(2, net, torch.randn(2, 8), timeout=0) == [1, 1]
     assert balance_by_size(2, net, torch.randn(2, 8)) == [1, 1]
     assert all(parameter.is_meta for parameter in net.parameters())
+
+
+def test_a_sample_may_hold_what_every_micro_batch_gets_whole() -> None:
+    class Masked(nn.Module):
+        def forward(self, value: dict[str, Tensor]) -> Tensor:
+            return value["x"] * value["mask"]
+
+    net = nn.Sequential(Masked(), nn.Linear(3, 3))
+    sample = {"x": torch.ones(4, 3), "mask": NoChunk(torch.ones(3))}
+    assert balance_by_time(2, net, sample, timeout=0) == balance_by_size(2, net, sample) == [1, 1]
+    assert Pipe(net, chunks=2, devices=["cpu"] * 2, sample=sample)(sample).shape == (4, 3)
 
 
 def test_an_error_of_a_layer_keeps_its_type_and_names_the_layer() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from weft.core.checks import count_fault, is_number, kind_fault, seconds_fault
 from weft.core.errors import UsageError, listed
 from weft.core.events import seeing_saved
-from weft.core.microbatch import split
+from weft.core.microbatch import NoChunk, split
 from weft.core.tree import flatten, map_leaves
 from weft.pipeline.skip.namespace import Key, Namespace
 from weft.pipeline.skip.tracker import SkipTracker, use_skip_tracker
@@ -61,7 +61,7 @@ def profile_times(
             rounds.append(seconds)
         return output, sorted(rounds)[len(rounds) // 2]
 
-    return _layer_by_layer(module, sample, where, measure)
+    return _layer_by_layer(module, map_leaves(_whole, sample), where, measure)
 
 
 def profile_sizes(
@@ -168,6 +168,11 @@ class _Trial:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         _synchronize(device)
         return output, time.perf_counter() - start
+
+
+def _whole(leaf: Any) -> Any:
+    """What every micro-batch gets whole is wrapped, in a sample as in a call of the pipe, but layers see it bare."""
+    return leaf.value if isinstance(leaf, NoChunk) else leaf
 
 
 def _layer_by_layer(
