@@ -82,6 +82,13 @@ def test_empty_tokens_and_names_are_misuse() -> None:
             Access(tokens=tokens)
 
 
+@pytest.mark.parametrize("token", ["s3cret\n", " s3cret", "s3cr\u00e9t", "s3c\tret"])
+def test_a_token_that_no_client_can_show_is_misuse_and_is_not_printed(token: str) -> None:
+    with pytest.raises(UsageError, match="of client 'me': token ") as caught:
+        Access([Grant()], tokens={"fine": "you", token: "me"})
+    assert token.strip() not in str(caught.value) and "'you'" not in str(caught.value)
+
+
 def test_tokens_without_grants_would_leave_everything_open() -> None:
     with pytest.raises(UsageError, match="tokens and no grants"):
         Access(tokens={"s3cret": "me"})

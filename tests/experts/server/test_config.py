@@ -92,6 +92,7 @@ def test_an_entry_that_is_no_table_is_told_with_its_number(name: str, wrong: Any
         ({"address": "127.0.0.1:70000", "panel": "x"}, ["address is '127.0.0.1:70000'", "panel is 'x'"]),
         ({"tokens": {"a": 5}, "grants": []}, ["tokens has a client that is no text"]),
         ({"tokens": {"a": ""}, "grants": []}, ["tokens: ", "empty"]),
+        ({"tokens": {"s3cret\n": "me"}, "grants": []}, ["tokens: ", "of client 'me': token ", "strip()"]),
         ({"tokens": {"s3cret": "me"}}, ["[tokens] and no grants"]),
         (replicas(experts=[5]), ["experts of replicas has 5"]),
         (replicas(experts=[]), ["replicas: experts is []"]),

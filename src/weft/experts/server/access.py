@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from fnmatch import fnmatchcase
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
+from weft.experts.checks import token_fault
 from weft.experts.wire.errors import ForbiddenError
 
 _LOG = logging.getLogger("weft.experts.audit")
@@ -66,7 +67,8 @@ class Access:
     grants: what is allowed; by default everything, to everybody who can connect.
     tokens: secret -> client name. A token that is not in it is refused.
 
-    Raises ``UsageError`` for an empty token or name, and for tokens without grants: everybody could go without.
+    Raises ``UsageError`` for an empty token or name, for a token that no client can show, and for tokens without
+    grants: everybody could go without.
     """
 
     grants: Sequence[Grant] = OPEN
@@ -78,6 +80,9 @@ class Access:
     def __post_init__(self) -> None:
         if not all(token and name for token, name in self.tokens.items()):
             raise UsageError("a token or the name of its client is empty; wanted a secret and a name for every client")
+        faults = [f"of client {name!r}: {fault}" for token, name in self.tokens.items() for fault in token_fault(token)]
+        if faults:
+            raise UsageError(listed("no client can show these tokens:", faults))
         if self.tokens and self.grants is OPEN:
             raise UsageError(
                 "there are tokens and no grants, so that who shows no token might do everything; say by grants= who "
