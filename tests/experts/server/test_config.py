@@ -162,6 +162,7 @@ def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list
         ({"count": -1}, "count of experts[0] is -1"),
         ({"count": True}, "count of experts[0] is True"),
         ({"count": 2}, "{}"),
+        ({"name": "f.{}"}, "experts[0] is called 'f.{}' and has no count"),
         ({"name": ""}, "name is empty"),
     ],
 )

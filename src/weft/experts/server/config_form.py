@@ -139,6 +139,8 @@ def _expert_faults(entry: Any, where: str) -> list[str]:
         return faults
     table = cast("dict[str, Any]", entry)
     count, name = table.get("count"), table.get("name")
+    if count is None and isinstance(name, str) and "{}" in name:
+        faults.append(f"{where} is called {name!r} and has no count: say how many there are, or take {{}} out")
     if isinstance(count, int):
         faults += count_fault(f"count of {where}", count)
         if count > 1 and isinstance(name, str) and "{}" not in name:
