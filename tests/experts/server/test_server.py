@@ -18,12 +18,13 @@ from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
+from weft.experts.client.command import shown
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import ClosedError, CommitError
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.service import Receipt
-from weft.experts.wire import Call, DrainingError, Header, Kind, UnknownExpertError
+from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
 
 pytestmark = pytest.mark.timeout(30)
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -118,6 +119,30 @@ def test_two_experts_of_one_name_are_misuse() -> None:
         Server([fussy_backend(), fussy_backend()])
     with Server([fussy_backend()]) as server, pytest.raises(UsageError, match="served already"):
         server.add(fussy_backend())
+
+
+def test_a_name_that_is_too_long_to_be_called_by_is_misuse() -> None:
+    def called(name: str) -> ExpertBackend:
+        return ExpertBackend(name, nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
+
+    long = "\u00e9" * 513
+    with pytest.raises(UsageError, match="has a name of 1026 bytes, and nobody can call one of more than 1024"):
+        Server([called(long)])
+    with Server([called(long[1:])]) as server, LocalTransport(server.handler()) as transport:
+        assert RemoteExpert(long[1:], transport)(rows(1, 0)).shape == (1, 4)
+        with pytest.raises(UsageError, match="1026 bytes"):
+            server.add(called(long))
+    short = ServerOptions(limits=Limits(name_bytes=3))
+    with pytest.raises(UsageError, match="4 bytes, and nobody can call one of more than 3 "):
+        Server([called("long")], options=short)
+
+
+def test_a_name_with_a_line_break_does_not_break_the_table_of_the_status() -> None:
+    backend = ExpertBackend("two\nlines", nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
+    server = Server([backend], directory=LocalDirectory(), replicas=ReplicaOptions())
+    lines = shown(server.status()).splitlines()
+    assert lines[2].startswith(r"'two\nlines'  ") and lines[3].startswith(r"'two\nlines': has no owner")
+    assert len(lines) == 4
 
 
 def test_a_schema_that_cannot_be_told_is_misuse() -> None:

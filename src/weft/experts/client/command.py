@@ -32,13 +32,18 @@ def shown(status: Status) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     lines += [f"{name} goes wrong: {why}" for name, why in seen.failures.items()]
-    lines += [f"{uid}: {note}" for uid, one in status["keeping"].items() for note in one.get("notes", ())]
-    lines += [f"refused {count} times: {reason} ({where})" for where, reason, count in seen.refusals]
-    lines += [line(uid, one) for uid, one in sorted(status.get("replicas", {}).items())]
+    lines += [f"{_visible(uid)}: {note}" for uid, one in status["keeping"].items() for note in one.get("notes", ())]
+    lines += [f"refused {count} times: {reason} ({_visible(where)})" for where, reason, count in seen.refusals]
+    lines += [line(_visible(uid), one) for uid, one in sorted(status.get("replicas", {}).items())]
     lines += [f"alive: {one.address}, {one.experts} experts" for one in seen.servers if not one.here]
     return "\n".join([head, *lines])
 
 
 def _row(one: ExpertLine) -> tuple[str, ...]:
     durable = "-" if one.durable is None else str(one.durable)
-    return (one.name, str(one.steps), durable, str(one.batches), str(one.waiting), str(one.refused))
+    return (_visible(one.name), str(one.steps), durable, str(one.batches), str(one.waiting), str(one.refused))
+
+
+def _visible(name: str) -> str:
+    """A name of an expert may hold anything, but a line of the table is one line."""
+    return name if name.isprintable() else repr(name)

@@ -25,6 +25,7 @@ class Replicas:
 
     def __init__(self, options: ReplicaOptions | None, directory: Directory | None, limits: Limits) -> None:
         self._options = options
+        self._limits = limits
         self._presence: Presence | None = None
         self._keeper: Keeper | None = None
         self._failure: WeftError | None = None
@@ -42,7 +43,7 @@ class Replicas:
     def served(self, backend: ExpertBackend, store: CheckpointStore | None, incarnation: int) -> Served:
         """An expert as its server keeps it; a replica, if it is one."""
         covered = self._options is not None and self._options.covers(backend.name)
-        served = Served(backend, store, incarnation, self._until if covered else None)
+        served = Served(backend, store, incarnation, self._until if covered else None, self._limits)
         if self._keeper is not None and served.replica is not None:
             self._keeper.add(served.replica)
         return served

@@ -22,7 +22,7 @@ from weft.experts.directory import Lease
 from weft.experts.replica import Replica
 from weft.experts.server.hyperparameters import changed, hyperparameters
 from weft.experts.service import Description, Receipt, describe, read_description, read_receipt
-from weft.experts.wire import Header, Kind
+from weft.experts.wire import LIMITS, Header, Kind, Limits
 
 _LOG = logging.getLogger("weft.experts.checkpoints")
 
@@ -31,6 +31,7 @@ class Served:
     """A backend, and where it is saved (None: nowhere). ``incarnation`` is the server's.
 
     ``until`` makes it a replica: until when a lease of the server lasts; see `weft.experts.replica.Standing`.
+    ``limits``: of the frames by which it is called.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Served:
         store: CheckpointStore | None,
         incarnation: int,
         until: Callable[[Lease], float] | None = None,
+        limits: Limits = LIMITS,
     ) -> None:
         self.backend = backend
         self.durable: int | None = None
@@ -51,7 +53,7 @@ class Served:
         self.replica = (
             None if until is None else Replica(backend, until, save=self.save, store=store, loaded=self._replaced)
         )
-        self._check()
+        self._check(limits)
 
     @property
     def incarnation(self) -> int:
@@ -150,11 +152,17 @@ class Served:
         """Another server's state was loaded: what is on the disk is not of it."""
         self.durable = None
 
-    def _check(self) -> None:
-        """What cannot be told to a client had better be known before one asks."""
+    def _check(self, limits: Limits) -> None:
+        """What cannot be told to a client, or asked for by one, had better be known before one asks."""
         found: Description = read_description(self.describe())
         if found.name != self.backend.name:
             raise UsageError(f"expert {self.backend.name!r} has a name that does not survive the wire")
+        size = len(found.name.encode())
+        if size > limits.name_bytes:
+            raise UsageError(
+                f"expert {found.name[:80]!r}... has a name of {size} bytes, and nobody can call one of more than "
+                f"{limits.name_bytes} (Limits.name_bytes); give it a shorter one"
+            )
 
 
 def restore_all(experts: Iterable[Served]) -> None:
