@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import socket
 import threading
 import time
 from typing import Any
@@ -31,7 +32,8 @@ from tests.experts.mixture.mixture_cases import (
 from tests.experts.waiting import Clock, until
 from weft import Pipe
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
-from weft.experts.client.retry import NEVER
+from weft.experts.client import Connections
+from weft.experts.client.retry import NEVER, Retry
 from weft.experts.compression import Policy
 from weft.experts.mixture import AnomalyError, NoExpertsError, RemoteMixtureOfExperts, TooFewAnswersError
 from weft.experts.wire import Header, Kind, UnreachableError
@@ -203,6 +205,25 @@ def test_too_few_answers_are_an_error_that_says_who_failed_and_that_does_not_wai
         world.servers.faults = {bad: only(Kind.BACKWARD, fails)}
         with pytest.raises(TooFewAnswersError, match="backward of a mixture"):
             mixture(x).sum().backward()
+
+
+def test_where_nobody_is_reached_the_error_names_the_retry_that_waits_for_a_restart() -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        for retry, told in ((None, True), (Retry(), False)):
+            with Connections({"m.0": address}) as connections:
+                mixture = RemoteMixtureOfExperts(
+                    in_features=WIDTH,
+                    grid_size=[1],
+                    uid_prefix="m",
+                    connections=connections,
+                    forward_timeout=1.0,
+                    retry=retry,
+                )
+                with pytest.raises(TooFewAnswersError, match=r"m\.0: UnreachableError") as caught:
+                    mixture(torch.zeros(2, WIDTH))
+                assert ("retry=Retry() waits for them" in str(caught.value)) is told
 
 
 def test_nobody_is_waited_for_longer_than_was_said() -> None:

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from weft.core.errors import listed
+from weft.experts.client.retry import Retry
 from weft.experts.errors import CommitError, ExpertError
+from weft.experts.wire.errors import UnreachableError
 
 MOST = 10  # faults that a message names; there may be as many as experts
 
@@ -58,9 +60,9 @@ def few_live(living: int, needed: int) -> TooFewAnswersError:
 
 
 def too_few(
-    what: str, samples: int, short: int, needed: int, faults: Mapping[str, BaseException]
+    what: str, samples: int, short: int, needed: int, faults: Mapping[str, BaseException], retry: Retry
 ) -> TooFewAnswersError:
-    """The error for ``short`` of ``samples`` that have fewer than ``needed`` answers."""
+    """The error for ``short`` of ``samples`` that have fewer than ``needed`` answers, asked for by this rule."""
     lines = [f"{uid}: {type(error).__name__}: {error}" for uid, error in list(faults.items())[:MOST]]
     lines += [f"and {len(faults) - MOST} more"] * (len(faults) > MOST)
     head = (
@@ -69,4 +71,7 @@ def too_few(
     )
     if any(isinstance(error, CommitError) for error in faults.values()):
         head += " Where a mini-batch has ended, as by a commit that was interrupted, discard() begins a new one."
+    away = bool(faults) and all(isinstance(error, UnreachableError) for error in faults.values())
+    if away and retry.attempts is not None:
+        head += " Where servers are being started again, retry=Retry() waits for them, until the timeout of the call."
     return TooFewAnswersError(listed(f"{head} Who failed:", lines) if lines else head, faults)

@@ -87,7 +87,9 @@ class Link:
         gathered = gather(self.calls, requests, sample, one, patience, accept)
         if not found:
             faults = {uids[index]: fault for index, fault in gathered.faults.items()}
-            raise too_few(f"{len(uids)} experts of a mixture were asked what they take", 1, 1, 1, faults)
+            raise too_few(
+                f"{len(uids)} experts of a mixture were asked what they take", 1, 1, 1, faults, self.calls.retry
+            )
         return found[0]
 
     def _spread(self, crowd: Crowd) -> list[str]:

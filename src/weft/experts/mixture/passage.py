@@ -220,7 +220,8 @@ class Passage:
             return
         if not terms.allow_zero_outputs:
             faults = {requests[index].uid: fault for index, fault in gathered.faults.items()}
-            raise too_few(f"{direction} of a mixture", len(needed), many, int(needed.max()), faults)
+            what = f"{direction} of a mixture"
+            raise too_few(what, len(needed), many, int(needed.max()), faults, means.calls.retry)
         shelf.forget(short)
         means.tally.count("zeroed", many if direction == "forward" else 0)
 
