@@ -78,6 +78,15 @@ def test_only_what_the_patterns_name_is_a_replica() -> None:
         assert list(server.statistics().replicas) == ["other"] and list(directory.get().owners) == ["other"]
 
 
+def test_a_pattern_that_fits_nobody_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    directory = LocalDirectory()
+    with make(directory, expert("ffn.0"), replicas=ReplicaOptions(["ffn.*", "fnn.*"])):
+        told = [each.getMessage() for each in caplog.records if each.name == "weft.experts.server"]
+    assert told == ["replicas: pattern 'fnn.*' fits none of the experts here, such as 'ffn.0'"]
+    with pytest.raises(UsageError, match="experts has '', wanted patterns such as"):
+        ReplicaOptions(["ffn.*", ""])
+
+
 def test_when_the_owner_dies_a_follower_takes_over_and_clients_go_there_by_themselves() -> None:
     directory = LocalDirectory()
     first = make(directory)

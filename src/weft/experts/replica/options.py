@@ -7,6 +7,7 @@ transfer takes: so much may be lost when an owner dies. An owner that ends by it
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import count_fault, seconds_fault, token_fault
@@ -42,6 +43,10 @@ class ReplicaOptions:
         faults += token_fault(self.token)
         if isinstance(self.experts, str) or not self.experts:
             faults.append(f"experts is {self.experts!r}, wanted a list of patterns such as ['ffn.*']")
+        else:
+            patterns: Sequence[Any] = self.experts
+            wrong = [each for each in patterns if not isinstance(each, str) or not each]
+            faults += [f"experts has {each!r}, wanted patterns such as 'ffn.*'" for each in wrong]
         if faults:
             raise UsageError(listed("replicas cannot be kept with these options:", faults))
 

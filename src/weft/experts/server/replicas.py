@@ -4,9 +4,11 @@ options given ──> each covered expert becomes a `Replica`; one `Keeper` for 
 none given    ──> nothing: every method does nothing
 """
 
+import logging
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, WeftError
 from weft.experts.backend import ExpertBackend
@@ -17,6 +19,7 @@ from weft.experts.server.presence import Presence
 from weft.experts.server.served import Served
 from weft.experts.wire import Limits
 
+_LOG = logging.getLogger("weft.experts.server")
 _LEAST = 0.5  # seconds that followers have for the last state, also if the work took all of its time
 
 
@@ -30,6 +33,7 @@ class Replicas:
         self._keeper: Keeper | None = None
         self._failure: WeftError | None = None
         self._started = False
+        self._names: set[str] = set()
         if options is not None:
             if directory is None:
                 raise UsageError("replicas= wants directory= as well: the directory says which server owns an expert")
@@ -42,6 +46,7 @@ class Replicas:
 
     def served(self, backend: ExpertBackend, store: CheckpointStore | None, incarnation: int) -> Served:
         """An expert as its server keeps it; a replica, if it is one."""
+        self._names.add(backend.name)
         covered = self._options is not None and self._options.covers(backend.name)
         served = Served(backend, store, incarnation, self._until if covered else None, self._limits)
         if self._keeper is not None and served.replica is not None:
@@ -57,6 +62,7 @@ class Replicas:
         """Claim and follow, and wait for the first states; see `ReplicaOptions.first_seconds`."""
         self._presence = presence
         if self._keeper is not None:
+            self._tell()
             self._started = True
             self._keeper.start()
 
@@ -109,6 +115,13 @@ class Replicas:
             yield
         except WeftError as error:
             self._failure = error
+
+    def _tell(self) -> None:
+        """No fault: a pattern may be for experts of other servers, or that come later. But it may be mistyped, too."""
+        names = sorted(self._names)
+        for pattern in self._options.experts if self._options is not None and names else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                _LOG.warning("replicas: pattern %r fits none of the experts here, such as %r", pattern, names[0])
 
     def _here(self) -> str:
         return "" if self._presence is None else self._presence.address
