@@ -17,14 +17,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.experts.expert_cases import WIDTH, Fussy, close, fussy_backend, rows, seeded
+from tests.experts.expert_cases import WIDTH, Fussy, X, close, fussy_backend, rows, seeded
 from weft import Pipe
+from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client import Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
+from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.server import Server, ServerOptions
-from weft.experts.wire import Call, Header, Kind, LostError, UnreachableError
+from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,43 @@ def test_a_layer_among_others(server: Server) -> None:
         theirs = [mine[0], mine[1], *mine[-2:]]
         assert all(close(a, b) for a, b in zip(gradients(model), theirs, strict=True))
         assert remote.steps == 1
+
+
+class Calling(nn.Module):
+    """A module that asks another expert, and counts how often it was asked itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.others: list[nn.Module] = []
+        self.asked = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked += bool(self.others)
+        for other in self.others:
+            x = other(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_another_expert_answers_to_a_module_is_an_error_of_the_module_and_not_repeated(
+    server: Server, backward: bool
+) -> None:
+    module = Calling()
+    with (
+        Server([ExpertBackend("outer", module, sgd, args_schema=(X,))]) as outer,
+        RemoteExpert("outer", outer.address, timeout=3.0) as remote,
+        Server([fussy_backend(optimizer=sgd)]) as other,
+    ):
+        y = remote(rows(2, 0)) if backward else None
+        module.others = [RemoteExpert("fussy", other.address, retry=NEVER)]
+        other.shutdown()
+        with pytest.raises(ExpertFailedError, match="UnreachableError: ") as caught:
+            remote(rows(2, 0)) if y is None else y.sum().backward()
+        assert caught.value.details["type"] == "UnreachableError" and module.asked == 1
+        module.others = [RemoteExpert("nobody", server.address)]
+        with pytest.raises(ExpertFailedError, match="UnknownExpertError: there is no expert 'nobody'"):
+            remote(rows(2, 0))
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

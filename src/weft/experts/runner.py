@@ -13,7 +13,8 @@ module runs under the autocast in which its backend was made.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -26,8 +27,10 @@ from weft.core.segment import Segment, Tape, Visit
 from weft.core.spec import TensorSpec
 from weft.experts.batch import storages
 from weft.experts.effects import Effects
+from weft.experts.errors import ExpertError
 from weft.experts.gradients import nbytes
 from weft.experts.schema import Nest, described, outputs_nest
+from weft.experts.wire.errors import ExpertFailedError, WireError
 
 _LARGE = 1 << 20  # bytes; what is smaller, the allocator does not give back
 _ROWS = 3  # more than one, since batch norm in training refuses a single row
@@ -78,14 +81,16 @@ class Runner:
 
     def forward(self, inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
         """The flat outputs, without a graph."""
-        return list(self._segment.forward(self._visit(seed, inputs), inputs, "nothing")[0])
+        with _of_its_own():
+            return list(self._segment.forward(self._visit(seed, inputs), inputs, "nothing")[0])
 
     def graph(self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]) -> tuple[Graph, list[Tensor]]:
         """The graph that leads back to inputs and parameters, and the flat outputs without it."""
         pairs = zip(inputs, self.call.specs, strict=True)
         leaves = [tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs]
         segment = Segment(self._function, parameters)
-        outputs, tape = segment.forward(self._visit(seed, leaves), leaves, "graph")
+        with _of_its_own():
+            outputs, tape = segment.forward(self._visit(seed, leaves), leaves, "graph")
         assert tape is not None  # keep="graph" makes one
         flat = [output.detach() for output in outputs]
         return Graph(tape, leaves, [output.shape for output in flat]), flat
@@ -93,7 +98,8 @@ class Runner:
     def backward(self, graph: Graph, gradients: Sequence[Tensor], seed: int) -> Passed:
         """Walk a graph back, once, with the seed of its forward."""
         _same_shapes(self.outputs, graph.shapes, gradients)
-        found, parameters = self.effects.walk(seed, graph.tape.backward, [[gradient] for gradient in gradients])
+        with _of_its_own():
+            found, parameters = self.effects.walk(seed, graph.tape.backward, [[gradient] for gradient in gradients])
         if self.device.type == "cpu":
             self._latest = [each for each in parameters if each is not None and nbytes(each) >= _LARGE]
         pairs = zip(found, graph.leaves, strict=True)
@@ -178,6 +184,16 @@ class Runner:
             error.add_note(f"in the dummy run of expert {name!r} on zeros with {rows} rows, as its schemas say")
             raise
         return described(value, "output")
+
+
+@contextmanager
+def _of_its_own() -> Generator[None]:
+    """What other experts answer to a module that calls them is no answer of this one: who called it would repeat it."""
+    try:
+        yield
+    except (ExpertError, WireError) as error:
+        kind = type(error).__qualname__
+        raise ExpertFailedError(f"{kind}: {error}", {"type": kind}) from error
 
 
 def _check_module(name: str, module: nn.Module) -> None:
