@@ -209,6 +209,25 @@ def test_a_state_that_another_expert_made_is_not_taken_for_one_of_the_same_step(
     assert weights(other) == weights(life.live)
 
 
+def test_a_commit_that_failed_did_not_lead_to_a_state_of_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad() -> None:
+        raise ArithmeticError("no step")
+
+    life = Life(norm=False)
+    for what in ("step", "add", "save"):
+        life.act(what)
+    with monkeypatch.context() as patch:
+        patch.setattr(life.live, "apply_gradients", bad)
+        life.act("commit")
+    for what in ("load", "step"):
+        life.act(what)
+    for entries in (life.journal.entries(), read_journal(life.lines)):
+        assert [each.kind for each in entries] == ["backward", "backward", "restored", "backward"]
+        again = fussy_backend()
+        assert replay(again, entries, life.store.fetch) == 3
+        assert weights(again) == weights(life.live)
+
+
 def test_a_state_without_a_branch_is_found_by_its_place() -> None:
     life = Life(norm=False)
     for what in ("step", "save", "step"):

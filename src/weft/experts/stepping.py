@@ -91,6 +91,8 @@ class Stepper:
 
     def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False) -> None:
         """Put a batch into the journal. A full disk must not make a step that was taken look like one that was not."""
+        if failed:  # a commit stays at its place: what a state of there has in it is told by its branch
+            self._next_branch = token_hex(8)
         self.branch = self._next_branch
         if self._journal is None:
             return
