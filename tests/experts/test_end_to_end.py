@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tests.experts.expert_cases import WIDTH, Fussy, X, close, fussy_backend, rows, seeded
 from weft import Pipe
+from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
@@ -178,6 +179,16 @@ def test_addresses_that_never_change_need_no_directory(server: Server) -> None:
             assert remote is not None and missing is None
             remote(rows(2, 0)).sum().backward()
     assert remote is not None and remote.steps == 2
+
+
+def test_an_expert_without_an_address_is_told_at_once_where_addresses_never_change(server: Server) -> None:
+    for addresses, known in (({"fussy": server.address}, "fussy"), ({}, "nobody")):
+        with (
+            Connections(addresses) as connections,
+            RemoteExpert("fusy", connections, timeout=2.0) as remote,
+            pytest.raises(UsageError, match=f"no address of expert 'fusy' .* which are of {known}$"),
+        ):
+            remote(rows(1, 0))
 
 
 @contextmanager

@@ -9,9 +9,12 @@ follows an expert says so (`NotOwnerError`): it lives, and takes over when that 
 
 from typing import Protocol, runtime_checkable
 
+from weft.core.errors import UsageError
 from weft.experts.client.connections import Connections
 from weft.experts.client.transport import Transport
 from weft.experts.wire import NotOwnerError, UnreachableError
+
+_MOST = 10  # names that a message tells; there may be as many as experts
 
 
 @runtime_checkable
@@ -21,7 +24,7 @@ class Route(Protocol):
     def transport(self, attempt: int, last: BaseException | None) -> Transport:
         """Where to send the attempt of this number (from 0), after the one before ended with ``last``.
 
-        Raises ``UnreachableError`` if nobody serves the expert now.
+        Raises ``UnreachableError`` if nobody serves the expert now, ``UsageError`` if nobody ever will.
         """
         ...
 
@@ -69,6 +72,11 @@ class DirectoryRoute:
         if owner is not None and owner.address in addresses:
             addresses.remove(owner.address)
             addresses.insert(0, owner.address)
+        if not addresses and self.connections.fixed:
+            raise UsageError(
+                f"there is no address of expert {self._uid!r} among those that these connections were given, which are "
+                f"of {', '.join(sorted(snapshot.experts)[:_MOST]) or 'nobody'}"
+            )
         if not addresses:
             raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
         return self.connections.to(addresses[attempt % len(addresses)])
