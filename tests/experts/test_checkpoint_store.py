@@ -182,6 +182,17 @@ def test_a_damaged_file_is_passed_over_and_told(tmp_path: Path) -> None:
     assert store.statistics()["skipped"] == 2
 
 
+def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    (folder,) = tmp_path.iterdir()
+    folder.rename(tmp_path / "elsewhere")
+    folder.write_text("a file in its place")
+    with pytest.raises(CheckpointError, match=r"expert 'ffn\.0' cannot be looked into: .*Not a dir") as caught:
+        store.load_newest(UID)
+    assert str(folder) in str(caught.value)
+
+
 def test_a_file_of_another_expert_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = store.save("a", state(1), 1)

@@ -124,10 +124,16 @@ class CheckpointStore:
         """The newest checkpoint of this expert that is whole, its tensors on the CPU; ``None`` if it has none.
 
         Damaged files are passed over. Raises ``CheckpointError`` that lists them if there are only such: to start
-        from nothing would then be a loss that somebody should decide on.
+        from nothing would then be a loss that somebody should decide on; and if the folder cannot be looked into.
         """
         folder = self._folder(uid)
-        entries = self._entries(folder)
+        try:
+            entries = self._entries(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"the folder of the checkpoints of expert {uid!r} cannot be looked into: {error}. Mend what is there, "
+                "or give the server another folder"
+            ) from error
         while entries:
             found, faults = self._first_whole(uid, folder, entries)
             if found is not None:
