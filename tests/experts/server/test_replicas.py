@@ -250,6 +250,15 @@ def test_who_takes_over_goes_on_from_a_checkpoint_that_is_newer(tmp_path: Path) 
         assert weights(backend_of(second)) == saved
 
 
+def test_a_checkpoint_that_was_made_by_hand_is_led_from(tmp_path: Path) -> None:
+    store, made = CheckpointStore(tmp_path), expert()
+    store.save("fussy", made.state_dict(), 0)
+    with make(LocalDirectory(), expert(), checkpoints=store) as server:
+        until(lambda: role(server) == "owner")
+        assert weights(backend_of(server)) == weights(made)
+        assert server.statistics().replicas["fussy"].failure == ""
+
+
 def test_who_comes_back_at_its_old_address_takes_the_state_of_those_who_followed() -> None:
     directory = LocalDirectory()
     first = make(directory)

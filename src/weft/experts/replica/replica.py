@@ -169,11 +169,12 @@ class Replica:
         found = None if self._store is None else self._store.load_newest(self.uid)
         if found is None:
             return False
-        mark = Mark(found.extra.get("token", 0), found.step, found.state["backward_batches"])
+        extra: dict[str, Any] = {} if found.extra is None else found.extra  # None: saved by hand, without keys
+        mark = Mark(extra.get("token", 0), found.step, found.state["backward_batches"])
         with self.lock:
             wanted = newer(mark, self.mark, self.standing.token) or not self.has_state or self.broken
             if wanted:
-                self._load(mark, found.state, found.extra["records"])
+                self._load(mark, found.state, extra.get("records"))
             return wanted
 
     def told(self, mark: Mark) -> None:
@@ -184,6 +185,7 @@ class Replica:
         self.broken = True  # until all of it is loaded
         with self.backend.engine.lock:
             self.backend.load_state_dict(state)
-            self.backend.records.load_state_dict(records)
+            if records is not None:
+                self.backend.records.load_state_dict(records)
         self.broken, self.has_state, self._token = False, True, mark.token
         self._loaded()
