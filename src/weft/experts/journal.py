@@ -27,6 +27,9 @@ from weft.experts.errors import ClosedError
 from weft.experts.logfile import LogFile
 from weft.experts.task import Task
 
+_Owners = frozenset[tuple[str | None, str | None]]
+"""Clients, and the names of their mini-batches."""
+
 Listener = Callable[[Entry, Sequence[Task]], None]
 """Hears of every batch, in the runtime's thread, with its tasks: the place to put their tensors somewhere."""
 
@@ -123,9 +126,9 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
     for entry in map(Entry.from_json, given):
         if entry.kind == "restored":
             last = known.get((entry.place, entry.branch)) or _last_at(entry, last)
-            if not _open_after(_path(last)):
+            if last is None or not last.unfinished:
                 continue
-        last = _Node(entry, last)
+        last = _Node(entry, last, _unfinished(entry, frozenset() if last is None else last.unfinished))
         if entry.kind != "restored":
             known[entry.place, entry.branch] = last
     return _path(last)
@@ -133,10 +136,11 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
 
 @dataclass(frozen=True)
 class _Node:
-    """An entry, and what led to it."""
+    """An entry, what led to it, and which mini-batches were open after it."""
 
     entry: Entry
     before: "_Node | None"
+    unfinished: _Owners
 
 
 def _path(last: _Node | None) -> list[Entry]:
@@ -160,14 +164,16 @@ def _go_back(entries: deque[Entry], mark: Entry) -> None:
     """
     while entries and not entries[-1].ends_at(mark):
         entries.pop()
-    if _open_after(entries):
+    unfinished: _Owners = frozenset()
+    for entry in entries:
+        unfinished = _unfinished(entry, unfinished)
+    if unfinished:
         entries.append(mark)
 
 
-def _open_after(entries: Iterable[Entry]) -> bool:
-    """Whether mini-batches were open after these."""
-    unfinished: set[tuple[str | None, str | None]] = set()
-    for entry in entries:
-        owners = {(member.client, entry.mini_batch) for member in entry.members if entry.mini_batch is not None}
-        unfinished = unfinished | owners if entry.kind == "backward" else unfinished - owners
-    return bool(unfinished)
+def _unfinished(entry: Entry, before: _Owners) -> _Owners:
+    """Whose mini-batches are open after an entry, by those that were before it."""
+    if entry.kind == "restored" or entry.mini_batch is None:
+        return frozenset() if entry.kind == "restored" else before
+    owners = {(member.client, entry.mini_batch) for member in entry.members}
+    return before | owners if entry.kind == "backward" else before - owners
