@@ -12,6 +12,7 @@ that is given back between two batches is paged in anew, which took a quarter of
 module runs under the autocast in which its backend was made.
 """
 
+import sys
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.ambient import Ambient
-from weft.core.errors import SpecError, UsageError, listed
+from weft.core.errors import SpecError, UsageError, WeftError, listed
 from weft.core.segment import Segment, Tape, Visit
 from weft.core.spec import TensorSpec
 from weft.experts.batch import storages
@@ -30,7 +31,6 @@ from weft.experts.effects import Effects
 from weft.experts.errors import ExpertError
 from weft.experts.gradients import nbytes
 from weft.experts.schema import Nest, described, outputs_nest
-from weft.experts.wire.errors import ExpertFailedError, WireError
 
 _LARGE = 1 << 20  # bytes; what is smaller, the allocator does not give back
 _ROWS = 3  # more than one, since batch norm in training refuses a single row
@@ -191,9 +191,12 @@ def _of_its_own() -> Generator[None]:
     """What other experts answer to a module that calls them is no answer of this one: who called it would repeat it."""
     try:
         yield
-    except (ExpertError, WireError) as error:
-        kind = type(error).__qualname__
-        raise ExpertFailedError(f"{kind}: {error}", {"type": kind}) from error
+    except WeftError as error:
+        wire: Any = sys.modules.get("weft.experts.wire.errors")  # which needs more packages than a pool does
+        foreign: tuple[type[Exception], ...] = (ExpertError,) if wire is None else (ExpertError, wire.WireError)
+        if isinstance(error, foreign):
+            raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
+        raise
 
 
 def _check_module(name: str, module: nn.Module) -> None:
