@@ -260,6 +260,12 @@ def test_a_state_that_none_of_the_entries_led_to_begins_a_new_line() -> None:
     assert [each.step for each in read_journal(lines)] == [10]
 
 
+def test_without_a_branch_only_what_led_here_is_searched_for_a_place() -> None:
+    first, third = (Entry("restored", step, 0, None, (), 1, batch=step) for step in (1, 3))
+    lines = [each.to_json() for each in (entry(1), entry(2), entry(3), first, entry(2), third, entry(4))]
+    assert [each.step for each in read_journal(lines)] == [4]  # that 3 may be another server's
+
+
 def test_replay_notices_a_return_that_was_not_dropped_and_a_batch_that_is_missing() -> None:
     life = Life(norm=False)
     for what in ("add", "step", "save", "step", "load", "step"):

@@ -129,7 +129,7 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
             if last is None or not last.unfinished:
                 continue
         last = _Node(entry, last, _unfinished(entry, frozenset() if last is None else last.unfinished))
-        if entry.kind != "restored":
+        if entry.kind != "restored" and entry.branch:
             known[entry.place, entry.branch] = last
     return _path(last)
 
@@ -173,7 +173,9 @@ def _go_back(entries: deque[Entry], mark: Entry) -> None:
 
 def _unfinished(entry: Entry, before: _Owners) -> _Owners:
     """Whose mini-batches are open after an entry, by those that were before it."""
-    if entry.kind == "restored" or entry.mini_batch is None:
-        return frozenset() if entry.kind == "restored" else before
+    if entry.kind == "restored":
+        return frozenset()
+    if entry.mini_batch is None:
+        return before
     owners = {(member.client, entry.mini_batch) for member in entry.members}
     return before | owners if entry.kind == "backward" else before - owners

@@ -32,13 +32,12 @@ class Stepper:
         journal: Journal | None,
     ) -> None:
         self.steps = self.batches = 0
-        self.branch = ""
+        self.branch = self._next_branch = ""
         self.journal_failures = 0
         self._name = name
         self._parameters = parameters
         self._apply = apply
         self._journal = journal
-        self._next_branch = ""
         if journal is not None:
             journal.own(name)
         self.restored(0, "")

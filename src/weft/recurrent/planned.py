@@ -29,6 +29,7 @@ from weft.recurrent.native.engine import NativeEngine
 from weft.recurrent.native.lower import Unsupported
 from weft.recurrent.native.operators import composed
 from weft.recurrent.owned import Owned, owned
+from weft.recurrent.pure import made_in_the_step
 from weft.recurrent.python_engine import PythonEngine
 from weft.recurrent.rows import Rows
 from weft.recurrent.sequence import Inputs
@@ -277,8 +278,7 @@ def _looks(value: Any) -> Hashable:
 
 def _constant(node: fx.Node, tensor: Tensor) -> bool:
     """Whether a tensor that the graph refers to was made in the step itself, out of plain numbers."""
-    made = all([user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users])
-    return (made or tensor.dim() == 0) and not tensor.requires_grad
+    return (made_in_the_step(node) or tensor.dim() == 0) and not tensor.requires_grad
 
 
 def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor]) -> float:

@@ -56,7 +56,8 @@ class Connections:
             raise UsageError(listed("there are no connections like this:", faults))
         self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
         found = fixed(directory) if isinstance(directory, Mapping) else directory
-        self._fixed = isinstance(directory, Mapping)
+        self.fixed = isinstance(directory, Mapping)
+        """Whether addresses were given, so that what is not among them never will be."""
         self._mirror = None if found is None else Mirror(found)
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
@@ -77,11 +78,6 @@ class Connections:
         if self._mirror is None:
             raise UsageError("these connections have no directory to look experts up in; give Connections(directory)")
         return self._mirror.snapshot()
-
-    @property
-    def fixed(self) -> bool:
-        """Whether addresses were given, so that what is not among them never will be."""
-        return self._fixed
 
     def statistics(self) -> dict[str, TransportStatistics]:
         """Of every transport, by address."""

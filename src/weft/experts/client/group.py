@@ -74,7 +74,7 @@ class Commits(Protocol):
 
 @runtime_checkable
 class Discards(Protocol):
-    """Such a layer that can also forget."""
+    """A layer that can forget: a remote expert, or one that stands for several."""
 
     @property
     def accumulates(self) -> bool:
@@ -107,7 +107,7 @@ def discard(module: nn.Module) -> None:
     are told, but not waited for.
     """
     for each in module.modules():
-        if isinstance(each, RemoteExpert | Discards) and each.accumulates:
+        if isinstance(each, Discards) and each.accumulates:
             each.discard()
 
 

@@ -67,5 +67,5 @@ def _factory(
         raise UsageError(f"{module.__name__} has no {what} {name!r}")
     arguments = entry.get(f"{what}_arguments", {})
     if own in arguments:
-        raise UsageError(f"{what}_arguments has {own!r}, but these are the expert's own")
+        raise UsageError(f"{what}_arguments has {own!r}, but that is the expert's own")
     return partial(kind, **arguments) if arguments else kind
