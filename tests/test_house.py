@@ -1,4 +1,4 @@
-"""The house rules hold: layers, lint, types, a cheap import, documented public names, small files."""
+"""The house rules hold: layers, lint, types, a cheap import, documented public names, files of a readable size."""
 
 import ast
 import importlib.util
@@ -13,7 +13,7 @@ import torch
 from tests.apart import ROOT, SOURCE, python, run
 
 FILES = sorted(SOURCE.rglob("*.py"))
-LONGEST = 300  # lines of a file
+LONGEST = 600  # lines of a file; deep modules are welcome to be long
 DEAREST = 0.050  # seconds that `import weft` may take beyond `import torch`
 
 # Run by a fresh interpreter: what does `import weft` add to `import torch`?
@@ -99,9 +99,9 @@ def test_every_source_file_opens_with_its_reason() -> None:
     assert not bare, f"no module docstring in: {bare}"
 
 
-def test_every_source_file_is_shorter_than_300_lines() -> None:
+def test_every_source_file_has_at_most_600_lines() -> None:
     lengths = {str(file.relative_to(ROOT)): len(file.read_text("utf-8").splitlines()) for file in FILES}
-    assert not {file: count for file, count in lengths.items() if count >= LONGEST}
+    assert not {file: count for file, count in lengths.items() if count > LONGEST}
 
 
 def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:
