@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, needs_compiler
+from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.native import compiler, program
@@ -24,11 +25,10 @@ KNOWN = (compiler.compiler, compiler.folder, compiler._version, compiler._proces
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache; what was found out about this machine is forgotten before and after."""
-    home = tmp_path / "cache"
-    monkeypatch.setenv("WEFT_CACHE", str(home))
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
     for each in KNOWN:
         each.cache_clear()
-    yield home
+    yield tmp_path / "cache" / "compiled"
     monkeypatch.undo()
     for each in KNOWN:
         each.cache_clear()
@@ -62,20 +62,64 @@ def test_what_was_compiled_once_is_found_again_and_nothing_else_is_left(
 
 
 @needs_compiler
-@pytest.mark.parametrize("broken", [b"", b"no library", b"\x7fELF" + b"\0" * 500])
-def test_a_broken_file_is_compiled_anew(place: Path, broken: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, made = compiler._compile, []
-
-    def torn(path: str, flags: tuple[str, ...], text: str, target: Path) -> None:
-        made.append(target)
-        if len(made) == 1:
-            target.write_bytes(broken)
-        else:
-            whole(path, flags, text, target)
-
-    monkeypatch.setattr(compiler, "_compile", torn)
+@pytest.mark.parametrize("broken", ["nothing", "no library", "the head", "a flipped bit"])
+def test_a_torn_library_is_never_loaded_but_made_anew(
+    place: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A program that maps a file of which the end is missing is ended by a bus error.
+    load(TEXT, exact=True)
+    (path,) = place.iterdir()
+    whole = path.read_bytes()
+    flipped = bytes([*whole[:-1], whole[-1] ^ 1])
+    path.unlink()  # it stays whole in this process
+    path.write_bytes({"nothing": b"", "no library": b"text", "the head": whole[:4096]}.get(broken, flipped))
+    seen = runs(monkeypatch)
     assert load(TEXT, exact=True).answer() == 42
-    assert len(made) == 2
+    assert len(seen) == 1
+    assert path.read_bytes() == whole and [*place.iterdir()] == [path]
+
+
+@needs_compiler
+def test_libraries_and_their_folder_are_for_their_owner_alone(place: Path) -> None:
+    place.parent.mkdir(mode=0o755)
+    place.mkdir(mode=0o755)
+    load(TEXT, exact=True)
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (place, *place.iterdir())] == [0o700, 0o600]
+
+
+@needs_compiler
+def test_the_cache_is_bounded_and_what_was_used_longest_ago_goes_first(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [TEXT.replace("42", str(number)) for number in range(4)]
+    paths: list[Path] = []
+    for age, text in enumerate(texts[:3]):
+        load(text, exact=True)
+        (path,) = {*place.iterdir()} - {*paths}
+        os.utime(path, (1000 + age, 1000 + age))
+        paths.append(path)
+    load(texts[0], exact=True)  # used again, so that the second is the oldest now
+    monkeypatch.setenv("WEFT_CACHE_MIB", str(3.5 * paths[0].stat().st_size / 2**20))
+    load(texts[3], exact=True)
+    assert {*place.iterdir()} >= {paths[0], paths[2]} and not paths[1].exists()
+    monkeypatch.setenv("WEFT_CACHE_MIB", "0")
+    assert load(texts[1], exact=True).answer() == 1
+    assert not [*place.iterdir()]
+    for wrong in ("much", "nan", "-1"):
+        monkeypatch.setenv("WEFT_CACHE_MIB", wrong)
+        with pytest.raises(UsageError, match=f"WEFT_CACHE_MIB is '{wrong}', wanted a number of mebibytes"):
+            load(TEXT, exact=True)
+
+
+@needs_compiler
+def test_what_a_killed_compilation_left_is_removed(place: Path) -> None:
+    for name, age in (("compiling-old", 1000.0), ("compiling-new", None)):
+        left = place / name
+        left.mkdir(parents=True)
+        if age is not None:
+            os.utime(left, (age, age))
+    load(TEXT, exact=True)
+    assert [each.name for each in place.glob("compiling-*")] == ["compiling-new"]
 
 
 @needs_compiler
@@ -114,16 +158,51 @@ def test_a_compiler_that_takes_too_long_is_given_up(place: Path, monkeypatch: py
 
 @needs_compiler
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_a_folder_that_others_may_write_to_is_not_used(place: Path, mode: int) -> None:
-    place.mkdir()
-    place.chmod(mode)
-    assert load(TEXT, exact=True).answer() == 42
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["it", "its parent", "the parent of that"])
+def test_a_folder_that_others_could_change_is_not_used(place: Path, mode: int, depth: int) -> None:
+    place.mkdir(parents=True)
+    [place, *place.parents][depth].chmod(mode)
+    with pytest.warns(RuntimeWarning, match=rf"(?s)others may write to .* \(mode {mode:04o}\).*set WEFT_CACHE"):
+        assert load(TEXT, exact=True).answer() == 42
     assert not list(place.iterdir())
     assert folder() != place and not stat.S_IMODE(folder().stat().st_mode) & 0o077
 
 
-def test_a_folder_that_cannot_be_made_is_replaced(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.write_text("a file")
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_link_that_others_could_repoint_is_not_followed(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, mode: int, relative: bool
+) -> None:
+    safe, shared = tmp_path / "safe", tmp_path / "shared"
+    for each in (safe, shared):
+        each.mkdir()
+    shared.chmod(mode)
+    (shared / "link").symlink_to("../safe" if relative else safe)
+    (tmp_path / "there").symlink_to("shared/link")  # a link that is well itself, to one that is not
+    for way in (shared / "link", tmp_path / "there"):
+        monkeypatch.setenv("WEFT_CACHE", str(way))
+        folder.cache_clear()
+        with pytest.warns(RuntimeWarning, match="others may write to"):
+            assert not folder().is_relative_to(tmp_path)
+    for way in (safe, safe / ".." / "safe", safe / "straight", shared / "own"):
+        (safe / "straight").unlink(missing_ok=True)
+        (safe / "straight").symlink_to(tmp_path / "safe")
+        monkeypatch.setenv("WEFT_CACHE", str(way))
+        folder.cache_clear()
+        if mode == 0o1777 or way != shared / "own":  # with the sticky bit, nobody else can replace a folder of ours
+            assert folder() == way / "compiled"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
+def test_a_folder_below_one_of_somebody_else_is_not_used(place: Path) -> None:
+    place.mkdir(parents=True)
+    os.chown(place.parent, 12345, -1)
+    with pytest.warns(RuntimeWarning, match=f"{place.parent} belongs to user 12345"):
+        assert folder() != place
+
+
+def test_a_folder_that_cannot_be_made_is_replaced(place: Path) -> None:
+    place.parent.write_text("a file")
     assert folder() != place and folder().is_dir()
 
 
@@ -132,7 +211,7 @@ def test_the_cache_is_where_the_environment_says(place: Path, monkeypatch: pytes
     monkeypatch.delenv("WEFT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     folder.cache_clear()
-    assert folder() == place / "weft"
+    assert folder() == place / "weft" / "compiled"
 
 
 @pytest.fixture

@@ -1,10 +1,14 @@
 """A C++ compiler, if there is one, and its results on disk.
 
-    text + flags + compiler + processor  ->  hash  ->  <cache>/<hash>.so      compiled to a name of its own, then
-                                                                             renamed: nobody sees half a file
+    text + flags + compiler + processor  ->  key      <cache>/<key>-<digest of the library>.so
 
-The cache is `$WEFT_CACHE`, or `weft` in `$XDG_CACHE_HOME`, or `~/.cache/weft`; where none of them can be written, a
-directory that ends with the process. It is the user's own: a folder that others may write to is not used.
+A library is compiled in a folder of its own, flushed to disk and renamed, and its digest is compared before it is
+loaded: memory mapped from a file that was cut short ends the process with a bus error, which nobody can catch. What
+does not match its name is removed and compiled anew.
+
+The cache is `compiled` in `$WEFT_CACHE`, else in `$XDG_CACHE_HOME/weft`, else in `~/.cache/weft`; where that cannot be
+written, or others could change it, a directory that ends with the process. Past `$WEFT_CACHE_MIB` (256) the libraries
+that were used longest ago are removed.
 """
 
 import atexit
@@ -13,12 +17,16 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
+import time
+import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from weft.core.errors import WeftError
+from weft.core.errors import UsageError, WeftError
 
 FLAGS = (
     *("-O2", "-ftree-vectorize", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread"),
@@ -29,6 +37,10 @@ EXACT = ("-ffp-contract=off",)
 """For loops: the same expression gives the same bits wherever it stands."""
 SECONDS = 120.0
 """What one compilation may take."""
+MEBIBYTES = 256.0
+"""What all libraries on disk may take, unless `$WEFT_CACHE_MIB` says otherwise."""
+_LINKS = 40
+"""So many links on the way to the cache are followed, as by Linux itself."""
 
 
 class CompileError(WeftError, RuntimeError):
@@ -46,23 +58,20 @@ def compiler() -> str | None:
 
 
 def load(text: str, *, exact: bool) -> ctypes.CDLL:
-    """The compiled text as a library, from the disk if it was compiled before. Raises CompileError."""
+    """The compiled text as a library, from the disk if it was compiled before. Raises CompileError and UsageError."""
     path = compiler()
     if path is None:
         raise CompileError("there is no C++ compiler: install g++ or clang++, or set CXX to one")
-    flags = _flags(path, exact)
-    name = hashlib.sha256("\n".join([text, *flags, _version(path), _processor()]).encode()).hexdigest()[:32]
-    target = folder() / f"{name}.so"
-    if not target.exists():
-        _compile(path, flags, text, target)
-    try:
-        return ctypes.CDLL(str(target))
-    except OSError:  # torn or of another machine: once more
-        _compile(path, flags, text, target)
+    flags, bound = _flags(path, exact), _bound()
+    key = _digest("\n".join([text, *flags, _version(path), _processor()]).encode())
+    library = _cached(key)
+    if library is None:
         try:
-            return ctypes.CDLL(str(target))
+            library = _library(_compile(path, flags, text, key))
         except OSError as error:
-            raise CompileError(f"the compiled library {target} cannot be loaded: {error}") from error
+            raise CompileError(f"the compiled library cannot be loaded: {error}") from error
+        _trim(folder(), bound)
+    return library
 
 
 def vector_bytes() -> int:
@@ -77,35 +86,150 @@ def _flags(path: str, exact: bool) -> tuple[str, ...]:
     return (*FLAGS, *wide, *costs, *(EXACT if exact else ()))
 
 
-def _compile(path: str, flags: tuple[str, ...], text: str, target: Path) -> None:
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _library(path: Path) -> ctypes.CDLL:
+    """Load a library, which makes it the last used one. Raises OSError."""
+    library = ctypes.CDLL(str(path))
+    with suppress(OSError):  # another process may have trimmed the cache
+        os.utime(path)
+    return library
+
+
+def _cached(key: str) -> ctypes.CDLL | None:
+    """The library of this key, if a whole one is on disk; what is torn, or was linked for another machine, goes."""
+    for path in sorted(folder().glob(f"{key}-*.so")):
+        with suppress(OSError):
+            if path.stem == f"{key}-{_digest(path.read_bytes())}":
+                return _library(path)
+        with suppress(OSError):
+            path.unlink()
+    return None
+
+
+def _compile(path: str, flags: tuple[str, ...], text: str, key: str) -> Path:
+    """Compile into the cache. Raises CompileError."""
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="compiling-") as place:
+        with tempfile.TemporaryDirectory(dir=folder(), prefix="compiling-") as place:
             source, made = Path(place) / "loop.cpp", Path(place) / "loop.so"
             source.write_text(text)
             command = [path, *flags, str(source), "-o", str(made), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
             if done.returncode:
                 raise CompileError(f"{path} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
-            os.replace(made, target)
+            made.chmod(0o600)
+            _flush(made)  # the name must not outlive a crash that the content did not
+            target = folder() / f"{key}-{_digest(made.read_bytes())}.so"
+            made.replace(target)
+            _flush(folder())
+            return target
     except (OSError, subprocess.TimeoutExpired) as error:  # no room on the disk is such an error as well
         raise CompileError(f"{path} did not finish: {error}") from error
 
 
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _trim(place: Path, room: float) -> None:
+    """Remove the libraries used longest ago past so many bytes, and what a killed compilation left behind.
+
+    A process that has loaded a removed library keeps it: the file goes with its last mapping.
+    """
+    for left in place.glob("compiling-*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > 10 * SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    last_used_first: list[tuple[float, int, Path]] = []
+    for path in place.glob("*.so"):
+        with suppress(OSError):
+            about = path.stat()
+            last_used_first.append((about.st_mtime, about.st_size, path))
+    last_used_first.sort(reverse=True)
+    for _, size, path in last_used_first:
+        room -= size
+        if room < 0:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _bound() -> float:
+    """What all libraries on disk may take, in bytes. Raises UsageError."""
+    asked = os.environ.get("WEFT_CACHE_MIB") or str(MEBIBYTES)
+    try:
+        bound = float(asked)
+    except ValueError:
+        bound = -1.0
+    if not bound >= 0:
+        raise UsageError(f"WEFT_CACHE_MIB is {asked!r}, wanted a number of mebibytes, 0 or more")
+    return bound * 2**20
+
+
 @cache
 def folder() -> Path:
-    """Where compiled libraries are kept."""
+    """Where compiled libraries are kept: in the user's cache, or, where that does not do, until the process ends."""
     home = os.environ.get("WEFT_CACHE")
-    base = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
     try:
-        base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        about = base.stat()
-        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and os.access(base, os.W_OK):
-            return base
-    except OSError:
+        base = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+        place = base.absolute() / "compiled"
+        for each in (*reversed(place.parents), place):
+            if not each.exists():
+                each.mkdir(mode=0o700, exist_ok=True)
+        fault = changeable(place)
+        if fault is not None:
+            warnings.warn(
+                f"compiled loops are not kept in {place}, since others could change what this process would run: "
+                f"{fault}; set WEFT_CACHE to a folder of yours that nobody else may write to",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            place.chmod(0o700)
+            if os.access(place, os.W_OK):
+                return place
+    except (OSError, RuntimeError):  # a user without a home is a RuntimeError
         pass
     own = tempfile.mkdtemp(prefix="weft-")
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     return Path(own)
+
+
+def changeable(place: Path) -> str | None:
+    """Why others could change what lies in a folder, or put another one in its place; None if they cannot.
+
+    The way from the root is walked with every link on it resolved, since whoever may rename a folder on it, or repoint
+    a link, decides what lies at its end. In a folder with the sticky bit (`/tmp`) others may make entries but not
+    replace ours; there may be no link in it, though. Raises OSError.
+    """
+    here, rest, links, shared = Path("/"), [*reversed(place.parts[1:])], 0, False
+    while True:
+        about = here.lstat()
+        if about.st_uid not in (0, os.getuid()):
+            return f"{here} belongs to user {about.st_uid}"
+        if stat.S_ISLNK(about.st_mode):
+            links += 1
+            if shared:
+                return f"{here} is a link in a folder that others may write to"
+            if links > _LINKS:
+                return f"{here} is one of more than {_LINKS} links"
+            target = here.readlink()
+            rest += reversed(target.parts[target.is_absolute() :])
+            here = Path("/") if target.is_absolute() else here.parent
+            continue
+        shared = bool(about.st_mode & 0o022)
+        if shared and not (about.st_mode & stat.S_ISVTX and rest):
+            return f"others may write to {here} (mode {stat.S_IMODE(about.st_mode):04o})"
+        if not rest:
+            return None if about.st_uid == os.getuid() else f"{here} belongs to user {about.st_uid}"
+        step = rest.pop()
+        here = here.parent if step == ".." else here / step
 
 
 @cache
