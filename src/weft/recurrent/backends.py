@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -29,7 +29,7 @@ from weft.recurrent.memory import NAMES as MEMORY
 from weft.recurrent.memory import Memory
 from weft.recurrent.native.compiler import CompileError
 from weft.recurrent.native.lower import Unsupported
-from weft.recurrent.planned import PlannedCall, unfit
+from weft.recurrent.planned import RACE_STEPS, PlannedCall, unfit
 from weft.recurrent.trial import unobserved
 from weft.recurrent.verify import PlanError
 
@@ -76,6 +76,15 @@ class Choice:
     """What its user should be told."""
     held: tuple[object, ...] = ()
     """What the plan is found by, as far as that is a place in memory."""
+    measured: int = 0
+    """With how many steps the candidates were timed; 0: they were not."""
+    candidates: dict[str, Engine] = field(default_factory=dict[str, Engine])
+    """What is timed again, with the eager loop, when sequences become longer than `measured`."""
+    refused: tuple[str, ...] = ()
+
+    def outgrown(self, steps: int) -> bool:
+        """Whether a race over so many steps would tell more: twice as many as before, or the most there may be."""
+        return 0 < self.measured < steps and (steps == RACE_STEPS or steps >= 2 * self.measured)
 
     def explain(self) -> str:
         """For a person."""
@@ -170,6 +179,9 @@ class Plans:
             else:
                 self._wasted = 0
                 self._known.move_to_end(key)
+                if found.outgrown(call.race_steps):
+                    again = self._fastest(call, found.candidates, found.refused)
+                    found = self._known[key] = replace(again, held=found.held, warning=found.warning)
             return found
 
     def _watched(self, call: PlannedCall, key: _Key) -> list[object]:
@@ -180,7 +192,7 @@ class Plans:
     def _made(self, call: PlannedCall) -> Choice:
         refused: list[str] = []
         wrong = False
-        rivals: dict[str, Engine] = {}
+        candidates: dict[str, Engine] = {}
         automatic = ("inductor", "python") if call.on_cuda else ("c", "python")
         names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
         for name in names:
@@ -200,29 +212,35 @@ class Plans:
                 refused.append(f"no plan could be made: {_words(error)}")
                 break
             else:
-                rivals[name] = engine
+                candidates[name] = engine
                 if name != "inductor":
                     break
         why = "; ".join(refused)
-        choice = self._chosen(call, rivals, refused) if rivals else Choice(call.kind, None, "eager", why)
-        if wrong or not rivals:
+        choice = self._chosen(call, candidates, refused) if candidates else Choice(call.kind, None, "eager", why)
+        if wrong or not candidates:
             way = "the eager loop" if choice.engine is None else f"the {choice.backend} plan"
             return replace(choice, warning=f"cell {call.cell.name} runs by {way}: {why}")
         return choice
 
-    def _chosen(self, call: PlannedCall, rivals: dict[str, Engine], refused: list[str]) -> Choice:
-        name, engine = next(iter(rivals.items()))
+    def _chosen(self, call: PlannedCall, candidates: dict[str, Engine], refused: list[str]) -> Choice:
+        name, engine = next(iter(candidates.items()))
         if self._backend != "auto":
             return Choice(call.kind, engine, name, "it was asked for")
         if name == "c":
             return Choice(call.kind, engine, name, "its loops could be compiled, and nothing here is faster")
-        times = {name: call.race(engine) for name, engine in rivals.items()}
+        return self._fastest(call, candidates, tuple(refused))
+
+    def _fastest(self, call: PlannedCall, candidates: dict[str, Engine], refused: tuple[str, ...]) -> Choice:
+        """The fastest of the candidates and the eager loop, by the first steps of this sequence."""
+        steps = call.race_steps
+        times = {name: call.race(engine) for name, engine in candidates.items()}
         best = min(times, key=lambda name: times[name][0])
         loop = min(slow for _, slow in times.values())
         told = ", ".join(f"{1e3 * ours:.2f} ms by the {name} plan" for name, (ours, _) in times.items())
-        why = "; ".join([f"a few steps took {told} and {1e3 * loop:.2f} ms by the eager loop", *refused])
-        faster = times[best][0] < loop
-        return Choice(call.kind, rivals[best], best, why) if faster else Choice(call.kind, None, "eager", why)
+        why = "; ".join([f"{steps} steps took {told} and {1e3 * loop:.2f} ms by the eager loop", *refused])
+        engine, name = (candidates[best], best) if times[best][0] < loop else (None, "eager")
+        left = {} if steps == RACE_STEPS else candidates
+        return Choice(call.kind, engine, name, why, measured=steps, candidates=left, refused=refused)
 
 
 def _words(error: Exception) -> str:

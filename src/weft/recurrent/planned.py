@@ -37,6 +37,7 @@ from weft.recurrent.trial import check_layouts, drawing_nothing, put_back, unobs
 from weft.recurrent.verify import verify
 
 RACE_STEPS = 32
+"""A race takes so many steps of a sequence, or all if there are fewer."""
 
 
 class _Turn:
@@ -218,9 +219,14 @@ class PlannedCall:
         """See `as_it_was`; it must not keep the inputs alive."""
         return partial(as_it_was, self.cell.function, self._owned)
 
+    @property
+    def race_steps(self) -> int:
+        """How many steps `race` takes."""
+        return min(self._inputs.steps, RACE_STEPS)
+
     def race(self, engine: Engine) -> tuple[float, float]:
         """Seconds that a short part of this sequence takes by the engine, and by the eager loop; drawing nothing."""
-        short = min(self._inputs.steps, RACE_STEPS)
+        short = self.race_steps
         part = replace(self._inputs, leaves=[each[:short].detach() for each in self._inputs.leaves], steps=short)
         rows = Rows(*(None if each is None else each[:short] for each in (self._rows.valid, self._rows.reset)))
         # Cut from the caller's graph, which its own backward will want whole.
