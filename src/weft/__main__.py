@@ -1,6 +1,7 @@
 """The command line: ``weft demo`` shows it all, ``weft plan`` looks at a schedule, ``weft serve`` serves experts."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from weft import demo
-from weft.core.errors import ScheduleError, UsageError, WeftError
+from weft.core.errors import ScheduleError, UsageError, WeftError, escaped
 from weft.core.forecast import StageCost, forecast
 from weft.pipeline.schedules import SCHEDULES, build
 
+_TOKEN = "WEFT_TOKEN"
+"""Environment variable with the token of `weft status`."""
 _DEFAULTS = demo.Options(Path("weft-report"))
 
 
@@ -24,9 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command(chosen)
     except (UsageError, ScheduleError) as error:
-        parser.exit(2, f"weft: {error}\n")
+        parser.exit(2, f"weft: {escaped(error, lines=True)}\n")
     except (WeftError, OSError) as error:
-        parser.exit(1, f"weft: {error}\n")
+        parser.exit(1, f"weft: {escaped(error, lines=True)}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\nweft: interrupted\n")
     return 0
@@ -72,6 +75,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", metavar="NAME", help="of torch.optim, for each --expert (none: not trained)")
     parser.add_argument("--lr", type=_cost, help="its learning rate")
     parser.add_argument("--address", metavar="HOST:PORT", help="to listen at (127.0.0.1:7070)")
+    open_to_all = "let whoever reaches the address do everything, where it has neither grants nor TLS"
+    parser.add_argument("--insecure", action="store_true", help=open_to_all)
     parser.add_argument("--checkpoints", metavar="DIR", help="where experts are saved, and restored from")
     parser.add_argument("--panel", metavar="HOST:PORT", help="of a status page and metrics, over plain HTTP (none)")
     parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE", help="with kinds")
@@ -81,7 +86,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", metavar="HOST:PORT")
     parser.add_argument("--json", action="store_true", help="all that it says, as JSON")
-    parser.add_argument("--token", help="who asks")
+    parser.add_argument("--token", help=f"who asks; others on this machine can see it here, so better {_TOKEN}")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"whose text is the token (else: {_TOKEN})")
     for name, text in (("authority", "who signed the server"), ("key", "of this client"), ("certificate", "its own")):
         parser.add_argument(f"--{name}", type=Path, metavar="PEM", help=text)
     parser.set_defaults(command=_status)
@@ -93,6 +99,7 @@ def _serve(chosen: argparse.Namespace) -> None:
     table: dict[str, Any] = {} if chosen.config is None else config.read_config(chosen.config)
     for name in ("address", "checkpoints", "panel"):
         table |= {} if getattr(chosen, name) is None else {name: getattr(chosen, name)}
+    table |= {"insecure": True} if chosen.insecure else {}
     how = {} if chosen.optimizer is None else {"optimizer": chosen.optimizer}
     how |= {} if chosen.lr is None else {"optimizer_arguments": {"lr": chosen.lr}}
     if how and not chosen.expert:
@@ -115,7 +122,19 @@ def _status(chosen: argparse.Namespace) -> None:
     client = _experts("weft.experts.client.command")
     pems = (chosen.authority, chosen.key, chosen.certificate)
     tls = None if pems == (None, None, None) else _experts("weft.experts.client").ClientTls(*pems)
-    print(client.status(chosen.address, tls=tls, token=chosen.token, as_json=chosen.json))
+    print(client.status(chosen.address, tls=tls, token=_token(chosen), as_json=chosen.json))
+
+
+def _token(chosen: argparse.Namespace) -> str | None:
+    """Of the command line, a file, or the environment."""
+    if chosen.token is not None and chosen.token_file is not None:
+        raise UsageError("--token and --token-file both say who asks; give one of them")
+    if chosen.token_file is None:
+        return chosen.token if chosen.token is not None else os.environ.get(_TOKEN)
+    try:
+        return chosen.token_file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the token cannot be read from {str(chosen.token_file)!r}: {error}") from None
 
 
 def _experts(module: str) -> Any:

@@ -102,6 +102,18 @@ def unlisted(message: str) -> list[str]:
     return faults or [first]
 
 
+def escaped(text: object, most: int | None = None, *, lines: bool = False) -> str:
+    """Text from elsewhere, for a terminal or a log: what is not printable is escaped, such as ``\\x1b``.
+
+    ``most``: characters at most, cut after escaping. ``lines``: line feeds stay.
+    """
+    found = "".join(
+        each if each.isprintable() or (lines and each == "\n") else each.encode("unicode_escape").decode("ascii")
+        for each in str(text)
+    )
+    return found if most is None or len(found) <= most else f"{found[: most - 3]}..."
+
+
 _ADVICE = {
     "cannot register a hook on a tensor that doesn't require gradient": (
         "weft: the first forward of a micro-batch that will be recomputed runs without a graph; write "

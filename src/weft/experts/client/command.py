@@ -8,6 +8,7 @@ ffn.0      412       400     1033          0        2
 import json
 from datetime import timedelta
 
+from weft.core.errors import escaped
 from weft.experts.client.channel import ClientTls, GrpcTransport
 from weft.experts.panel.summary import ExpertLine, Status, summary
 from weft.experts.replica.statistics import line
@@ -17,7 +18,8 @@ def status(address: str, *, tls: ClientTls | None = None, token: str | None = No
     """The text. Raises ``UnreachableError``, ``ForbiddenError`` or ``DeadlineError``."""
     with GrpcTransport(address, tls=tls, token=token) as transport:
         told = transport.status()
-    return told.decode() if as_json else shown(json.loads(told))
+    found = json.loads(told)
+    return json.dumps(found) if as_json else shown(found)
 
 
 def shown(status: Status) -> str:
@@ -32,18 +34,13 @@ def shown(status: Status) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     lines += [f"{name} goes wrong: {why}" for name, why in seen.failures.items()]
-    lines += [f"{_visible(uid)}: {note}" for uid, one in status["keeping"].items() for note in one.get("notes", ())]
-    lines += [f"refused {count} times: {reason} ({_visible(where)})" for where, reason, count in seen.refusals]
-    lines += [line(_visible(uid), one) for uid, one in sorted(status.get("replicas", {}).items())]
+    lines += [f"{uid}: {note}" for uid, one in status["keeping"].items() for note in one.get("notes", ())]
+    lines += [f"refused {count} times: {reason} ({where})" for where, reason, count in seen.refusals]
+    lines += [line(uid, one) for uid, one in sorted(status.get("replicas", {}).items())]
     lines += [f"alive: {one.address}, {one.experts} experts" for one in seen.servers if not one.here]
-    return "\n".join([head, *lines])
+    return "\n".join(escaped(each) for each in [head, *lines])  # a line of the table is one line, whatever names hold
 
 
 def _row(one: ExpertLine) -> tuple[str, ...]:
     durable = "-" if one.durable is None else str(one.durable)
-    return (_visible(one.name), str(one.steps), durable, str(one.batches), str(one.waiting), str(one.refused))
-
-
-def _visible(name: str) -> str:
-    """A name of an expert may hold anything, but a line of the table is one line."""
-    return name if name.isprintable() else repr(name)
+    return (escaped(one.name), str(one.steps), durable, str(one.batches), str(one.waiting), str(one.refused))

@@ -14,17 +14,19 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fnmatch import fnmatchcase
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError, escaped, listed
 from weft.experts.checks import token_fault
 from weft.experts.wire.errors import ForbiddenError
 
 _LOG = logging.getLogger("weft.experts.audit")
 _REMEMBERED = 256
+_NAME, _WHY = 128, 320  # characters of a name, and of a reason, in the log
+_BURST, _PER_SECOND = 20, 2.0  # lines of the log: so many at once, and from then on
 _ROLES = 4096
 
 
@@ -39,14 +41,17 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Grant:
-    """Clients and experts by shell patterns (``*``, ``?``, ``[ab]``); clients without a name are the empty name."""
+    """Clients and experts by shell patterns (``*``, ``?``, ``[ab]``).
 
-    client: str = "*"
+    A client that proved no name has the empty one: ``"*"`` means it too, the default ``"?*"`` only those with a name.
+    """
+
+    client: str = "?*"
     expert: str = "*"
     role: Role = Role.TRAIN
 
 
-OPEN = (Grant(role=Role.ADMIN),)
+OPEN = (Grant("*", role=Role.ADMIN),)
 
 
 @dataclass(frozen=True)
@@ -142,20 +147,39 @@ class Refusal:
 
 
 class Audit:
-    """Writes refusals to the logger ``weft.experts.audit`` and remembers the last ones. Thread-safe."""
+    """Writes refusals to the logger ``weft.experts.audit`` and remembers the last ones. Thread-safe.
 
-    def __init__(self) -> None:
+    Whoever is refused chooses names and pace: names are escaped and cut, and of more than a few lines a second only the
+    number is written. ``counts`` has them all.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tokens, self._filled = float(_BURST), clock()  # token bucket of the log's lines
+        self._unwritten = 0
         self._lock = threading.Lock()
         self._last: deque[Refusal] = deque(maxlen=_REMEMBERED)
         self._counts: Counter[str] = Counter()
 
     def refused(self, caller: Caller, expert: str, what: str, why: str) -> None:
         """Note a refusal."""
-        one = Refusal(time.time(), caller.name, caller.peer, expert, what, why)
+        client, peer, uid = [escaped(each, _NAME) for each in (caller.name, caller.peer, expert)]
+        one = Refusal(time.time(), client, peer, uid, what, escaped(why, _WHY))
         with self._lock:
             self._last.append(one)
             self._counts[what] += 1
-        _LOG.warning("refused: client=%r peer=%r expert=%r what=%s: %s", caller.name, caller.peer, expert, what, why)
+            now = self._clock()
+            self._tokens = min(float(_BURST), self._tokens + (now - self._filled) * _PER_SECOND)
+            self._filled = now
+            if self._tokens < 1:
+                self._unwritten += 1
+                return
+            self._tokens -= 1
+            unwritten, self._unwritten = self._unwritten, 0
+        if unwritten:
+            _LOG.warning("refused: %d more, which came too fast to be written here", unwritten)
+        text = "refused: client='%s' peer='%s' expert='%s' what=%s: %s"
+        _LOG.warning(text, one.client, one.peer, one.expert, one.what, one.why)
 
     def last(self) -> list[Refusal]:
         """The last refusals, oldest first."""

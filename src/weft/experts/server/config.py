@@ -22,7 +22,8 @@
     [replicas]  see ReplicaOptions    experts = ["ffn.*"], token = "secret", tls = { authority = ..., ... }
     [tokens]    secret = "client"     [[grants]]  client, expert, role = "forward" | "train" | "admin"
 
-With neither tokens nor grants everybody may do everything; with ``grants = []`` nobody may do anything.
+With neither tokens nor grants everybody may do everything: beyond 127.0.0.1 that wants ``insecure = true``, or [tls]
+with an authority. With ``grants = []`` nobody may do anything; a grant without ``client`` is for all who proved a name.
 
 Whoever writes this file runs the server: it may name any module to import.
 """
@@ -136,7 +137,7 @@ def _access(config: Mapping[str, Any]) -> Access:
     if "grants" not in config:
         return Access(OPEN)
     grants = [
-        Grant(entry.get("client", "*"), entry.get("expert", "*"), ROLES[entry.get("role", "train")])
+        Grant(entry.get("client", Grant.client), entry.get("expert", "*"), ROLES[entry.get("role", "train")])
         for entry in config["grants"]
     ]
     return Access(grants, config.get("tokens", {}))

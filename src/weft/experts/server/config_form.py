@@ -14,13 +14,14 @@ from weft.experts.limits import PoolOptions
 from weft.experts.server.access import Role
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.place import place_faults
-from weft.experts.service.address import address_fault
+from weft.experts.service.address import address_fault, is_loopback, split
 from weft.experts.wire.limits import Limits
 
 _NUMBER = (int, float)
 _TOP = {
     "address": str,
     "advertise": str,
+    "insecure": bool,
     "panel": str,
     "directory": str,
     "directory_tls": dict,
@@ -66,6 +67,8 @@ _REPLICAS = {
     "tls": dict,
     "token": str,
 }
+_SECRETS = ("tokens", "token", "replicas")
+"""What is or holds a token: never printed, however mistyped."""
 _GRANT = {"client": str, "expert": str, "role": str}
 _WORDS: dict[Any, str] = {
     str: "a text",
@@ -123,7 +126,8 @@ def _table_faults(entry: Any, kinds: Mapping[str, Any], where: str, needed: Sequ
         if name in table and (not isinstance(table[name], kind) or isinstance(table[name], bool) is not (kind is bool)):
             single = kind is list and isinstance(table[name], Mapping)
             how = f", which [[{name}]] begins" if single else ""
-            faults.append(f"{name} of {where} is {table[name]!r}, wanted {_WORDS[kind]}{how}")
+            seen = f"of type {type(table[name]).__name__}" if name in _SECRETS else repr(table[name])
+            faults.append(f"{name} of {where} is {seen}, wanted {_WORDS[kind]}{how}")
     return faults
 
 
@@ -163,6 +167,7 @@ def _value_faults(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[s
     if not any(name in config and name not in given for name in ("address", "advertise")):
         address = given.get("address", "127.0.0.1:7070")
         faults += place_faults(address, given.get("advertise"), "directory" in config)
+    faults += _open_faults(config, given)
     if "panel" in given:
         faults += address_fault("panel", given["panel"], free=True)
     if "keep" in given:
@@ -175,6 +180,21 @@ def _value_faults(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[s
     if not config.get("experts"):
         faults.append("there are no experts, wanted at least one")
     return faults
+
+
+def _open_faults(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Whether everybody on a network could do everything, which nobody has said in so many words."""
+    address = config.get("address", "127.0.0.1")
+    named = "authority" in given.get("tls", {})
+    if given.get("insecure") or "grants" in config or named or address_fault("address", address, free=True):
+        return []
+    if is_loopback(split(address)[0]):
+        return []
+    return [
+        f"address is {address!r}, where others reach it, and there is neither [[grants]] nor an authority= in [tls], "
+        "so that whoever connects may read and train everything; say who may do what, or insecure = true (--insecure) "
+        "if that is meant"
+    ]
 
 
 def _unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> list[str]:

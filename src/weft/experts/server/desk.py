@@ -86,7 +86,7 @@ class Desk:
         """Serve one less. Raises ``UnknownExpertError``."""
         served = self._experts.pop(uid, None)
         if served is None:
-            raise self._unknown(uid)
+            raise self._unknown(uid, None)
         return served
 
     def experts(self) -> dict[str, Served]:
@@ -134,7 +134,7 @@ class Desk:
         if header.kind is not Kind.INFO and self.draining is not None:
             raise DrainingError(f"the server takes no new work: {self.draining}; ask another one, or later")
         if served is None:
-            raise self._unknown(header.uid)
+            raise self._unknown(header.uid, caller.name)
         if header.kind is Kind.INFO:
             reply(Call(Header(kind=Kind.INFO, call_id=header.call_id, uid=header.uid, data=served.describe())))
             return None
@@ -191,8 +191,9 @@ class Desk:
         flags = Flags.KEEP if kept else Flags.NONE
         reply(result(header, done.result(), served.backend.steps, served.receipt(), flags))
 
-    def _unknown(self, uid: str) -> UnknownExpertError:
-        known = sorted(self._experts)
+    def _unknown(self, uid: str, client: str | None) -> UnknownExpertError:
+        """``client`` hears only the names that it may use; None hears all."""
+        known = [each for each in sorted(self._experts) if client is None or self.access.role(client, each) > Role.NONE]
         some = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
         return UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
 

@@ -11,6 +11,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from weft.core.errors import escaped
+
 _LOG = logging.getLogger("weft.experts.server")
 
 
@@ -47,7 +49,7 @@ class Repeat:
             except Exception as error:
                 self.failures += 1
                 if self.last_failure is None:
-                    _LOG.warning("%s: %s; tried again every %g s", self._name, error, self._seconds)
+                    _LOG.warning("%s: %s; tried again every %g s", self._name, escaped(error), self._seconds)
                 self.last_failure = error
             else:
                 if self.last_failure is not None:

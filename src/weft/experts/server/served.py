@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from weft.core.errors import UsageError, WeftError, listed
+from weft.core.errors import UsageError, WeftError, escaped, listed
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Lease
@@ -139,10 +139,10 @@ class Served:
             self.failure = listed(
                 f"it went on from step {self.restored}, as newer checkpoints cannot be read:", skipped
             )
-            _LOG.warning("restore of expert %r: %s", uid, self.failure)
+            _LOG.warning("restore of expert %r: %s", uid, escaped(self.failure))
         self.notes = tuple(changes)
         for note in self.notes:
-            _LOG.warning("expert %r: %s", uid, note)
+            _LOG.warning("expert %r: %s", uid, escaped(note))
 
     @property
     def _owns(self) -> bool:

@@ -11,6 +11,7 @@ Continuous batching over all clients, steps exactly once, checkpoints that resta
 `weft.experts.pool`, `weft.experts.records` and `weft.experts.checkpoint`. Nothing outlives the ``with`` block.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Directory
 from weft.experts.replica import ReplicaOptions
-from weft.experts.server.access import Access, Audit, Caller
+from weft.experts.server.access import OPEN, Access, Audit, Caller
 from weft.experts.server.desk import Reply
 from weft.experts.server.endpoint import Endpoint
 from weft.experts.server.loop import LoopThread
@@ -39,9 +40,11 @@ from weft.experts.server.replicas import Replicas
 from weft.experts.server.runtimes import Runtimes
 from weft.experts.server.served import restore_all, save_all
 from weft.experts.server.statistics import Reporter, ServerStatistics
+from weft.experts.service.address import is_loopback, split
 from weft.experts.tracing.spans import Observer
 from weft.experts.wire import Received
 
+_LOG = logging.getLogger("weft.experts.server")
 _START = 30.0  # seconds that listening may take
 _LAST = 1.0  # seconds for answers to leave, and for threads to end, after the work is done
 _LEAST = 0.1  # of these for each thread, also if those before it took all of them
@@ -233,7 +236,18 @@ class Server:
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
+    def _warn_if_open(self) -> None:
+        """`weft serve` refuses this; a program may mean it."""
+        named = self._tls is not None and self._tls.authority is not None
+        if self._desk.access.grants == OPEN and not named and not is_loopback(split(self._place.wanted)[0]):
+            _LOG.warning(
+                "whoever reaches %s may read and train every expert: there is neither access= nor a tls= with an "
+                "authority",
+                self._place.wanted,
+            )
+
     def _start(self) -> None:
+        self._warn_if_open()
         restore_all(self._desk.experts().values())
         for served in self._desk.experts().values():
             self._runtimes.run(served.backend)

@@ -51,6 +51,14 @@ def is_wildcard(host: str) -> bool:
     return number.is_unspecified or (mapped is not None and mapped.is_unspecified)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether this leads to the machine itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def _is_host(host: str, bracketed: bool) -> bool:
     if bracketed:
         try:
