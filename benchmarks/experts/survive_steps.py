@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from weft.experts import ExpertBackend, RecordsOptions, TensorSpec
+from weft.experts import ExpertBackend, IdempotencyOptions, TensorSpec
 from weft.experts.client.line import Line
 from weft.experts.client.retry import Retry
 from weft.experts.client.route import FixedRoute
@@ -33,7 +33,7 @@ def marks(keys: int) -> ExpertBackend:
         partial(torch.optim.SGD, lr=1.0),
         args_schema=(TensorSpec((None,), torch.int64),),
         max_batch_size=1,
-        records=RecordsOptions(keys=2000),
+        records=IdempotencyOptions(max_keys=2000),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
-from weft.experts import GraphBudget, Guards, RecordsOptions, SumsOptions
+from weft.experts import GraphBudget, Guards, IdempotencyOptions, SumsOptions
 from weft.experts.checks import LONGEST
 from weft.experts.client.asking import CallOptions
 from weft.experts.client.pending import Pending
@@ -71,8 +71,10 @@ SECONDS: dict[str, Callable[[Any], object]] = {
     "Terms.backward_timeout": lambda s: Terms(**{**TERMS, "backward_timeout": s}),
     "Terms.timeout_after_k_min": lambda s: Terms(**{**TERMS, "timeout_after_k_min": s}),
     "GraphBudget.seconds": lambda s: GraphBudget(1, seconds=s),
-    "RecordsOptions.seconds": lambda s: RecordsOptions(seconds=s),
+    "IdempotencyOptions.max_age": lambda s: IdempotencyOptions(max_age=s),
+    "IdempotencyOptions.max_result_age": lambda s: IdempotencyOptions(max_result_age=s),
     "SumsOptions.seconds": lambda s: SumsOptions(seconds=s),
+    "SumsOptions.orphan_seconds": lambda s: SumsOptions(orphan_seconds=s),
     "declare.ttl": lambda s: LocalDirectory().declare("a", "b:1", s),
     "EtcdDirectory.timeout": etcd,
     "call's timeout": call,
@@ -87,9 +89,11 @@ WRONG: list[tuple[type, str, list[Any]]] = [
     (PoolOptions, "linger", [*NUMBER, None]),
     (GraphBudget, "nbytes", [*COUNT, 0, None]),
     (GraphBudget, "seconds", [*NUMBER, 0, None]),
-    (RecordsOptions, "result_bytes", [*COUNT, None]),
-    (RecordsOptions, "keys", [*COUNT, 0, None]),
-    (RecordsOptions, "seconds", [*NUMBER, 0, None]),
+    (IdempotencyOptions, "max_result_bytes", [*COUNT, None]),
+    (IdempotencyOptions, "max_keys", [*COUNT, 0, None]),
+    (IdempotencyOptions, "max_client_keys", [*COUNT, 0]),
+    (IdempotencyOptions, "max_age", [*NUMBER, 0, None]),
+    (SumsOptions, "max_client_mini_batches", [*COUNT, 0]),
     (SumsOptions, "mini_batches", [*COUNT, 0, None]),
     (SumsOptions, "seconds", [*NUMBER, 0, None]),
     (Guards, "finite", [0, 1, "no", None, []]),
@@ -133,7 +137,7 @@ def test_the_longest_seconds_are_taken(option: str) -> None:
         (lambda: PoolOptions(linger=float("inf"), max_tasks=0), ["linger is inf", "max_tasks is 0"]),
         (lambda: GraphBudget(0, seconds=0.0), ["nbytes is 0", "seconds is 0"]),
         (lambda: SumsOptions(0, seconds=0.0), ["mini_batches is 0", "seconds is 0"]),
-        (lambda: RecordsOptions(-1, 0, 0.0), ["result_bytes is -1", "keys is 0", "seconds is 0"]),
+        (lambda: IdempotencyOptions(-1, 0.0, 0), ["max_result_bytes is -1", "max_result_age is 0", "max_keys is 0"]),
         (lambda: Guards(max_norm=0.0, max_output_norm=-1.0), ["max_norm is 0", "max_output_norm is -1"]),
     ],
 )

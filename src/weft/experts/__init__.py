@@ -8,7 +8,7 @@ linger.py                                       whether a batch waits a moment f
 engine.py, draft.py, batch.py                   one expert's work on a batch: joining tasks, dealing results
 runner.py, effects.py                           the module as a segment, and undoing what it changes
 isolation.py, guards.py                         one client's fault stays that client's
-records.py, sums.py, kept.py                    keys, mini-batches, graphs that wait for a backward
+idempotency.py, sums.py, kept.py                keys, mini-batches, graphs that wait for a backward
 stepping.py, gradients.py                       one optimizer step, and whose memory it may write to
 journal.py, entry.py, logfile.py, replay.py     the log, its lines and file, and running it again
 state.py, loading.py                            what a state is made of, and going on from one
@@ -34,12 +34,12 @@ from weft.core.spec import TensorSpec
 from weft.experts.backend import ExpertBackend
 from weft.experts.entry import Entry, Member
 from weft.experts.guards import Guards
+from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal, read_journal
 from weft.experts.kept import GraphBudget
 from weft.experts.layers import FeedForward, TransformerLayer
 from weft.experts.limits import PoolOptions
 from weft.experts.pool import TaskPool
-from weft.experts.records import RecordsOptions
 from weft.experts.registry import Blueprint, expert_kinds, make_expert, register_expert
 from weft.experts.replay import replay
 from weft.experts.runtime import Runtime
@@ -52,10 +52,10 @@ __all__ = [
     "FeedForward",
     "GraphBudget",
     "Guards",
+    "IdempotencyOptions",
     "Journal",
     "Member",
     "PoolOptions",
-    "RecordsOptions",
     "Runtime",
     "SumsOptions",
     "TaskPool",

@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import is_number
 from weft.experts.guards import Guards
+from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal
 from weft.experts.kept import GraphBudget
 from weft.experts.limits import PoolOptions
 from weft.experts.optimizers import OptimizerLike
-from weft.experts.records import RecordsOptions
 from weft.experts.sums import SumsOptions
 
 _PARTS: dict[str, type[Any]] = {
     "guards": Guards,
-    "records": RecordsOptions,
+    "records": IdempotencyOptions,
     "mini_batches": SumsOptions,
     "keep_graphs": GraphBudget,
     "journal": Journal,

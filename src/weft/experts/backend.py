@@ -22,6 +22,7 @@ from weft.experts.arguments import one_of
 from weft.experts.counts import BackendStatistics
 from weft.experts.engine import Engine, Parts
 from weft.experts.guards import Guards
+from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from weft.experts.journal import Journal
 from weft.experts.kept import GraphBudget, KeptGraphs
 from weft.experts.limits import PoolOptions
@@ -29,7 +30,6 @@ from weft.experts.linger import Company
 from weft.experts.loading import load
 from weft.experts.optimizers import OptimizerLike, ScheduleLike, make_stepping
 from weft.experts.pool import TaskPool
-from weft.experts.records import Records, RecordsOptions
 from weft.experts.runner import Runner
 from weft.experts.schema import Columns, call_nest
 from weft.experts.state import check_state, state_of
@@ -56,7 +56,7 @@ class ExpertBackend:
         schedule: a learning-rate schedule, or a function that makes one of the optimizer; stepped after every step.
         clip_grad_norm: the L2 norm to which the gradients of all parameters are scaled down before a step.
         guards: which gradients are refused; see `Guards`.
-        records: how long idempotency keys are known; see `RecordsOptions`.
+        records: how long idempotency keys are known; see `IdempotencyOptions`.
         mini_batches: how many sums of gradients may be open for `commit`; see `SumsOptions`.
         keep_graphs: keep graph and inputs of forwards that have a key for their backward; see `weft.experts.kept`.
         journal: logs every batch that counts, for `weft.experts.replay`.
@@ -80,7 +80,7 @@ class ExpertBackend:
         schedule: ScheduleLike | None = None,
         clip_grad_norm: float | None = None,
         guards: Guards | None = None,
-        records: RecordsOptions | None = None,
+        records: IdempotencyOptions | None = None,
         mini_batches: SumsOptions | None = None,
         keep_graphs: GraphBudget | None = None,
         journal: Journal | None = None,
@@ -97,7 +97,7 @@ class ExpertBackend:
         plainly = type(self).apply_gradients is ExpertBackend.apply_gradients
         self.optimizer, self.schedule = make_stepping(name, every, given, schedule, plainly=plainly)
         self.device = next((parameter.device for parameter in every), torch.device("cpu"))
-        self.records = Records(records)
+        self.records = IdempotencyTable(records)
         runner = Runner(name, self.module, call, outputs_schema, self.device)
         step = None if self.optimizer is None else self._apply_gradients
         self._stepper = Stepper(name, runner.effects.parameters, step, journal)
@@ -106,7 +106,7 @@ class ExpertBackend:
         self._make_pools(options)
 
     def _make_pools(self, options: PoolOptions) -> None:
-        engine, once, company = self.engine, self.records.of("backward"), Company()
+        engine, once, company = self.engine, self.records.requests("backward"), Company()
         alone = engine.runner.effects.draws.__getitem__ if options.min_batch_size == 1 else None
         self.forward_pool = TaskPool(
             f"{self.name}.forward", engine.forward, engine.columns, options, company=company, alone=alone
@@ -123,7 +123,12 @@ class ExpertBackend:
         )
         commits = replace(options, min_batch_size=1)
         self.commit_pool = TaskPool(
-            f"{self.name}.commit", engine.commit, Columns([]), commits, ledger=self.records.of("commit"), splits=True
+            f"{self.name}.commit",
+            engine.commit,
+            Columns([]),
+            commits,
+            ledger=self.records.requests("commit"),
+            splits=True,
         )
 
     @property
@@ -152,7 +157,14 @@ class ExpertBackend:
         """
         return self.engine.parts.kept.inputs(client, key)
 
-    def commit(self, mini_batch: str, *, client: str | None = None, deadline: float | None = None) -> "Future[Results]":
+    def commit(
+        self,
+        mini_batch: str,
+        *,
+        client: str | None = None,
+        deadline: float | None = None,
+        principal: str | None = None,
+    ) -> "Future[Results]":
         """One optimizer step with the sum of all backward tasks of this client and mini-batch.
 
         To be called when their answers are there. The future gets ``[steps]``, int64 of shape (1,). A repetition gets
@@ -163,14 +175,18 @@ class ExpertBackend:
         if self.optimizer is None:
             raise UsageError(f"expert {self.name!r} has no optimizer, so there is nothing to commit; give it one")
         self.backward_pool.flush(client, mini_batch)
-        return self.commit_pool.submit_task(deadline=deadline, client=client, key=mini_batch, mini_batch=mini_batch)
+        return self.commit_pool.submit_task(
+            deadline=deadline, client=client, key=mini_batch, mini_batch=mini_batch, principal=principal
+        )
 
-    def discard(self, mini_batch: str, *, client: str | None = None) -> None:
+    def discard(self, mini_batch: str, *, client: str | None = None, principal: str | None = None) -> None:
         """Drop the sum of this client and mini-batch before the next batch. The name is not to be used again.
 
-        Waits for nothing; a name that is not known, or was committed, changes nothing.
+        Waits for nothing; a name of which no gradient is here, or under way, changes nothing and leaves nothing.
         """
-        self.engine.parts.sums.give_up((client, mini_batch))
+        owner, sums = (client, mini_batch), self.engine.parts.sums
+        if owner in sums or self.backward_pool.has_mini_batch(*owner):
+            sums.discard(owner, client if principal is None else principal)
 
     def apply_gradients(self) -> None:
         """One step, with the gradients in ``.grad``: clip, optimizer, schedule. May be overridden.

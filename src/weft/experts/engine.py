@@ -9,7 +9,7 @@ that is read from outside is always that between two batches.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +20,9 @@ from weft.experts.draft import Drafted, copied
 from weft.experts.effects import NOTHING, Snapshot
 from weft.experts.errors import CommitError, ExpertError, GradientError
 from weft.experts.guards import Guards
+from weft.experts.idempotency import IdempotencyTable
 from weft.experts.isolation import Offence, settle
 from weft.experts.kept import KeptGraphs, Saved, Walk
-from weft.experts.records import Records
 from weft.experts.runner import Graph, Passed, Runner
 from weft.experts.schema import Columns, gradient_columns
 from weft.experts.stepping import Kind, Stepper
@@ -35,7 +35,7 @@ class Parts:
     """What an engine works with, besides the module."""
 
     guards: Guards
-    records: Records
+    records: IdempotencyTable
     sums: Sums
     kept: KeptGraphs
     stepper: Stepper
@@ -113,16 +113,16 @@ class Engine:
             self.retried += failures
             return answers
 
-    def _lose(self, owners: Sequence[Owner]) -> None:
-        """These sums are gone, and their authors may not know."""
-        for owner in owners:
-            self.parts.sums.drop(owner)
-            self.parts.records.lost(*owner)
+    def _lose(self, owners: Mapping[Owner, str | None]) -> None:
+        """Drop these sums, with their principals; their authors may not know."""
+        for owner, principal in owners.items():
+            self.parts.sums.remove(owner)
+            self.parts.records.drop_mini_batch(*owner, principal)
 
     def _refuse(self, owner: Owner) -> None:
         """A commit fails, and its author hears of it: the sum is gone, and may be built again."""
-        self.parts.sums.take(owner)
-        self.parts.records.lost(*owner)
+        self.parts.sums.remove(owner)
+        self.parts.records.forget_mini_batch(*owner)
 
     # Attempts: whatever happens in them, the expert is as before.
 
@@ -176,7 +176,7 @@ class Engine:
             self._count_backward(tasks, trained, passed, after, seed)
             for task, copy in zip(tasks, copies, strict=True):
                 if copy is not None:
-                    self.parts.records.of("backward").settle(task, copy, self.parts.stepper.steps)
+                    self.parts.records.requests("backward").record(task, copy, self.parts.stepper.steps)
 
         return Drafted(apply, results)
 
@@ -189,17 +189,17 @@ class Engine:
 
         def apply() -> None:
             self.permit()
-            self.parts.sums.take(owner)
+            self.parts.sums.remove(owner)
             try:
                 self._step(total.parameters, Passed([], total.total.totals, set()))
             except BaseException:
                 self._refuse(owner)
                 self.parts.stepper.log("commit", tasks, 0, failed=True)
                 raise
-            self.parts.records.committed(*owner, self.parts.stepper.steps)
+            self.parts.records.commit_mini_batch(*owner, self.parts.stepper.steps)
             for task, copy in zip(tasks, copies, strict=True):
                 if copy is not None:
-                    self.parts.records.of("commit").settle(task, copy, self.parts.stepper.steps)
+                    self.parts.records.requests("commit").record(task, copy, self.parts.stepper.steps)
             self.parts.stepper.log("commit", tasks, 0)
 
         return Drafted(apply, results)
@@ -225,7 +225,13 @@ class Engine:
         try:
             if self._seed is None and self.parts.records.step_of("commit", *owner) is not None:  # a redo did count
                 raise CommitError(f"mini-batch {owner[1]!r} of client {owner[0]!r} was committed; start a new one")
-            self.parts.sums.check(owner, parameters)
+            if self.parts.records.is_dropped(*owner):
+                raise CommitError(
+                    f"mini-batch {owner[1]!r} of client {owner[0]!r} was dropped: it was discarded, nothing came for "
+                    "too long, the client's connection had ended, or the weights were replaced. Start a new one, and "
+                    "run its micro-batches again"
+                )
+            self.parts.sums.check(owner, tasks[0].principal, parameters)
         except ExpertError as error:
             raise Offence(dict.fromkeys(tasks, error)) from None
 
@@ -264,7 +270,7 @@ class Engine:
         self.backward_batches = self.parts.stepper.batches = self.backward_batches + 1
         if tasks[0].mini_batch is not None:
             copies = [None if gradient is None else gradient.clone() for gradient in passed.parameters]
-            self.parts.sums.add((tasks[0].client, tasks[0].mini_batch), parameters, copies)
+            self.parts.sums.add(tasks[0], parameters, copies)
         elif self.parts.stepper.trains:
             try:
                 self._step(parameters, passed)

@@ -8,9 +8,10 @@
         │   ├── QuotaError                       this client has too much waiting: wait for own answers first
         │   ├── ExpiredError (TimeoutError)      the deadline passed before its turn came
         │   ├── ClosedError                      the pool takes no more tasks: ask elsewhere
-        │   ├── RepeatedError                    this key was applied already, but its result is not held any more
+        │   ├── ResultEvictedError               this key was applied already, but its result is no longer stored
+        │   ├── KeyReusedError (ValueError)      this key was used with another payload: use a new one
         │   ├── CommitError                      the mini-batch is not there, or was committed before
-    │   └── InputsGoneError                  the inputs of a backward that came without them are not here: send them
+        │   └── InputsGoneError                  the inputs of a backward that came without them are not here: send them
         ├── GradientError                    a gradient is not finite or too large; the weights are as before
         ├── StepError                        the optimizer itself raised; the weights may have changed
         ├── ModuleExitError                  the module tried to end the process
@@ -68,10 +69,16 @@ class ClosedError(RefusedError):
     reason: ClassVar[str] = "closed"
 
 
-class RepeatedError(RefusedError):
-    """The step of this key was applied, and what it answered is no longer held."""
+class ResultEvictedError(RefusedError):
+    """The request of this key was applied, and its result is no longer stored."""
 
-    reason: ClassVar[str] = "repeated"
+    reason: ClassVar[str] = "evicted"
+
+
+class KeyReusedError(RefusedError, ValueError):
+    """The key was used for a request with another payload."""
+
+    reason: ClassVar[str] = "reused"
 
 
 class CommitError(RefusedError):

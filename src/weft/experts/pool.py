@@ -25,7 +25,7 @@ from weft.experts.lanes import Lanes
 from weft.experts.limits import Load, PoolOptions
 from weft.experts.linger import Company, Linger
 from weft.experts.schema import Columns
-from weft.experts.task import Answer, Ledger, Results, Task, answer, answered, brought, complete
+from weft.experts.task import Answer, CallerStream, Ledger, Results, Task, answer, answered, brought, complete
 from weft.experts.words import check_words
 
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
@@ -94,17 +94,21 @@ class TaskPool:
         mini_batch: str | None = None,
         evaluation: bool = False,
         keep: bool = True,
+        principal: str | None = None,
+        stream: CallerStream | None = None,
     ) -> "Future[Results]":
         """Queue one task; the future gets its flat results, whose rows are views of the batch's, or its error.
 
         Args:
             tensors: flat, rows x ..., as the pool's columns say; never written to.
             deadline: time of `time.monotonic` after which nobody wants the answer; it fails with `ExpiredError`.
-            client: who asks: the owner of the quota, of ``key`` and of ``mini_batch``.
+            client: who asks: the owner of ``key`` and of ``mini_batch``.
             key: idempotency key; a repetition gets the answer of the first, and nothing runs twice.
             mini_batch: adds the gradient to this sum instead of stepping; see `ExpertBackend.commit`.
             evaluation: the module runs as after ``eval()``; forward and backward of one key should agree in it.
             keep: of a forward with a key: what it leaves may be kept for its backward, see `weft.experts.kept`.
+            principal: the owner of the quotas and shares that this task counts against; None: ``client``.
+            stream: by which it came; when that has ended, its open mini-batch is dropped, see `SumsOptions`.
 
         Raises ``SpecError`` for tensors that do not fit, and what `weft.experts.errors` draws under RefusedError.
         A future that is cancelled before its turn leaves the queue at once.
@@ -115,7 +119,11 @@ class TaskPool:
             owner = None if mini_batch is None else client
             own = object() if self._alone is not None and self._alone(evaluation) else None
             lane = (mini_batch is not None, owner, mini_batch, self.columns.lane(tensors), evaluation, own)
-            task = Task(brought(tensors, self._host), rows, lane, deadline, client, key, mini_batch, evaluation, keep)
+            payer = client if principal is None else principal
+            held = brought(tensors, self._host)
+            task = Task(held, rows, lane, deadline, client, key, mini_batch, evaluation, keep, payer, stream)
+            if self._ledger is not None and key is not None:
+                task.fingerprint()  # here, in its author's thread, since it reads the whole payload
             future, news = self._enter(task)
         except Exception as error:
             with self._lock:
@@ -135,14 +143,19 @@ class TaskPool:
                 raise ClosedError(f"pool {self.name!r} takes no more tasks: {self._closed}; ask elsewhere")
             if task.expired(task.arrival):
                 raise ExpiredError(f"the deadline of a task for pool {self.name!r} had passed when it was submitted")
-            known = None if self._ledger is None or task.key is None else self._ledger.find(task)
+            known = None if self._ledger is None or task.key is None else self._ledger.lookup(task)
             if known is not None:
                 self._tally.joined += 1
                 future = known.join(task.deadline, self._gave_up) if isinstance(known, Task) else answered(known)
                 return future, False
-            self._load.admit(self.name, task.client, task.rows, len(self._lanes), self._lanes.rows)
             if self._ledger is not None and task.key is not None:
-                self._ledger.begin(task)
+                self._ledger.start(task)
+            try:
+                self._load.admit(self.name, task.principal, task.rows, len(self._lanes), self._lanes.rows)
+            except BaseException:
+                if self._ledger is not None and task.key is not None:
+                    self._ledger.abandon(task)
+                raise
             future = task.join(task.deadline, self._gave_up)
             self._lanes.add(task)
             self._tally.submitted += 1
@@ -175,6 +188,12 @@ class TaskPool:
         """Let what waits for this mini-batch run without waiting for more rows."""
         with self._lock:
             self._lanes.flush_where(lambda lane: lane[:3] == (True, client, mini_batch))
+
+    def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
+        """Whether a task of this mini-batch waits or runs."""
+        with self._lock:
+            known = [*self._taken, *self._lanes] if self._running else self._lanes
+            return any(task.client == client and task.mini_batch == mini_batch for task in known)
 
     def take(self, now: float | None = None) -> list[Task]:
         """The next batch, now out of the queue and to be given to `work`; empty if nothing is ready."""
@@ -269,9 +288,9 @@ class TaskPool:
         self._idle.notify_all()
 
     def _leave(self, task: Task) -> Sequence["Future[Results]"]:
-        self._load.leave(task.client, task.rows)
+        self._load.leave(task.principal, task.rows)
         if self._ledger is not None and task.key is not None:
-            self._ledger.give_up(task)
+            self._ledger.abandon(task)
         return task.release()
 
     def _expire(self, tasks: Sequence[Task]) -> None:

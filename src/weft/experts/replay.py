@@ -85,8 +85,8 @@ def _forget_sums(backend: ExpertBackend) -> None:
     """Open mini-batches are no part of a state that is loaded, and their names may be used anew."""
     with backend.engine.lock:
         sums = backend.engine.parts.sums
-        for owner in sums.all():
-            sums.take(owner)
+        for owner in list(sums.all()):
+            sums.remove(owner)
 
 
 @contextmanager

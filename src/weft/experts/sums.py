@@ -5,39 +5,60 @@
     backward(mini_batch="m")  ──+
 
 A caller who cuts its mini-batch into micro-batches wants one step for all of them. A sum takes as much memory as
-the parameters, so there are few of them, and one that nobody adds to or commits is dropped after a while; its caller
-may give it up at once. A name whose sum was dropped is not begun anew: a commit would apply a part of a mini-batch.
+the parameters, so there are few of them, and each principal has a share. A sum is dropped when nobody adds to it or
+commits it for a while, soon after the stream that it was last added to by has ended, or when its caller discards it.
+A name whose sum was dropped is not begun anew (`IdempotencyTable.drop_mini_batch`): a commit would apply a part of a
+mini-batch.
 """
 
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from weft.core.errors import UsageError, listed
 from weft.core.gradient_sum import GradientSum
 from weft.experts.checks import count_fault, seconds_fault
-from weft.experts.errors import CommitError, OverloadError
+from weft.experts.errors import CommitError, OverloadError, QuotaError
 from weft.experts.gradients import nbytes
+from weft.experts.task import CallerStream, Task
 
 Owner = tuple[str | None, str]
 """Client and name of the mini-batch."""
-_LOST = 4096  # names of dropped sums that are remembered
+_NAMED = 5  # holders of slots that an error names
 
 
 @dataclass(frozen=True)
 class SumsOptions:
-    """At most ``mini_batches`` open at a time, each dropped ``seconds`` after its last gradient."""
+    """Bounds of the mini-batches that are open at a time.
+
+    Args:
+        mini_batches: number of open mini-batches of all clients.
+        max_client_mini_batches: number that one principal may have open; None: half of ``mini_batches``, at least 1.
+        seconds: without a gradient or a commit, after which a mini-batch is dropped.
+        orphan_seconds: after the end of the stream by which its last gradient came, after which it is dropped. A
+            client that connects again and adds to it in time keeps it.
+
+    Raises ``UsageError`` that lists all bounds that make no sense.
+    """
 
     mini_batches: int = 16
+    max_client_mini_batches: int | None = None
     seconds: float = 600.0
+    orphan_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         faults = count_fault("mini_batches", self.mini_batches) + seconds_fault("seconds", self.seconds)
+        faults += count_fault("max_client_mini_batches", self.max_client_mini_batches, none=True)
+        faults += seconds_fault("orphan_seconds", self.orphan_seconds, zero=True)
         if faults:
             raise UsageError(listed("open mini-batches cannot be kept like this:", faults))
+
+    @property
+    def client_share(self) -> int:
+        """The number of mini-batches that one principal may have open."""
+        return self.max_client_mini_batches or max(1, self.mini_batches // 2)
 
 
 @dataclass
@@ -46,79 +67,110 @@ class OpenSum:
 
     parameters: list[nn.Parameter]
     total: GradientSum
-    touched: float = field(default=0.0)
+    touched: float = 0.0
+    principal: str | None = None
+    stream: CallerStream | None = None  # by which the last gradient came
 
 
 class Sums:
-    """The open mini-batches of one expert. Belongs to whoever holds the expert's lock."""
+    """The open mini-batches of one expert. Belongs to whoever holds the expert's lock, except `discard`."""
 
     def __init__(self, options: SumsOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options or SumsOptions()
         self._clock = clock
         self._open: dict[Owner, OpenSum] = {}
-        self._lost: OrderedDict[Owner, None] = OrderedDict()
-        self._given_up: deque[Owner] = deque()
+        self._discarded: dict[Owner, str | None] = {}  # with their principals
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __contains__(self, owner: Owner) -> bool:
+        return owner in self._open
 
     @property
     def nbytes(self) -> int:
         """The memory of all sums."""
         return sum(nbytes(t) for one in self._open.values() for t in one.total.totals if t is not None)
 
-    def check(self, owner: Owner, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `OverloadError` if there would be one sum too many, `CommitError` if this one cannot be added to."""
-        if owner in self._lost:
-            raise CommitError(
-                f"mini-batch {owner[1]!r} of client {owner[0]!r} was dropped: it was given up, nothing came for too "
-                "long, or the weights were replaced. Start a new one, and run its micro-batches again"
-            )
-        one = self._open.get(owner)
-        if one is None and len(self._open) >= self._options.mini_batches:
-            raise OverloadError(
-                f"{len(self._open)} mini-batches are open, and no more are allowed; commit one, or come back later"
-            )
-        if one is not None and [id(p) for p in one.parameters] != [id(p) for p in parameters]:
-            raise CommitError(f"layers were frozen or freed while mini-batch {owner[1]!r} was open; start a new one")
+    def check(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
+        """Check that gradients of these parameters can be added.
 
-    def add(self, owner: Owner, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients, which must be nobody else's memory, to a sum that was checked."""
-        one = self._open.setdefault(owner, OpenSum(list(parameters), GradientSum(len(parameters))))
+        Raises:
+            OverloadError: there would be one sum too many.
+            QuotaError: the principal would have one too many.
+            CommitError: layers were frozen or freed since the sum was begun.
+        """
+        one = self._open.get(owner)
+        if one is not None:
+            if [id(p) for p in one.parameters] != [id(p) for p in parameters]:
+                raise CommitError(
+                    f"layers were frozen or freed while mini-batch {owner[1]!r} was open; start a new one"
+                )
+            return
+        if len(self._open) >= self._options.mini_batches:
+            raise OverloadError(
+                f"{len(self._open)} mini-batches are open, and no more are allowed (mini_batches); commit or discard "
+                f"one, or come back later. {self._holders()}"
+            )
+        own = sum(each.principal == principal for each in self._open.values())
+        if own >= self._options.client_share:
+            raise QuotaError(
+                f"client {principal!r} has {own} mini-batches open, and one client may have "
+                f"{self._options.client_share} (max_client_mini_batches); commit or discard one. {self._holders()}"
+            )
+
+    def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients, which must be nobody else's memory, to the sum of a task that was checked."""
+        owner = (task.client, task.mini_batch or "")
+        if owner not in self._open:
+            total = GradientSum(len(parameters))
+            self._open[owner] = OpenSum(list(parameters), total, principal=task.principal)
+        one = self._open[owner]
         one.total.add(gradients)
-        one.touched = self._clock()
+        one.touched, one.stream = self._clock(), task.stream
 
     def get(self, owner: Owner) -> OpenSum:
         """The sum to commit. Raises `CommitError` if there is none."""
         if owner not in self._open:
             raise CommitError(
                 f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, it was "
-                "committed, or it was dropped because nothing came for too long; run its micro-batches again"
+                "committed or discarded, or it was dropped because nothing came for too long or the client's "
+                "connection had ended; run its micro-batches again"
             )
         return self._open[owner]
 
-    def take(self, owner: Owner) -> None:
-        """This sum is applied, or its author is told that it is not."""
+    def remove(self, owner: Owner) -> None:
+        """Forget a sum, which was applied or is dropped."""
         self._open.pop(owner, None)
 
-    def drop(self, owner: Owner) -> None:
-        """This sum is not to be applied, nor begun anew."""
-        self._open.pop(owner, None)
-        self._lost[owner] = None
-        self._lost.move_to_end(owner)
-        while len(self._lost) > _LOST:
-            self._lost.popitem(last=False)
+    def discard(self, owner: Owner, principal: str | None) -> None:
+        """Let `old` return this owner once. May be called without the expert's lock."""
+        self._discarded[owner] = principal
 
-    def give_up(self, owner: Owner) -> None:
-        """Its caller wants this sum no more: it counts as old. May be called without the expert's lock."""
-        self._given_up.append(owner)
+    def old(self) -> dict[Owner, str | None]:
+        """The sums that are to be dropped, with their principals: discarded, untouched for too long, or orphaned."""
+        now = self._clock()
+        found = dict(self._discarded.popitem() for _ in range(len(self._discarded)))
+        return found | {owner: one.principal for owner, one in self._open.items() if self._is_old(one, now)}
 
-    def old(self) -> list[Owner]:
-        """The sums that nobody touched for too long, or that were given up. They are to be dropped."""
-        limit = self._clock() - self._options.seconds
-        given_up = [self._given_up.popleft() for _ in range(len(self._given_up))]
-        return given_up + [owner for owner, one in self._open.items() if one.touched <= limit]
+    def all(self) -> Mapping[Owner, str | None]:
+        """The owners of all open sums, with their principals."""
+        return {owner: one.principal for owner, one in self._open.items()}
 
-    def all(self) -> list[Owner]:
-        """Whose sums are open."""
-        return list(self._open)
+    def _is_old(self, one: OpenSum, now: float) -> bool:
+        ended_at = None if one.stream is None else one.stream.ended_at
+        orphaned = ended_at is not None and ended_at <= now - self._options.orphan_seconds
+        return orphaned or one.touched <= now - self._options.seconds
+
+    def _holders(self) -> str:
+        """Whose mini-batches are open, in words."""
+        oldest: dict[str | None, list[float]] = {}
+        for (client, _), one in self._open.items():
+            oldest.setdefault(client, []).append(one.touched)
+        now, holders = self._clock(), sorted(oldest.items(), key=lambda each: -len(each[1]))
+        told = [
+            f"client {client!r} has {len(touched)} (the oldest idle for {now - min(touched):.0f} s)"
+            for client, touched in holders[:_NAMED]
+        ]
+        more = len(holders) - _NAMED
+        return ", ".join(told) + (f" and {more} more clients have the others" if more > 0 else "")

@@ -8,6 +8,7 @@ Usually one future waits. A task with an idempotency key may be asked for again 
 second asker joins as one more waiter, and may give up without hurting the first.
 """
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Protocol, cast, runtime_checkable
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -36,12 +38,20 @@ _numbers = count()
 
 
 @dataclass(eq=False, slots=True)
+class CallerStream:
+    """The stream that a task came by. ``ended_at`` is a time of `time.monotonic`, None while it is open."""
+
+    ended_at: float | None = None
+
+
+@dataclass(eq=False, slots=True)
 class Task:
     """``tensors`` have ``rows`` rows each; ``deadline`` is a time of `time.monotonic`; ``number`` is unique here.
 
-    ``key`` makes a repetition known, ``mini_batch`` names the sum that its gradient is added to, both within
-    one ``client``. Tasks of one ``lane`` may share a batch. ``evaluation``: the module runs as after ``eval()``;
-    ``keep``: what its forward leaves may be kept, see `weft.experts.kept`.
+    ``key`` makes a repetition known, ``mini_batch`` names the sum that its gradient is added to, both within one
+    ``client``. Quotas and shares go by ``principal``, which several clients may have. It came by ``stream``. Tasks of
+    one ``lane`` may share a batch. ``evaluation``: the module runs as after ``eval()``; ``keep``: what its forward
+    leaves may be kept, see `weft.experts.kept`.
     """
 
     tensors: tuple[Tensor, ...]
@@ -53,10 +63,27 @@ class Task:
     mini_batch: str | None = None
     evaluation: bool = False
     keep: bool = True
+    principal: str | None = None
+    stream: CallerStream | None = None
     arrival: float = field(default_factory=time.monotonic)
     number: int = field(default_factory=lambda: next(_numbers))
     waiters: list["Waiter"] = field(default_factory=list["Waiter"])
     taken: bool = False
+    _fingerprint: int | None = None
+
+    def fingerprint(self) -> int:
+        """What a retry has to repeat exactly, as 64 bits: a checksum of mode, mini-batch and shapes, and one of the
+        payload. Computed once, so before anybody writes into the tensors."""
+        if self._fingerprint is None:
+            shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors]
+            form = crc32(repr((self.mini_batch, self.evaluation, shapes)).encode("utf-8", "backslashreplace"))
+            payload = 0
+            for tensor in self.tensors:
+                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                # Not by way of numpy, which is not needed in a process that only has its own experts.
+                payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
+            self._fingerprint = form << 32 | payload
+        return self._fingerprint
 
     def join(self, deadline: float | None, gave_up: Callable[["Task"], None]) -> "Future[Results]":
         """One more waiter. The task expires when the last of them does.
@@ -187,16 +214,16 @@ def _call(fn: "Callable[[Future[Results]], object]", future: "Future[Results]") 
 
 @runtime_checkable
 class Ledger(Protocol):
-    """What a pool asks about idempotency keys; see `weft.experts.records`."""
+    """What a pool asks about idempotency keys; see `weft.experts.idempotency`."""
 
-    def find(self, task: Task) -> Task | Results | None:
-        """The task under way, or the results, of the same key; None where the key is new. May refuse."""
+    def lookup(self, task: Task) -> Task | Results | None:
+        """The running task, or a copy of the result, of the same key; None where the key is new. May refuse."""
         ...
 
-    def begin(self, task: Task) -> None:
-        """This task is under way."""
+    def start(self, task: Task) -> None:
+        """Register this task as running. May refuse."""
         ...
 
-    def give_up(self, task: Task) -> None:
-        """This task is not under way any more; what was settled stays."""
+    def abandon(self, task: Task) -> None:
+        """Remove this task, which is not running any more; what was recorded stays."""
         ...

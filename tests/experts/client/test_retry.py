@@ -16,7 +16,7 @@ from weft.experts.client.line import Line
 from weft.experts.client.retry import NEVER, Retry
 from weft.experts.client.route import FixedRoute
 from weft.experts.client.transport import TransportStatistics
-from weft.experts.errors import ExpiredError, GradientError, OverloadError, RepeatedError
+from weft.experts.errors import ExpiredError, GradientError, OverloadError, ResultEvictedError
 from weft.experts.wire import (
     Call,
     DeadlineError,
@@ -69,7 +69,7 @@ def line(transport: Scripted, **options: float | int | None) -> Line:
 
 SURE = [OverloadError("x"), DrainingError("x"), UnreachableError("x"), ExpiredError("x")]
 UNSURE = [LostError("x"), DeadlineError("x")]
-FINAL = [SpecError("x"), GradientError("x"), RepeatedError("x"), ForbiddenError("x")]
+FINAL = [SpecError("x"), GradientError("x"), ResultEvictedError("x"), ForbiddenError("x")]
 
 
 @pytest.mark.parametrize("error", SURE, ids=lambda e: type(e).__name__)

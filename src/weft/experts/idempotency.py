@@ -1,0 +1,438 @@
+"""Idempotency table: a retried backward or commit is applied once.
+
+    first request with a key     runs; its result is stored under (kind, client, key)
+    retry while it is running    joins the running task
+    retry afterwards             receives a copy of the stored result
+    retry with another payload   KeyReusedError: nothing runs
+    retry after eviction         ResultEvictedError: it was applied, the result is no longer stored
+    retry after a failure        runs again: nothing was applied
+
+Every principal (whose quota a request counts against) has a share of the keys and of the result bytes, so that no
+client can make another one's retry step twice. A key beyond a principal's own share replaces its own oldest one. A
+full table forgets the oldest key of its largest holder once no retry of that request can come any more, and refuses
+newcomers until then. Within these bounds no optimizer step is applied twice, whatever the network loses or repeats.
+
+A key takes 48 bytes in a saved state and about 300 in memory: requests and principals are stored as digests.
+"""
+
+import ctypes
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from weft.core.errors import UsageError, listed
+from weft.experts.checks import count_fault, seconds_fault
+from weft.experts.counts import RecordsStatistics
+from weft.experts.errors import KeyReusedError, OverloadError, ResultEvictedError
+from weft.experts.task import Results, Task
+
+Kind = Literal["backward", "commit"]
+MiniBatch = tuple[str | None, str]
+"""Client and name of a mini-batch."""
+
+_VALUE = struct.Struct("<8sqQd")  # digest of the principal, step, fingerprint, time of recording
+_ROW = struct.Struct(f"<16s{_VALUE.size}s")  # digest of the request, and the value
+_DROPPED = -1  # in place of a step, for the name of a mini-batch that must not be continued
+
+
+class RequestId(NamedTuple):
+    """Identity of a request. Keys are scoped by client: no client can reach another one's results."""
+
+    kind: Kind
+    client: str | None
+    key: str
+
+
+@dataclass(frozen=True)
+class IdempotencyOptions:
+    """Bounds of an `IdempotencyTable`.
+
+    Args:
+        max_result_bytes: total size of stored results; 0 stores none, and every late retry is refused.
+        max_result_age: seconds for which a retry is expected after a request was applied, or until the deadline of
+            the request if that is later. Until then its result is stored and its key is not forgotten for the sake of
+            another principal.
+        max_keys: number of remembered keys.
+        max_client_keys: number of keys that one principal may hold; None: half of ``max_keys``.
+        max_age: seconds after which a key is forgotten.
+
+    Raises ``UsageError`` that lists all bounds that make no sense.
+    """
+
+    max_result_bytes: int = 64 << 20
+    max_result_age: float = 30.0
+    max_keys: int = 100_000
+    max_client_keys: int | None = None
+    max_age: float = 3600.0
+
+    def __post_init__(self) -> None:
+        faults = count_fault("max_result_bytes", self.max_result_bytes, zero=True)
+        faults += seconds_fault("max_result_age", self.max_result_age) + count_fault("max_keys", self.max_keys)
+        faults += count_fault("max_client_keys", self.max_client_keys, none=True)
+        faults += seconds_fault("max_age", self.max_age)
+        if faults:
+            raise UsageError(listed("invalid idempotency options:", faults))
+
+    @property
+    def client_share(self) -> int:
+        """The number of keys that one principal may hold."""
+        most = max(1, self.max_keys // 2) if self.max_client_keys is None else self.max_client_keys
+        return min(most, self.max_keys)
+
+
+@dataclass(slots=True)
+class _Result:
+    tensors: Results
+    nbytes: int
+    expires_at: float  # no retry is expected afterwards
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one principal holds, oldest first."""
+
+    keys: "OrderedDict[bytes, None]" = field(default_factory=OrderedDict["bytes", None])
+    results: "OrderedDict[bytes, _Result]" = field(default_factory=OrderedDict["bytes", _Result])
+    result_bytes: int = 0
+
+
+class IdempotencyTable:
+    """Requests that one expert has applied or is applying. Thread-safe."""
+
+    def __init__(self, options: IdempotencyOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.options = options or IdempotencyOptions()
+        self._clock = clock
+        self._offset = 0.0  # so that ages go on where a loaded state was saved
+        self._lock = threading.Lock()
+        self._running: dict[bytes, Task] = {}
+        self._applied: dict[bytes, bytes] = {}  # digest of the request -> packed value
+        self._shares: dict[bytes, _Share] = {}  # by digest of the principal
+        self._uncommitted: dict[MiniBatch, dict[bytes, None]] = {}
+        # Part of no step yet, hence of no saved state: uncommitted requests, and (None) names of dropped mini-batches.
+        self._unsaved: dict[bytes, MiniBatch | None] = {}
+        self._result_bytes = 0
+        self._next_expiry = 0.0
+        self._repeated = 0
+
+    def requests(self, kind: Kind) -> "IdempotentRequests":
+        """The requests of one kind, as a task pool sees them."""
+        return IdempotentRequests(self, kind)
+
+    def lookup(self, request: RequestId, fingerprint: int) -> Task | Results | None:
+        """Return the running task, a copy of the stored result, or None for a new request.
+
+        Raises:
+            KeyReusedError: the key was used with another payload.
+            ResultEvictedError: the request was applied, and its result is no longer stored.
+        """
+        digest = _digest(request)
+        with self._lock:
+            self._expire()
+            task = self._running.get(digest)
+            if task is not None:
+                self._check_same(request, task.fingerprint(), fingerprint)
+                self._repeated += 1
+                return task
+            entry = self._entry(digest)
+            if entry is None:
+                return None
+            principal, step, known, _ = entry
+            self._check_same(request, known, fingerprint)
+            self._repeated += 1
+            result = self._shares[principal].results.get(digest)
+            if result is None:
+                raise ResultEvictedError(
+                    f"{request.kind} with key {request.key!r} of client {request.client!r} was applied in step {step}, "
+                    "but its result is no longer stored; do not send it again (raise max_result_bytes and "
+                    "max_result_age to store results longer)"
+                )
+            # The receiver owns its tensors and may write into them, so the table hands out a copy.
+            return [tensor.clone() for tensor in result.tensors]
+
+    def start(self, request: RequestId, task: Task) -> None:
+        """Register a task as running, so that retries join it.
+
+        Raises:
+            OverloadError: the table is full of keys of others whose retries may still come.
+        """
+        with self._lock:
+            if len(self._applied) >= self.options.max_keys:
+                self._expire(at_once=True)
+                own = self._shares.get(_principal(task))
+                if len(self._applied) >= self.options.max_keys and self._victim(own) is None:
+                    raise OverloadError(
+                        f"the idempotency table is full: it holds {len(self._applied)} keys of {len(self._shares)} "
+                        f"clients, all applied in the last {self.options.max_result_age:g} s; come back later, or "
+                        "raise max_keys"
+                    )
+            self._running[_digest(request)] = task
+
+    def abandon(self, request: RequestId, task: Task) -> None:
+        """Remove a task that is no longer running; what was recorded stays."""
+        digest = _digest(request)
+        with self._lock:
+            # A retry may have registered another task under the same key in the meantime.
+            if self._running.get(digest) is task:
+                del self._running[digest]
+
+    def record(self, request: RequestId, task: Task, result: Results, step: int) -> None:
+        """Store the result of an applied request, which is part of ``step``; or of none yet, if it has a mini-batch.
+
+        Takes ownership of ``result``. Called after the optimizer has stepped, so it must not fail: whatever can fail
+        (cloning, checksums) happens before the step.
+        """
+        digest, principal = _digest(request), _principal(task)
+        with self._lock:
+            self._insert(digest, principal, step, task.fingerprint())
+            if request.kind == "backward" and task.mini_batch is not None:
+                mini_batch = (request.client, task.mini_batch)
+                self._uncommitted.setdefault(mini_batch, {})[digest] = None
+                self._unsaved[digest] = mini_batch
+            expires_at = self._now() + self.options.max_result_age
+            if task.deadline is not None:
+                expires_at = max(expires_at, task.deadline + self._offset)
+            self._store(digest, principal, _Result(result, sum(tensor.nbytes for tensor in result), expires_at))
+
+    def step_of(self, kind: Kind, client: str | None, key: str) -> int | None:
+        """The optimizer step that a request was part of; None if it is not known as applied."""
+        with self._lock:
+            entry = self._entry(_digest(RequestId(kind, client, key)))
+            return None if entry is None else entry[1]
+
+    def commit_mini_batch(self, client: str | None, mini_batch: str, step: int) -> None:
+        """Mark the requests accumulated in a mini-batch as part of optimizer step ``step``."""
+        with self._lock:
+            for digest in self._uncommitted.pop((client, mini_batch), ()):
+                principal, _, fingerprint, recorded_at = _VALUE.unpack(self._applied[digest])
+                self._applied[digest] = _VALUE.pack(principal, step, fingerprint, recorded_at)
+                del self._unsaved[digest]
+
+    def forget_mini_batch(self, client: str | None, mini_batch: str) -> None:
+        """Forget the requests of a mini-batch whose accumulated gradient was lost; retries run again."""
+        with self._lock:
+            for digest in list(self._uncommitted.get((client, mini_batch), ())):
+                self._forget(digest)
+
+    def drop_mini_batch(self, client: str | None, mini_batch: str, principal: str | None) -> None:
+        """Forget a mini-batch, and remember its name: it must not be continued, or a commit would apply a part."""
+        self.forget_mini_batch(client, mini_batch)
+        with self._lock:
+            digest = _digest(("dropped", client, mini_batch))
+            self._insert(digest, _digest(principal, 8), _DROPPED, 0)
+            self._unsaved[digest] = None
+
+    def is_dropped(self, client: str | None, mini_batch: str) -> bool:
+        """Whether a mini-batch was dropped."""
+        with self._lock:
+            return self._entry(_digest(("dropped", client, mini_batch))) is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is part of a step: to be saved with it.
+
+        ``keys``: uint8 of shape (number of keys, 48), oldest first; ``results``: for each stored result its digest in
+        hex, the seconds for which it is still wanted, and its tensors; ``now``: the time by which keys are dated.
+        """
+        with self._lock:
+            self._expire(at_once=True)
+            now = self._now()
+            saved = {digest: value for digest, value in self._applied.items() if digest not in self._unsaved}
+            rows = bytearray(b"".join(chain.from_iterable(saved.items())))
+            keys = torch.frombuffer(rows, dtype=torch.uint8) if rows else torch.empty(0, dtype=torch.uint8)
+            results = [
+                (digest.hex(), result.expires_at - now, result.tensors)
+                for share in self._shares.values()
+                for digest, result in share.results.items()
+                if digest not in self._unsaved
+            ]
+            return {"now": now, "keys": keys.view(-1, _ROW.size), "results": results}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Replace all that is known by a `state_dict`, except the names of dropped mini-batches.
+
+        Raises:
+            UsageError: it is not the state of such a table; nothing was changed.
+        """
+        try:
+            keys, now = state["keys"], float(state["now"])
+            if keys.dtype != torch.uint8 or keys.ndim != 2 or keys.shape[1] != _ROW.size:
+                raise ValueError(f"keys of {keys.dtype} and shape {tuple(keys.shape)}")
+            applied: dict[bytes, bytes] = dict(_ROW.iter_unpack(_bytes(keys)))
+            results = [
+                (bytes.fromhex(digest), float(seconds), list[torch.Tensor](tensors))
+                for digest, seconds, tensors in state["results"]
+            ]
+        except (TypeError, ValueError, KeyError, AttributeError, struct.error) as error:
+            raise UsageError(f"this is no state of an idempotency table: {type(error).__name__}: {error}") from error
+        with self._lock:
+            dropped = {
+                digest: self._applied[digest][:8] for digest, mini_batch in self._unsaved.items() if mini_batch is None
+            }
+            self._applied, self._shares = applied, {}
+            self._uncommitted.clear()
+            self._unsaved = dict.fromkeys(dropped)
+            self._result_bytes, self._next_expiry, self._offset = 0, 0.0, now - self._clock()
+            for digest, value in applied.items():
+                principal = value[:8]
+                if principal not in self._shares:
+                    self._shares[principal] = _Share()
+                self._shares[principal].keys[digest] = None
+            for digest, principal in dropped.items():
+                self._insert(digest, principal, _DROPPED, 0)
+            for digest, seconds, tensors in results:
+                if digest in applied:
+                    nbytes = sum(tensor.nbytes for tensor in tensors)
+                    self._store(digest, applied[digest][:8], _Result(tensors, nbytes, now + seconds))
+            self._expire(at_once=True)
+
+    def statistics(self) -> RecordsStatistics:
+        """What is held now."""
+        with self._lock:
+            self._expire(at_once=True)
+            results = sum(len(share.results) for share in self._shares.values())
+            return RecordsStatistics(
+                len(self._running), len(self._applied), results, self._result_bytes, self._repeated
+            )
+
+    # All that follows is called with the lock held.
+
+    def _now(self) -> float:
+        return self._clock() + self._offset
+
+    def _entry(self, digest: bytes) -> tuple[bytes, int, int, float] | None:
+        """Principal, step, fingerprint and time of a key that is not too old."""
+        value = self._applied.get(digest)
+        if value is None:
+            return None
+        principal, step, fingerprint, recorded_at = _VALUE.unpack(value)
+        if recorded_at <= self._now() - self.options.max_age:
+            return None
+        return principal, step, fingerprint, recorded_at
+
+    def _insert(self, digest: bytes, principal: bytes, step: int, fingerprint: int) -> None:
+        self._forget(digest)
+        share = self._shares.get(principal)
+        if share is not None and len(share.keys) >= self.options.client_share:
+            self._forget(next(iter(share.keys)))
+        if len(self._applied) >= self.options.max_keys:
+            victim = self._victim(self._shares.get(principal))
+            # Without one the table grows by this key, the first of its principal: `start` admitted it.
+            if victim is not None:
+                self._forget(victim)
+        self._applied[digest] = _VALUE.pack(principal, step, fingerprint, self._now())
+        self._shares.setdefault(principal, _Share()).keys[digest] = None
+        self._expire()
+
+    def _victim(self, own: _Share | None) -> bytes | None:
+        """The key that a full table forgets for a new one of a principal; None if it must not forget any."""
+        largest = max(self._shares.values(), key=lambda share: len(share.keys))
+        oldest = next(iter(largest.keys))
+        result = largest.results.get(oldest)
+        _, _, _, recorded_at = _VALUE.unpack(self._applied[oldest])
+        expected_until = recorded_at + self.options.max_result_age if result is None else result.expires_at
+        if expected_until <= self._now():
+            return oldest
+        return None if own is None else next(iter(own.keys))
+
+    def _store(self, digest: bytes, principal: bytes, result: _Result) -> None:
+        share = self._shares[principal]
+        share.results[digest] = result
+        share.result_bytes += result.nbytes
+        self._result_bytes += result.nbytes
+        while self._result_bytes > self.options.max_result_bytes:
+            largest = max(self._shares.values(), key=lambda share: share.result_bytes)
+            self._evict_result(largest, next(iter(largest.results)))
+
+    def _expire(self, *, at_once: bool = False) -> None:
+        """Forget old keys and evict old results: now and then, since `_entry` does not show what is too old."""
+        now = self._now()
+        if now < self._next_expiry and not at_once:
+            return
+        self._next_expiry = now + min(self.options.max_age, self.options.max_result_age) / 10
+        oldest_allowed = now - self.options.max_age
+        for share in list(self._shares.values()):
+            while share.results and next(iter(share.results.values())).expires_at <= now:
+                self._evict_result(share, next(iter(share.results)))
+            while share.keys:
+                digest = next(iter(share.keys))
+                if _VALUE.unpack(self._applied[digest])[3] > oldest_allowed:
+                    break
+                self._forget(digest)
+
+    def _forget(self, digest: bytes) -> None:
+        value = self._applied.pop(digest, None)
+        if value is None:
+            return
+        share = self._shares[value[:8]]
+        self._evict_result(share, digest)
+        del share.keys[digest]
+        if not share.keys:
+            del self._shares[value[:8]]
+        mini_batch = self._unsaved.pop(digest, None)
+        if mini_batch is not None:
+            del self._uncommitted[mini_batch][digest]
+            if not self._uncommitted[mini_batch]:
+                del self._uncommitted[mini_batch]
+
+    def _evict_result(self, share: _Share, digest: bytes) -> None:
+        result = share.results.pop(digest, None)
+        if result is not None:
+            share.result_bytes -= result.nbytes
+            self._result_bytes -= result.nbytes
+
+    @staticmethod
+    def _check_same(request: RequestId, known: int, given: int) -> None:
+        if known != given:
+            what = "payload" if known >> 32 == given >> 32 else "mini-batch, mode or shapes"
+            raise KeyReusedError(
+                f"key {request.key!r} of client {request.client!r} was used for a {request.kind} with another {what}; "
+                "use a new key for every new request, and the old one only to retry"
+            )
+
+
+class IdempotentRequests:
+    """The requests of one kind in an `IdempotencyTable`; a `weft.experts.task.Ledger`."""
+
+    def __init__(self, table: IdempotencyTable, kind: Kind) -> None:
+        self._table = table
+        self._kind: Kind = kind
+
+    def lookup(self, task: Task) -> Task | Results | None:
+        """See `IdempotencyTable.lookup`."""
+        return self._table.lookup(self._request(task), task.fingerprint())
+
+    def start(self, task: Task) -> None:
+        """See `IdempotencyTable.start`."""
+        self._table.start(self._request(task), task)
+
+    def abandon(self, task: Task) -> None:
+        """See `IdempotencyTable.abandon`."""
+        self._table.abandon(self._request(task), task)
+
+    def record(self, task: Task, result: Results, step: int) -> None:
+        """See `IdempotencyTable.record`; a task without a key is not recorded."""
+        if task.key is not None:
+            self._table.record(self._request(task), task, result, step)
+
+    def _request(self, task: Task) -> RequestId:
+        return RequestId(self._kind, task.client, task.key or "")
+
+
+def _digest(value: tuple[str | None, ...] | str | None, size: int = 16) -> bytes:
+    return blake2b(repr(value).encode("utf-8", "backslashreplace"), digest_size=size).digest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.cpu().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
+
+
+def _principal(task: Task) -> bytes:
+    return _digest(task.client if task.principal is None else task.principal, 8)

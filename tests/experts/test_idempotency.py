@@ -1,0 +1,292 @@
+"""A backward that is asked for twice steps once, within bounds that hold, and whatever other clients do."""
+
+import random
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.experts.expert_cases import fussy_backend, good, rows, spoiled_gradient, weights, work
+from tests.experts.waiting import Clock
+from weft.core.errors import UsageError
+from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions
+from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
+from weft.experts.idempotency import IdempotencyTable
+from weft.experts.task import Results, Task
+
+
+def send(
+    backend: ExpertBackend, key: str, client: str | None = "ann", seed: int = 0, principal: str | None = None
+) -> "Future[Results]":
+    return backend.backward_pool.submit_task(
+        rows(2, seed), rows(2, seed + 1), client=client, key=key, principal=principal
+    )
+
+
+def test_a_repeated_key_gets_the_recorded_answer_and_does_not_step_again() -> None:
+    backend = fussy_backend()
+    first, joined = send(backend, "k"), send(backend, "k")
+    work(backend)
+    after = weights(backend)
+    again = send(backend, "k")
+    assert all(torch.equal(first.result(0)[0], each.result(0)[0]) for each in (joined, again))
+    assert backend.steps == 1 and weights(backend) == after
+    again.result(0)[0].zero_()  # what somebody does with an answer does not reach the record
+    assert send(backend, "k").result(0)[0].any()
+    assert backend.records.step_of("backward", "ann", "k") == 1
+    assert backend.backward_pool.statistics().joined == 3
+
+
+def test_a_key_belongs_to_its_client() -> None:
+    backend = fussy_backend()
+    futures = [send(backend, "k", client) for client in ("ann", "bob", None)]
+    work(backend)
+    assert len({id(future) for future in futures}) == 3
+    assert backend.records.statistics().keys == 3
+    assert backend.backward_pool.statistics().joined == 0
+
+
+def test_those_who_joined_may_give_up_without_hurting_each_other() -> None:
+    backend = fussy_backend()
+    first, joined = send(backend, "k"), send(backend, "k")
+    assert first.cancel()
+    work(backend)
+    assert joined.result(0) and backend.steps == 1
+    both = [send(backend, "l"), send(backend, "l")]
+    assert all(future.cancel() for future in both)
+    assert backend.backward_pool.statistics().waiting_tasks == 0
+    send(backend, "l")  # a new start
+    work(backend)
+    assert backend.steps == 2
+
+
+def test_a_task_that_failed_may_be_sent_again_under_its_key() -> None:
+    backend = fussy_backend()
+    bad = backend.backward_pool.submit_task(*spoiled_gradient(), client="ann", key="k")
+    work(backend)
+    assert isinstance(bad.exception(0), GradientError)
+    again = send(backend, "k")
+    work(backend)
+    assert again.result(0) and backend.steps == 1
+
+
+def test_a_key_that_is_used_for_another_payload_is_refused_while_it_runs_and_afterwards() -> None:
+    backend = fussy_backend()
+    pool = backend.backward_pool
+    send(backend, "k")
+    for _ in range(2):
+        after = weights(backend)
+        with pytest.raises(KeyReusedError, match="shapes; use a new key for every new request"):
+            pool.submit_task(rows(3, 0), rows(3, 1), client="ann", key="k")
+        with pytest.raises(KeyReusedError, match="another payload"):
+            pool.submit_task(rows(2, 0), rows(2, 2), client="ann", key="k")
+        with pytest.raises(KeyReusedError, match="another mini-batch, mode"):
+            pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="k", mini_batch="m")
+        assert weights(backend) == after
+        work(backend)
+    assert backend.steps == 1 and send(backend, "k").result(0)
+
+
+def test_the_fingerprint_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -> None:
+    x = rows(6, 0)
+    strided = torch.stack([x, x], 1)[:, 0]
+    conjugate = torch.complex(x, x).conj()
+    assert not strided.is_contiguous() and conjugate.is_conj()
+    pairs = [(x, strided), (conjugate, conjugate.resolve_conj()), (x[:0], x.new_empty(0, 4)), (x.bfloat16(),) * 2]
+    for one, other in pairs:
+        assert Task((one,), 6).fingerprint() == Task((other,), 6).fingerprint()
+    others = [x.flip(0), x[:5], x.float(), x.view(12, 2)]
+    found = {Task((each,), 6).fingerprint() for each in (x, *others)}
+    assert len(found) == 5 and all(0 <= each < 1 << 64 for each in found)
+
+
+def test_a_result_that_is_gone_is_an_error_and_not_a_second_step() -> None:
+    backend = fussy_backend(records=IdempotencyOptions(max_result_bytes=0))
+    send(backend, "k")
+    work(backend)
+    with pytest.raises(ResultEvictedError, match="was applied in step 1, but its result is no longer stored"):
+        send(backend, "k")
+    assert backend.steps == 1
+
+
+def result(size: int) -> Results:
+    return [torch.zeros(size, dtype=torch.uint8)]
+
+
+def recorded(table: IdempotencyTable, principal: str, key: str, size: int = 0, step: int = 1, **more: object) -> Task:
+    task = Task((), 1, client=principal, key=key, principal=principal, **more)  # type: ignore[arg-type]
+    table.requests("backward").start(task)
+    table.requests("backward").record(task, result(size), step)
+    table.requests("backward").abandon(task)
+    return task
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.floats(0, 3)), max_size=60))
+def test_bytes_keys_and_ages_stay_within_their_bounds(history: list[tuple[str, int, float]]) -> None:
+    clock = Clock()
+    bounds = IdempotencyOptions(max_result_bytes=100, max_keys=8, max_age=10.0, max_result_age=0.01)
+    table = IdempotencyTable(bounds, clock.monotonic)
+    born: dict[tuple[str, str], float] = {}
+    for number, (client, size, pause) in enumerate(history):
+        clock.now += pause + 0.02
+        recorded(table, client, str(number), size)
+        born[client, str(number)] = clock.now
+        stats = table.statistics()
+        assert stats.result_bytes <= 100 and stats.keys <= 8
+        for (owner, key), when in list(born.items())[-2:]:
+            known = table.step_of("backward", owner, key) is not None
+            assert known == (when > clock.now - 10.0)
+
+
+def test_a_client_beyond_its_share_replaces_its_own_oldest_key_only() -> None:
+    table = IdempotencyTable(IdempotencyOptions(max_keys=10))
+    recorded(table, "ann", "mine")
+    for number in range(100):
+        recorded(table, "eve", str(number))
+    assert table.step_of("backward", "ann", "mine") == 1
+    assert table.statistics().keys == 6
+    assert [table.step_of("backward", "eve", str(number)) for number in (94, 95)] == [None, 1]
+
+
+def test_a_full_table_refuses_a_newcomer_while_retries_may_come_and_then_forgets_of_its_largest_holder() -> None:
+    clock = Clock()
+    table = IdempotencyTable(IdempotencyOptions(max_keys=10, max_client_keys=6), clock.monotonic)
+    for number in range(6):
+        recorded(table, "eve", str(number))
+    for number in range(4):
+        recorded(table, "bob", str(number))
+    with pytest.raises(OverloadError, match="holds 10 keys of 2 clients, all applied in the last 30 s"):
+        recorded(table, "ann", "first")
+    recorded(table, "bob", "more")  # an own key makes room
+    assert [table.step_of("backward", "bob", key) for key in ("0", "1", "more")] == [None, 1, 1]
+    clock.now += 31.0
+    recorded(table, "ann", "first")
+    assert table.step_of("backward", "eve", "0") is None
+    assert all(table.step_of("backward", "bob", key) for key in ("1", "2", "3", "more"))
+
+
+def test_a_key_is_protected_until_the_deadline_of_its_request() -> None:
+    clock = Clock()
+    table = IdempotencyTable(IdempotencyOptions(max_keys=2, max_client_keys=2, max_result_age=1.0), clock.monotonic)
+    recorded(table, "bob", "patient", deadline=100.0)
+    recorded(table, "bob", "next")
+    clock.now += 50.0
+    with pytest.raises(OverloadError):
+        recorded(table, "ann", "k")
+    assert table.statistics().results == 2
+    clock.now += 50.0
+    recorded(table, "ann", "k")
+    assert table.step_of("backward", "bob", "patient") is None
+
+
+def test_results_of_others_are_evicted_only_below_those_of_the_largest_holder() -> None:
+    table = IdempotencyTable(IdempotencyOptions(max_result_bytes=100))
+    mine = recorded(table, "ann", "k", size=40)
+    for number in range(20):
+        recorded(table, "eve", str(number), size=10)
+    assert table.requests("backward").lookup(mine) is not None
+    assert table.statistics().result_bytes == 100
+
+
+def test_foreign_keys_do_not_make_a_repeated_backward_step_twice() -> None:
+    backend = fussy_backend(records=IdempotencyOptions(max_keys=8))
+    first = send(backend, "k")
+    work(backend)
+    for number in range(20):
+        send(backend, str(number), client=f"made up {number}", principal="peer:1.2.3.4", seed=number)
+        work(backend)
+    again = send(backend, "k")
+    work(backend)
+    assert torch.equal(first.result(0)[0], again.result(0)[0]) and backend.steps == 21
+
+
+def test_names_of_open_mini_batches_do_not_outlive_their_keys() -> None:
+    table = IdempotencyTable(IdempotencyOptions(max_keys=4))
+    for number in range(1000):
+        recorded(table, "ann", str(number), mini_batch=f"m{number % 7}")
+    assert sum(map(len, table._uncommitted.values())) == len(table._unsaved) == 2
+    table.commit_mini_batch("ann", "m5", 3)  # of number 999, while 0, 7, ... 992 are forgotten
+    assert [table.step_of("backward", "ann", key) for key in ("992", "999", "998")] == [None, 3, 1]
+
+
+def test_the_state_of_a_table_goes_into_another() -> None:
+    backend = fussy_backend()
+    sent = [send(backend, f"k{i}", seed=i) for i in range(3)]
+    work(backend)
+    open_one = backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="o", mini_batch="m")
+    work(backend)
+    assert open_one.result(0)
+    restarted = fussy_backend(mini_batches=SumsOptions(mini_batches=1))
+    lost = restarted.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="bob", key="o", mini_batch="gone")
+    work(restarted)
+    assert lost.result(0)
+    restarted.load_state_dict(backend.state_dict())
+    restarted.records.load_state_dict(backend.records.state_dict())
+    for i, future in enumerate(sent):
+        assert torch.equal(send(restarted, f"k{i}", seed=i).result(0)[0], future.result(0)[0])
+    assert restarted.records.step_of("backward", "ann", "o") is None  # its sum is not part of any step
+    assert restarted.records.is_dropped("bob", "gone")
+    assert restarted.steps == 1
+
+
+def test_ages_go_on_in_another_process() -> None:
+    clock, later = Clock(), Clock()
+    clock.now, later.now = 5000.0, 7.0
+    bounds = IdempotencyOptions(max_age=100.0)
+    table, other = IdempotencyTable(bounds, clock.monotonic), IdempotencyTable(bounds, later.monotonic)
+    task = recorded(table, "ann", "k", size=3)
+    clock.now += 60.0
+    recorded(table, "ann", "l")
+    other.load_state_dict(table.state_dict())
+    with pytest.raises(ResultEvictedError):
+        other.requests("backward").lookup(task)
+    later.now += 50.0
+    assert [other.step_of("backward", "ann", key) for key in "kl"] == [None, 1]
+
+
+@pytest.mark.parametrize("state", [[], {}, {"now": 0.0, "keys": torch.zeros(3), "results": []}, {"now": "x"}])
+def test_what_is_no_state_is_refused_and_changes_nothing(state: dict[str, object]) -> None:
+    table = IdempotencyTable()
+    recorded(table, "ann", "k")
+    with pytest.raises(UsageError, match="no state of an idempotency table"):
+        table.load_state_dict(state)
+    assert table.step_of("backward", "ann", "k") == 1
+
+
+def test_a_hundred_thousand_keys_are_small_and_loaded_quickly() -> None:
+    table = IdempotencyTable(IdempotencyOptions(max_client_keys=100_000))
+    for number in range(1000):
+        recorded(table, f"client {number % 5}", str(number), step=number)
+    state = table.state_dict()
+    assert state["keys"].shape == (1000, 48)
+    digests = torch.arange(100_000).view(-1, 1).expand(-1, 2).contiguous().view(torch.uint8)
+    many = torch.cat([digests, state["keys"][:1, 16:].expand(100_000, -1)], 1)
+    before = time.thread_time()
+    table.load_state_dict({**state, "keys": many, "results": []})
+    assert time.thread_time() - before < 1.0 and table.statistics().keys == 100_000
+    before = time.thread_time()
+    assert torch.equal(table.state_dict()["keys"], many) and time.thread_time() - before < 1.0
+
+
+def test_under_lost_replies_every_step_is_taken_exactly_once() -> None:
+    backend = fussy_backend()
+    dice = random.Random(0)
+    with Runtime([backend]):
+        for number in range(60):
+            while dice.random() < 0.5:  # asked, and the reply is lost
+                future = send(backend, str(number), seed=number)
+                if dice.random() < 0.5:
+                    future.cancel()
+                else:
+                    future.result(30)
+            send(backend, str(number), seed=number).result(30)
+    assert backend.steps == 60
+    plain = fussy_backend()
+    for number in range(60):
+        send(plain, str(number), seed=number)
+        work(plain)
+    assert weights(plain) == weights(backend)
+    assert good([]) == []
