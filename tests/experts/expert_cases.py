@@ -83,12 +83,12 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.05)
 
 
-def fussy_backend(**options: Any) -> ExpertBackend:
+def fussy_backend(name: str = "fussy", **options: Any) -> ExpertBackend:
     """A `Fussy` expert; ``dropout`` and ``norm`` go to the module."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = Fussy(dropout=options.pop("dropout", 0.0), norm=options.pop("norm", False))
-        return ExpertBackend("fussy", module, options.pop("optimizer", adam), args_schema=(X,), **options)
+        return ExpertBackend(name, module, options.pop("optimizer", adam), args_schema=(X,), **options)
 
 
 def task(*tensors: Tensor, **more: Any) -> Task:

@@ -114,13 +114,13 @@ class Keeper:
         claims themselves end with the lease, or by `release`.
         """
         mine = [self.replicas[uid] for uid in uids if uid in self.replicas and self.replicas[uid].standing.may_step]
-        failure: WeftError | None = None
+        failure: Exception | None = None
         for replica in mine:
             replica.final = True
         for replica in mine if save else ():
             try:
                 replica.save()
-            except WeftError as error:
+            except Exception as error:  # the others are to be saved all the same
                 failure = error
         end = time.monotonic() + seconds
         while any(self._lacking(replica) for replica in mine) and time.monotonic() < end:

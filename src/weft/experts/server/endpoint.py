@@ -13,6 +13,7 @@ What a stranger sends is decoded with the server's limits, and nothing that it c
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import grpc
@@ -37,6 +38,7 @@ from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, WireEr
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
 _health = cast("Any", health_pb2)
+_HEALTH = 0.2  # seconds in which health checks are told that the server ends
 
 
 class Endpoint:
@@ -89,16 +91,19 @@ class Endpoint:
             raise UsageError(f"the server cannot listen at {address!r}: {error}; is the port taken?") from None
         if not port:
             raise UsageError(f"the server cannot listen at {address!r} with these certificates")
+        await self._serving(True)
         await server.start()
         self._server = server
-        await self._serving(True)
         return port
 
     async def drain(self) -> None:
-        """Tell health checks and clients that no new work is taken."""
-        await self._serving(False)
+        """Tell clients and health checks that no new work is taken, whether or not they listen."""
         for connection in self.connections:
             connection.answer(goaway())
+        # grpc_health writes to its watchers while it holds the lock that setting a status takes: one that reads
+        # nothing (a flow-control window of 0) would block this for ever.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._serving(False), _HEALTH)
 
     async def stop(self, seconds: float) -> None:
         """Let answers leave, for at most so many seconds, and end all streams."""
@@ -122,8 +127,8 @@ class Endpoint:
 
     async def _serving(self, yes: bool) -> None:
         kinds = _health.HealthCheckResponse
-        for name in ("", SERVICE):
-            await self._health.set(name, kinds.SERVING if yes else kinds.NOT_SERVING)
+        status = kinds.SERVING if yes else kinds.NOT_SERVING
+        await asyncio.gather(*[self._health.set(name, status) for name in ("", SERVICE)])
 
     # Handlers. What gRPC hands them has no types.
 

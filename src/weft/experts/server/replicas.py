@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
-from weft.core.errors import UsageError, WeftError
+from weft.core.errors import UsageError
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Directory, Lease
@@ -31,7 +31,7 @@ class Replicas:
         self._limits = limits
         self._presence: Presence | None = None
         self._keeper: Keeper | None = None
-        self._failure: WeftError | None = None
+        self._failure: Exception | None = None
         self._started = False
         self._names: set[str] = set()
         if options is not None:
@@ -113,7 +113,7 @@ class Replicas:
         """What saving raises is told later: the rest of an end goes on."""
         try:
             yield
-        except WeftError as error:
+        except Exception as error:
             self._failure = error
 
     def _tell(self) -> None:

@@ -12,13 +12,16 @@ step is in the weights, or finds neither, and is applied now: once in both cases
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from weft.core.errors import UsageError, WeftError, escaped, listed
+from weft.core.errors import UsageError, escaped, listed
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
+from weft.experts.checks import LONGEST
 from weft.experts.directory import Lease
+from weft.experts.errors import ExpertError
 from weft.experts.replica import Replica
 from weft.experts.server.hyperparameters import changed, hyperparameters
 from weft.experts.service import Description, Receipt, describe, read_description, read_receipt
@@ -106,18 +109,19 @@ class Served:
         if self.replica is not None:
             self.replica.restored(token)
 
-    def save(self) -> bool:
+    def save(self, patience: float = LONGEST) -> bool:
         """Make what was reached durable; False if it is already, or is another server's to do.
 
-        Raises what `CheckpointStore.save` raises.
+        Raises what `CheckpointStore.save` raises, and ``ExpertError`` if the module holds its expert for longer than
+        ``patience`` seconds.
         """
         if self._store is None:
             return False
         uid = self.backend.name
-        with self._saving:
+        with _held(self._saving, patience, uid):
             if not self._owns or (self.durable == self.backend.steps and self._store.has(uid, self.backend.steps)):
                 return False
-            with self.backend.engine.lock:
+            with _held(self.backend.engine.lock, patience, uid):
                 state, keys = self.backend.state_dict(), self.backend.records.state_dict()
                 token = 0 if self.replica is None else self.replica.mark.token
             step: int = state["steps"]
@@ -179,14 +183,28 @@ def restore_all(experts: Iterable[Served]) -> None:
         raise UsageError(listed("the server cannot start:", faults)) from cause
 
 
-def save_all(experts: Iterable[Served]) -> int:
-    """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong."""
+def save_all(experts: Iterable[Served], patience: float = LONGEST) -> int:
+    """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong.
+
+    ``patience``: see `Served.save`.
+    """
     saved, failure = 0, None
     for served in experts:
         try:
-            saved += served.save()
-        except WeftError as error:  # the others are to be saved all the same
+            saved += served.save(patience)
+        except Exception as error:  # the others are to be saved all the same
             failure = error
     if failure is not None:
         raise failure
     return saved
+
+
+@contextmanager
+def _held(lock: "threading.Lock | threading.RLock", patience: float, uid: str) -> Generator[None]:
+    """Hold a lock of an expert. Raises ``ExpertError`` if another holds it for longer than ``patience`` seconds."""
+    if not lock.acquire(timeout=patience):
+        raise ExpertError(f"expert {uid!r} was not saved: its module ran for longer than {patience:g} s")
+    try:
+        yield
+    finally:
+        lock.release()

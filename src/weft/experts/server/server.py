@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.core.errors import UsageError, WeftError
 from weft.core.process import Home
@@ -45,6 +45,7 @@ from weft.experts.tracing.spans import Observer
 from weft.experts.wire import Received
 
 _LOG = logging.getLogger("weft.experts.server")
+Result = TypeVar("Result")
 _START = 30.0  # seconds that listening may take
 _LAST = 1.0  # seconds for answers to leave, and for threads to end, after the work is done
 _LEAST = 0.1  # of these for each thread, also if those before it took all of them
@@ -173,26 +174,30 @@ class Server:
         return save_all(self._desk.experts().values())
 
     def drain(self, why: str = "it is shutting down") -> bool:
-        """Leave the directory, refuse new work, and finish what was accepted; whether that ended in time."""
+        """Leave the directory, refuse new work, and finish what was accepted; whether that ended in time.
+
+        A step of it that fails is logged, and the others are taken all the same.
+        """
         with self._lock:
             if not self._running:
                 return True
             self._desk.draining = why
             replicated = self._replicas.retire()
             if not replicated:
-                self._leave()
-            if self._loop is not None:
-                self._loop.run(self._endpoint.drain(), _LAST)
+                _attempt("leaving the directory", self._leave)
+            if (loop := self._loop) is not None:
+                _attempt("telling clients that it ends", lambda: loop.run(self._endpoint.drain(), _LAST))
             end = time.monotonic() + self.options.drain_seconds
-            finished = self._runtimes.finish(end)
+            finished = _attempt("finishing what was accepted", lambda: self._runtimes.finish(end)) or False
             if replicated:  # the directory is left last, when others have the last state
-                self._replicas.hand_over(end, finished)
-                self._leave()
+                _attempt("handing over", lambda: self._replicas.hand_over(end, finished))
+                _attempt("leaving the directory", self._leave)
             return finished
 
     def shutdown(self) -> bool:
         """`drain`, save, let the answers leave, and end all threads; False if a module still runs. May be called twice.
 
+        Saves what is reached whatever fails before; of an expert whose module still runs, what is saved already.
         Raises what saving raises, after everything has ended. In a fork of its process it does nothing.
         """
         if not self._home.here:
@@ -204,8 +209,10 @@ class Server:
             finished = self.drain()
             self._repeats.stop("checkpoints", _LAST)
             try:
-                if finished and self._store is not None:
+                if self._store is not None and finished:
                     self.checkpoint()
+                elif self._store is not None:  # what no module holds; the caller hears of the rest
+                    _attempt("saving", lambda: save_all(self._desk.experts().values(), _LEAST))
                 self._replicas.raise_failure()
             finally:
                 self._running, self._ended = False, True
@@ -309,3 +316,12 @@ class Server:
         self._runtimes.stop(left)
         while self._owned:
             self._owned.pop()()
+
+
+def _attempt(what: str, act: Callable[[], Result]) -> Result | None:
+    """Take one step of the end. What it raises is logged, for the steps after it are to be taken all the same."""
+    try:
+        return act()
+    except Exception as error:
+        _LOG.warning("%s failed while the server was ending: %s: %s", what, type(error).__name__, error)
+        return None

@@ -1,0 +1,85 @@
+"""Whatever clients do, and whatever fails meanwhile: a server that ends saves what it has reached."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experts.client.test_transport import gated
+from tests.experts.expert_cases import WIDTH, fussy_backend, rows
+from tests.experts.security.raw_http2 import raw_http2
+from weft.experts.backend import ExpertBackend
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client import LocalTransport, RemoteExpert
+from weft.experts.directory import LocalDirectory
+from weft.experts.replica import ReplicaOptions
+from weft.experts.server import Server, ServerOptions
+from weft.experts.wire import Call, Header, Kind
+
+pytestmark = pytest.mark.timeout(60)
+PATIENCE = 10.0
+
+
+def step(backend: ExpertBackend) -> None:
+    backend.backward_pool.submit_task(rows(2, 0), rows(2, 1)).result(PATIENCE)
+
+
+def test_watchers_of_health_that_read_nothing_do_not_keep_a_server_from_saving(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    server = Server([fussy_backend()], checkpoints=store)
+    with server, raw_http2(server.address, window=0) as watcher, RemoteExpert("fussy", server.address) as remote:
+        for _ in range(2):
+            watcher.call("/grpc.health.v1.Health/Watch")
+        watcher.answered(1)
+        remote(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+        assert server.shutdown()
+    assert store.steps("fussy")[0] == 1
+
+
+@pytest.mark.parametrize("broken", ["_endpoint.drain", "_leave", "experts.save"])
+@pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
+def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
+    broken: str,
+    replicas: ReplicaOptions | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("broken")
+
+    store, (first, last) = CheckpointStore(tmp_path), (fussy_backend("first"), fussy_backend("last"))
+    server = Server([first, last], checkpoints=store, directory=LocalDirectory(), replicas=replicas)
+    server.start()
+    step(first)
+    step(last)
+    if broken == "experts.save":
+        monkeypatch.setattr(first, "state_dict", fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            server.shutdown()
+    else:
+        owner, _, name = broken.rpartition(".")
+        monkeypatch.setattr(getattr(server, owner) if owner else server, name, fail)
+        assert server.shutdown()
+        assert "RuntimeError: broken" in caplog.text
+        assert store.steps("first")[0] == 1
+    assert store.steps("last")[0] == 1
+
+
+def test_beside_a_module_that_does_not_end_the_other_experts_are_saved(tmp_path: Path) -> None:
+    (gate, hung), store = gated(), CheckpointStore(tmp_path)
+    steady = fussy_backend("steady")
+    server = Server([hung, steady], checkpoints=store, options=ServerOptions(drain_seconds=0.1))
+    server.start()
+    transport = LocalTransport(server.handler())
+    try:
+        step(steady)
+        transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="gate"), [rows(1, 0)]), PATIENCE)
+        assert gate.entered.wait(PATIENCE)
+        assert not server.shutdown()
+        assert store.steps("steady")[0] == 1
+    finally:
+        gate.let.set()
+        transport.close()
+        server._runtimes["cpu"].shutdown(timeout=PATIENCE)
