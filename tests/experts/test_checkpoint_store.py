@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -334,3 +335,123 @@ def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="step is -1"):
         store.save("a", {}, -1)
     assert issubclass(DamagedError, CheckpointError)
+
+
+class Small(Disk):
+    """A disk with room for so many files."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, path: Path, data: bytes) -> None:
+        if len(self.names(path.parent)) >= self.room:
+            path.write_bytes(data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(path, data)
+
+
+@pytest.mark.parametrize(("room", "keep"), [(3, 3), (2, 3), (2, 2), (4, 3)])
+def test_a_disk_without_room_for_one_more_goes_on_saving_with_fewer_old_ones(
+    room: int, keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CheckpointStore(tmp_path, keep=keep, disk=Small(room))
+    for step in range(1, 8):
+        save(store, step)
+        assert step_of(store.load_newest(UID)) == step
+    assert store.steps(UID) == list(range(7, 7 - min(room, keep), -1)) and store.statistics()["failed"] == 0
+    assert caplog.text.count("the disk has no room for") == (room <= keep)
+
+
+def test_room_is_never_made_at_the_cost_of_the_newest_checkpoint_that_is_whole(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step)
+    newest = max((tmp_path / UID).iterdir())
+    newest.write_bytes(b"torn")
+    full = CheckpointStore(tmp_path, disk=Small(0))
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(full, 4)
+    assert step_of(full.load_newest(UID)) == 2
+
+
+def test_only_files_that_led_to_the_state_in_hand_are_removed(tmp_path: Path) -> None:
+    mine, other = CheckpointStore(tmp_path, keep=1), CheckpointStore(tmp_path, keep=1)
+    save(mine, 1)
+    save(other, 2)  # it found step 1, and so may remove it
+    save(other, 3)
+    save(mine, 50)
+    assert set(mine.steps(UID)) == {50, 3}
+    assert mine.load_newest(UID) is not None  # what was found now leads to what is saved next
+    save(mine, 51)
+    assert mine.steps(UID) == [51]
+
+
+def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
+    store, other = CheckpointStore(tmp_path), CheckpointStore(tmp_path)
+    lock = store.lock(UID)
+    for shared in (False, True):
+        with pytest.raises(CheckpointError, match=rf"expert 'ffn\.0' in .* belong to .* process {os.getpid()} on"):
+            other.lock(UID, shared=shared)
+    lock.release()
+    lock.release()
+    replicas = [each.lock(UID, shared=True) for each in (store, other)]
+    with pytest.raises(CheckpointError, match="belong to another server"):
+        store.lock(UID)
+    for each in replicas:
+        each.release()
+    lock = store.lock(UID)
+    shutil.rmtree(tmp_path)
+    lock.hold()  # of the folder that is made anew
+    with pytest.raises(CheckpointError, match="belong to another server"):
+        other.lock(UID)
+    lock.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_lock_ends_with_its_process_and_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
+    lock, (reader, writer) = CheckpointStore(tmp_path).lock(UID), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # outlives the lock
+        os._exit(0)
+    lock.release()
+    CheckpointStore(tmp_path).lock(UID).release()
+    os.close(writer)
+    os.close(reader)
+    os.waitpid(child, 0)
+    child = os.fork()
+    if child == 0:
+        CheckpointStore(tmp_path).lock(UID)
+        os._exit(0)
+    os.waitpid(child, 0)
+    CheckpointStore(tmp_path).lock(UID).release()
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Lockless(Disk):
+        def lock(self, path: Path, *, shared: bool = False) -> int:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    CheckpointStore(tmp_path, disk=Lockless()).lock(UID).release()
+    assert "cannot be locked: [Errno 37] No locks available" in caplog.text
+
+
+def test_nobody_else_may_read_what_is_saved(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        store = CheckpointStore(tmp_path / "a" / "b")
+        lock = store.lock(UID)
+        save(store, 1)
+    finally:
+        os.umask(before)
+    lock.release()
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "a").rglob("*")}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    files = {path.suffix: mode for path, mode in modes.items() if path.is_file()}
+    assert files == {"": 0o600, ".safetensors": 0o600}
+    folder = tmp_path / "a" / "b" / UID
+    folder.chmod(0o755)  # as it was made once
+    CheckpointStore(tmp_path / "a" / "b").lock(UID).release()
+    assert folder.stat().st_mode & 0o777 == 0o700

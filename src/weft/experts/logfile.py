@@ -15,7 +15,7 @@ _BLOCK = 1 << 16
 
 class LogFile:
     """Args:
-    path: of the file; made if there is none.
+    path: of the file; made if there is none, for the user of this process alone to read.
     begins: what every line begins with, so that nobody's other file is written to.
     is_whole: whether a text is a line that lacks nothing but its end.
 
@@ -25,7 +25,7 @@ class LogFile:
     def __init__(self, path: Path, begins: str, is_whole: Callable[[str], bool]) -> None:
         if path.is_file():
             _mend(path, begins.encode(), is_whole)
-        self._file = path.open("ab", buffering=0)
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0)
         self._seekable = self._file.seekable()
 
     def append(self, lines: str) -> None:

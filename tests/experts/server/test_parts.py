@@ -217,9 +217,11 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
     work(first)
     assert read_receipt(served.receipt()).durable == 0
     assert served.save() and read_receipt(served.receipt()).durable == 1
+    served.close()
     second = fussy_backend()
     again = Served(second, CheckpointStore(tmp_path), 6)
     again.restore()
+    again.close()
     assert weights(second) == weights(first) and again.restored == again.durable == 1
     repeated = second.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
     assert torch.equal(repeated.result(0)[0], answer.result(0)[0]) and second.steps == 1
@@ -233,7 +235,9 @@ def test_without_a_store_nothing_is_durable() -> None:
 
 def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    Served(fussy_backend(), store, 1).restore()
+    first = Served(fussy_backend(), store, 1)
+    first.restore()
+    first.close()
     with pytest.raises(UsageError) as caught:
         Served(fussy_backend(optimizer=None), store, 1).restore()
     assert str(tmp_path) in str(caught.value)

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 from tests.experts.crashing_disk import CrashingDisk
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
-from weft.experts.checkpoint import CheckpointStore
+from weft.experts.checkpoint import CheckpointError, CheckpointStore
 from weft.experts.client.command import shown
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
@@ -257,3 +257,19 @@ def test_a_disk_that_does_not_answer_is_not_asked_to_save_again(tmp_path: Path) 
     shutil.rmtree(tmp_path / "f")
     (tmp_path / "f").write_text("no folder")
     assert store.has("f", 1)
+
+
+def test_a_second_server_on_the_folder_of_one_that_runs_is_refused_by_name(tmp_path: Path) -> None:
+    first = Server([expert()], checkpoints=CheckpointStore(tmp_path))
+    with first:
+        second = Server([expert(name="other"), expert()], checkpoints=CheckpointStore(tmp_path))
+        with pytest.raises(CheckpointError, match=r"expert 'f' in .* belong to another server, process \d+ on "):
+            second.start()
+        with Server([expert(name="other")], checkpoints=CheckpointStore(tmp_path)) as third:  # it was let go
+            third.remove("other")
+            third.add(expert(name="other"))
+        first.remove("f")
+        with Server([expert()], checkpoints=CheckpointStore(tmp_path)):
+            pass
+    with Server([expert()], checkpoints=CheckpointStore(tmp_path)):
+        pass

@@ -9,16 +9,30 @@ not synced. The rules are POSIX's as file systems keep them: see Pillai et al., 
 Equal" (OSDI 2014).
 """
 
+import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
+
+_LOCKS: set[int] = set()
+"""Open descriptors of lock files."""
 
 
 class Disk:
-    """A real file system. Every method raises ``OSError`` as the operating system does."""
+    """A real file system. Every method raises ``OSError`` as the operating system does.
+
+    What it makes can be read by the user of this process alone: files have mode 0600, folders 0700.
+    """
 
     def make_folder(self, folder: Path) -> None:
         """Make ``folder`` in a folder that exists; it may be there already."""
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(0o700, exist_ok=True)
+
+    def make_private(self, folder: Path) -> None:
+        """Take an existing folder from all other users; where it is another user's, it stays as it is."""
+        with suppress(PermissionError):
+            if folder.stat().st_mode & 0o077:
+                folder.chmod(0o700)
 
     def is_folder(self, folder: Path) -> bool:
         """Whether there is such a folder."""
@@ -37,7 +51,7 @@ class Disk:
 
     def write(self, path: Path, data: bytes) -> None:
         """A new file that holds ``data``, which is on the disk when this returns; its name is not yet."""
-        with open(path, "xb") as file:
+        with open(path, "xb", opener=_private) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -57,3 +71,47 @@ class Disk:
     def remove(self, path: Path) -> None:
         """Remove a file, which may be gone already."""
         path.unlink(missing_ok=True)
+
+    def lock(self, path: Path, *, shared: bool = False) -> int:
+        """Lock a file, made if there is none, until `unlock` or the end of this process, and write its number there.
+
+        Any number of processes may hold a ``shared`` lock, or one alone another. Raises ``BlockingIOError`` with the
+        content of the file if it is locked already, also by this process.
+        """
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(handle, 100, 0).decode("utf-8", "replace").strip()
+            os.close(handle)
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError(error.errno, holder) from None
+            raise
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        _LOCKS.add(handle)
+        return handle
+
+    def locked(self, handle: int) -> bool:
+        """Whether a locked file is still where it was: without its name, it keeps nobody out."""
+        return os.fstat(handle).st_nlink > 0
+
+    def unlock(self, handle: int) -> None:
+        """Let a file go."""
+        _LOCKS.discard(handle)
+        os.close(handle)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _leave_locks() -> None:
+    """A forked child that outlives its parent must not go on holding the parent's locks."""
+    for handle in _LOCKS:
+        os.close(handle)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks)

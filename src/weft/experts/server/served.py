@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.core.errors import UsageError, escaped, listed
 from weft.experts.backend import ExpertBackend
-from weft.experts.checkpoint import CheckpointStore
+from weft.experts.checkpoint import CheckpointStore, FolderLock
 from weft.experts.checks import LONGEST
 from weft.experts.directory import Lease
 from weft.experts.errors import ExpertError
@@ -53,6 +53,7 @@ class Served:
         self._store = store
         self._incarnation = incarnation
         self._saving = threading.Lock()
+        self._folder: FolderLock | None = None  # held from the restore to the end
         self.replica = (
             None if until is None else Replica(backend, until, save=self.save, store=store, loaded=self._replaced)
         )
@@ -84,11 +85,20 @@ class Served:
 
         A replica makes none: it is not its owner yet.
 
-        Raises what `CheckpointStore` raises, and ``UsageError`` if the checkpoint is of another kind of expert.
+        The folder of its checkpoints is locked until `close`. Raises what `CheckpointStore` raises, also if another
+        server has locked it, and ``UsageError`` if the checkpoint is of another kind of expert.
         """
         if self._store is None:
             return
-        found = self._store.load_newest(self.backend.name)
+        self._folder = self._store.lock(self.backend.name, shared=self.replica is not None)
+        try:
+            self._restore(self._store)
+        except BaseException:
+            self._folder.release()
+            raise
+
+    def _restore(self, store: CheckpointStore) -> None:
+        found = store.load_newest(self.backend.name)
         if found is None:
             self.save()  # a replica refuses
             return
@@ -115,22 +125,30 @@ class Served:
         Raises what `CheckpointStore.save` raises, and ``ExpertError`` if the module holds its expert for longer than
         ``patience`` seconds.
         """
-        if self._store is None:
+        store, uid = self._store, self.backend.name
+        if store is None:
             return False
-        uid = self.backend.name
         with _held(self._saving, patience, uid):
-            if not self._owns or (self.durable == self.backend.steps and self._store.has(uid, self.backend.steps)):
+            if not self._owns or (self.durable == self.backend.steps and store.has(uid, self.backend.steps)):
                 return False
             with _held(self.backend.engine.lock, patience, uid):
                 state, keys = self.backend.state_dict(), self.backend.records.state_dict()
                 token = 0 if self.replica is None else self.replica.mark.token
             step: int = state["steps"]
-            taken = self._store.take(uid, state, step, {"records": keys, "token": token})
-            if not self._owns:  # the lease may have lapsed meanwhile
+            taken = store.take(uid, state, step, {"records": keys, "token": token})
+            if not self._owns or self._store is None:  # the lease may have lapsed meanwhile, or the server ended
                 return False
-            self._store.write(taken)
+            if self._folder is not None:
+                self._folder.hold()  # somebody may have removed it, and another server begun in its place
+            store.write(taken)
             self.durable = step
             return True
+
+    def close(self) -> None:
+        """Save no more, and let the folder of its checkpoints go. May be called twice."""
+        self._store = None
+        if self._folder is not None:
+            self._folder.release()
 
     def statistics(self) -> dict[str, Any]:
         """What the checkpoints of this expert are at."""

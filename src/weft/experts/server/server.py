@@ -165,8 +165,11 @@ class Server:
                 finished = self._runtimes[str(served.backend.device)].remove(served.backend, timeout=timeout)
             self._replicas.remove(uid, timeout, finished)
         self._announce()
-        self._replicas.raise_failure()
-        served.save()
+        try:
+            self._replicas.raise_failure()
+            served.save()
+        finally:
+            served.close()
         return finished
 
     def checkpoint(self) -> int:
@@ -316,6 +319,8 @@ class Server:
         self._runtimes.stop(left)
         while self._owned:
             self._owned.pop()()
+        for served in self._desk.experts().values():
+            served.close()
 
 
 def _attempt(what: str, act: Callable[[], Result]) -> Result | None:
