@@ -30,7 +30,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError, escaped, listed
 from weft.experts.checkpoint.content import from_file, to_file
 from weft.experts.checkpoint.disk import Disk
 from weft.experts.checkpoint.errors import CheckpointError, DamagedError
@@ -97,7 +97,7 @@ class FolderLock:
         except BlockingIOError as error:
             raise CheckpointError(
                 f"the checkpoints of expert {self._uid!r} in {self._folder} belong to another server, "
-                f"{error.strerror or 'which still runs'}: both would overwrite what the other saves. End that one, or "
+                f"{escaped(error.strerror or 'which still runs')}: both would overwrite what the other saves. End that one, or "
                 "give this one another folder"
             ) from None
         except OSError as error:

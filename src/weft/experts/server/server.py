@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from weft.core.errors import UsageError, WeftError
+from weft.core.errors import UsageError, WeftError, escaped
 from weft.core.process import Home
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
@@ -328,5 +328,5 @@ def _attempt(what: str, act: Callable[[], Result]) -> Result | None:
     try:
         return act()
     except Exception as error:
-        _LOG.warning("%s failed while the server was ending: %s: %s", what, type(error).__name__, error)
+        _LOG.warning("%s failed while the server was ending: %s: %s", what, type(error).__name__, escaped(error))
         return None
