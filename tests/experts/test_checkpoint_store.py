@@ -410,16 +410,18 @@ def test_a_folder_belongs_to_one_server_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_lock_ends_with_its_process_and_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
-    lock, (reader, writer) = CheckpointStore(tmp_path).lock(UID), os.pipe()
+    lock, (reader, writer), (began, begin) = CheckpointStore(tmp_path).lock(UID), os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writer)
+        os.write(begin, b"!")
         os.read(reader, 1)  # outlives the lock
         os._exit(0)
+    os.read(began, 1)
     lock.release()
     CheckpointStore(tmp_path).lock(UID).release()
-    os.close(writer)
-    os.close(reader)
+    for handle in (writer, reader, began, begin):
+        os.close(handle)
     os.waitpid(child, 0)
     child = os.fork()
     if child == 0:

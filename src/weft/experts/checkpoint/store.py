@@ -97,8 +97,8 @@ class FolderLock:
         except BlockingIOError as error:
             raise CheckpointError(
                 f"the checkpoints of expert {self._uid!r} in {self._folder} belong to another server, "
-                f"{escaped(error.strerror or 'which still runs')}: both would overwrite what the other saves. End that one, or "
-                "give this one another folder"
+                f"{escaped(error.strerror or 'which still runs')}: both would overwrite what the other saves. End "
+                "that one, or give this one another folder"
             ) from None
         except OSError as error:
             _LOG.warning(
