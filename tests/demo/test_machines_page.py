@@ -1,7 +1,6 @@
 """The page and the lines tell the numbers of the story."""
 
 import io
-from html import escape
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,8 @@ import pytest
 pytest.importorskip("prometheus_client", reason="the act needs the extra `experts`")
 
 from tests.demo.machines_cases import story_of_a_death
-from tests.experts.panel.panel_cases import layer
 from weft.demo import machines_page
 from weft.demo.stage import Options, Stagehand
-from weft.experts.server import Server
 from weft.report import page
 
 
@@ -25,16 +22,6 @@ def test_the_page_shows_when_it_died_what_it_cost_and_the_books() -> None:
     assert "<td>x</td><td>17</td><td>12</td><td>12</td><td>5</td>" in html
     assert "<td>x</td><td>a, again</td><td>10</td><td>10</td><td>10</td><td>3</td><td>9</td>" in html
     assert "after 1.00 s" in html and "5.00 ms a step" in html and "no step" in html
-
-
-def test_the_page_holds_the_status_pages_as_they_were() -> None:
-    story = story_of_a_death()
-    with Server([layer("x")]) as server:
-        status = server.status()
-    story.dead.last = story.back.last = story.other.last = status
-    html = page("test", [machines_page._servers(story)])
-    assert html.count("<iframe ") == 3 == html.count('sandbox=""') and "before it was killed" in html
-    assert html.count(escape(f"<title>{status['address']}")) == 3
 
 
 def test_the_upright_lines_stand_where_it_died_and_came_back_from_end_to_end() -> None:

@@ -15,7 +15,6 @@ from weft.report import (
     code,
     details,
     figure,
-    framed,
     gallery,
     line_chart,
     loss_curve,
@@ -81,14 +80,6 @@ def test_nothing_is_fetched_and_nothing_runs(html: str) -> None:
             if name in ("src", "href", "data", "action"):
                 assert (value or "").startswith("data:image/png;base64,")
     assert not re.search(r"https?:|@import|url\(", html)
-
-
-def test_a_framed_page_is_whole_and_may_do_nothing() -> None:
-    inner = page("inside & out", [Section("s", [paragraph('"quoted" <b>')])])
-    parser = Balance()
-    parser.feed(page("around", [Section("frames", [framed("a page", inner)])]))
-    ((_, attributes),) = [each for each in parser.seen if each[0] == "iframe"]
-    assert attributes["srcdoc"] == inner and attributes["sandbox"] == "" and "src" not in attributes
 
 
 def test_what_it_is_given_is_escaped(html: str) -> None:

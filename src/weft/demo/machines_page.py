@@ -4,16 +4,13 @@ from typing import Any
 
 from weft.demo.machines_story import Points, Stay, Story
 from weft.demo.stage import Stagehand
-from weft.experts.panel.page import still
 from weft.experts.panel.summary import summary
 from weft.report import (
     Axis,
     Markup,
     Section,
     Tile,
-    details,
     figure,
-    framed,
     line_chart,
     paragraph,
     running_mean,
@@ -150,23 +147,12 @@ def _books(story: Story) -> Section:
 
 def _servers(story: Story) -> Section:
     words = (
-        "The numbers of the servers' own status pages, and of weft status, at the end; and the pages themselves, as "
-        "they stood. While a server runs, its page is live."
+        "The numbers of the servers' own status pages, and of weft status, at the end. While a server runs, its page "
+        "is live."
     )
     header = ["", "server", "steps", "durable", "forward batches", "backward batches", "refused", "failed"]
     rows = [row for stay in (story.other, story.back) for row in _status(stay)]
-    pages = [
-        *_panel(story.dead, "the last that was seen of it, before it was killed"),
-        *_panel(story.back, "at the end"),
-        *_panel(story.other, "at the end"),
-    ]
-    return Section("What the servers say of themselves", [paragraph(words), table(header, rows), *pages])
-
-
-def _panel(stay: Stay, when: str) -> list[Markup]:
-    """The status page of a server, as it was."""
-    name = f"The status page of {stay.name}, {when}"
-    return [] if stay.last is None else [details(name, framed(name, still(stay.last)))]
+    return Section("What the servers say of themselves", [paragraph(words), table(header, rows)])
 
 
 def _status(stay: Stay) -> list[list[str]]:

@@ -14,6 +14,8 @@ _PACKAGES = {
     "google": "protobuf",
     "prometheus_client": "prometheus-client",
     "safetensors": "safetensors",
+    "starlette": "starlette",
+    "uvicorn": "uvicorn",
 }
 
 missing = [name for name in _PACKAGES if find_spec(name) is None]

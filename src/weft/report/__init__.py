@@ -10,7 +10,7 @@ from weft.core.markup import Markup
 from weft.report.curves import loss_curve, memory_curve, running_mean
 from weft.report.lines import Axis, line_chart
 from weft.report.measure import Costs, Sizes, costs_from, live_bytes
-from weft.report.page import Section, Tile, code, details, figure, framed, page, paragraph, table, tiles
+from weft.report.page import Section, Tile, code, details, figure, page, paragraph, table, tiles
 from weft.report.pictures import gallery
 from weft.report.timeline import timeline
 from weft.report.trace import trace, write_trace
@@ -26,7 +26,6 @@ __all__ = [
     "costs_from",
     "details",
     "figure",
-    "framed",
     "gallery",
     "line_chart",
     "live_bytes",

@@ -66,11 +66,6 @@ def details(summary: str, *body: Markup) -> Markup:
     return tag("details", tag("summary", summary), *body)
 
 
-def framed(title: str, document: str) -> Markup:
-    """Another page inside of this one, in a frame of its own: nothing in it runs, and its styles stay there."""
-    return tag("iframe", srcdoc=document, sandbox="", title=title, loading="lazy")
-
-
 def _row(cells: Sequence[str]) -> Markup:
     return tag("tr", *(tag("td", cell) for cell in cells))
 

@@ -15,7 +15,7 @@ from weft.experts.client.group import create_remote_experts
 from weft.experts.compression import Policy
 from weft.experts.directory import LocalDirectory
 from weft.experts.directory.etcd import EtcdDirectory
-from weft.experts.panel import panel
+from weft.experts.panel import http
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server
 from weft.experts.service.address import address_fault, split
@@ -69,7 +69,7 @@ MADE_FROM_ADDRESSES: list[Callable[[str], object]] = [
     lambda address: RemoteExpert("x", address),
     lambda address: Connections().to(address),
     lambda address: EtcdDirectory([address]),
-    panel.split,
+    http.split,
     lambda address: Server([], address=address).start(),
 ]
 

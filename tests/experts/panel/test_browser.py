@@ -1,5 +1,6 @@
 """The page in a real browser: Chromium, without a window. Skipped by name where there is none."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.experts.panel.panel_cases import layer, train
-from weft.experts.panel import panel
-from weft.experts.panel.page import page
+from weft.experts.panel import http
+from weft.experts.panel.content import content
 from weft.experts.server import Server
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -46,7 +47,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, server: Server, between: Callable[[
         return tell(address)
 
     monkeypatch.setattr(server._reporter, "statistics", told)
-    monkeypatch.setattr(panel, "FRESH", 0.0)  # the browser's clock runs ahead of ours
+    monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)  # the browser's clock runs ahead of ours
     return count
 
 
@@ -55,14 +56,14 @@ def test_the_page_shows_the_experts_and_what_changes_without_being_loaded_again(
 ) -> None:
     with Server([layer(name) for name in NAMES], panel="127.0.0.1:0") as server:
         url = server.panel_url or ""
-        # The third expert steps after the page was told, and before its script asks: only the script can show it.
+        # The third expert steps after the page was drawn first: only asking again can show it.
         count = watched(monkeypatch, server, lambda number: train(server, NAMES[2], 7) if number == 1 else None)
         document, said = browse(url, tmp_path / "a", "--virtual-time-budget=9000", "--dump-dom")
     assert said == []
     assert len(count) >= 2
     assert "ffn.0" in document and "ffn.1" in document and "&lt;img src=x" in document and "<img" not in document
     assert document.count("<svg") == 1 and 'aria-label="batches by tasks: 14 of 1 task"' in document
-    assert re.findall(r'data-column="steps" role="cell">(\d+)<', document) == ["7", "0", "0"]
+    assert re.findall(r'data-column="steps"><bdi>(\d+)<', document) == ["7", "0", "0"]
     assert 'data-state="live">live<' in document
 
 
@@ -99,4 +100,7 @@ LISTEN = "<script>onmessage = e => document.getElementById('said').textContent =
 def _measured(server: Server) -> str:
     root = "document.documentElement"
     tell = f"<script>parent.postMessage({root}.scrollWidth + ' ' + {root}.clientWidth, '*')</script>"
-    return page(server.status()).replace("</body>", f"{tell}</body>")
+    drawn = json.dumps(content(server.status())).replace("</", "<\\/")
+    answer = f"<script>fetch = async () => ({{ ok: true, json: async () => ({drawn}) }})</script>"
+    later = tell.replace("<script>", "<script>setTimeout(() => ").replace("</script>", ", 1500)</script>")
+    return http._PAGE.replace("<head>", f"<head>{answer}").replace("</body>", f"{later}</body>")

@@ -22,7 +22,7 @@ class Samples(dict[tuple[str, frozenset[str]], float]):
 
 
 def samples(found: dict[str, Any]) -> Samples:
-    text = exposition(found, openmetrics=False)[0].decode()
+    text = exposition(found, "")[0].decode()
     families = text_string_to_metric_families(text)
     return Samples({(s.name, frozenset(s.labels.values())): s.value for family in families for s in family.samples})
 
@@ -47,7 +47,7 @@ def test_numbers_types_and_labels_are_those_of_the_status() -> None:
 
 
 def test_every_family_has_help_a_type_and_a_name_with_its_unit() -> None:
-    text, kind = exposition(status(), openmetrics=True)
+    text, kind = exposition(status(), "application/openmetrics-text;version=1.0.0")
     assert kind.startswith("application/openmetrics-text")
     families = list(open_families(text.decode()))
     assert len(families) > 35

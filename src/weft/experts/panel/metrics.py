@@ -60,11 +60,11 @@ _SERVER_LABELLED = {
 }
 
 
-def exposition(status: Status, *, openmetrics: bool) -> tuple[bytes, str]:
-    """The metrics, and their content type: OpenMetrics 1.0, or the older text."""
+def exposition(status: Status, accept: str) -> tuple[bytes, str]:
+    """The metrics, and their content type: OpenMetrics where the scraper's ``Accept`` field says so, else text."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Told(status))
-    encode, kind = choose_encoder("application/openmetrics-text; version=1.0.0" if openmetrics else "")
+    encode, kind = choose_encoder(accept)
     return encode(registry), kind
 
 

@@ -11,11 +11,12 @@ tls.py         certificates, checked and renewed      budget.py     bytes of all
 runtimes.py    a thread for each device               hyperparameters.py   where a checkpoint says otherwise
 observed.py    a desk that an observer listens to
 replicas.py    experts that others serve too, see weft.experts.replica
-neighbours.py  who else is alive                      panel_thread.py   its status page, see weft.experts.panel
+neighbours.py  who else is alive
 memory.py      what is freed stays in the process; large pages
 """
 
 from weft.experts import extras as extras  # says what is not installed
+from weft.experts.panel.http import PanelOptions
 from weft.experts.server.access import Access, Audit, Caller, Grant, Refusal, Role
 from weft.experts.server.desk import Desk
 from weft.experts.server.memory import keep_freed_memory, use_large_pages
@@ -31,6 +32,7 @@ __all__ = [
     "Desk",
     "Grant",
     "KeepingStatistics",
+    "PanelOptions",
     "Refusal",
     "Role",
     "Served",

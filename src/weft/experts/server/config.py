@@ -4,7 +4,8 @@
     advertise = "10.0.0.7:7070"                  how others reach it, where a directory lists it
     directory = "etcd://host:2379/weft"          where the experts are listed, with [directory_tls] if it wants TLS
     imports = ["my_package.my_experts"]          modules that register kinds of experts
-    panel = "127.0.0.1:9090"                     a status page and metrics, over plain HTTP
+    panel = "127.0.0.1:9090"                     a status page and metrics, over plain HTTP; beyond loopback
+                                                 { address = ..., allowed_hosts = [...], token_file = ... }
 
     [[experts]]
     name = "ffn.{}"                              with count: ffn.0 ffn.1 ffn.2 ffn.3
@@ -42,6 +43,7 @@ from weft.experts.client.channel import ClientTls
 from weft.experts.directory import Directory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls
+from weft.experts.panel.http import PanelOptions
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server.access import OPEN, Access, Grant
 from weft.experts.server.config_experts import backends
@@ -91,6 +93,7 @@ def build(config: Mapping[str, Any]) -> Server:
     tls = faults.made("tls", lambda: ServerTls(**config["tls"])) if "tls" in config else None
     access = faults.made("tokens", lambda: _access(config))
     replicas = faults.made("replicas", lambda: _replicas(config["replicas"])) if "replicas" in config else None
+    panel = faults.made("panel", lambda: _panel(config["panel"])) if "panel" in config else None
     experts = backends(config, faults)
     directory = faults.made("directory", lambda: _directory(config)) if "directory" in config else None
     store = None
@@ -102,7 +105,7 @@ def build(config: Mapping[str, Any]) -> Server:
             experts,
             address=config.get("address", "127.0.0.1:7070"),
             advertise=config.get("advertise"),
-            panel=config.get("panel"),
+            panel=panel,
             access=access,
             directory=directory,
             tls=tls,
@@ -131,6 +134,18 @@ def _replicas(given: Mapping[str, Any]) -> ReplicaOptions:
         if name in table:
             table[name] = float(table[name])
     return ReplicaOptions(**table, tls=tls)
+
+
+def _panel(entry: str | Mapping[str, Any]) -> PanelOptions:
+    """An address, or a table; the token stands in a file of its own, whose line break does not count."""
+    if isinstance(entry, str):
+        return PanelOptions(entry)
+    file = entry.get("token_file")
+    try:
+        token = None if file is None else Path(file).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token_file {file!r} cannot be read: {error}") from None
+    return PanelOptions(entry["address"], entry.get("allowed_hosts", ()), token)
 
 
 def _access(config: Mapping[str, Any]) -> Access:

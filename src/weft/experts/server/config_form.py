@@ -22,7 +22,7 @@ _TOP = {
     "address": str,
     "advertise": str,
     "insecure": bool,
-    "panel": str,
+    "panel": (str, dict),
     "directory": str,
     "directory_tls": dict,
     "checkpoints": str,
@@ -69,12 +69,14 @@ _REPLICAS = {
 }
 _SECRETS = ("tokens", "token", "replicas")
 """What is or holds a token: never printed, however mistyped."""
+_PANEL = {"address": str, "allowed_hosts": list, "token_file": str}
 _GRANT = {"client": str, "expert": str, "role": str}
 _WORDS: dict[Any, str] = {
     str: "a text",
     int: "a whole number",
     _NUMBER: "a number",
     bool: "true or false",
+    (str, dict): "a text or a table",
     dict: "a table",
     list: "a list",
 }
@@ -168,8 +170,13 @@ def _value_faults(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[s
         address = given.get("address", "127.0.0.1:7070")
         faults += place_faults(address, given.get("advertise"), "directory" in config)
     faults += _open_faults(config, given)
-    if "panel" in given:
-        faults += address_fault("panel", given["panel"], free=True)
+    if isinstance(panel := given.get("panel"), dict):
+        table = cast("dict[str, Any]", panel)
+        faults += _table_faults(table, _PANEL, "panel", ("address",))
+        faults += _text_faults(table.get("allowed_hosts"), "allowed_hosts of panel")
+        panel = table.get("address", "127.0.0.1:9090")
+    if panel is not None:
+        faults += address_fault("panel", panel, free=True)
     if "keep" in given:
         faults += count_fault("keep", given["keep"])
     if not given.get("checkpoints", "folder") or "\0" in given.get("checkpoints", ""):

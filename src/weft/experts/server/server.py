@@ -24,6 +24,7 @@ from weft.core.process import Home
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import Directory
+from weft.experts.panel.http import Panel, PanelOptions
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server.access import OPEN, Access, Audit, Caller
 from weft.experts.server.desk import Reply
@@ -32,7 +33,6 @@ from weft.experts.server.loop import LoopThread
 from weft.experts.server.neighbours import Neighbours
 from weft.experts.server.observed import make_desk
 from weft.experts.server.options import ServerOptions, ServerTls
-from weft.experts.server.panel_thread import PanelThread
 from weft.experts.server.place import Place
 from weft.experts.server.presence import Presence
 from weft.experts.server.repeat import Repeats
@@ -66,7 +66,7 @@ class Server:
         replicas: which of the experts other servers of the directory have too; one of them owns each, and steps it.
             None: none. See `weft.experts.replica`.
         panel: host and port of a status page and metrics, see `weft.experts.panel`; port 0 takes a free one, see
-            `panel_url`. Plain HTTP without passwords: whoever reaches it reads it. None: no panel.
+            `panel_url`. Beyond loopback it wants `PanelOptions`, with a token. None: no panel.
         observer: hears of calls, queues, batches and steps; see `weft.experts.tracing`.
 
     Raises ``UsageError`` for two experts of one name, schemas that cannot be told, replicas without a directory, and
@@ -86,7 +86,7 @@ class Server:
         checkpoints: CheckpointStore | None = None,
         options: ServerOptions | None = None,
         replicas: ReplicaOptions | None = None,
-        panel: str | None = None,
+        panel: PanelOptions | str | None = None,
         observer: Observer | None = None,
     ) -> None:
         self.options = options or ServerOptions()
@@ -105,7 +105,7 @@ class Server:
         self._repeats = Repeats()
         self._reporter = Reporter(self._desk, self._endpoint, self._runtimes, self._repeats)
         self._reporter.replicas = self._replicas.statistics
-        self._panel = None if panel is None else PanelThread(panel, self.status)
+        self._panel = None if panel is None else Panel(panel, self.status)
         self._loop: LoopThread | None = None
         self._lock = threading.RLock()
         self._home, self._running, self._ended = Home(), False, False
@@ -278,7 +278,7 @@ class Server:
             self._replicas.start(self._presence)
         if self._panel is not None:
             self.own(partial(self._panel.stop, _LAST))
-            self._panel.start(_START)
+            self._panel.start()
 
     def _give_up(self) -> None:
         """End what a failed start has begun."""

@@ -1,0 +1,319 @@
+"""HTTP server of the panel: Starlette on uvicorn, in a thread and an event loop of its own.
+
+    GET /               the status page        GET /content.json    what the page draws, see content.py
+    GET /status.json    ``Server.status()``    GET /metrics         for Prometheus
+
+Whoever reads the panel sees names, counts and error texts, so on loopback it answers only to names of this machine (a
+web page whose name was made to point here would read it in a visitor's browser: DNS rebinding), and beyond loopback
+only to the names in `allowed_hosts` and with the token. It changes nothing. The thread is apart from the one of
+gRPC, so that a flood of requests competes with other requests only.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn import Config, Server
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from weft.core.errors import UsageError, listed
+from weft.experts.checks import token_fault
+from weft.experts.panel.content import content
+from weft.experts.panel.metrics import exposition
+from weft.experts.panel.summary import Status
+from weft.experts.service.address import split
+
+STATUS_SECONDS = 0.2
+"""Age up to which a status is answered again: polling often costs the experts little."""
+MAX_CONNECTIONS = 64
+REQUEST_SECONDS = 10.0
+"""Time for a whole request, from its first byte, or from the connection, to the last byte of the response."""
+_MAX_HEAD_BYTES = 8192
+_MIN_TOKEN = 16
+
+_PAGE = (files(__package__ or "") / "page.html").read_text("utf-8")
+
+
+def _source(tag: str) -> str:
+    """The page's one element of this kind, as a source of the Content Security Policy."""
+    found = re.search(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
+    digest = hashlib.sha256((found[1] if found else "").encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src {_source('script')}; style-src {_source('style')}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class PanelOptions:
+    """Where the panel listens and who may read it.
+
+    Args:
+        address: host and port; port 0 takes a free one.
+        allowed_hosts: names by which browsers and scrapers may call it, without port. Numeric addresses are always
+            allowed: they cannot be made to point elsewhere. Needed beyond loopback.
+        token: at least 16 characters, shown as ``Authorization: Bearer TOKEN``, or as the password of HTTP basic
+            authentication (the user's name does not matter), which browsers ask for. Needed beyond loopback.
+
+    The panel speaks plain HTTP: beyond loopback, put it into a private network or behind a proxy with TLS.
+    Raises ``UsageError`` that lists all faults.
+    """
+
+    address: str
+    allowed_hosts: Sequence[str] = ()
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        host, _ = split(self.address)
+        faults = token_fault(self.token)
+        hosts: Any = self.allowed_hosts
+        if isinstance(hosts, str) or not all(isinstance(name, str) and name for name in hosts):
+            faults.append(f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
+        if self.token is not None and not faults and len(self.token) < _MIN_TOKEN:
+            faults.append(f"token has {len(self.token)} characters, wanted at least {_MIN_TOKEN}")
+        if not _is_loopback(host):
+            beyond = f"address {self.address!r} is reached by other machines:"
+            if not self.allowed_hosts:
+                faults.append(f"{beyond} name in allowed_hosts how the panel is called there")
+            if self.token is None:
+                faults.append(f"{beyond} give a token that readers have to show, or listen at 127.0.0.1")
+        if faults:
+            raise UsageError(listed("invalid panel options:", faults))
+
+
+class Panel:
+    """The panel of one server, from `start` to `stop`.
+
+    Args:
+        options: or the address alone.
+        status: called in the panel's thread; must not wait.
+    """
+
+    def __init__(self, options: PanelOptions | str, status: Callable[[], Status]) -> None:
+        self._options = PanelOptions(options) if isinstance(options, str) else options
+        self._host, self._port = split(self._options.address)
+        self._status = status
+        self._latest: tuple[float, Status] | None = None
+        self._thread: threading.Thread | None = None
+        self._server: Server | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the page is; after the start."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/"
+
+    def start(self) -> None:
+        """Listen. Raises ``UsageError`` if the address cannot be had."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            listener = socket.create_server((self._host, self._port), family=family, backlog=MAX_CONNECTIONS)
+        except OSError as error:
+            where = self._options.address
+            raise UsageError(f"the panel cannot listen at {where}: {error}; is the port taken?") from None
+        self._port = listener.getsockname()[1]
+        config = Config(
+            _Guard(self._router(), self._options),
+            http=_Connection,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            backlog=MAX_CONNECTIONS,  # also how many connections one turn of the loop accepts
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
+        )
+        self._server = Server(config)
+        self._thread = threading.Thread(target=self._serve, args=(listener,), name="weft-panel", daemon=True)
+        self._thread.start()
+
+    def stop(self, seconds: float) -> None:
+        """Stop listening, drop whoever is connected, and end the thread. May be called twice, and without a start."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join(seconds)
+
+    def _serve(self, listener: socket.socket) -> None:
+        with listener:
+            if self._server is not None:
+                self._server.run(sockets=[listener])
+
+    def _router(self) -> Router:
+        def page(_: Request) -> Response:
+            return HTMLResponse(_PAGE)
+
+        def status_json(_: Request) -> Response:
+            return _json(self._recent())
+
+        def content_json(_: Request) -> Response:
+            return _json(content(self._recent()))
+
+        def metrics(request: Request) -> Response:
+            body, kind = exposition(self._recent(), request.headers.get("accept", ""))
+            return Response(body, headers={"Content-Type": kind})
+
+        handlers = {"/": page, "/status.json": status_json, "/content.json": content_json, "/metrics": metrics}
+        # Coroutines, so that they run in the loop's own thread and need no pool beside it.
+        return Router([Route(path, _in_loop(handler)) for path, handler in handlers.items()], redirect_slashes=False)
+
+    def _recent(self) -> Status:
+        now = time.monotonic()
+        if self._latest is None or now >= self._latest[0] + STATUS_SECONDS:
+            self._latest = now, self._status()
+        return self._latest[1]
+
+
+def _json(value: Any) -> Response:
+    """In ASCII, since a name may hold lone surrogates, which UTF-8 cannot encode."""
+    return Response(json.dumps(value), media_type="application/json")
+
+
+def _in_loop(handler: Callable[[Request], Response]) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        return handler(request)
+
+    return endpoint
+
+
+class _Guard:
+    """ASGI middleware: checks the host and the token, answers 500 for an error, and adds the security headers."""
+
+    def __init__(self, app: Router, options: PanelOptions) -> None:
+        self._app = app
+        self._loopback = _is_loopback(split(options.address)[0])
+        self._hosts = {host.lower() for host in options.allowed_hosts}
+        self._token = options.token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        refusal = self._refusal(Headers(scope=scope))
+        try:
+            await (refusal or self._app)(scope, receive, with_headers)
+        except Exception as error:  # the next request may do better
+            if started:
+                raise
+            failed = PlainTextResponse(f"the status cannot be made: {type(error).__name__}\n", 500)
+            await failed(scope, receive, with_headers)
+
+    def _refusal(self, headers: Headers) -> Response | None:
+        if not self._is_allowed(headers.get("host", "")):
+            wanted = "127.0.0.1 or localhost" if self._loopback else "one of its allowed_hosts"
+            return PlainTextResponse(f"this panel is called by another name: use {wanted}\n", 421)
+        if self._token is None or hmac.compare_digest(_shown_token(headers).encode(), self._token.encode()):
+            return None
+        asked = {"WWW-Authenticate": 'Basic realm="weft", charset="UTF-8"'}
+        return PlainTextResponse("show the panel's token as bearer token, or as password\n", 401, asked)
+
+    def _is_allowed(self, header: str) -> bool:
+        value = header.strip().lower()
+        host = value[1:].partition("]")[0] if value.startswith("[") else value.partition(":")[0]
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            local = self._loopback and (host == "localhost" or host.endswith(".localhost"))
+            return local or host in self._hosts
+        return True
+
+
+def _shown_token(headers: Headers) -> str:
+    """The token of a request: a bearer token or a password; "" if there is none."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return ""
+    return value.strip() if scheme.lower() == "bearer" else ""
+
+
+class _Connection(H11Protocol):
+    """uvicorn's HTTP/1.1 connection, with what it lacks against silent clients: a deadline and a bound.
+
+    A client that is silent, sends half a request, or does not take its response is dropped after `REQUEST_SECONDS`.
+    Beyond `MAX_CONNECTIONS` the oldest one without a request under way makes room, so that silent clients cannot
+    keep Prometheus out.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logger = _SILENT  # uvicorn would log a line for each invalid request of a stranger
+        self.access_log = False
+        self._made_at = time.monotonic()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._restart_deadline()
+        if len(self.connections) > MAX_CONNECTIONS:
+            idle = [each for each in self.connections if isinstance(each, _Connection) and each._is_idle()]
+            min(idle, key=_Connection._age_key).transport.abort()  # there is one: this one has no request yet
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._restart_deadline()
+
+    def _age_key(self) -> float:
+        return self._made_at
+
+    def _is_idle(self) -> bool:
+        cycle: Any = self.cycle  # None before the first request
+        return cycle is None or cycle.response_complete
+
+    def _restart_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+
+
+_SILENT = logging.getLogger("weft.experts.panel.requests")
+_SILENT.setLevel(logging.CRITICAL)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

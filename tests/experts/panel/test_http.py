@@ -1,0 +1,161 @@
+"""The panel's HTTP: who is let in, and what silent or rude clients can do."""
+
+import base64
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.experts.panel.panel_cases import PATIENCE, address, exchange, get, status
+from tests.experts.waiting import until
+from weft.core.errors import UsageError
+from weft.experts.panel import http
+from weft.experts.panel.http import Panel, PanelOptions
+
+pytestmark = pytest.mark.timeout(30)
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+TOKEN = "a-token-of-20-characters"
+Listening = Callable[..., str]
+
+
+@pytest.fixture
+def listening() -> Iterator[Listening]:
+    made: list[Panel] = []
+
+    def start(options: PanelOptions | str = "127.0.0.1:0", told: Callable[[], Any] = status) -> str:
+        made.append(Panel(options, told))
+        made[-1].start()
+        return made[-1].url.replace("0.0.0.0", "127.0.0.1")
+
+    yield start
+    for each in made:
+        each.stop(PATIENCE)
+        assert each._thread is not None and not each._thread.is_alive()
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"reader:{password}".encode()).decode()
+
+
+def test_beyond_loopback_a_panel_needs_hosts_and_a_token() -> None:
+    for where in ("0.0.0.0:9090", "[::]:9090", "10.0.0.1:9090", "gpu7.example:9090"):
+        with pytest.raises(UsageError, match=r"(?s)invalid panel options.*allowed_hosts.*token"):
+            PanelOptions(where)
+    with pytest.raises(UsageError, match="16"):
+        PanelOptions("127.0.0.1:0", token="short")
+    with pytest.raises(UsageError, match="list of names"):
+        PanelOptions("127.0.0.1:0", allowed_hosts="gpu7.example")
+    PanelOptions("127.0.0.1:0")
+
+
+def test_only_the_token_opens_a_panel_that_has_one(listening: Listening) -> None:
+    url = listening(PanelOptions("0.0.0.0:0", allowed_hosts=["gpu7.example"], token=TOKEN))
+    for path in ("/", "/status.json", "/content.json", "/metrics", "/nothing"):
+        code, fields, body = get(url, path, Host="gpu7.example")
+        assert code == 401 and "Basic" in fields["www-authenticate"] and "weft_" not in body
+    wrong = ["Bearer wrong", f"Bearer {TOKEN}x", basic(""), "Basic ???", "Bearer", f"Digest {TOKEN}"]
+    assert [get(url, Authorization=each)[0] for each in wrong] == [401] * len(wrong)
+    assert [get(url, Authorization=each)[0] for each in (f"Bearer {TOKEN}", basic(TOKEN))] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("gpu7.example:9090", 200),
+        ("GPU7.example", 200),
+        ("evil.example", 421),
+        ("127.0.0.1:1", 200),
+        ("localhost", 421),
+    ],
+)
+def test_beyond_loopback_it_answers_to_its_names_only(listening: Listening, host: str, code: int) -> None:
+    url = listening(PanelOptions("0.0.0.0:0", allowed_hosts=["gpu7.example"], token=TOKEN))
+    assert get(url, Host=host, Authorization=f"Bearer {TOKEN}")[0] == code
+
+
+def test_silent_clients_do_not_keep_prometheus_out(listening: Listening) -> None:
+    url = listening()
+    held = [socket.create_connection(address(url), timeout=PATIENCE) for _ in range(2 * http.MAX_CONNECTIONS)]
+    for each in held[::2]:
+        each.sendall(b"GET /metrics HT")
+    for _ in range(3):
+        assert get(url, "/metrics", Connection="close")[0] == 200
+    for each in held:
+        each.close()
+
+
+def test_a_client_that_sends_or_takes_slowly_is_dropped(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "REQUEST_SECONDS", 0.2)
+    url = listening(told=lambda: status(address="x" * 20_000_000))
+    with socket.create_connection(address(url), timeout=PATIENCE) as silent:
+        silent.sendall(b"GET / HT")
+        with pytest.raises(ConnectionResetError):
+            assert silent.recv(4096) == b""
+            raise ConnectionResetError
+    with socket.create_connection(address(url), timeout=PATIENCE) as slow:
+        slow.sendall(GET.replace(b"GET / ", b"GET /status.json "))
+        slow.recv(1)
+        time.sleep(0.5)  # longer than the deadline, whatever else the machine does
+        taken = 0
+        with pytest.raises(ConnectionResetError):
+            while chunk := slow.recv(1 << 20):
+                taken += len(chunk)
+            raise ConnectionResetError
+        assert taken < 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"DELETE / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"\x16\x03\x01\x02\r\n\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nX: " + b"a" * 20_000, b"400"),
+        (b"a" * 60_000, b"400"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"400"),
+    ],
+)
+def test_a_bad_request_gets_its_status_and_harms_nobody(
+    listening: Listening, sent: bytes, code: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = listening()
+    try:
+        found = exchange(url, sent.replace(b"\r\nHost", b"\r\nConnection: close\r\nHost"))
+    except ConnectionResetError:
+        found = b"HTTP/1.1 400 reset while the rest was on its way"
+    assert found.split()[1] == code
+    assert exchange(url, GET).split()[1] == b"200"
+    assert capfd.readouterr().err == ""  # a stranger cannot fill the log
+
+
+def test_head_is_told_the_length_and_nothing_else(listening: Listening) -> None:
+    code, fields, body = get(listening(), method="HEAD", Connection="close")
+    assert code == 200 and int(fields["content-length"]) > 1000 and body == ""
+
+
+def test_an_error_is_told_by_its_kind_alone(listening: Listening) -> None:
+    def failing() -> Any:
+        raise RuntimeError("secret")
+
+    code, fields, body = get(listening(told=failing), "/status.json")
+    assert code == 500 and "secret" not in body and "content-security-policy" in fields
+
+
+def test_stop_waits_for_nobody(listening: Listening) -> None:
+    panel = Panel("127.0.0.1:0", status)
+    panel.stop(1.0)
+    panel.start()
+    with socket.create_connection(address(panel.url), timeout=PATIENCE) as stream:
+        stream.sendall(b"GET")
+        panel.stop(PATIENCE)
+        assert panel._thread is not None and not panel._thread.is_alive()
+    panel.stop(PATIENCE)
+
+
+def test_a_port_that_is_taken_is_misuse(listening: Listening) -> None:
+    taken = listening().removeprefix("http://").rstrip("/")
+    with pytest.raises(UsageError, match=f"{taken}.*taken"):
+        Panel(taken, status).start()
+    until(lambda: get(f"http://{taken}/")[0] == 200)
