@@ -114,7 +114,7 @@ def test_what_stands_in_no_chunk_goes_whole_to_every_micro_batch() -> None:
     mask, table = torch.ones(5, 5), torch.ones(2)
     value = {"x": torch.arange(3), "whole": NoChunk({"mask": mask, "deep": [NoChunk(table), None]}), "n": 0.5}
     plan, leaves = plan_split(value, 2)
-    assert plan.sliced == (True, False, False, False, False)
+    assert plan.axes == (0, None, None, None, None)
     assert leaves[1] is mask
     for piece, size in zip(split(value, 2), (2, 1), strict=True):
         assert piece["whole"]["mask"] is mask

@@ -110,3 +110,26 @@ def test_a_wrong_number_of_leaves_is_an_error() -> None:
         tree.unflatten(tree.LEAF, [])
     with pytest.raises(SpecError, match="at least one value"):
         tree.map_leaves(str)
+
+
+@given(values)
+def test_a_prefix_stands_for_all_leaves_below_it(value: Any) -> None:
+    leaves, structure = tree.flatten(value)
+    assert tree.spread(None, structure) == [None] * len(leaves)
+    numbers = list(range(len(leaves)))
+    assert tree.spread(tree.unflatten(structure, numbers), structure) == numbers
+
+
+def test_the_first_place_where_a_prefix_is_nested_otherwise_is_named() -> None:
+    structure = tree.flatten({"a": [1, 2], "b": 3})[1]
+    assert tree.spread({"b": 5, "a": 4}, structure) == [4, 4, 5]
+    for prefix, place in (
+        ({"a": [4], "b": 5}, r"x\['a'\] is a list of 2, but \[4\] is given for it"),
+        ({"a": 4, "b": [5]}, r"x\['b'\] is a leaf, but \[5\]"),
+        ({"a": {}, "b": 5}, r"x\['a'\] is a list of 2, but {}"),
+        ([4, 5], "x is a dict with keys"),
+        ({"a": 4}, "x is a dict with keys"),
+        ({}, "x is a dict with keys"),
+    ):
+        with pytest.raises(SpecError, match=place):
+            tree.spread(prefix, structure, "x")

@@ -13,6 +13,8 @@ torchgpipe (Kim et al., arXiv 2004.09910) is the source of the design. What is d
     input, output     any nesting of tensors, and more than one argument
     duplicates        a layer may occur twice, and stages on one device may share parameters
     an empty model    is refused
+    batch_dim         must be given (0) for a model with modules that have their rows on axis 1, such as an `nn.LSTM`
+                      without batch_first, where torchgpipe cuts along axis 0 unasked
     in evaluation     the checkpoint mode holds as in training, where gradients are wanted
     second gradients  are refused (``weft.Pipe(..., executor="graph")`` has them)
 """
@@ -57,6 +59,7 @@ class GPipe(Pipe):
         chunks: into how many micro-batches a mini-batch is cut.
         checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
         deferred_batch_norm: whether running statistics are those of the whole mini-batch.
+        batch_dim: the axis of the rows, for a model with modules that may have theirs on another one: see `weft.Pipe`.
 
     `balance`, `devices`, `chunks` and `checkpoint` are attributes too. `partitions` is a list of `nn.Sequential`;
     ``len``, an index and a loop give the layers. Put the target on ``devices[-1]``, where the output is.
@@ -74,6 +77,7 @@ class GPipe(Pipe):
         chunks: int = 1,
         checkpoint: Literal["always", "except_last", "never"] = "except_last",
         deferred_batch_norm: bool = False,
+        batch_dim: int | None = None,
     ) -> None:
         if balance is None:
             raise UsageError(
@@ -89,6 +93,7 @@ class GPipe(Pipe):
                 balance=sizes,
                 checkpoint=checkpoint,
                 deferred_batch_norm=deferred_batch_norm,
+                batch_dim=batch_dim,
             )
         except PartitionError as error:
             if sum(sizes) == len(module) and min(sizes) > 0:  # so there are too few devices

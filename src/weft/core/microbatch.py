@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weft.core.errors import BatchError, listed
 from weft.core.microbatch_join import JoinPlan, common_structure, cut, has_axis, plan_join
-from weft.core.tree import Structure, flatten, map_leaves, structure_paths, unflatten
+from weft.core.tree import Structure, flatten, map_leaves, spread, structure_paths, unflatten
 
 __all__ = [
     "JoinPlan",
@@ -72,20 +72,19 @@ class SplitPlan:
     """How one mini-batch is cut, and how the gradients of its micro-batches are joined.
 
     ``structure`` is the nesting of the value without ``NoChunk``; ``sizes`` the rows of each micro-batch;
-    ``sliced`` says of every leaf whether it is cut along ``axis`` or goes whole to every micro-batch.
+    ``axes`` the axis along which each leaf is cut, ``None`` for one that goes whole to every micro-batch.
     """
 
     structure: Structure
     sizes: tuple[int, ...]
-    sliced: tuple[bool, ...]
-    axis: int
+    axes: tuple[int | None, ...]
 
     def split(self, leaves: Sequence[Any]) -> list[list[Any]]:
         """For each micro-batch its flat leaves. Slices are views; a single one is the tensor itself."""
         count = len(self.sizes)
         columns = [
-            cut(leaf, self.sizes, self.axis) if sliced else [leaf] * count
-            for leaf, sliced in zip(leaves, self.sliced, strict=True)
+            [leaf] * count if axis is None else cut(leaf, self.sizes, axis)
+            for leaf, axis in zip(leaves, self.axes, strict=True)
         ]
         return [list(row) for row in zip(*columns, strict=True)]
 
@@ -98,43 +97,46 @@ class SplitPlan:
         present = [piece for piece in pieces if piece is not None]
         if not present:
             return None
-        if not self.sliced[index]:
+        axis = self.axes[index]
+        if axis is None:
             # Neither an in-place sum nor sum(): a piece may be shared, and sum() would add a zero first.
             return list(accumulate(present, torch.add))[-1]
         if len(self.sizes) == 1:
             return present[0]
         filled = [
-            _rows_like(like, size, self.axis, 0) if piece is None else piece
+            _rows_like(like, size, axis, 0) if piece is None else piece
             for piece, size in zip(pieces, self.sizes, strict=True)
         ]
-        return torch.cat(filled, self.axis)
+        return torch.cat(filled, axis)
 
 
-def plan_split(value: Any, chunks: int, *, axis: int = 0, where: str = "input") -> tuple[SplitPlan, list[Any]]:
+def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") -> tuple[SplitPlan, list[Any]]:
     """Plan how to cut ``value`` into at most ``chunks`` micro-batches; also its leaves, without ``NoChunk``.
 
-    Tensors with at least one dimension are cut along ``axis``. Tensors without dimensions, other objects and
+    Tensors with at least one dimension are cut along ``axis``: an int for all of them, or nested as ``value`` is
+    (see :func:`weft.core.tree.spread`). Tensors without dimensions or with ``None`` for an axis, other objects and
     what stands in ``NoChunk`` go whole to every micro-batch. ``where`` is the value's name in messages.
 
     Raises ``BatchError`` if ``chunks`` is below one, if there is no tensor to cut, if one has no such axis,
-    if their lengths along it differ, or if one is sparse or nested; it names all of them.
+    if their lengths along it differ, or if one is sparse or nested; it names all of them. Raises ``SpecError`` if
+    ``axis`` is not nested as ``value`` is.
     """
     leaves, structure = flatten(value)
-    whole = [False] * len(leaves)
+    wanted: list[int | None] = spread(axis, structure, where)
     if any(isinstance(leaf, NoChunk) for leaf in leaves):
-        leaves, structure, whole = _unwrap(leaves, structure)
-    sliced = tuple(
-        isinstance(leaf, Tensor) and leaf.dim() > 0 and not kept for leaf, kept in zip(leaves, whole, strict=True)
+        leaves, structure, wanted = _unwrap(leaves, structure, wanted)
+    axes = tuple(
+        each if isinstance(leaf, Tensor) and leaf.dim() > 0 else None for leaf, each in zip(leaves, wanted, strict=True)
     )
     if chunks > 1:
-        _check_dense(leaves, structure, sliced, where)
-    rows = _common_rows(leaves, structure, sliced, axis, where)
+        _check_dense(leaves, structure, axes, where)
+    rows = _common_rows(leaves, structure, axes, where)
     if rows is None:
         raise BatchError(
             f"{where}: there is no tensor to cut into micro-batches along axis {axis} "
             f"(saw {_kinds(leaves)}); give at least one tensor with a batch axis that is not in NoChunk"
         )
-    return SplitPlan(structure, micro_sizes(rows, chunks), sliced, axis), leaves
+    return SplitPlan(structure, micro_sizes(rows, chunks), axes), leaves
 
 
 def split(value: Any, chunks: int, *, axis: int = 0) -> list[Any]:
@@ -200,18 +202,21 @@ def _open(leaf: Any) -> Any:
     return map_leaves(_open, leaf.value) if isinstance(leaf, NoChunk) else leaf
 
 
-def _unwrap(leaves: Sequence[Any], structure: Structure) -> tuple[list[Any], Structure, list[bool]]:
-    """Open every ``NoChunk``; also the new structure, and for each new leaf whether it stood in one."""
+def _unwrap(
+    leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None]
+) -> tuple[list[Any], Structure, list[int | None]]:
+    """Open every ``NoChunk``; also the new structure, and the axis of each new leaf: None for what stood in one."""
     opened = [_open(leaf) for leaf in leaves]
-    whole: list[bool] = []
-    for leaf, inner in zip(leaves, opened, strict=True):
-        whole += [isinstance(leaf, NoChunk)] * len(flatten(inner)[0])
-    return *flatten(unflatten(structure, opened)), whole
+    of_opened: list[int | None] = []
+    for leaf, inner, axis in zip(leaves, opened, axes, strict=True):
+        of_opened += [None if isinstance(leaf, NoChunk) else axis] * len(flatten(inner)[0])
+    return *flatten(unflatten(structure, opened)), of_opened
 
 
-def _check_dense(leaves: Sequence[Any], structure: Structure, sliced: Sequence[bool], where: str) -> None:
+def _check_dense(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> None:
     """Sparse and nested tensors have no views of some of their rows."""
-    odd = [taken and (x.is_nested or x.layout is not torch.strided) for x, taken in zip(leaves, sliced, strict=True)]
+    pairs = zip(leaves, axes, strict=True)
+    odd = [axis is not None and (x.is_nested or x.layout is not torch.strided) for x, axis in pairs]
     if not any(odd):
         return
     named = zip(structure_paths(structure, where), leaves, odd, strict=True)
@@ -223,31 +228,33 @@ def _check_dense(leaves: Sequence[Any], structure: Structure, sliced: Sequence[b
     raise BatchError(listed(headline, faults))
 
 
-def _common_rows(
-    leaves: Sequence[Any], structure: Structure, sliced: Sequence[bool], axis: int, where: str
-) -> int | None:
+def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> int | None:
     """The one length of all tensors that are cut; ``None`` if there is none."""
-    tensors = [leaf for leaf, taken in zip(leaves, sliced, strict=True) if taken]
-    if not tensors:
+    taken = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+    if not taken:
         return None
-    if all(has_axis(each, axis) for each in tensors) and len({each.shape[axis] for each in tensors}) == 1:
-        return tensors[0].shape[axis]
-    names = [name for name, taken in zip(structure_paths(structure, where), sliced, strict=True) if taken]
+    lengths = {leaf.shape[axis] if has_axis(leaf, axis) else None for leaf, axis in taken}
+    if len(lengths) == 1 and None not in lengths:
+        return lengths.pop()
+    several = len({axis for _, axis in taken}) > 1
     faults = [
-        f"{name}: {f'{each.shape[axis]} rows' if has_axis(each, axis) else 'no such axis'}, shape {tuple(each.shape)}"
-        for name, each in zip(names, tensors, strict=True)
+        f"{name}: {f'{leaf.shape[axis]} rows' if has_axis(leaf, axis) else 'no such axis'}"
+        f"{f' (axis {axis})' * several}, shape {tuple(leaf.shape)}"
+        for name, leaf, axis in zip(structure_paths(structure, where), leaves, axes, strict=True)
+        if axis is not None
     ]
+    along = "their batch axes" if several else f"axis {taken[0][1]}"
     headline = (
-        f"{where}: all tensors of a mini-batch must have the same length along axis {axis}. "
-        "Make them equal, or wrap what every micro-batch needs whole in NoChunk(...):"
+        f"{where}: all tensors of a mini-batch must have the same length along {along}. Make them equal, wrap what "
+        "every micro-batch needs whole in NoChunk(...), or say which axis holds the rows (batch_dim= of a Pipe):"
     )
     raise BatchError(listed(headline, faults))
 
 
 def _rows_of(value: Any, axis: int) -> int | None:
     leaves, structure = flatten(value)
-    taken = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
-    return _common_rows(leaves, structure, taken, axis, "value")
+    axes = [axis if isinstance(leaf, Tensor) and leaf.dim() > 0 else None for leaf in leaves]
+    return _common_rows(leaves, structure, axes, "value")
 
 
 def _kinds(leaves: Sequence[Any]) -> str:

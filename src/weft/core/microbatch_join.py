@@ -20,28 +20,28 @@ from torch import Tensor
 
 from weft.core.errors import BatchError, listed
 from weft.core.leaves import hidden_tensors
-from weft.core.tree import OPEN, Structure, difference, structure_paths
+from weft.core.tree import OPEN, Structure, difference, spread, structure_paths
 
 
 @dataclass(frozen=True)
 class JoinPlan:
     """How the results of the micro-batches become one, and how its gradient is cut again.
 
-    ``lengths`` holds, for every leaf, the rows of each piece along ``axis``; ``None`` for a leaf that is no
-    tensor. (A tensor without that axis, which only a single piece may have, counts as one row.)
+    ``lengths`` holds, for every leaf, the rows of each piece along its axis of ``axes``; ``None`` for a leaf that is
+    no tensor. (A tensor without that axis, which only a single piece may have, counts as one row.)
     """
 
     structure: Structure
     lengths: tuple[tuple[int, ...] | None, ...]
-    axis: int = 0
+    axes: tuple[int, ...]
 
     def join(self, pieces_leaves: Sequence[Sequence[Any]]) -> list[Any]:
         """The flat leaves of the joined result. A single piece is returned as it is, not copied."""
         if len(pieces_leaves) == 1:
             return list(pieces_leaves[0])
         return [
-            column[0] if lengths is None else torch.cat(column, self.axis)
-            for column, lengths in zip(zip(*pieces_leaves, strict=True), self.lengths, strict=True)
+            column[0] if lengths is None else torch.cat(column, axis)
+            for column, lengths, axis in zip(zip(*pieces_leaves, strict=True), self.lengths, self.axes, strict=True)
         ]
 
     def split_gradient(self, index: int, grad: Tensor) -> list[Tensor]:
@@ -52,27 +52,29 @@ class JoinPlan:
         lengths = self.lengths[index]
         if lengths is None:
             raise BatchError(f"leaf {index} of the joined value is no tensor and has no gradient")
-        return cut(grad, lengths, self.axis)
+        return cut(grad, lengths, self.axes[index])
 
 
 def plan_join(
-    pieces_leaves: Sequence[Sequence[Any]], structure: Structure, *, axis: int = 0, where: str = "output"
+    pieces_leaves: Sequence[Sequence[Any]], structure: Structure, *, axis: Any = 0, where: str = "output"
 ) -> JoinPlan:
     """Plan how to join the flat leaves of the micro-batches' results, all nested as ``structure`` says.
 
-    Raises ``BatchError`` that lists every leaf which cannot be joined. What is no tensor must be equal in all
-    pieces; tensors must agree in dtype and in every axis but ``axis``, and must have that axis.
-    :func:`common_structure` checks the nesting.
+    ``axis`` is an int, or nested as the results are. Raises ``BatchError`` that lists every leaf which cannot be
+    joined. What is no tensor must be equal in all pieces; tensors must agree in dtype and in every axis but theirs of
+    ``axis``, and must have that one. :func:`common_structure` checks the nesting. Raises ``SpecError`` if ``axis`` is
+    not nested as the results are.
     """
     if not pieces_leaves:
         raise BatchError(f"{where}: there is no micro-batch to join")
-    found = [_lengths(column, axis) for column in zip(*pieces_leaves, strict=True)]
+    axes = tuple(spread(axis, structure, where))
+    found = [_lengths(column, each) for column, each in zip(zip(*pieces_leaves, strict=True), axes, strict=True)]
     lengths = tuple(each for each in found if not isinstance(each, str))
     if len(lengths) < len(found):
         named = zip(structure_paths(structure, where), found, strict=True)
         faults = [f"{name} {fault}" for name, fault in named if isinstance(fault, str)]
         raise BatchError(listed(f"{where}: the results of the micro-batches cannot be joined:", faults))
-    return JoinPlan(structure, lengths, axis)
+    return JoinPlan(structure, lengths, axes)
 
 
 def common_structure(structures: Sequence[Structure], *, where: str = "output") -> Structure:

@@ -115,6 +115,28 @@ nested_map = map_leaves
 nested_compare = compare
 
 
+def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
+    """One entry of ``prefix`` per leaf: what stands there for a whole part of the value, holds for all its leaves.
+
+    ``prefix`` is nested as the value down to where it is neither dict, list nor tuple. Raises ``SpecError`` that names
+    the first place where the nesting differs.
+    """
+    if not isinstance(prefix, dict | list | tuple):
+        return [prefix] * structure.num_leaves
+    keys = None if structure.is_leaf() else _mapping_keys(structure)
+    entries = cast("dict[Any, Any] | list[Any] | tuple[Any, ...]", prefix)
+    if isinstance(entries, dict):
+        fits = keys is not None and entries.keys() == set(keys)
+        entries = [entries[key] for key in keys or ()] if fits else []
+    else:
+        fits = keys is None and not structure.is_leaf() and len(entries) == structure.num_children
+    if not fits:
+        raise SpecError(f"{root or 'the value'} is {_describe(structure)}, but {prefix!r} is given for it")
+    names = _keys(structure)
+    parts = zip(entries, structure.children(), names, strict=True)
+    return [each for entry, child, name in parts for each in spread(entry, child, root + name)]
+
+
 def _mapping_keys(structure: Structure) -> list[Any] | None:
     """The keys of a dict-like node; ``None`` for every other node."""
     if not (isinstance(structure.type, type) and issubclass(structure.type, dict)):

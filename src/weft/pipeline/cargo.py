@@ -25,15 +25,16 @@ class Cargo:
     `shared` are those that more than one micro-batch gets whole.
     """
 
-    def __init__(self, parts: Sequence[Any], chunks: int) -> None:
-        """`parts` are the input, and the target where there is one. Raises BatchError as `plan_split` does."""
-        self.split, self._leaves = _planned(parts, chunks)
+    def __init__(self, parts: Sequence[Any], chunks: int, axis: Any = 0) -> None:
+        """`parts` are the input, and the target where there is one; `axis` holds the rows: an int, or nested as the
+        parts are. Raises BatchError and SpecError as `plan_split` does."""
+        self.split, self._leaves = _planned(parts, chunks, axis)
         self._structures = [self.split.structure] if len(parts) == 1 else self.split.structure.children()
         self._wanted = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
         self.tensors: list[Tensor] = [x for x, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
-        pairs = zip(self._leaves, self.split.sliced, strict=True)
+        pairs = zip(self._leaves, self.split.axes, strict=True)
         several = self.micro_batches > 1
-        self.shared = [x for x, sliced in pairs if several and not sliced and isinstance(x, Tensor)]
+        self.shared = [x for x, axis in pairs if several and axis is None and isinstance(x, Tensor)]
 
     @property
     def micro_batches(self) -> int:
@@ -90,11 +91,11 @@ class Cargo:
         return parts
 
 
-def _planned(values: Sequence[Any], chunks: int) -> tuple[SplitPlan, list[Any]]:
+def _planned(values: Sequence[Any], chunks: int, axis: Any) -> tuple[SplitPlan, list[Any]]:
     """One plan for all parts together, since their rows must agree."""
     if len(values) == 1:
-        return plan_split(values[0], chunks, where="input")
-    return plan_split(tuple(values), chunks, where="(input, target)")
+        return plan_split(values[0], chunks, axis=axis, where="input")
+    return plan_split(tuple(values), chunks, axis=axis, where="(input, target)")
 
 
 @runtime_checkable
@@ -121,9 +122,11 @@ class Outcome(Protocol):
 class JoinedOutput:
     """The outputs of the micro-batches, joined along their batch axis; what is no tensor is passed through."""
 
-    def __init__(self, given: Sequence[Tensor] = ()) -> None:
-        """`given` are the tensors of the mini-batch, with which no output is to share memory."""
+    def __init__(self, given: Sequence[Tensor] = (), axis: Any = 0) -> None:
+        """`given` are the tensors of the mini-batch, with which no output is to share memory; `axis` holds the rows:
+        an int, or nested as the output is."""
         self._given = given
+        self._axis = axis
         self._plan: JoinPlan | None = None
         self._structure = LEAF
         self._rest: list[Any] = []
@@ -165,7 +168,7 @@ class JoinedOutput:
         flat = [flatten(result) for result in results]
         columns = [leaves for leaves, _ in flat]
         self._structure = common_structure([structure for _, structure in flat])
-        self._plan = plan_join(columns, self._structure)
+        self._plan = plan_join(columns, self._structure, axis=self._axis)
         joined = self._plan.join(columns)
         return columns, joined if len(columns) > 1 else self._apart(joined)
 

@@ -23,6 +23,7 @@ from weft.core.run import Watcher
 from weft.core.schedule import Schedule
 from weft.core.transforms import forbid_exporting, forbid_tracing
 from weft.core.untraced import untraced
+from weft.pipeline.batch_dim import BatchDim, BatchDims, OutputBatchDim, check_batch_dims
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.loss import LossFunction
 from weft.pipeline.runtime import Request, Runtime, on_meta
@@ -51,6 +52,12 @@ class Pipe(nn.Module):
         module: the model. Its layers become the pipe's own children, under the same names; a skippable layer
             may hand tensors to layers further on (see `weft.skippable`).
         chunks: into how many micro-batches a mini-batch is cut (fewer when it has fewer rows).
+        batch_dim: the axis of the rows, 0 where nothing is said: an int for all tensors that go in and come out; or
+            for what goes in a tuple with one entry per positional argument, or a dict by position and by keyword
+            (``"target"`` is one). An entry is an int, nested as the argument is, or ``None`` for what every
+            micro-batch needs whole.
+        output_batch_dim: the axis of the rows of what comes out: an int, or nested as the output is. Default: as
+            `batch_dim`, if that is an int. Modules that are known to have their rows on another axis are refused.
         devices: one per stage; may repeat, also ``["cpu", "cpu"]``, which really runs two workers. Default:
             all CUDA devices, else the CPU twice. Layers are moved there, but for those on the meta device.
         balance: how many layers each stage has. Default: as even as possible by the time that each layer takes
@@ -90,6 +97,8 @@ class Pipe(nn.Module):
         module: nn.Sequential,
         *,
         chunks: int,
+        batch_dim: BatchDim | None = None,
+        output_batch_dim: OutputBatchDim | None = None,
         devices: Sequence[str | int | torch.device] | str | int | torch.device | None = None,
         balance: Sequence[int] | None = None,
         checkpoint: Checkpoint | Sequence[Checkpoint | CheckpointRule] | CheckpointRule = "except_last",
@@ -104,6 +113,8 @@ class Pipe(nn.Module):
         layers = layers_of(module)
         verify_skippables(module)
         check_arguments(chunks, executor, loss, loss_reduction, schedule, deferred_batch_norm)
+        self._dims = BatchDims(batch_dim, output_batch_dim)
+        check_batch_dims(layers, batch_dim, self._dims)
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.schedule = schedule
@@ -127,12 +138,13 @@ class Pipe(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for a mini-batch, or with a `loss` and ``target=`` its loss.
 
-        Tensors of the arguments are cut along axis 0 and must agree in length; wrap in `weft.NoChunk` what every
-        micro-batch needs whole. The first layer gets the arguments as they are, each other layer what the one
-        before it returned. Outputs are joined along axis 0.
+        Tensors of the arguments are cut along axis 0, or `batch_dim`, and must agree in length; wrap in `weft.NoChunk`
+        what every micro-batch needs whole. The first layer gets the arguments as they are, each other layer what the
+        one before it returned. Outputs are joined along axis 0, or `output_batch_dim`.
 
-        Raises BatchError when the mini-batch cannot be cut or the outputs cannot be joined, DeviceError when a
-        layer is not where its stage runs. An exception of a layer passes through, with a note of where it was.
+        Raises BatchError when the mini-batch cannot be cut or the outputs cannot be joined, SpecError or UsageError
+        when `batch_dim` does not fit the arguments, DeviceError when a layer is not where its stage runs. An exception
+        of a layer passes through, with a note of where it was.
         """
         forbid_exporting()
         return untraced(self._forward, args, kwargs)
@@ -144,7 +156,8 @@ class Pipe(nn.Module):
         if self._loss[0] is not None and "target" in kwargs:
             targets = (kwargs.pop("target"),)
         main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
-        request = Request(main, targets, self.chunks, self.schedule, self._watcher)
+        axis = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets))
+        request = Request(main, targets, axis, self.chunks, self.schedule, self._watcher)
         try:
             return runtime.serve(request, training=self.training)
         except TypeError as error:
@@ -251,6 +264,7 @@ class Pipe(nn.Module):
                 self.checkpoint,
                 self.executor,
                 *self._loss,
+                self._dims,
                 may_merge=self.schedule in SCHEDULES,
                 splits=splits,
             )

@@ -21,6 +21,7 @@ from weft.core.run import Watcher
 from weft.core.schedule import Schedule
 from weft.core.segment import Keep
 from weft.core.transforms import forbid_transforms
+from weft.pipeline.batch_dim import BatchDims
 from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
 from weft.pipeline.collectives import forbid_workers, talkers
 from weft.pipeline.layout import Layouts
@@ -47,6 +48,7 @@ class Runtime:
         executor: str,
         loss: LossFunction | None,
         reduction: str,
+        dims: BatchDims,
         *,
         may_merge: bool,
         splits: bool,
@@ -60,6 +62,7 @@ class Runtime:
         self._plans: dict[tuple[str, bool], Plan] = {}
         self._loss = None if loss is None else LossStage(len(self.stages), loss, devices[-1])
         self._reduction = reduction
+        self._dims = dims
         self._cuts = executor != "graph"
         self._surroundings: Ambient | None = None
         self._silent: set[Hashable] = set()
@@ -95,7 +98,7 @@ class Runtime:
 
         Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads.
         """
-        cargo = Cargo([request.main, *request.targets], request.chunks)
+        cargo = Cargo([request.main, *request.targets], request.chunks, request.axis)
         kind = Kind(
             torch.is_grad_enabled(), training, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length()
         )
@@ -161,7 +164,9 @@ class Runtime:
         return any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
 
     def _outcome(self, request: "Request", cargo: Cargo) -> Outcome:
-        return WeightedLoss(_weights(cargo.rows, self._reduction)) if request.targets else JoinedOutput(cargo.given)
+        if request.targets:
+            return WeightedLoss(_weights(cargo.rows, self._reduction))
+        return JoinedOutput(cargo.given, self._dims.outputs)
 
     def _visible(self, order: Order) -> Any:
         """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
@@ -227,6 +232,7 @@ class Request(NamedTuple):
 
     main: Any
     targets: tuple[Any, ...]
+    axis: Any
     chunks: int
     schedule: str | Schedule
     watcher: Watcher | None

@@ -61,6 +61,8 @@ class Caffe2LSTM(nn.Module):
     i2h_b: Tensor
     gates_t_w: Tensor
     gates_t_b: Tensor
+    batch_first = False
+    """Time is always on axis 0; said as `nn.LSTM` says it, for whoever has to know."""
 
     def __init__(
         self,
