@@ -1,6 +1,7 @@
 """What a crash, a full disk or a return to an older state leaves of a journal can be read, and replayed."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,10 @@ class Life:
         elif what == "commit":
             self.live.commit(str(self.name), client="ann")
             self.name += 1
+        elif what == "discard":
+            self.live.discard(str(self.name), client="ann")
+            self.live.statistics()  # drops what was discarded
+            self.name += 1
         elif what.startswith("save"):
             self.saved[what[4:]], self.wholes[what[4:]] = self.live.state_dict(), not len(self.live.engine.parts.sums)
         elif what == "crash":
@@ -166,7 +171,7 @@ class Life:
         work(self.live)
 
 
-ACTS = ["step", "step", "add", "add", "commit", "save", "save b", "load", "load b", "crash"]
+ACTS = ["step", "step", "add", "add", "commit", "discard", "save", "save b", "load", "load b", "crash"]
 
 
 @given(st.lists(st.sampled_from(ACTS), max_size=30), st.booleans())
@@ -177,7 +182,7 @@ def test_the_entries_after_any_returns_replay_to_the_bytes_of_the_expert(history
     for what in [*history, "step"]:
         life.act(what)
     entries = read_journal(life.lines)
-    batches = [each for each in entries if each.kind != "restored"]
+    batches = [each for each in entries if each.kind in ("backward", "commit")]
     assert [each.place for each in batches] == sorted({each.place for each in batches})
     again = fussy_backend(norm=norm)
     assert replay(again, entries, life.store.fetch) == len(batches)
@@ -191,6 +196,35 @@ def test_the_entries_after_any_returns_replay_to_the_bytes_of_the_expert(history
             again.load_state_dict(saved)
             replay(again, [each for each in entries if each.place > place], life.store.fetch)
             assert weights(again) == weights(life.live)
+
+
+def test_more_mini_batches_may_be_discarded_than_may_be_open_and_the_log_still_replays() -> None:
+    life = Life(norm=False)
+    for what in [*["add", "add", "discard"] * 20, "add", "commit", "step"]:
+        life.act(what)
+    entries = read_journal(life.lines)
+    assert [each.kind for each in entries].count("dropped") == 20
+    again = fussy_backend()
+    assert replay(again, entries, life.store.fetch) == 43 and weights(again) == weights(life.live)
+    assert not len(again.engine.parts.sums)
+    unsaid = [each for each in entries if each.kind != "dropped"]  # as journals were once
+    with pytest.raises(ReplayError, match=r"the backward batch .* cannot be replayed .* QuotaError: .* 8 mini-batches"):
+        replay(fussy_backend(), unsaid, life.store.fetch)
+
+
+@pytest.mark.parametrize("terms", [True, False])
+def test_a_mini_batch_of_which_a_part_ran_before_the_state_is_not_replayed(terms: bool) -> None:
+    life = Life(norm=False)
+    for what in ("add", "save", *["add"] * terms, "commit"):
+        life.act(what)
+    entries = [each for each in read_journal(life.lines) if each.place > (0, 1)]
+    if not terms:
+        entries = [replace(each, terms=0) for each in entries]  # as journals were once
+    again = fussy_backend()
+    again.load_state_dict(life.saved[""])
+    told = r"1 of the 2 backward batches of mini-batch '0' ran" if terms else "commit batch .* no open mini-batch '0'"
+    with pytest.raises(ReplayError, match=told):
+        replay(again, entries, life.store.fetch)
 
 
 def test_a_state_that_another_expert_made_is_not_taken_for_one_of_the_same_step() -> None:
@@ -285,6 +319,7 @@ WRONG: dict[str, list[Any]] = {
     "failed": [0, "no"],
     "batch": [-1, None],
     "branch": [None, 5],
+    "terms": [-1, "2"],
     "members": [None, {}, "ab", [1], [{}], [{"client": 1}], [None]],
     "new": [0],
 }

@@ -104,7 +104,7 @@ class Engine:
 
     def forget_pending(self) -> None:
         """The weights were replaced: nothing that was computed for the old ones is of use."""
-        self._lose(self.parts.sums.all())
+        self._lose(self.parts.sums.all(), log=False)  # the journal says that a state was loaded
         self.parts.kept.void()
 
     def _settled(self, tasks: Sequence[Task], attempt: "Callable[[Sequence[Task]], Drafted]") -> list[Answer]:
@@ -113,16 +113,22 @@ class Engine:
             self.retried += failures
             return answers
 
-    def _lose(self, owners: Mapping[Owner, str | None]) -> None:
+    def _lose(self, owners: Mapping[Owner, str | None], *, log: bool = True) -> None:
         """Drop these sums, with their principals; their authors may not know."""
         for owner, principal in owners.items():
-            self.parts.sums.remove(owner)
+            self._remove(owner, log=log)
             self.parts.records.drop_mini_batch(*owner, principal)
 
     def _refuse(self, owner: Owner) -> None:
         """A commit fails, and its author hears of it: the sum is gone, and may be built again."""
-        self.parts.sums.remove(owner)
+        self._remove(owner)
         self.parts.records.forget_mini_batch(*owner)
+
+    def _remove(self, owner: Owner, *, log: bool = True) -> None:
+        """Remove a sum that was not applied, if there is one."""
+        if log and owner in self.parts.sums:
+            self.parts.stepper.log_dropped(*owner)
+        self.parts.sums.remove(owner)
 
     # Attempts: whatever happens in them, the expert is as before.
 
@@ -200,7 +206,7 @@ class Engine:
             for task, copy in zip(tasks, copies, strict=True):
                 if copy is not None:
                     self.parts.records.requests("commit").record(task, copy, self.parts.stepper.steps)
-            self.parts.stepper.log("commit", tasks, 0)
+            self.parts.stepper.log("commit", tasks, 0, terms=total.terms)
 
         return Drafted(apply, results)
 

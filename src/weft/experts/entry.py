@@ -34,12 +34,14 @@ class Entry:
 
     ``failed`` says that the optimizer raised on it: what came after cannot be replayed. ``batch`` is the number of
     backward batches after it. A ``state_dict`` lies where its ``steps`` and ``backward_batches`` are those of an entry.
-    ``restored`` is no batch: a state that lies there was loaded. ``evaluation``: the module ran as after ``eval()``.
+    ``restored`` is no batch: a state that lies there was loaded. Nor is ``dropped``: the sum of this mini-batch was
+    discarded, refused or too old. ``evaluation``: the module ran as after ``eval()``. ``terms``: the number of backward
+    batches in the sum of a ``commit``; 0 where it is not known.
     ``branch`` is the name of what ran from one load of a state to the next, by which histories are told apart that have
     a place in common; empty where it is not known.
     """
 
-    kind: Literal["backward", "commit", "restored"]
+    kind: Literal["backward", "commit", "dropped", "restored"]
     step: int
     seed: int
     mini_batch: str | None
@@ -49,6 +51,7 @@ class Entry:
     batch: int = 0
     evaluation: bool = False
     branch: str = ""
+    terms: int = 0
 
     @staticmethod
     def of(
@@ -59,11 +62,12 @@ class Entry:
         failed: bool = False,
         batch: int = 0,
         branch: str = "",
+        terms: int = 0,
     ) -> "Entry":
         """What is to be said of these tasks."""
         members = tuple(Member(task.client, task.key, task.rows, task.number) for task in tasks)
         one, threads = tasks[0], torch.get_num_threads()
-        return Entry(kind, step, seed, one.mini_batch, members, threads, failed, batch, one.evaluation, branch)
+        return Entry(kind, step, seed, one.mini_batch, members, threads, failed, batch, one.evaluation, branch, terms)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -76,8 +80,10 @@ class Entry:
         return self.place == state.place and not (known and self.branch != state.branch)
 
     def to_json(self) -> str:
-        """One line."""
-        return json.dumps(asdict(self))
+        """One line. What has its default is left out: there are many lines."""
+        return json.dumps(
+            {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name, MISSING)}
+        )
 
     @staticmethod
     def from_json(line: str) -> "Entry":
@@ -87,6 +93,10 @@ class Entry:
             raise UsageError(listed(f"this is no line of an expert's journal: {line[:80]!r}", faults))
         members = tuple(Member(**member) for member in found.pop("members"))
         return Entry(members=members, **found)
+
+
+_DEFAULTS = {one.name: one.default for one in fields(Entry) if one.default is not MISSING}
+_KINDS = ("backward", "commit", "dropped", "restored")
 
 
 def is_torn(line: str) -> bool:
@@ -110,7 +120,7 @@ def _is_word(value: Any) -> bool:
 
 
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "kind": ("'backward', 'commit' or 'restored'", lambda value: value in ("backward", "commit", "restored")),
+    "kind": (f"one of {', '.join(map(repr, _KINDS))}", lambda value: value in _KINDS),
     "step": ("an int of at least 0", lambda value: _is_int(value, 0)),
     "seed": ("an int from 0 to 2 ** 64 - 1", lambda value: _is_int(value, 0) and value < 1 << 64),
     "mini_batch": ("a str or null", _is_word),
@@ -120,6 +130,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "batch": ("an int of at least 0", lambda value: _is_int(value, 0)),
     "evaluation": ("true or false", lambda value: isinstance(value, bool)),
     "branch": ("a str", lambda value: isinstance(value, str)),
+    "terms": ("an int of at least 0", lambda value: _is_int(value, 0)),
     "client": ("a str or null", _is_word),
     "key": ("a str or null", _is_word),
     "rows": ("an int of at least 1", lambda value: _is_int(value, 1)),

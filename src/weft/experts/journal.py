@@ -77,7 +77,7 @@ class Journal:
                     self._file.append(self._mark + entry.to_json() + "\n")
                     self._mark = ""
         finally:  # the batch counts, whether or not the disk is full
-            if self._listener is not None:
+            if self._listener is not None and entry.kind != "dropped":
                 self._listener(entry, tasks)
 
     def restored(self, step: int, batch: int, branch: str = "") -> None:

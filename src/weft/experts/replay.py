@@ -16,7 +16,9 @@ from torch import Tensor
 from weft.core.errors import listed
 from weft.experts.backend import ExpertBackend
 from weft.experts.entry import Entry, Member
-from weft.experts.errors import ReplayError
+from weft.experts.errors import CommitError, ReplayError
+from weft.experts.isolation import Offence
+from weft.experts.sums import Owner
 from weft.experts.task import Task
 
 Fetch = Callable[[Member], Sequence[Tensor]]
@@ -27,22 +29,24 @@ def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> in
     """Run logged batches on a backend that is in the state before the first of them; how many ran.
 
     Those after a ``state_dict`` are the entries whose ``place`` is greater than its ``(steps, backward_batches)``.
-    Nobody else may use the backend meanwhile. Raises `ReplayError` if the log does not fit its state, and
-    what the batches raise; the batches before that have run.
+    Nobody else may use the backend meanwhile. Raises `ReplayError` if the log does not fit its state or its options,
+    such as a mini-batch of which a part ran before that state, and what module and optimizer raise; the batches before
+    that have run.
     """
     count = 0
     for entry in entries:
         _check(backend, entry)
-        if entry.kind == "restored":
-            _forget_sums(backend)
+        if entry.kind in ("restored", "dropped"):
+            _forget_sums(backend, entry)
             continue
-        with _threads(entry.threads):
-            backend.engine.redo(
-                entry.kind,
-                [_task(backend, entry, member, fetch) for member in entry.members],
-                entry.seed,
-                entry.branch,
-            )
+        tasks = [_task(backend, entry, member, fetch) for member in entry.members]
+        try:
+            with _threads(entry.threads):
+                backend.engine.redo(entry.kind, tasks, entry.seed, entry.branch)
+        except Offence as error:
+            raise _unfit(backend, entry, next(iter(error.errors.values()))) from error
+        except CommitError as error:
+            raise _unfit(backend, entry, error) from error
         if backend.steps != entry.step:
             raise ReplayError(f"expert {backend.name!r} is at step {backend.steps} after a batch of step {entry.step}")
         count += 1
@@ -62,7 +66,7 @@ def _task(backend: ExpertBackend, entry: Entry, member: Member, fetch: Fetch) ->
 
 def _check(backend: ExpertBackend, entry: Entry) -> None:
     steps = 1 if entry.kind == "commit" or (entry.mini_batch is None and backend.optimizer is not None) else 0
-    steps, batches = (0, 0) if entry.kind == "restored" else (steps, entry.kind == "backward")
+    steps, batches = (0, 0) if entry.kind in ("restored", "dropped") else (steps, entry.kind == "backward")
     before = backend.engine.backward_batches
     faults: list[str] = []
     if entry.failed:
@@ -75,18 +79,36 @@ def _check(backend: ExpertBackend, entry: Entry) -> None:
         faults.append(f"{before} backward batches ran on the expert, but {entry.batch - batches} before this batch")
     if faults and entry.kind == "restored":
         faults.append("it went on from another state there; `read_journal` drops what did not lead to that")
+    terms = backend.engine.parts.sums.terms(_owners(entry)[0]) if entry.members else 0
+    if entry.kind == "commit" and entry.terms and terms != entry.terms:
+        faults.append(
+            f"{terms} of the {entry.terms} backward batches of mini-batch {entry.mini_batch!r} ran on the expert; "
+            "begin with a state from before its first one"
+        )
     if not entry.members and entry.kind != "restored":
         faults.append("the batch has no members")
     if faults:
         raise ReplayError(listed(f"a batch cannot be replayed on expert {backend.name!r}:", faults))
 
 
-def _forget_sums(backend: ExpertBackend) -> None:
+def _forget_sums(backend: ExpertBackend, entry: Entry) -> None:
     """Open mini-batches are no part of a state that is loaded, and their names may be used anew."""
     with backend.engine.lock:
         sums = backend.engine.parts.sums
-        for owner in list(sums.all()):
+        for owner in sums.all() if entry.kind == "restored" else _owners(entry):
             sums.remove(owner)
+
+
+def _owners(entry: Entry) -> list[Owner]:
+    """Whose mini-batch it is."""
+    return [(member.client, entry.mini_batch or "") for member in entry.members]
+
+
+def _unfit(backend: ExpertBackend, entry: Entry, error: BaseException) -> ReplayError:
+    return ReplayError(
+        f"the {entry.kind} batch that led to step {entry.step} cannot be replayed on expert {backend.name!r}: "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 @contextmanager

@@ -6,13 +6,14 @@ gradients ── own ──> .grad ── hooks ── apply_gradients ──> w
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from weft.experts.entry import Entry
+from weft.experts.entry import Entry, Member
 from weft.experts.errors import StepError
 from weft.experts.gradients import own
 from weft.experts.journal import Journal
@@ -88,15 +89,25 @@ class Stepper:
         finally:
             self._next_branch = token_hex(8)
 
-    def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False) -> None:
-        """Put a batch into the journal. A full disk must not make a step that was taken look like one that was not."""
+    def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False, terms: int = 0) -> None:
+        """Put a batch into the journal. ``terms``: of the sum that a commit applied."""
         if failed:  # a commit stays at its place: what a state of there has in it is told by its branch
             self._next_branch = token_hex(8)
         self.branch = self._next_branch
+        self._write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches, self.branch, terms), tasks)
+
+    def log_dropped(self, client: str | None, mini_batch: str) -> None:
+        """Put into the journal that the sum of a mini-batch is gone, and was not applied."""
+        members = (Member(client, None, 1, 0),)
+        entry = Entry("dropped", self.steps, 0, mini_batch, members, torch.get_num_threads(), batch=self.batches)
+        self._write(replace(entry, branch=self.branch), ())
+
+    def _write(self, entry: Entry, tasks: Sequence[Task]) -> None:
+        """A full disk must not make a step that was taken look like one that was not."""
         if self._journal is None:
             return
         try:
-            self._journal.write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches, self.branch), tasks)
+            self._journal.write(entry, tasks)
         except Exception:
             self.journal_failures += 1
 

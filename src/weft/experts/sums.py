@@ -67,6 +67,7 @@ class OpenSum:
 
     parameters: list[nn.Parameter]
     total: GradientSum
+    terms: int = 0
     touched: float = 0.0
     principal: str | None = None
     stream: CallerStream | None = None  # by which the last gradient came
@@ -127,7 +128,12 @@ class Sums:
             self._open[owner] = OpenSum(list(parameters), total, principal=task.principal)
         one = self._open[owner]
         one.total.add(gradients)
+        one.terms += 1
         one.touched, one.stream = self._clock(), task.stream
+
+    def terms(self, owner: Owner) -> int:
+        """The number of gradients in a sum; 0 if it is not open."""
+        return self._open[owner].terms if owner in self._open else 0
 
     def get(self, owner: Owner) -> OpenSum:
         """The sum to commit. Raises `CommitError` if there is none."""
