@@ -7,7 +7,7 @@ zoo.py      every cell of the zoo, by name
 
 from collections.abc import Callable
 
-from benchmarks.recurrent import first, grid, lengths, memory, small, wavefront
+from benchmarks.recurrent import first, grid, lengths, memory, small
 from benchmarks.table import Table
 
 BENCHMARKS: dict[str, Callable[[bool], Table]] = {
@@ -16,5 +16,4 @@ BENCHMARKS: dict[str, Callable[[bool], Table]] = {
     "lengths": lengths.run,
     "memory": memory.run,
     "first": first.run,
-    "wavefront": wavefront.run,
 }

@@ -21,10 +21,7 @@ from torch import Tensor
 from weft.core.errors import DoubleBackwardError
 from weft.core.transforms import forbid_batched
 
-_CUT_OUT = (
-    "the model ran cut out of autograd; use executor='graph' for a Pipe, and no wavefront for a Stack: then the whole "
-    "graph is visible"
-)
+_CUT_OUT = "the model ran cut out of autograd; use executor='graph' for a Pipe: then the whole graph is visible"
 # The only way to know of ``retain_graph=True`` from inside a backward; AOTAutograd asks it as well.
 _autograd = cast(Any, torch._C)._autograd
 

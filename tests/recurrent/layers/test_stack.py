@@ -34,7 +34,7 @@ def by_hand(stack: Stack, x: Tensor, **tables: Any) -> tuple[Tensor, list[Any], 
 
 @pytest.mark.parametrize("options", [{}, {"residual": True}, {"dropout": 0.4}, {"dropout": 0.4, "residual": True}])
 def test_it_gives_what_its_layers_give_one_by_one(options: dict[str, Any]) -> None:
-    stack = Stack(layers(3), wavefront=None, **options)
+    stack = Stack(layers(3), **options)
     x = torch.randn(6, 4, WIDTH).double().requires_grad_()
     for tables in (
         {},
@@ -49,7 +49,7 @@ def test_it_gives_what_its_layers_give_one_by_one(options: dict[str, Any]) -> No
 
 
 def test_the_state_is_a_list_and_carries_a_stream_on() -> None:
-    stack = Stack(layers(3, truncate=2), residual=True, wavefront=None)
+    stack = Stack(layers(3, truncate=2), residual=True)
     x = torch.randn(7, 2, WIDTH).double()
     whole = stack(x)
     first = stack(x[:3])
@@ -69,7 +69,7 @@ def test_the_state_is_a_list_and_carries_a_stream_on() -> None:
 
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_packed_sequences_and_batches_first(batch_first: bool) -> None:
-    stack = Stack(layers(2, batch_first=batch_first), wavefront=None)
+    stack = Stack(layers(2, batch_first=batch_first))
     x = torch.randn(5, 3, WIDTH).double()
     given = x.transpose(0, 1) if batch_first else x
     wanted = stack(given, lengths=[2, 5, 3])
@@ -85,28 +85,24 @@ def test_packed_sequences_and_batches_first(batch_first: bool) -> None:
 def test_stacks_and_both_directions_may_be_layers() -> None:
     one, two, three, four = layers(4)
     x = torch.randn(5, 2, WIDTH).double()
-    stack = Stack([Stack([one, two], wavefront=None), Bidirectional(three, four, merge="sum")], wavefront="auto")
-    inner = by_hand(Stack([one, two], wavefront=None), x)[0]
+    stack = Stack([Stack([one, two]), Bidirectional(three, four, merge="sum")])
+    inner = by_hand(Stack([one, two]), x)[0]
     agree([stack(x).outputs], [Bidirectional(three, four, merge="sum")(inner).outputs])
-    assert stack.explain().startswith("The last call ran one layer after the other: layers 0, 1 hold")
+    assert "layer 0" in stack.explain()
     assert next(iter(stack.state_dict())) == "layers.0.layers.0.cell.weight_ih"
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
     one, two = layers(2)
     with pytest.raises(UsageError) as caught:
-        _check([Recurrent(one.cell, batch_first=True), Bidirectional(one, two), nn.LSTM(3, 3)], 1.5, 4)
+        _check([Recurrent(one.cell, batch_first=True), Bidirectional(one, two), nn.LSTM(3, 3)], 1.5)
     assert told(caught) == [
         "layers 0 have batch_first=True, the others have not",
         "dropout is 1.5, wanted a probability from 0 to 1",
-        "layer 1 is Bidirectional: it begins at the end, so time cannot be cut; use wavefront=None",
         "layer 2 is a LSTM, which is called otherwise; wrap a cell in Recurrent",
     ]
-    with pytest.raises(UsageError) as none:
-        _check([], 0.0, "fast")
-    assert told(none) == ["there are no layers", "wavefront is 'fast', wanted a number of steps, 'auto' or None"]
-    with pytest.raises(UsageError, match="wavefront is 0"):
-        Stack([one], wavefront=0)
+    with pytest.raises(UsageError, match="there are no layers"):
+        Stack([])
 
 
 def test_an_input_that_cannot_be_added_is_told() -> None:
@@ -117,7 +113,7 @@ def test_an_input_that_cannot_be_added_is_told() -> None:
 
 
 def test_an_error_tells_the_layer() -> None:
-    stack = Stack([layers(1)[0], Recurrent(nn.GRUCell(2, 2).double(), backend="eager")], wavefront=None)
+    stack = Stack([layers(1)[0], Recurrent(nn.GRUCell(2, 2).double(), backend="eager")])
     x = torch.randn(4, 2, WIDTH).double()
     for run in (lambda: stack(x), lambda: stack.step(x[0])):
         with pytest.raises(RuntimeError) as caught:
@@ -125,12 +121,10 @@ def test_an_error_tells_the_layer() -> None:
         assert "weft: in layer 1 (Recurrent) of a Stack" in caught.value.__notes__
 
 
-def test_copies_compute_alike_and_have_threads_of_their_own() -> None:
-    stack = Stack(layers(2), wavefront=2)
+def test_copies_compute_alike() -> None:
+    stack = Stack(layers(2))
     x = torch.randn(6, 2, WIDTH).double()
     wanted = stack(x).outputs
     for again in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-        assert again._crew is not stack._crew
         for _ in range(2):
             assert torch.equal(again(x).outputs, wanted)
-    assert "wavefront=2" in repr(stack)

@@ -3,9 +3,7 @@
 lstm.py, gru.py, rnn.py   drop-ins for torch.nn's       drop_in.py, arguments.py   what they have in common
 caffe2.py                 Caffe2's LSTM                 steps.py, beside.py        their cells, beside their weights
 bidirectional.py          both ways in time             reverse.py, packing.py     time turned round; packed rows
-stack.py                  layer upon layer              at_once.py                 or all of them at once, and when
-                                                        wavefront.py, chunks.py    as a wavefront over chunks of time
-                                                        crew.py, borrowed.py       who runs it; what it must not lose
+stack.py                  layer upon layer
 """
 
 from weft.recurrent.layers.bidirectional import Bidirectional

@@ -3,22 +3,18 @@
     x --> layer 0 --> dropout --> layer 1 --> dropout --(+)--> layer 2 --(+)--> y       (+): residual, adds the layer's
                                '-------------------------^ '--------------^                  own input
 
-Either each layer runs over the whole sequence before the next one begins, or all of them at once as a wavefront over
-chunks of time; see wavefront.py. The numbers are the same, but for those that are drawn at random.
+Each layer runs over the whole sequence before the next one begins.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from weft.core.errors import SpecError, UsageError, listed
 from weft.core.tree import difference, flatten, map_leaves, structure_paths
-from weft.recurrent.layers.at_once import AtOnce, Call
-from weft.recurrent.layers.bidirectional import Bidirectional, told
-from weft.recurrent.layers.chunks import Tables
-from weft.recurrent.layers.crew import Crew
+from weft.recurrent.layers.bidirectional import told
 from weft.recurrent.layers.packing import opened
 from weft.recurrent.rows import Lengths
 from weft.recurrent.unrolling import Result
@@ -33,18 +29,6 @@ class Stack(nn.Module):
         residual: every layer but the first adds its input to its output (Wu et al., arXiv 1609.08144).
         dropout: the probability with which, in training, an entry of what a layer hands to the next is set to zero;
             before the layer's input is added.
-        wavefront: a number of steps: all layers run at once, each in a thread, over chunks of so many steps; layer 1
-            is at chunk k while layer 0 is at chunk k + 1, forward and back. It pays where layers spend their time
-            outside of Python's lock. ``None``: one layer after the other. ``"auto"``: the first calls of each kind
-            try both, and the wavefront is kept if its forward takes at least a tenth less time. It is tried only
-            where that cannot change results: on the CPU with two cores or more, more than 16 steps, all layers
-            ``Recurrent`` with another backend than ``"eager"``, nothing drawn at random.
-
-    A wavefront is one node of autograd: no gradients of gradients. Its random numbers belong to layer and chunk,
-    whoever runs first. An initial state that is made from the first input sees that of the first chunk. Calls that
-    cannot be cut run one layer after the other whatever ``wavefront`` says: those with ``reset``, of a single chunk,
-    on other devices than the CPU, under ``torch.compile``, and of layers that have a module in common; `explain`
-    says so.
 
     Raises ``UsageError`` that lists all that is wrong with the arguments.
     """
@@ -55,16 +39,13 @@ class Stack(nn.Module):
         *,
         residual: bool = False,
         dropout: float = 0.0,
-        wavefront: Literal["auto"] | int | None = "auto",
     ) -> None:
         super().__init__()
-        _check(layers, dropout, wavefront)
+        _check(layers, dropout)
         self.layers = nn.ModuleList(layers)
         self.residual = residual
         self.dropout = float(dropout)
-        self.wavefront: Literal["auto"] | int | None = wavefront
         self.batch_first = bool(getattr(layers[0], "batch_first", False))
-        self._crew = Crew(len(layers))
 
     def forward(
         self,
@@ -82,15 +63,22 @@ class Stack(nn.Module):
             state: a list with the state of every layer, each as the layer takes it, or ``None``.
 
         Returns ``Result``: the outputs of the last layer; ``last`` and ``states`` as lists, one entry for every layer.
-        Raises as the layers do, with a note that names the layer (and the chunk), and ``SpecError`` if an input cannot
+        Raises as the layers do, with a note that names the layer, and ``SpecError`` if an input cannot
         be added to an output.
         """
         states = self._each(state)
         given = opened(inputs, lengths, batch_first=self.batch_first, who="Stack")
-        call = Call(given.inputs, states, given.lengths, mask, reset, start)
-        ways = AtOnce(self.layers, self._crew, self._run_layer, self._in_turn, self.batch_first)
-        result = ways.run(call, self.wavefront)
-        return Result(given.close(result.outputs), result.last, result.states)  # Dynamo of PyTorch 2.11 has no _replace
+        x, last, histories = given.inputs, list[Any](), list[Any]()
+        for index, (layer, before) in enumerate(zip(self.layers, states, strict=True)):
+            try:
+                result: Result = layer(x, before, lengths=given.lengths, mask=mask, reset=reset, start=start)
+            except Exception as error:
+                error.add_note(_note(index, layer))
+                raise
+            x = self._handed(index, x, result.outputs)
+            last.append(result.last)
+            histories.append(result.states)
+        return Result(given.close(x), last, histories)
 
     def step(self, x: Any, state: Sequence[Any] | None = None, *, t: int = 0) -> tuple[Any, list[Any]]:
         """One step, number ``t``, of a stream through all layers: ``(y, new_state)``; see ``Recurrent.step``."""
@@ -107,38 +95,12 @@ class Stack(nn.Module):
         return x, after
 
     def explain(self) -> str:
-        """How the last call was run, and what every layer says of itself."""
-        layers = told({f"layer {i}": layer for i, layer in enumerate(self.layers)})
-        return f"The last call ran {self._crew.last}.\n\n{layers}".strip()
+        """What every layer says of itself; see ``Recurrent.explain``."""
+        return told({f"layer {i}": layer for i, layer in enumerate(self.layers)})
 
     def extra_repr(self) -> str:
         """The arguments that are not as by default."""
-        options = [f"{name}={getattr(self, name)!r}" for name in ("residual", "dropout") if getattr(self, name)]
-        return ", ".join([*options, *([] if self.wavefront == "auto" else [f"wavefront={self.wavefront!r}"])])
-
-    def _in_turn(self, call: Call) -> Result:
-        """One layer after the other."""
-        x = call.inputs
-        last: list[Any] = []
-        states: list[Any] = []
-        for index, state in enumerate(call.states):
-            tables = Tables(call.lengths, call.mask, call.start)
-            x, after, every = self._run_layer(index, x, state, tables, reset=call.reset)
-            last.append(after)
-            states.append(every)
-        return Result(x, last, states)
-
-    def _run_layer(
-        self, index: int, x: Any, state: Any, tables: Tables, reset: Tensor | None = None
-    ) -> tuple[Any, Any, Any]:
-        """One layer, over all steps or some of them: what it hands on, its last state, all its states."""
-        layer = self.layers[index]
-        try:
-            result: Result = layer(x, state, lengths=tables.lengths, mask=tables.mask, reset=reset, start=tables.start)
-        except Exception as error:
-            error.add_note(_note(index, layer))
-            raise
-        return self._handed(index, x, result.outputs), result.last, result.states
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("residual", "dropout") if getattr(self, name))
 
     def _handed(self, index: int, x: Any, y: Any) -> Any:
         """Output ``y`` of a layer as the next one gets it; for the last layer, as the caller does."""
@@ -187,7 +149,7 @@ def _note(index: int, layer: nn.Module) -> str:
     return f"weft: in layer {index} ({type(layer).__name__}) of a Stack"
 
 
-def _check(layers: Sequence[nn.Module], dropout: float, wavefront: Any) -> None:
+def _check(layers: Sequence[nn.Module], dropout: float) -> None:
     """Raise UsageError that lists all that is wrong with the arguments of a stack."""
     faults = [] if layers else ["there are no layers"]
     first = {bool(getattr(layer, "batch_first", False)) for layer in layers}
@@ -196,15 +158,8 @@ def _check(layers: Sequence[nn.Module], dropout: float, wavefront: Any) -> None:
         faults.append(f"layers {', '.join(which)} have batch_first=True, the others have not")
     if not 0 <= dropout <= 1:
         faults.append(f"dropout is {dropout}, wanted a probability from 0 to 1")
-    steps = isinstance(wavefront, int) and not isinstance(wavefront, bool)
-    if wavefront is not None and wavefront != "auto" and not (steps and wavefront > 0):
-        faults.append(f"wavefront is {wavefront!r}, wanted a number of steps, 'auto' or None")
     for i, layer in enumerate(layers):
         if isinstance(layer, (nn.RNNCellBase, nn.RNNBase)):
             faults.append(f"layer {i} is a {type(layer).__name__}, which is called otherwise; wrap a cell in Recurrent")
-        elif steps and any(isinstance(each, Bidirectional) for each in layer.modules()):
-            faults.append(
-                f"layer {i} is Bidirectional: it begins at the end, so time cannot be cut; use wavefront=None"
-            )
     if faults:
         raise UsageError(listed("Stack cannot be built from these arguments:", faults))
