@@ -15,7 +15,17 @@ from torch import nn
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.test_replay import Store
 from weft.core.errors import UsageError
-from weft.experts import Entry, ExpertBackend, Journal, Member, TensorSpec, read_journal, replay
+from weft.experts import (
+    Entry,
+    ExpertBackend,
+    Journal,
+    Member,
+    TensorSpec,
+    journal_lines,
+    logfile,
+    read_journal,
+    replay,
+)
 from weft.experts.errors import ReplayError
 
 
@@ -118,6 +128,45 @@ def test_a_mark_that_could_not_be_written_is_written_later(tmp_path: Path) -> No
         log._file = log._file.file
         journal.write(entry(2), [])
     assert steps(path) == [1, 2]
+
+
+def test_a_journal_is_bounded_and_its_files_read_as_one(tmp_path: Path) -> None:
+    path, size = tmp_path / "log", len(entry(1).to_json()) + 1
+    for first in (1, 11):  # a second process goes on
+        with Journal(path, max_file_bytes=4 * size, max_files=3) as journal:
+            journal.restored(first - 1, first - 1)
+            for number in range(first, first + 10):
+                journal.write(entry(number), [])
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["log", "log.1", "log.2"]
+    assert all(file.stat().st_size <= 4 * size + 10 and file.stat().st_mode & 0o777 == 0o600 for file in files)
+    left = [each.step for each in read_journal(journal_lines(path))]
+    assert left == list(range(left[0], 21)) and 7 <= len(left) <= 12
+
+
+def test_a_journal_whose_files_cannot_be_renamed_goes_on_in_the_one_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise PermissionError("not now")
+
+    path = tmp_path / "log"
+    with Journal(path, max_file_bytes=1, max_files=2) as journal:
+        journal.write(entry(1), [])
+        with monkeypatch.context() as patch:
+            patch.setattr(logfile.os, "replace", fail)
+            with pytest.raises(PermissionError):
+                journal.write(entry(2), [])
+        journal.write(entry(3), [])
+    assert [each.step for each in read_journal(journal_lines(path))] == [1, 3]
+
+
+def test_bounds_of_a_journal_that_make_no_sense_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        Journal(limit=-1, max_file_bytes=0, max_files=1)
+    assert all(
+        word in str(caught.value) for word in ("limit is -1", "max_file_bytes is 0", "max_files is 1", "no path")
+    )
 
 
 class Lines:

@@ -35,7 +35,7 @@ from weft.experts.backend import ExpertBackend
 from weft.experts.entry import Entry, Member
 from weft.experts.guards import Guards
 from weft.experts.idempotency import IdempotencyOptions
-from weft.experts.journal import Journal, read_journal
+from weft.experts.journal import Journal, journal_lines, read_journal
 from weft.experts.kept import GraphBudget
 from weft.experts.layers import FeedForward, TransformerLayer
 from weft.experts.limits import PoolOptions
@@ -62,6 +62,7 @@ __all__ = [
     "TensorSpec",
     "TransformerLayer",
     "expert_kinds",
+    "journal_lines",
     "make_expert",
     "read_journal",
     "register_expert",

@@ -137,6 +137,11 @@ class ExpertBackend:
         return self._stepper.steps
 
     @property
+    def journal(self) -> Journal | None:
+        """The log of its batches, if there is one."""
+        return self._stepper.journal
+
+    @property
     def pools(self) -> tuple[TaskPool, TaskPool, TaskPool]:
         """Forward, backward and commit: what a runtime works on."""
         return (self.forward_pool, self.backward_pool, self.commit_pool)

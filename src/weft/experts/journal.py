@@ -13,7 +13,7 @@ which entries and states carry, so that none is taken for the other, nor for one
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -24,7 +24,7 @@ from weft.core.errors import UsageError, listed
 from weft.experts.checks import count_fault
 from weft.experts.entry import BEGINS, Entry, is_line, is_torn
 from weft.experts.errors import ClosedError
-from weft.experts.logfile import LogFile
+from weft.experts.logfile import LogFile, numbered
 from weft.experts.task import Task
 
 _Owners = frozenset[tuple[str | None, str | None]]
@@ -39,17 +39,41 @@ class Journal:
 
     It is that of one expert, whose name no line says. Use it as a context manager, or call `close`, when it has a file.
     Thread-safe.
+
+    Args:
+        path: of the file, which only the user of this process may read.
+        limit: number of entries in memory.
+        listener: hears of every batch.
+        max_file_bytes: the size at which ``path`` becomes ``path.1``, that ``path.2`` and so on; None: never.
+        max_files: number of these files; older ones are removed.
+
+    Raises ``UsageError`` that lists all that makes no sense, or if the file is no journal, and what opening it raises.
     """
 
     def __init__(
-        self, path: "str | PathLike[str] | None" = None, *, limit: int = 10_000, listener: Listener | None = None
+        self,
+        path: "str | PathLike[str] | None" = None,
+        *,
+        limit: int = 10_000,
+        listener: Listener | None = None,
+        max_file_bytes: int | None = None,
+        max_files: int = 4,
     ) -> None:
-        faults = count_fault("limit", limit, zero=True)
+        faults = count_fault("limit", limit, zero=True) + count_fault("max_file_bytes", max_file_bytes, none=True)
+        faults += count_fault("max_files", max_files)
+        if max_files == 1:
+            faults.append("max_files is 1, wanted at least 2: a new file begins empty")
+        if max_file_bytes is not None and path is None:
+            faults.append("max_file_bytes is for a file, and there is no path")
         if faults:
             raise UsageError(listed("a journal cannot be kept like this:", faults))
         self._entries: deque[Entry] = deque(maxlen=limit)
         self._listener = listener
-        self._file = None if path is None else LogFile(Path(path), BEGINS, is_line)
+        self._file = (
+            None
+            if path is None
+            else LogFile(Path(path), BEGINS, is_line, max_bytes=max_file_bytes, max_files=max_files)
+        )
         self._mark = ""
         self._owner: str | None = None
         self._closed = False
@@ -112,8 +136,18 @@ class Journal:
         self.close()
 
 
+def journal_lines(path: "str | PathLike[str]") -> Generator[str]:
+    """The lines of a journal's files, oldest first: of ``path.2``, ``path.1`` and ``path``."""
+    count = 0
+    while numbered(Path(path), count + 1).exists():
+        count += 1
+    for number in range(count, -1, -1):
+        with numbered(Path(path), number).open(encoding="utf-8") as file:
+            yield from file
+
+
 def read_journal(lines: Iterable[str]) -> list[Entry]:
-    """The entries in the lines of a file that led to the last of them, one after another.
+    """The entries in the lines of a file that led to the last of them, one after another; see `journal_lines`.
 
     Left out are those before a return to an older state that did not lead to it, and a last line that a crash tore.
     Raises ``UsageError`` for any other line that is none.

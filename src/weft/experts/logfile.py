@@ -2,10 +2,12 @@
 
 crash amid a line      ... entry 6 ⏎ {"kind": "ba          the next opening cuts it off
 disk full amid a line  ... entry 6 ⏎ {"kind": "ba          cut off at once; whoever wrote it gets the error
+file too large         log ──> log.1 ──> log.2 ──> ...     a new file is begun, and the oldest one removed
 """
 
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 from weft.core.errors import UsageError
@@ -18,20 +20,34 @@ class LogFile:
     path: of the file; made if there is none, for the user of this process alone to read.
     begins: what every line begins with, so that nobody's other file is written to.
     is_whole: whether a text is a line that lacks nothing but its end.
+    max_bytes: the size at which a new file is begun; None: never.
+    max_files: the number of files that stay, with the one that is written to.
 
     Raises ``UsageError`` if the file holds something else, and what opening it raises.
     """
 
-    def __init__(self, path: Path, begins: str, is_whole: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        begins: str,
+        is_whole: Callable[[str], bool],
+        *,
+        max_bytes: int | None = None,
+        max_files: int = 2,
+    ) -> None:
+        self._path, self._max_bytes, self._max_files = path, max_bytes, max_files
         if path.is_file():
             _mend(path, begins.encode(), is_whole)
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0)
+        self._file = _opened(path)
         self._seekable = self._file.seekable()
 
     def append(self, lines: str) -> None:
         """Write all of that, or nothing and raise."""
         rest = lines.encode()
         end = self._file.seek(0, os.SEEK_END) if self._seekable else 0
+        if self._max_bytes is not None and self._seekable and end and end + len(rest) > self._max_bytes:
+            self._rotate()
+            end = 0
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -43,6 +59,25 @@ class LogFile:
     def close(self) -> None:
         """Nothing is written any more."""
         self._file.close()
+
+    def _rotate(self) -> None:
+        """Begin a new file. If that raises, what is there stays, and is written to as before."""
+        os.fsync(self._file.fileno())  # only the newest file may end with a torn line
+        files = [self._path, *(numbered(self._path, number) for number in range(1, self._max_files))]
+        for new, old in zip(files[:0:-1], files[-2::-1], strict=True):
+            if old.exists():
+                os.replace(old, new)
+        before, self._file = self._file, _opened(self._path)
+        before.close()
+
+
+def numbered(path: Path, number: int) -> Path:
+    """The file that was written to so many files before the one at ``path``."""
+    return path.with_name(f"{path.name}.{number}") if number else path
+
+
+def _opened(path: Path) -> FileIO:
+    return FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def _mend(path: Path, begins: bytes, is_whole: Callable[[str], bool]) -> None:

@@ -38,7 +38,7 @@ class Stepper:
         self._name = name
         self._parameters = parameters
         self._apply = apply
-        self._journal = journal
+        self.journal = journal
         if journal is not None:
             journal.own(name)
         self.restored(0, "")
@@ -77,8 +77,8 @@ class Stepper:
     def restored(self, batches: int, branch: str) -> None:
         """The expert goes on after so many backward batches, the last of this branch, and now from there."""
         self.batches, self.branch, self._next_branch = batches, branch, token_hex(8)
-        if self._journal is not None:
-            self._journal.restored(self.steps, batches, branch)
+        if self.journal is not None:
+            self.journal.restored(self.steps, batches, branch)
 
     @contextmanager
     def replaying(self, branch: str) -> Generator[None]:
@@ -104,10 +104,10 @@ class Stepper:
 
     def _write(self, entry: Entry, tasks: Sequence[Task]) -> None:
         """A full disk must not make a step that was taken look like one that was not."""
-        if self._journal is None:
+        if self.journal is None:
             return
         try:
-            self._journal.write(entry, tasks)
+            self.journal.write(entry, tasks)
         except Exception:
             self.journal_failures += 1
 

@@ -21,10 +21,15 @@ from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert, Retry
 from weft.experts.client.command import status
+from weft.experts.entry import Entry
+from weft.experts.errors import ClosedError
+from weft.experts.idempotency import IdempotencyOptions
+from weft.experts.journal import journal_lines, read_journal
 from weft.experts.kept import GraphBudget
 from weft.experts.server import Role, Server
 from weft.experts.server.command import serve
 from weft.experts.server.config import build, parse_expert, read_config
+from weft.experts.sums import SumsOptions
 from weft.experts.wire import RemoteError
 
 pytestmark = pytest.mark.timeout(60)
@@ -65,6 +70,39 @@ def test_a_file_describes_a_server(tmp_path: Path) -> None:
     assert backend.forward_pool.options.max_batch_size == 64
     assert backend.engine.parts.kept._budget == GraphBudget(1000, 2.0)
     assert server._desk.access.role("me", "x") is Role.ADMIN and not server._desk.access.admits("")
+
+
+def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered(tmp_path: Path) -> None:
+    table = {
+        **parse_expert("F=ffn:hidden=8"),
+        "optimizer": "SGD",
+        "records": {"max_keys": 7, "max_age": 60},
+        "mini_batches": {"mini_batches": 3, "max_client_mini_batches": 2, "orphan_seconds": 1},
+        "journal": {"folder": str(tmp_path / "a" / "log"), "max_file_bytes": 5000},
+    }
+    with build({"address": "127.0.0.1:0", "experts": [table]}) as server:
+        backend = server._desk.experts()["F"].backend
+        assert backend.records.options == IdempotencyOptions(max_keys=7, max_age=60.0)
+        assert backend.engine.parts.sums._options == SumsOptions(3, 2, orphan_seconds=1.0)
+        for _ in range(40):
+            backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
+    files = sorted((tmp_path / "a" / "log").iterdir())
+    assert [file.name for file in files] == [f"%46.journal{number}" for number in ("", ".1", ".2", ".3")][: len(files)]
+    assert len(files) > 1 and all(file.stat().st_size <= 5000 for file in files)
+    assert [each.step for each in read_journal(journal_lines(files[0]))] == [*range(1, 41)]
+    assert (tmp_path / "a" / "log").stat().st_mode & 0o777 == 0o700
+    assert backend.journal is not None
+    with pytest.raises(ClosedError):
+        backend.journal.write(Entry("commit", 1, 0, "m", (), 1), [])
+    wrong = {"records": {"keys": 1}, "mini_batches": {"seconds": "x"}, "journal": {"max_files": 2}}
+    with pytest.raises(UsageError) as caught:
+        build({"experts": [{**table, **wrong}]})
+    told = (
+        "records of experts[0] has 'keys'",
+        "seconds of mini_batches of experts[0] is 'x'",
+        "experts[0] has no folder",
+    )
+    assert all(word in str(caught.value) for word in told), caught.value
 
 
 def test_all_faults_of_a_file_are_listed() -> None:

@@ -18,6 +18,9 @@
     guards = { max_norm = 10.0 }                 see Guards; clip_grad_norm = 1.0 clips
     options = { max_batch_size = 1024 }          of the task pools
     keep_graphs = { nbytes = 268435456 }         and seconds = 30: of forwards whose clients say keep_graph=True
+    records = { max_keys = 100000 }              see IdempotencyOptions
+    mini_batches = { mini_batches = 16 }         see SumsOptions
+    journal = { folder = "/var/log/weft" }       with max_file_bytes and max_files: of its batches, for a replay
 
     [options]   see ServerOptions     [limits]  see Limits     [tls]  key, certificate, authority
     [replicas]  see ReplicaOptions    experts = ["ffn.*"], token = "secret", tls = { authority = ..., ... }
@@ -96,6 +99,8 @@ def build(config: Mapping[str, Any]) -> Server:
     panel = faults.made("panel", lambda: _panel(config["panel"])) if "panel" in config else None
     experts = backends(config, faults)
     directory = faults.made("directory", lambda: _directory(config)) if "directory" in config else None
+    closing = [backend.journal.close for backend in experts if backend.journal is not None]
+    closing += [] if directory is None else [directory.close]
     store = None
     if "checkpoints" in config and not faults:  # it makes the folder
         store = faults.made("checkpoints", lambda: CheckpointStore(config["checkpoints"], keep=config.get("keep", 3)))
@@ -114,11 +119,11 @@ def build(config: Mapping[str, Any]) -> Server:
             options=replace(options, limits=limits) if options is not None and limits is not None else None,
         )
     except BaseException:
-        if directory is not None:
-            directory.close()
+        for close in closing:
+            close()
         raise
-    if directory is not None:
-        server.own(directory.close)
+    for close in closing:
+        server.own(close)
     return server
 
 

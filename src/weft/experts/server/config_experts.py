@@ -1,20 +1,28 @@
 """The experts that a configuration describes."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from weft.core.errors import UsageError
 from weft.experts.backend import ExpertBackend
+from weft.experts.checkpoint.names import folder_name
 from weft.experts.guards import Guards
+from weft.experts.idempotency import IdempotencyOptions
+from weft.experts.journal import Journal
 from weft.experts.kept import GraphBudget
 from weft.experts.registry import make_expert
 from weft.experts.server.config_faults import Faults
 from weft.experts.server.config_form import names_of
+from weft.experts.sums import SumsOptions
+
+Options = TypeVar("Options")
 
 
 def backends(config: Mapping[str, Any], faults: Faults) -> list[ExpertBackend]:
@@ -44,11 +52,35 @@ def _backend(entry: Mapping[str, Any], name: str) -> ExpertBackend:
         more["keep_graphs"] = GraphBudget(kept["nbytes"], float(kept.get("seconds", GraphBudget.seconds)))
     if "guards" in entry:
         more["guards"] = _guards(**entry["guards"])
+    if "records" in entry:
+        more["records"] = _options(IdempotencyOptions, entry["records"])
+    if "mini_batches" in entry:
+        more["mini_batches"] = _options(SumsOptions, entry["mini_batches"])
     optimizer = _factory(entry, "optimizer", torch.optim, Optimizer, "params")  # before the module, which may take long
     schedule = _factory(entry, "schedule", lr_scheduler, lr_scheduler.LRScheduler, "optimizer")
     if schedule is not None:
         more["schedule"] = schedule
-    return make_expert(entry["kind"], **entry.get("arguments", {})).backend(name, optimizer, **more)
+    expert = make_expert(entry["kind"], **entry.get("arguments", {}))
+    journal = _journal(name, **entry["journal"]) if "journal" in entry else None
+    try:
+        return expert.backend(name, optimizer, journal=journal, **more)
+    except BaseException:
+        if journal is not None:
+            journal.close()
+        raise
+
+
+def _journal(name: str, folder: str, max_file_bytes: int = 64 << 20, max_files: int = 4) -> Journal:
+    """A file of this expert's own in ``folder``, which is made if it is missing."""
+    Path(folder).mkdir(0o700, parents=True, exist_ok=True)
+    path = Path(folder) / f"{folder_name(name)}.journal"
+    return Journal(path, limit=0, max_file_bytes=max_file_bytes, max_files=max_files)
+
+
+def _options(kind: Callable[..., Options], given: Mapping[str, Any]) -> Options:
+    """A dataclass of numbers; a file may say a whole number where a float is wanted."""
+    wanted: dict[str, Any] = {field.name: field.type for field in fields(cast("Any", kind))}
+    return kind(**{name: float(value) if wanted[name] is float else value for name, value in given.items()})
 
 
 def _guards(finite: bool = True, **norms: Any) -> Guards:

@@ -10,11 +10,13 @@ from typing import Any, cast
 from weft.experts.checks import count_fault
 from weft.experts.client.channel import ClientTls
 from weft.experts.directory.etcd_endpoints import EtcdTls
+from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.limits import PoolOptions
 from weft.experts.server.access import Role
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.place import place_faults
 from weft.experts.service.address import address_fault, is_loopback, split
+from weft.experts.sums import SumsOptions
 from weft.experts.wire.limits import Limits
 
 _NUMBER = (int, float)
@@ -49,6 +51,9 @@ _EXPERT = {
     "clip_grad_norm": _NUMBER,
     "guards": dict,
     "keep_graphs": dict,
+    "records": dict,
+    "mini_batches": dict,
+    "journal": dict,
 }
 _NEEDS = {
     "optimizer_arguments": "optimizer",
@@ -58,6 +63,7 @@ _NEEDS = {
 }
 _GUARDS = {"finite": bool, "max_norm": _NUMBER, "max_output_norm": _NUMBER}
 _KEPT = {"nbytes": int, "seconds": _NUMBER}
+_JOURNAL = {"folder": str, "max_file_bytes": int, "max_files": int}
 _REPLICAS = {
     "experts": list,
     "follow_seconds": _NUMBER,
@@ -153,6 +159,10 @@ def _expert_faults(entry: Any, where: str) -> list[str]:
             faults.append(f"{where} are {count} experts all called {name!r}; write {{}} where their number goes")
     if isinstance(kept := table.get("keep_graphs"), dict):
         faults += _table_faults(kept, _KEPT, f"keep_graphs of {where}", ("nbytes",))
+    for name, kinds in {"records": _numbers(IdempotencyOptions), "mini_batches": _numbers(SumsOptions)}.items():
+        faults += _table_faults(table.get(name, {}), kinds, f"{name} of {where}")
+    if isinstance(journal := table.get("journal"), dict):
+        faults += _table_faults(journal, _JOURNAL, f"journal of {where}", ("folder",))
     if isinstance(guards := table.get("guards"), dict):
         faults += _table_faults(guards, _GUARDS, f"guards of {where}")
     if isinstance(options := table.get("options"), dict):
@@ -219,5 +229,5 @@ def _texts(kind: Any) -> dict[str, type]:
 
 
 def _numbers(kind: Any) -> dict[str, Any]:
-    names = [field.name for field in fields(kind) if field.name != "limits"]  # those have a table of their own
-    return {name: _NUMBER if name.endswith("_seconds") else int for name in names}
+    named = [field for field in fields(kind) if field.name != "limits"]  # those have a table of their own
+    return {field.name: _NUMBER if field.type is float else int for field in named}
