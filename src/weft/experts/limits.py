@@ -27,8 +27,9 @@ class PoolOptions:
             a batch costs by itself, such as an optimizer step; see `weft.experts.linger`. 0: never. With a
             ``min_batch_size`` that decides alone.
         max_tasks, max_rows: what may wait in all; beyond it an `OverloadError`.
-        max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`.
-            Tasks without a client are not counted.
+        max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`. None:
+            half of ``max_tasks`` and of ``max_rows``, so that nobody fills a queue alone. Tasks without a client are
+            not counted.
     """
 
     min_batch_size: int = 1
@@ -57,6 +58,12 @@ class PoolOptions:
         if faults:
             raise UsageError(listed("a task pool cannot work with these options:", faults))
 
+    @property
+    def client_share(self) -> tuple[int, int]:
+        """The tasks and the rows that one client may have waiting or running."""
+        rows = max(self.max_batch_size, self.max_rows // 2)
+        return self.max_client_tasks or max(1, self.max_tasks // 2), self.max_client_rows or rows
+
 
 @dataclass
 class Load:
@@ -81,13 +88,12 @@ class Load:
             )
         if client is None:
             return
-        if (limit.max_client_tasks is not None and self.tasks[client] >= limit.max_client_tasks) or (
-            limit.max_client_rows is not None and self.rows[client] + rows > limit.max_client_rows
-        ):
+        most_tasks, most_rows = limit.client_share
+        if self.tasks[client] >= most_tasks or self.rows[client] + rows > most_rows:
             message = (
                 f"client {client!r} has {self.tasks[client]} tasks with {self.rows[client]} rows at pool {name!r} and "
-                f"sent {rows} more rows; it may have {limit.max_client_tasks or 'any number of'} tasks and "
-                f"{limit.max_client_rows or 'any number of'} rows there; wait for answers before sending more"
+                f"sent {rows} more rows; it may have {most_tasks} tasks and {most_rows} rows there; wait for answers "
+                "before sending more"
             )
             self._forget(client)
             raise QuotaError(message)

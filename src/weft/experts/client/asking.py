@@ -7,6 +7,7 @@ forward    repeatable        backward   with its key       commit   with the nam
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -134,12 +135,17 @@ class Asker:
         self.accumulation.end(name)
         return True
 
-    def discard(self) -> None:
-        """Begin the next mini-batch. The server is told that this one is not wanted, and its answer not waited for."""
+    def discard(self, patience: float = 0.0) -> None:
+        """Begin the next mini-batch. The server is told that this one is not wanted.
+
+        Its answer is waited for at most for so many seconds of ``patience``, such as before the connection is closed.
+        """
         name = self.accumulation.give_up()
         if name is not None:
             header = Header(kind=Kind.DISCARD, call_id=0, uid=self.uid, client=self.client, mini_batch=name)
-            self.line.tell(Call(header), self.options.timeout)
+            told = self.line.tell(Call(header), self.options.timeout)
+            if told is not None and patience:
+                wait([told], min(patience, self.options.timeout))
 
     def _described(self, seconds: float) -> Description:
         call = Call(Header(kind=Kind.INFO, call_id=0, uid=self.uid, client=self.client))

@@ -8,7 +8,7 @@ ask ── route ── submit ── wait ──┬── answer
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -75,10 +75,14 @@ class Line:
         seconds = left if self.retry.attempt_seconds is None else min(left, self.retry.attempt_seconds)
         return _answer(self.route.transport(tries.count, tries.last), call, seconds, tries)
 
-    def tell(self, call: Call, timeout: float) -> None:
-        """Send it once and wait for nothing: a hint, which may be lost. Raises nothing that a server may cause."""
+    def tell(self, call: Call, timeout: float) -> "Future[Received] | None":
+        """Send it once and wait for nothing: a hint, which may be lost. Raises nothing that a server may cause.
+
+        Returns what will have the answer; None if it could not be sent.
+        """
         with suppress(WeftError):
-            self.route.transport(0, None).submit(call, timeout)
+            return self.route.transport(0, None).submit(call, timeout)
+        return None
 
 
 @dataclass(eq=False, slots=True)

@@ -36,6 +36,7 @@ from weft.experts.client.transport import Transport
 from weft.experts.compression import Policy
 from weft.experts.service import Description
 
+_LAST_WORD = 1.0  # seconds that `close` waits until the server has heard that a mini-batch is discarded
 _HERE = ("_asker", "_remembered", "_finalizer")  # belongs to this process, and is made anew in another
 _SHARED = ("_where", "_keys", "_retry", "_options")  # which a copy takes as they are
 
@@ -162,7 +163,12 @@ class RemoteExpert(Anchored):
         self._asker.discard()
 
     def close(self) -> None:
-        """Call it no more: own connections are closed, and who waits gets an error. May be called twice."""
+        """Call it no more: an open mini-batch is discarded, own connections are closed, and who waits gets an error.
+
+        Waits for at most a second until the server has heard of the discard. May be called twice.
+        """
+        if self._options.accumulate:
+            self._asker.discard(_LAST_WORD)
         self._finalizer()
 
     def __enter__(self) -> "RemoteExpert":

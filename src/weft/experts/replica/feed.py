@@ -38,6 +38,7 @@ from weft.experts.wire import (
 TICK = 0.02  # seconds between two looks at who is due
 PIECE = 1 << 20  # bytes of one message
 _TELL = 0.5  # seconds between two words on how far the owner is
+IDLE = 10.0  # seconds without a question after which a stream ends; a follower always has one open
 _PATIENCE = 0.2  # seconds that a batch under way may hold a state up before others go first
 
 Read = Callable[[], Awaitable[Any]]
@@ -66,7 +67,7 @@ class Feed:
         self._streams: set[_Stream] = set()
 
     async def serve(self, read: Read, send: Send, admit: Callable[[str], None]) -> None:
-        """One follower's stream, until it ends: then ``read`` gives None.
+        """One follower's stream, until it ends (then ``read`` gives None) or asks nothing for `IDLE` seconds.
 
         ``admit`` raises for an expert whose state this follower may not have.
         """
@@ -110,7 +111,11 @@ class Feed:
                     await stream.fail(header.call_id, error)
 
     async def _tell(self, stream: "_Stream") -> None:
-        while True:
+        """Answer questions, until there is none for a while."""
+        asked = time.monotonic()
+        while time.monotonic() < asked + IDLE:
+            if stream.waiting:
+                asked = time.monotonic()
             for uid, waiting in list(stream.waiting.items()):
                 try:
                     await self._attend(stream, uid, waiting)

@@ -18,9 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fnmatch import fnmatchcase
+from ipaddress import IPv6Network
+from urllib.parse import unquote
 
 from weft.core.errors import UsageError, escaped, listed
 from weft.experts.checks import token_fault
+from weft.experts.task import CallerStream
 from weft.experts.wire.errors import ForbiddenError
 
 _LOG = logging.getLogger("weft.experts.audit")
@@ -28,6 +31,9 @@ _REMEMBERED = 256
 _NAME, _WHY = 128, 320  # characters of a name, and of a reason, in the log
 _BURST, _PER_SECOND = 20, 2.0  # lines of the log: so many at once, and from then on
 _ROLES = 4096
+_UNPROVEN, _PEER = "unproven:", "peer:"  # how no proven name begins
+ANONYMOUS = "anonymous"
+"""The client of calls that name none."""
 
 
 class Role(IntEnum):
@@ -58,12 +64,29 @@ OPEN = (Grant("*", role=Role.ADMIN),)
 class Caller:
     """Who is at the other end: a proven ``name`` (empty: nobody proved anything), and ``peer``, an address.
 
-    ``trace``: the W3C traceparent that its connection came with; empty without one.
+    ``trace``: the W3C traceparent that its connection came with; empty without one. ``stream``: by which it calls.
     """
 
     name: str
     peer: str
     trace: str = ""
+    stream: CallerStream = field(default_factory=CallerStream, repr=False, compare=False)
+
+    @property
+    def principal(self) -> str:
+        """Whose quotas and shares its calls count against: what is proven, else the host of the address."""
+        return self.name or f"{_PEER}{_host(self.peer)}"
+
+    def owner(self, client: str, mini_batch: str | None) -> tuple[str, str | None]:
+        """Who owns keys and mini-batches of a call that says that it is from ``client``.
+
+        Proven names and others never meet. Several processes may share a proven name: within it, the name that the
+        call says keeps their mini-batches apart; keys are random, and so apart anyway. Unproven names do not go by
+        the address, which a client may change before it sends a call again.
+        """
+        if self.name:
+            return self.name, None if mini_batch is None else f"{client}/{mini_batch}"
+        return f"{_UNPROVEN}{client or ANONYMOUS}", mini_batch
 
 
 @dataclass(frozen=True)
@@ -85,7 +108,11 @@ class Access:
     def __post_init__(self) -> None:
         if not all(token and name for token, name in self.tokens.items()):
             raise UsageError("a token or the name of its client is empty; wanted a secret and a name for every client")
-        faults = [f"of client {name!r}: {fault}" for token, name in self.tokens.items() for fault in token_fault(token)]
+        faults = [
+            f"of client {name!r}: {fault}"
+            for token, name in self.tokens.items()
+            for fault in (*token_fault(token), *name_fault(name))
+        ]
         if faults:
             raise UsageError(listed("no client can show these tokens:", faults))
         if self.tokens and self.grants is OPEN:
@@ -120,9 +147,9 @@ class Access:
         ]
         return max(fitting, default=Role.NONE)
 
-    def admits(self, client: str) -> bool:
-        """Whether this client may do anything at all."""
-        return any(grant.role > Role.NONE and fnmatchcase(client, grant.client) for grant in self.grants)
+    def admits(self, client: str, wanted: Role = Role.FORWARD) -> bool:
+        """Whether this client has such a role for any expert."""
+        return any(grant.role >= wanted and fnmatchcase(client, grant.client) for grant in self.grants)
 
     def check(self, caller: Caller, expert: str, wanted: Role, what: str) -> None:
         """Raise ``ForbiddenError`` if the caller may not do this."""
@@ -190,6 +217,23 @@ class Audit:
         """How many refusals there were of each kind of call."""
         with self._lock:
             return dict(self._counts)
+
+
+def name_fault(name: str) -> list[str]:
+    """What is wrong with the proven name of a client."""
+    taken = [start for start in (_UNPROVEN, _PEER) if name.startswith(start)]
+    return [f"it begins with {start!r}, as clients that have proved no name are called" for start in taken]
+
+
+def _host(peer: str) -> str:
+    """The host of an address as gRPC writes it; the network of a host that has a whole network of addresses."""
+    host = peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
+    if not host.startswith("ipv6:"):
+        return host
+    try:
+        return str(IPv6Network((unquote(host[5:]).strip("[]").partition("%")[0], 64), strict=False))
+    except ValueError:
+        return host
 
 
 def _called(caller: Caller) -> str:

@@ -11,6 +11,7 @@ than its bound.
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -114,6 +115,7 @@ class Connection:
 
     def abandon(self) -> None:
         """Nobody is there any more to answer to: let what still waits leave the queues."""
+        self.caller.stream.ended_at = time.monotonic()
         for future in list(self._futures.values()):
             future.cancel()
         self._budget.leave(self._held)

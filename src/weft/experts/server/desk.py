@@ -48,8 +48,6 @@ _ROLES = {
     Kind.COMMIT: Role.TRAIN,
     Kind.DISCARD: Role.TRAIN,
 }
-ANONYMOUS = "anonymous"
-"""The client of calls that name none; they share one quota."""
 
 
 class Desk:
@@ -140,8 +138,8 @@ class Desk:
             return None
         served.admit(header)
         if header.kind is Kind.DISCARD:
-            client, mini_batch = _owner(caller, header)
-            served.backend.discard(_named(mini_batch, "discard"), client=client)
+            client, mini_batch = caller.owner(header.client, header.mini_batch or None)
+            served.backend.discard(_named(mini_batch, "discard"), client=client, principal=caller.principal)
             reply(result(header, (), served.backend.steps, served.receipt()))
             return None
         future = self._submit(call, caller, served)
@@ -152,21 +150,34 @@ class Desk:
         header, backend = call.header, served.backend
         left = self._longest if header.deadline_ms is None else min(self._longest, header.deadline_ms / 1000)
         deadline = time.monotonic() + left
-        client, mini_batch = _owner(caller, header)
+        client, mini_batch = caller.owner(header.client, header.mini_batch or None)
         if header.kind is Kind.COMMIT:
             name = _named(mini_batch, "commit")
             self._check_incarnation(served, client, name, header.data)
-            return backend.commit(name, client=client, deadline=deadline)
+            return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
         tensors, key = call.tensors(), header.key or None
         keep, evaluation = Flags.KEEP in header.flags, Flags.EVALUATION in header.flags
         if header.kind is Kind.FORWARD:
             return backend.forward_pool.submit_task(
-                *tensors, deadline=deadline, client=client, key=key, evaluation=evaluation, keep=keep
+                *tensors,
+                deadline=deadline,
+                client=client,
+                key=key,
+                evaluation=evaluation,
+                keep=keep,
+                principal=caller.principal,
             )
         if keep:
             tensors = [*_kept(served, client, header.key), *tensors]
         return backend.backward_pool.submit_task(
-            *tensors, deadline=deadline, client=client, key=key, mini_batch=mini_batch, evaluation=evaluation
+            *tensors,
+            deadline=deadline,
+            client=client,
+            key=key,
+            mini_batch=mini_batch,
+            evaluation=evaluation,
+            principal=caller.principal,
+            stream=caller.stream,
         )
 
     def _check_incarnation(self, served: Served, client: str, mini_batch: str, data: bytes) -> None:
@@ -187,7 +198,7 @@ class Desk:
             self.refuse(header.call_id, error, reply)
             return
         keeps = header.kind is Kind.FORWARD and Flags.KEEP in header.flags
-        kept = keeps and served.backend.kept_inputs(_owner(caller, header)[0], header.key) is not None
+        kept = keeps and served.backend.kept_inputs(caller.owner(header.client, None)[0], header.key) is not None
         flags = Flags.KEEP if kept else Flags.NONE
         reply(result(header, done.result(), served.backend.steps, served.receipt(), flags))
 
@@ -223,15 +234,3 @@ def _kept(served: Served, client: str, key: str) -> Sequence[Tensor]:
             f"expert {served.backend.name!r} does not hold the inputs of this backward (any more); send it with them"
         )
     return found
-
-
-def _owner(caller: Caller, header: Header) -> tuple[str, str | None]:
-    """Who owns quota, keys and mini-batch of a call: the proven name if there is one, else what the call says.
-
-    Several processes may share a certificate: within a proven name, the name that the call says keeps their
-    mini-batches apart. Keys are random, and so apart anyway.
-    """
-    mini_batch = header.mini_batch or None
-    if not caller.name:
-        return header.client or ANONYMOUS, mini_batch
-    return caller.name, None if mini_batch is None else f"{header.client}/{mini_batch}"

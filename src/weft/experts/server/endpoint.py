@@ -138,6 +138,11 @@ class Endpoint:
             self.turned_away += 1
             text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
             await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+        own = sum(each.caller.principal == caller.principal for each in self.connections)
+        if own >= self._options.client_connections:
+            self.turned_away += 1
+            text = f"client {caller.principal!r} has {own} connections, and one client may have no more; close some"
+            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, text)
         connection = Connection(caller, self._desk, self._options, self.budget)
         self.connections.add(connection)
         self.accepted += 1
@@ -205,6 +210,10 @@ class Endpoint:
 
     async def _states(self, _: Any, context: Any) -> None:
         caller = await self._admitted(context, "state")
+        if not self._desk.access.admits(caller.name, Role.ADMIN):  # before it takes one of the few streams
+            text = f"client {caller.name!r} has role ADMIN for no expert, and asked for states, which takes that role"
+            self._desk.audit.refused(caller, "", "STATE", text)
+            await context.abort(_grpc.StatusCode.PERMISSION_DENIED, text)
 
         def admit(uid: str) -> None:
             try:

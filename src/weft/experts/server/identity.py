@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weft.experts.server.access import Access, Caller
+from weft.experts.server.access import Access, Caller, name_fault
 from weft.experts.service.names import AUTHORIZATION, BEARER, TRACEPARENT
 from weft.experts.wire.errors import ForbiddenError
 
@@ -22,6 +22,8 @@ def identify(access: Access, tls: Mapping[Any, Any], metadata: Iterable[tuple[An
     """The caller. Raises ``ForbiddenError`` for an unknown token, and for whom no grant is meant."""
     found = tuple(metadata or ())
     caller = Caller(_certified(tls) or _by_token(access, found), peer, _trace(found))
+    for fault in name_fault(caller.name):
+        raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
     if not access.admits(caller.name):
         who = f"client {caller.name!r}" if caller.name else "a client without certificate or token"
         raise ForbiddenError(f"nothing is granted to {who}; ask whoever runs the server for a grant")

@@ -15,7 +15,8 @@ from weft.experts.wire.limits import Limits
 class ServerOptions:
     """Args:
     limits: of one frame; gRPC refuses longer messages before it allocates them.
-    connections: streams at a time; one more is turned away.
+    connections: streams at a time; one more is turned away. One client, by its proven name or else its host, may have
+        half of them, or 64 where that is more.
     connection_calls, connection_bytes: what one stream may have under way, requests and answers. Beyond it the server
         reads no more from it until answers have left, and HTTP/2's flow control slows that client down, nobody else.
     total_bytes: what all streams together may have under way, in tensors of requests whose answers have not left; a
@@ -43,6 +44,11 @@ class ServerOptions:
             faults += check(name, getattr(self, name))
         if faults:
             raise UsageError(listed("these options of a server do not make sense:", faults))
+
+    @property
+    def client_connections(self) -> int:
+        """The streams that one client may have."""
+        return max(64, self.connections // 2)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,245 @@
+"""What clients that may train can do to each other: not act in another's name, and not take more than a share."""
+
+import contextlib
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.experts.expert_cases import fussy_backend, rows, work
+from tests.experts.gate import Gate
+from tests.experts.waiting import Clock, until
+from weft.core.errors import UsageError
+from weft.experts import ExpertBackend, IdempotencyOptions, PoolOptions, SumsOptions, TaskPool
+from weft.experts.client import GrpcTransport, RemoteExpert
+from weft.experts.directory import LocalDirectory
+from weft.experts.errors import CommitError, OverloadError, QuotaError
+from weft.experts.replica import ReplicaOptions, feed
+from weft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
+from weft.experts.server.identity import identify
+from weft.experts.service.names import STATE
+from weft.experts.task import CallerStream
+from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received
+
+pytestmark = pytest.mark.timeout(30)
+MIXED = Access(
+    [Grant("*", "*", Role.TRAIN), Grant("boss", "*", Role.ADMIN)],
+    {"t-token": "trainer", "o-token": "other", "b-token": "boss"},
+)
+
+
+@contextmanager
+def served(**options: Any) -> Iterator[tuple[Server, ExpertBackend]]:
+    backend = fussy_backend(**options)
+    with Server([backend], access=MIXED) as server:
+        yield server, backend
+
+
+def ask(transport: GrpcTransport, kind: Kind, client: str, name: str = "", seed: int = 0, key: str = "") -> Received:
+    tensors = [rows(2, seed), rows(2, seed + 1)] if kind is Kind.BACKWARD else []
+    header = Header(kind=kind, call_id=0, uid="fussy", client=client, mini_batch=name, key=key or name)
+    return transport.submit(Call(header, tensors), 10.0).result(10.0)
+
+
+def test_who_proves_no_name_cannot_act_as_one_who_does() -> None:
+    with (
+        served() as (server, backend),
+        GrpcTransport(server.address, token="t-token") as trainer,
+        GrpcTransport(server.address) as stranger,
+    ):
+        ask(trainer, Kind.BACKWARD, "me", "m", key="k")
+        for client, name in (("trainer", "me/m"), ("me", "m"), ("trainer", "m")):
+            with pytest.raises(CommitError, match="client 'unproven:"):
+                ask(stranger, Kind.COMMIT, client, name)
+            ask(stranger, Kind.DISCARD, client, name)
+        assert backend.steps == 0
+        ask(trainer, Kind.COMMIT, "me", "m")
+        assert backend.steps == 1
+
+
+@pytest.mark.parametrize("name", ["unproven:trainer", "peer:ipv4:127.0.0.1"])
+def test_no_name_is_proven_that_looks_unproven(name: str) -> None:
+    with pytest.raises(UsageError, match="as clients that have proved no name are called"):
+        Access([Grant()], {"token": name})
+    with pytest.raises(ForbiddenError, match="the name in the certificate"):
+        identify(Access(), {"x509_common_name": [name.encode()]}, (), "ipv4:1.2.3.4:5")
+
+
+@pytest.mark.parametrize(
+    ("peer", "principal"),
+    [
+        ("ipv4:10.0.0.7:40884", "peer:ipv4:10.0.0.7"),
+        ("ipv6:%5B::1%5D:40884", "peer:::/64"),
+        ("ipv6:[2001:db8:0:1:2::3]:40884", "peer:2001:db8:0:1::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:40884", "peer:fe80::/64"),
+        ("unix:/tmp/socket", "peer:unix:/tmp/socket"),
+    ],
+)
+def test_quotas_go_by_what_is_proven_else_by_the_host(peer: str, principal: str) -> None:
+    assert Caller("", peer).principal == principal
+    assert Caller("trainer", peer).principal == "trainer"
+
+
+def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None:
+    gate = Gate(lambda tasks: [list(task.tensors[:1]) for task in tasks])
+    with (
+        served(max_client_tasks=4, max_batch_size=2) as (server, backend),
+        GrpcTransport(server.address, token="t-token") as trainer,
+        GrpcTransport(server.address) as stranger,
+    ):
+        backend.backward_pool.process = gate
+        calls = [
+            stranger.submit(Call(header, [rows(2, 0), rows(2, 1)]), 20.0)
+            for header in (
+                Header(kind=Kind.BACKWARD, call_id=0, uid="fussy", client=f"made up {number}") for number in range(40)
+            )
+        ]
+        until(lambda: sum(call.done() for call in calls) == 36)
+        assert all(isinstance(call.exception(), QuotaError) for call in calls if call.done())
+        mine = trainer.submit(Call(Header(kind=Kind.BACKWARD, call_id=0, uid="fussy"), [rows(2, 0), rows(2, 1)]), 20.0)
+        gate.go.release(5)
+        assert mine.result(20.0)
+
+
+def test_one_trainer_leaves_slots_of_mini_batches_to_others_and_an_error_names_who_holds_them() -> None:
+    with (
+        served(mini_batches=SumsOptions(mini_batches=4, max_client_mini_batches=3)) as (server, _),
+        GrpcTransport(server.address, token="t-token") as trainer,
+        GrpcTransport(server.address, token="o-token") as greedy,
+        GrpcTransport(server.address) as stranger,
+    ):
+        for number in range(3):
+            ask(greedy, Kind.BACKWARD, "me", str(number))
+        with pytest.raises(QuotaError, match="client 'other' has 3 mini-batches open, and one client may have 3"):
+            ask(greedy, Kind.BACKWARD, "me too", "3")
+        ask(trainer, Kind.BACKWARD, "me", "m")
+        with pytest.raises(OverloadError, match=r"'other' has 3 \(the oldest idle for \d+ s\), client 'trainer'"):
+            ask(stranger, Kind.BACKWARD, "me", "m")
+        ask(trainer, Kind.COMMIT, "me", "m")
+
+
+def test_one_client_leaves_connections_and_places_in_queues_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerOptions, "client_connections", 2)
+    with served() as (server, backend), contextlib.ExitStack() as stack:
+        for token, wanted in [("o-token", True)] * 2 + [("o-token", False), ("t-token", True)]:
+            transport = stack.enter_context(GrpcTransport(server.address, token=token))
+            if wanted:
+                ask(transport, Kind.PING, "me")
+            else:
+                with pytest.raises(OverloadError, match="client 'other' has 2 connections, and one client may have"):
+                    ask(transport, Kind.PING, "me")
+    gate, x = Gate(), rows(1, 0)
+    pool = TaskPool("p", gate, backend.forward_pool.columns, PoolOptions(max_tasks=4))
+    for _ in range(2):
+        pool.submit_task(x, client="eve")
+    with pytest.raises(QuotaError, match="it may have 2 tasks"):
+        pool.submit_task(x, client="eve")
+    pool.submit_task(x, client="ann")
+
+
+def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
+    backend = fussy_backend(records=IdempotencyOptions(max_keys=100))
+    pool = backend.backward_pool
+    first = pool.submit_task(rows(2, 0), rows(2, 1), client="ann", key="a", mini_batch="m")
+    work(backend)
+    assert first.result(0)
+    backend.discard("m", client="ann")
+    assert backend.statistics().open_mini_batches == 0
+    for number in range(10_000):
+        backend.discard(f"made up {number}", client="eve")
+    assert not backend.engine.parts.sums._discarded and backend.records.statistics().keys == 1
+    for number in range(100):
+        assert pool.submit_task(rows(2, 0), rows(2, 1), client="eve", mini_batch=str(number))
+        work(backend)
+        backend.discard(str(number), client="eve")
+    work(backend)
+    assert backend.records.statistics().keys <= 51
+    late = pool.submit_task(rows(2, 2), rows(2, 3), client="ann", key="b", mini_batch="m")
+    work(backend)
+    assert isinstance(late.exception(0), CommitError), "else a commit would apply a part of the mini-batch"
+
+
+def test_a_discard_reaches_gradients_that_still_wait_in_the_queue() -> None:
+    backend = fussy_backend()
+    waiting = backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="ann", mini_batch="m")
+    backend.discard("m", client="ann")
+    work(backend)
+    assert isinstance(waiting.exception(0), CommitError) and backend.statistics().open_mini_batches == 0
+
+
+def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock().rules(monkeypatch, "weft.experts.sums")
+    backend = fussy_backend(mini_batches=SumsOptions(mini_batches=2, orphan_seconds=30.0))
+    backend.engine.parts.sums._clock = clock.monotonic
+    gone, back = CallerStream(), CallerStream()
+
+    def add(client: str, stream: CallerStream, seed: int = 0) -> Any:
+        future = backend.backward_pool.submit_task(
+            rows(2, seed), rows(2, seed + 1), client=client, mini_batch="m", stream=stream
+        )
+        work(backend)
+        return future.exception(0)
+
+    assert add("ann", gone) is None and add("bob", gone) is None
+    gone.ended_at = clock.now
+    clock.now += 29.0
+    assert add("bob", back, 1) is None, "a client that came back in time goes on"
+    assert isinstance(add("eve", back), OverloadError)
+    clock.now += 1.0
+    assert add("eve", back) is None
+    committed = [backend.commit("m", client=client) for client in ("ann", "bob")]
+    work(backend)
+    assert isinstance(committed[0].exception(0), CommitError) and "connection had ended" in str(
+        committed[0].exception()
+    )
+    assert committed[1].result(0) and backend.steps == 1
+
+
+def test_the_end_of_a_stream_is_seen_by_the_mini_batches_that_came_by_it() -> None:
+    with served(mini_batches=SumsOptions(orphan_seconds=0.0)) as (server, backend):
+        with GrpcTransport(server.address) as transport:
+            ask(transport, Kind.BACKWARD, "me", "m")
+            assert backend.statistics().open_mini_batches == 1
+        until(lambda: backend.statistics().open_mini_batches == 0)
+
+
+def test_closing_an_expert_discards_its_open_mini_batch() -> None:
+    with served() as (server, backend), GrpcTransport(server.address) as shared:
+        for where in (server.address, shared):
+            with RemoteExpert("fussy", where, accumulate=True) as remote:
+                remote(rows(2, 0)).sum().backward()
+                assert backend.statistics().open_mini_batches == 1
+            until(lambda: backend.statistics().open_mini_batches == 0, 5.0)
+
+
+@contextmanager
+def states(server: Server, token: str) -> Iterator[Callable[[], Any]]:
+    """A stream of states that asks nothing; what it ends with."""
+    questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    with grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        method, metadata = channel.stream_stream(STATE), [("authorization", f"Bearer {token}")]
+        call = method(iter(questions.get, None), timeout=15.0, metadata=metadata)
+        try:
+            yield call.code
+        finally:
+            questions.put(None)
+            call.cancel()
+
+
+def test_a_stream_of_states_takes_a_place_only_with_rights_and_only_while_it_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed, "IDLE", 0.1)
+    directory = LocalDirectory()
+    with Server([fussy_backend()], access=MIXED, directory=directory, replicas=ReplicaOptions()) as server:
+        following = server._endpoint._feed
+        assert following is not None
+        with states(server, "t-token") as code:
+            assert code() is grpc.StatusCode.PERMISSION_DENIED and following.streams == 0
+        assert server.audit.counts()["STATE"] == 1
+        with states(server, "b-token") as code:
+            assert code() is grpc.StatusCode.OK and following.streams == 0
+    directory.close()
