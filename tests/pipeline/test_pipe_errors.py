@@ -173,6 +173,19 @@ def test_what_a_layer_may_only_do_alone_fails_with_advice(executor, layer, check
     assert any(re.search(advice, note) for note in notes) and any("of stage 1" in note for note in notes)
 
 
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+@pytest.mark.parametrize("words", ["CUDA out of memory. Tried", "DefaultCPUAllocator: not enough memory: you tried"])
+def test_an_out_of_memory_error_tells_of_recomputation(executor: str, words: str) -> None:
+    class Huge(nn.Module):
+        def forward(self, x):
+            raise torch.OutOfMemoryError(f"{words} to allocate 2.00 GiB")
+
+    pipe, _ = piped(nn.Sequential(*chain(4, 4), Huge()), balance=[1, 1], executor=executor)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        pipe(rows(5, 4))
+    assert sum("checkpoint='except_last'" in note for note in caught.value.__notes__) == 1
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_when_all_stages_fail_at_once_the_caller_gets_one_of_them(executor: str) -> None:
     model = nn.Sequential(Mine("backward", 3), Mine("backward", 3), Mine("backward", 2))

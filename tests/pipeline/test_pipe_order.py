@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pipeline.pipe_cases import CHECKPOINTS, backward, chain, piped, rows
+from tests.pipeline.pipe_cases import CHECKPOINTS, assert_gradients_equal, backward, chain, piped, rows
 from weft import Pipe, Recorder
 from weft.core.ambient import is_recomputing
 
@@ -107,6 +107,32 @@ def test_only_what_the_mode_says_is_recomputed(executor: str, checkpoint: str) -
         again = sorted({each.action.micro_batch for each in recorder.events if each.kind == "R"})
         wanted = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[checkpoint]
         assert again == list(range(wanted)), "except_last means the last real micro-batch"
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_where_backward_follows_forward_at_once_nothing_is_recomputed(executor: str, checkpoint: str) -> None:
+    """The last stage of 1F1B; the stage before it recomputes what the mode says."""
+    settings = {"chunks": 4, "executor": executor, "checkpoint": checkpoint, "loss": nn.MSELoss()}
+    pipe, plain = piped(chain(4, 5, 3), schedule="1f1b", **settings)
+    calls = [0, 0]
+    pipe[0].register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    pipe[2].register_forward_hook(lambda *_: calls.__setitem__(1, calls[1] + 1))
+    pipe(rows(8, 4), target=rows(8, 3)).backward()
+    assert calls == [{"always": 8, "except_last": 7, "never": 4}[checkpoint], 4]
+    nn.functional.mse_loss(plain(rows(8, 4)), rows(8, 3)).backward()
+    assert_gradients_equal(pipe, plain)
+    calls[1] = 0
+    backward(pipe, rows(8, 4))  # without a target the caller's code runs in between
+    assert calls[1] == {"always": 8, "except_last": 7, "never": 4}[checkpoint]
+
+
+def test_nothing_is_recomputed_unless_asked_for() -> None:
+    pipe = Pipe(chain(4, 5, 3), chunks=2, devices=["cpu", "cpu"], executor="serial")
+    assert pipe.checkpoint == "never"
+    with pipe.watched_by(recorder := Recorder()):
+        backward(pipe, rows(4, 4))
+    assert not any(each.kind == "R" for each in recorder.events)
 
 
 def test_a_checkpoint_mode_per_stage_and_a_function_hold() -> None:

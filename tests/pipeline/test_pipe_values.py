@@ -1,10 +1,11 @@
 """What may go into a Pipe, between its stages and out of it: nested tensors, and what is no tensor."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.pipeline.pipe_cases import (
     CHECKPOINTS,
@@ -18,7 +19,7 @@ from tests.pipeline.pipe_cases import (
 )
 from weft import NoChunk, Pipe
 from weft.core import tree
-from weft.core.errors import BatchError
+from weft.core.errors import BatchError, UsageError
 
 RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
 every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
@@ -225,6 +226,18 @@ def test_one_number_per_micro_batch_is_refused_and_the_next_step_works(executor:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_batch_axis_that_a_layer_shortens_joins_all_the_same(executor: str) -> None:
-    pipe, _ = both([lambda w, x: x[::2] * w], executor=executor, chunks=2)
-    assert pipe(rows(8, 2)).shape == (4, 2)
+@pytest.mark.parametrize("change", [lambda x: x[::2], lambda x: torch.cat([x, x]), lambda x: x.flatten()])
+def test_another_number_of_rows_than_came_in_is_refused(executor: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Nobody knows whose rows they are: ``cat`` joined per micro-batch has them in another order."""
+    pipe, _ = both([lambda w, x: change(x) * w], executor=executor, chunks=2)
+    with pytest.raises(BatchError, match=r"output has \d+, \d+ rows along axis 0 where the micro-batches have 4, 4"):
+        pipe(rows(8, 2))
+    back, plain = both([lambda w, x: change(x) * w, lambda w, x: x.view(4, -1) * w], executor=executor, chunks=2)
+    assert_close(back(rows(8, 2)), torch.cat([plain(each) for each in rows(8, 2).split(4)]))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_target_for_which_there_is_no_loss_is_told(executor: str) -> None:
+    pipe, _ = both([lambda w, x: x * w], executor=executor)
+    with pytest.raises(UsageError, match=r"no loss.*loss=fn"):
+        pipe(rows(8, 2), target=rows(8, 2))

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.unchecked import unchecked
+from weft import Pipe
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError
 from weft.core.schedule import Schedule
 from weft.pipeline.schedules import gpipe
@@ -229,7 +231,7 @@ def test_a_table_of_another_size_is_refused() -> None:
 def test_devices_may_repeat_and_may_be_one() -> None:
     assert resolve_layout(linears(1, 2, 3), [1, 1], ["cpu", "cpu"], None) == ([1, 1], [CPU, CPU])
     assert resolve_layout(linears(1, 2, 3), None, "cpu", None) == ([2], [CPU])
-    assert resolve_layout(linears(1, 2, 3), [1, 1], [CPU, "cpu", "cpu"], None) == ([1, 1], [CPU, CPU])
+    assert resolve_layout(linears(1, 2, 3), [1, 1], [CPU, "cpu:0"], None) == ([1, 1], [CPU, CPU])
     assert resolve_layout(linears(1, 2, 3), [1, 1], ["cpu:0", "cpu:0"], None) == ([1, 1], [CPU, CPU])
 
 
@@ -283,6 +285,32 @@ def test_with_a_sample_measured_time_is_spread_evenly() -> None:
     model = nn.Sequential(Loops(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     assert resolve_layout(model, None, ["cpu", "cpu"], None)[0] != [1, 3]
     assert resolve_layout(model, None, ["cpu", "cpu"], torch.ones(2, 4))[0] == [1, 3]
+
+
+def test_a_device_that_a_balance_leaves_unused_is_told() -> None:
+    with pytest.raises(PartitionError, match="2 stages, but there are 3 devices"):
+        Pipe(linears(1, 2, 3), chunks=2, balance=[1, 1], devices=["cpu"] * 3)
+
+
+def test_no_fault_hides_another_one() -> None:
+    wrong: dict[str, Any] = {
+        "chunks": 0,
+        "executor": "thread",
+        "balance": [1, 3],
+        "checkpoint": "nevr",
+        "schedule": "zigzag",
+        "loss_reduction": "sum",
+    }
+    with unchecked(), pytest.raises(UsageError) as caught:
+        Pipe(linears(1, 2, 3), devices=["cpu", "cpu"], **wrong)
+    for words in ("chunks is 0", "'thread'", "balance [1, 3] places 4", "'nevr'", "'zigzag'", "there is no loss"):
+        assert words in str(caught.value)
+    with unchecked(), pytest.raises(PartitionError, match=r"is 'one'(?s:.)*is 'two'"):
+        Pipe(linears(1, 2, 3), chunks=2, balance=["one", "two"])
+    pipe = Pipe(linears(1, 2, 3), chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
+    pipe.executor, pipe.balance, pipe.checkpoint = wrong["executor"], [2, 2], wrong["checkpoint"]
+    with unchecked(), pytest.raises(UsageError, match=r"balance \[2, 2\](?s:.)*'thread'(?s:.)*'nevr'"):
+        pipe(torch.ones(2, 1))
 
 
 def test_more_devices_than_layers_leave_some_idle() -> None:

@@ -89,7 +89,7 @@ class GPipe(Pipe):
             super().__init__(
                 module,
                 chunks=chunks,
-                devices=None if devices is None else places_of(devices),
+                devices=None if devices is None else places_of(devices)[: len(sizes)],
                 balance=sizes,
                 checkpoint=checkpoint,
                 deferred_batch_norm=deferred_batch_norm,

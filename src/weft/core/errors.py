@@ -114,7 +114,14 @@ def escaped(text: object, most: int | None = None, *, lines: bool = False) -> st
     return found if most is None or len(found) <= most else f"{found[: most - 3]}..."
 
 
+_NO_MEMORY = (
+    "weft: recomputation takes less memory, for the price of a second forward: give the Pipe checkpoint='except_last' "
+    "or 'always', or a list with such a mode for this stage; or cut the mini-batch into more chunks, or give the "
+    "device fewer layers (balance=)"
+)
 _ADVICE = {
+    "out of memory": _NO_MEMORY,  # of an accelerator
+    "not enough memory: you tried to allocate": _NO_MEMORY,  # of the CPU
     "cannot register a hook on a tensor that doesn't require gradient": (
         "weft: the first forward of a micro-batch that will be recomputed runs without a graph; write "
         "`if y.requires_grad: y.register_hook(...)`, or use checkpoint='never' for this stage"

@@ -121,7 +121,8 @@ def forecast(
     """Predict when every action runs, and which bytes live when.
 
     `stages` gives each stage's costs, `values` what crosses the cuts. `checkpointed(stage, micro_batch)` says
-    which graphs are recomputed; by default those of the stages whose `recompute` is not 0.
+    which graphs are recomputed; by default those of the stages whose `recompute` is not 0. None is whose backward
+    follows its forward at once (`Schedule.backward_at_once`).
     Raises ScheduleError with all faults, of the schedule or of the costs.
     """
     schedule.check(stages=len(stages))
@@ -164,7 +165,8 @@ def _spans(
 
     for worker, action in schedule.order():
         cost = costs[action.stage]
-        if action.kind in "BI" and recomputes(action.stage, action.micro_batch):
+        at_once = (action.stage, action.micro_batch) in schedule.backward_at_once
+        if action.kind in "BI" and not at_once and recomputes(action.stage, action.micro_batch):
             run(worker, action._replace(kind="R"), cost.recompute, free[worker])
         start = max([free[worker], *(spans[need].end for need in waiting[action])])
         run(worker, action, _duration(cost, action.kind), start)

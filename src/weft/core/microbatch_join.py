@@ -56,19 +56,25 @@ class JoinPlan:
 
 
 def plan_join(
-    pieces_leaves: Sequence[Sequence[Any]], structure: Structure, *, axis: Any = 0, where: str = "output"
+    pieces_leaves: Sequence[Sequence[Any]],
+    structure: Structure,
+    *,
+    axis: Any = 0,
+    where: str = "output",
+    rows: Sequence[int] | None = None,
 ) -> JoinPlan:
     """Plan how to join the flat leaves of the micro-batches' results, all nested as ``structure`` says.
 
     ``axis`` is an int, or nested as the results are. Raises ``BatchError`` that lists every leaf which cannot be
     joined. What is no tensor must be equal in all pieces; tensors must agree in dtype and in every axis but theirs of
-    ``axis``, and must have that one. :func:`common_structure` checks the nesting. Raises ``SpecError`` if ``axis`` is
-    not nested as the results are.
+    ``axis``, and must have that one: of several pieces, each with the rows that ``rows`` says, where it is given.
+    :func:`common_structure` checks the nesting. Raises ``SpecError`` if ``axis`` is not nested as the results are.
     """
     if not pieces_leaves:
         raise BatchError(f"{where}: there is no micro-batch to join")
     axes = tuple(spread(axis, structure, where))
-    found = [_lengths(column, each) for column, each in zip(zip(*pieces_leaves, strict=True), axes, strict=True)]
+    columns = zip(zip(*pieces_leaves, strict=True), axes, strict=True)
+    found = [_of_rows(_lengths(column, each), rows, each) for column, each in columns]
     lengths = tuple(each for each in found if not isinstance(each, str))
     if len(lengths) < len(found):
         named = zip(structure_paths(structure, where), found, strict=True)
@@ -115,6 +121,22 @@ def _lengths(column: Sequence[Any], axis: int) -> tuple[int, ...] | str | None:
         return (first.shape[axis] if has_axis(first, axis) else 1,)
     fault = None if _alike(column, axis) else _tensor_fault(column, axis)
     return fault or tuple([piece.shape[axis] for piece in column])
+
+
+def _of_rows(
+    lengths: tuple[int, ...] | str | None, rows: Sequence[int] | None, axis: int
+) -> tuple[int, ...] | str | None:
+    """The same lengths if they are those of the micro-batches; else the fault, since rows would be out of order."""
+    if rows is None or len(rows) == 1 or not isinstance(lengths, tuple) or lengths == tuple(rows):
+        return lengths
+    return (
+        f"has {_numbers(lengths)} rows along axis {axis} where the micro-batches have {_numbers(rows)}; let the layers "
+        "return one row for each that came in, and regroup rows outside: flatten(0, 1) after the pipe, say"
+    )
+
+
+def _numbers(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _alike(column: Sequence[Any], axis: int) -> bool:

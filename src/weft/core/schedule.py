@@ -11,6 +11,7 @@ several.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, cast
 
 from .errors import ScheduleError, listed
@@ -107,6 +108,19 @@ class Schedule:
         This is what a loss outside the pipeline needs."""
         rows = [[action.kind != "F" for action in row] for row in self.workers]
         return all(row == sorted(row) for row in rows)
+
+    @cached_property
+    def backward_at_once(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) pairs whose backward is the next action of their worker after their forward.
+
+        To recompute them would save nothing. A table that `splits` has none: the caller's code may run in between.
+        """
+        return frozenset(
+            (one.stage, one.micro_batch)
+            for row in self.workers
+            for one, next_one in pairwise(row)
+            if not self.splits and one.kind == "F" and next_one.kind in "BI" and one[::2] == next_one[::2]
+        )
 
     def live(self) -> tuple[int, ...]:
         """For every stage the largest number of micro-batches that it holds for backward at one time:

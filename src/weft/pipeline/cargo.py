@@ -122,11 +122,12 @@ class Outcome(Protocol):
 class JoinedOutput:
     """The outputs of the micro-batches, joined along their batch axis; what is no tensor is passed through."""
 
-    def __init__(self, given: Sequence[Tensor] = (), axis: Any = 0) -> None:
+    def __init__(self, given: Sequence[Tensor] = (), axis: Any = 0, rows: Sequence[int] | None = None) -> None:
         """`given` are the tensors of the mini-batch, with which no output is to share memory; `axis` holds the rows:
-        an int, or nested as the output is."""
+        an int, or nested as the output is; `rows` are those of the micro-batches, which outputs must have as well."""
         self._given = given
         self._axis = axis
+        self._rows = rows
         self._plan: JoinPlan | None = None
         self._structure = LEAF
         self._rest: list[Any] = []
@@ -168,7 +169,7 @@ class JoinedOutput:
         flat = [flatten(result) for result in results]
         columns = [leaves for leaves, _ in flat]
         self._structure = common_structure([structure for _, structure in flat])
-        self._plan = plan_join(columns, self._structure, axis=self._axis)
+        self._plan = plan_join(columns, self._structure, axis=self._axis, rows=self._rows)
         joined = self._plan.join(columns)
         return columns, joined if len(columns) > 1 else self._apart(joined)
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -31,10 +31,9 @@ from weft.pipeline.schedules import SCHEDULES, build
 from weft.pipeline.settings import (
     Checkpoint,
     CheckpointRule,
-    check_arguments,
-    check_schedule,
+    Faults,
+    check_settings,
     checked_layout,
-    checkpoint_rules,
     layers_of,
     places_of,
     reduction_of,
@@ -60,12 +59,14 @@ class Pipe(nn.Module):
             `batch_dim`, if that is an int. Modules that are known to have their rows on another axis are refused.
         devices: one per stage; may repeat, also ``["cpu", "cpu"]``, which really runs two workers. Default:
             all CUDA devices, else the CPU twice. Layers are moved there, but for those on the meta device.
-        balance: how many layers each stage has. Default: as even as possible by the time that each layer takes
-            for `sample`, or without a sample by the number of parameters, which is a rough guess; see
-            `weft.pipeline.partition` for measured balances.
-        checkpoint: what is recomputed in backward instead of kept: ``"always"``, ``"except_last"`` (all but the
-            last micro-batch, whose backward comes at once) or ``"never"``; a list of these, one per stage; or
-            a function ``(stage, micro_batch, micro_batches) -> bool``.
+        balance: how many layers each stage has. Default: as many stages as devices (at most as many as layers), as
+            even as possible by the time that each layer takes for `sample`, or without a sample by the number of
+            parameters, which is a rough guess; see `weft.pipeline.partition` for measured balances.
+        checkpoint: what is recomputed in backward instead of kept, which saves memory and costs a second forward:
+            ``"never"``, ``"except_last"`` (all but the last micro-batch, whose backward comes at once) or
+            ``"always"``; a list of these, one per stage; or a function ``(stage, micro_batch, micro_batches) ->
+            bool``. Where a schedule with the loss inside has a backward right after its forward, as the last stage of
+            1F1B has, nothing is recomputed, since nothing would be saved.
         deferred_batch_norm: turn batch norms into `DeferredBatchNorm`, whose running statistics are those of
             the undivided mini-batch.
         schedule: ``"gpipe"``, ``"1f1b"``, a table as text (see `weft.Schedule.parse`), or a `weft.Schedule`.
@@ -101,7 +102,7 @@ class Pipe(nn.Module):
         output_batch_dim: OutputBatchDim | None = None,
         devices: Sequence[str | int | torch.device] | str | int | torch.device | None = None,
         balance: Sequence[int] | None = None,
-        checkpoint: Checkpoint | Sequence[Checkpoint | CheckpointRule] | CheckpointRule = "except_last",
+        checkpoint: Checkpoint | Sequence[Checkpoint | CheckpointRule] | CheckpointRule = "never",
         deferred_batch_norm: bool = False,
         schedule: str | Schedule = "gpipe",
         loss: LossFunction | None = None,
@@ -110,20 +111,33 @@ class Pipe(nn.Module):
         sample: Any = None,
     ) -> None:
         super().__init__()
-        layers = layers_of(module)
-        verify_skippables(module)
-        check_arguments(chunks, executor, loss, loss_reduction, schedule, deferred_batch_norm)
-        self._dims = BatchDims(batch_dim, output_batch_dim)
-        check_batch_dims(layers, batch_dim, self._dims)
+        faults = Faults()
+        layers = faults.of(layers_of, module)
+        dims = faults.of(BatchDims, batch_dim, output_batch_dim)
+        if layers is not None:
+            faults.of(verify_skippables, module)
+            if dims is not None:
+                faults.of(check_batch_dims, layers, batch_dim, dims)
+        sizes = None if balance is None else faults.of(sizes_of, balance)
+        places = None if devices is None else faults.of(places_of, devices)
+        layout = None
+        if layers is not None and (sizes is None) == (balance is None) and (places is None) == (devices is None):
+            layout = faults.of(resolve_layout, module, sizes, places, sample)
+        stages = len(layout[0] if layout else sizes or places or ())
+        check_settings(
+            faults, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
+        )
+        reduction = faults.of(reduction_of, loss, loss_reduction) if loss_reduction in (None, "mean", "sum") else None
+        faults.raise_all()
+        assert layers is not None and dims is not None and layout is not None and reduction is not None  # no faults
+        self._dims = dims
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.schedule = schedule
         self.executor = executor
-        self.balance, self.devices = resolve_layout(module, balance, devices, sample)
-        checkpoint_rules(checkpoint, len(self.balance))
-        check_schedule(schedule, len(self.balance), chunks, loss)
+        self.balance, self.devices = layout
         # Not a child: a loss module's parameters are the user's to save, and the keys stay those of the model.
-        self._loss = (loss, reduction_of(loss, loss_reduction))
+        self._loss = (loss, reduction)
         self._watcher: Watcher | None = None
         self._runtime: Runtime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit
@@ -161,6 +175,11 @@ class Pipe(nn.Module):
         try:
             return runtime.serve(request, training=self.training)
         except TypeError as error:
+            if self._loss[0] is None and "unexpected keyword argument 'target'" in str(error):
+                raise UsageError(
+                    "target= was given, but the pipe has no loss to give it to; give it one, Pipe(..., loss=fn), or "
+                    "compute the loss from what the pipe returns"
+                ) from None
             if self._loss[0] is not None and not targets and len(args) > 1:
                 error.add_note("weft: the pipe has a loss; its target is given by name: pipe(x, target=y)")
             raise
@@ -225,8 +244,14 @@ class Pipe(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([layer for _, layer in self._layers()])
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return self._layers()[index][1]
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """A layer; of a slice an `nn.Sequential` of the very same layers, under the same names."""
+        layers = self._layers()[index]
+        return layers[1] if isinstance(layers, tuple) else nn.Sequential(OrderedDict(layers))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_runtime": None, "_checked": None, "_recipe": None, "_watcher": None}
@@ -248,11 +273,15 @@ class Pipe(nn.Module):
         """The runtime for the settings as they are now. Raises what the constructor raises if they do not fit."""
         if self._runtime is not None and self._checked == self._settings():
             return self._runtime
-        check_arguments(self.chunks, self.executor, *self._loss, self.schedule)
-        sizes, places = sizes_of(self.balance), places_of(self.devices)
-        self.balance, self.devices = checked_layout(sizes, places, len(self._layers()))
-        checkpoint_rules(self.checkpoint, len(self.balance))
-        check_schedule(self.schedule, len(self.balance), self.chunks, self._loss[0])
+        faults = Faults()
+        sizes, places = faults.of(sizes_of, self.balance), faults.of(places_of, self.devices)
+        layout = faults.of(checked_layout, sizes, places, len(self._layers())) if None not in (sizes, places) else None
+        check_settings(
+            faults, len(sizes or ()), self.chunks, self.executor, *self._loss, self.schedule, self.checkpoint
+        )
+        faults.raise_all()
+        assert layout is not None  # else there was a fault
+        self.balance, self.devices = layout
         settings = self._settings()
         splits = build(self.schedule, len(self.balance), self.chunks).splits
         recipe = (*settings[1:], splits)  # another number of chunks needs no other threads

@@ -166,7 +166,7 @@ class Runtime:
     def _outcome(self, request: "Request", cargo: Cargo) -> Outcome:
         if request.targets:
             return WeightedLoss(_weights(cargo.rows, self._reduction))
-        return JoinedOutput(cargo.given, self._dims.outputs)
+        return JoinedOutput(cargo.given, self._dims.outputs, cargo.rows)
 
     def _visible(self, order: Order) -> Any:
         """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
@@ -181,6 +181,7 @@ class Runtime:
         tracked = torch.is_grad_enabled() and bool(cargo.tensors or any(survey.parameters for survey in surveys))
         count = cargo.micro_batches
         schedule = build(request.schedule, plan.segments, count)
+        at_once = schedule.backward_at_once if request.targets else frozenset[tuple[int, int]]()
         parameters: list[list[torch.Tensor]] = []
         for owned in plan.stages_of:
             more = range(len(self.stages), len(surveys)) if owned == plan.stages_of[-1] else ()  # that of the loss
@@ -193,14 +194,15 @@ class Runtime:
             outcome=self._outcome(request, cargo),
             parameters=parameters,
             tracked=tracked,
-            keeps=partial(self._keep, count) if tracked else _keep_nothing,
+            keeps=partial(self._keep, count, at_once) if tracked else _keep_nothing,
             deferred=[norm for survey in surveys for norm in survey.deferred],
             dice=partial(Dice, self.uses[: len(surveys)], [survey.configuration for survey in surveys]),
             watcher=request.watcher,
         )
 
-    def _keep(self, micro_batches: int, segment: int, micro_batch: int) -> Keep:
-        return "inputs" if self.rules[segment](segment, micro_batch, micro_batches) else "graph"
+    def _keep(self, micro_batches: int, at_once: frozenset[tuple[int, int]], segment: int, micro_batch: int) -> Keep:
+        recomputes = self.rules[segment](segment, micro_batch, micro_batches) and (segment, micro_batch) not in at_once
+        return "inputs" if recomputes else "graph"
 
 
 class Kind(NamedTuple):

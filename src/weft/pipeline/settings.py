@@ -4,17 +4,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
 from operator import index
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from weft.core.checks import is_whole
-from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, listed
+from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, WeftError, listed
 from weft.core.schedule import Schedule
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
 from weft.pipeline.schedules import SCHEDULES, build
+
+Result = TypeVar("Result")
 
 Checkpoint = Literal["always", "except_last", "never"]
 CheckpointRule = Callable[[int, int, int], bool]
@@ -27,6 +29,30 @@ _RULES: dict[str, CheckpointRule] = {
     "except_last": lambda stage, micro_batch, micro_batches: micro_batch < micro_batches - 1,
     "never": lambda stage, micro_batch, micro_batches: False,
 }
+
+
+class Faults:
+    """All that is wrong with the arguments of one call, to be raised together: no fault hides another one."""
+
+    def __init__(self) -> None:
+        self._errors: list[WeftError] = []
+
+    def of(self, check: Callable[..., Result], *args: Any) -> Result | None:
+        """What the check returns; None if it raised, which is noted."""
+        try:
+            return check(*args)
+        except WeftError as error:
+            self._errors.append(error)
+            return None
+
+    def raise_all(self) -> None:
+        """Raise what was noted: one error as it is; several as one of their class, or as UsageError."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            kinds = {type(error) for error in self._errors}
+            faults = [str(error).replace("\n", "\n    ") for error in self._errors]
+            raise (kinds.pop() if len(kinds) == 1 else UsageError)(listed("this Pipe cannot be used:", faults))
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -117,6 +143,25 @@ def check_arguments(
         raise UsageError(listed("these arguments of Pipe do not make sense:", faults))
 
 
+def check_settings(
+    faults: Faults,
+    stages: int,
+    chunks: Any,
+    executor: Any,
+    loss: Any,
+    reduction: Any,
+    schedule: Any,
+    checkpoint: Any,
+    deferred_batch_norm: Any = False,
+) -> None:
+    """Note all that is wrong with these, as far as it can be told; `stages` is 0 where their number is not known."""
+    faults.of(check_arguments, chunks, executor, loss, reduction, schedule, deferred_batch_norm)
+    if stages:
+        faults.of(checkpoint_rules, checkpoint, stages)
+        if isinstance(schedule, str | Schedule):
+            faults.of(check_schedule, schedule, stages, chunks if is_whole(chunks) and chunks > 0 else 1, loss)
+
+
 def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any) -> None:
     """Raise ScheduleError if the schedule does not fit, UsageError if it needs a loss inside and has none."""
     table = build(schedule, stages, chunks)
@@ -178,7 +223,8 @@ def resolve_layout(
     """
     cuda = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     sizes = None if balance is None else sizes_of(balance)
-    here = cuda or [torch.device("cpu")] * (min(2, len(module)) if sizes is None else len(sizes))
+    here = cuda[: None if sizes is None else len(sizes)]
+    here = here or [torch.device("cpu")] * (min(2, len(module)) if sizes is None else len(sizes))
     places = here if devices is None else places_of(devices)
     if sizes is not None:
         return checked_layout(sizes, places, len(module))
@@ -200,9 +246,14 @@ def checked_layout(
             f"balance has {len(sizes)} stages, but there are {len(places)} devices; one may be there more than "
             f"once, as in devices=['cpu'] * {len(sizes)}"
         )
+    elif len(sizes) < len(places):
+        faults.append(
+            f"balance has {len(sizes)} stages, but there are {len(places)} devices, and a device without a stage would "
+            "be left unused; give one per stage"
+        )
     if faults:
         raise PartitionError(listed("these layers cannot be spread as asked:", faults))
-    return list(sizes), list(places[: len(sizes)])
+    return list(sizes), list(places)
 
 
 def sizes_of(balance: Any) -> list[int]:

@@ -14,7 +14,7 @@ from torch.utils import checkpoint as checkpointing
 
 from weft.core.ambient import Ambient, Phase, phase
 from weft.core.boundary import current_task, forbid_double, keeps_graph
-from weft.core.errors import TWICE, BackwardTwiceError
+from weft.core.errors import TWICE, BackwardTwiceError, advise
 from weft.core.rng import Dice, Silence
 from weft.core.segment import Function, Keep, Visit
 from weft.core.transforms import forbid_batched
@@ -68,6 +68,7 @@ def _micro_batch(plan: Plan, keeps: Keeps, visit: Visit, parts: Sequence[Any]) -
         try:
             outputs = _call(keeps, function, visit, stage, inputs)
         except BaseException as error:
+            advise(error)
             error.add_note(f"weft: in forward of micro-batch {visit.micro_batch}")
             raise
         values.update(zip(plan.wiring.outputs[stage], outputs, strict=True))
