@@ -147,6 +147,19 @@ def test_a_plan_that_computes_something_else_is_told_though_another_one_runs(mon
     net(torch.randn(200, 2, 3))
 
 
+@needs_compiler
+def test_under_autocast_one_warning_says_that_loops_are_not_compiled() -> None:
+    net, x = Recurrent(nn.GRUCell(3, 4), verify="never"), torch.randn(2, 2, 3)
+    net(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.warns(NoPlanWarning, match=r"GRUCell takes several times as long under autocast to torch.bfloat16"):
+            net(x)
+        net(x)
+        with torch.autocast("cpu", enabled=False):
+            net(x)
+        Recurrent(net.cell, backend="python", verify="never")(x)  # it was asked for
+
+
 # -- calls of every form ------------------------------------------------------------------------------------------
 
 FORMS: dict[str, Callable[[Tensor], tuple[Tensor, Any]]] = {

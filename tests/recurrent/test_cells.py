@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
-from weft.core.errors import UsageError
+from weft.core.errors import SpecError, UsageError
+from weft.recurrent import LSTM, Recurrent
+from weft.recurrent.zoo import ElmanCell, GRUCell
 
 KINDS = {"LSTM": (nn.LSTM, nn.LSTMCell), "GRU": (nn.GRU, nn.GRUCell), "RNN": (nn.RNN, nn.RNNCell)}
 
@@ -48,6 +52,24 @@ def test_the_first_state_has_the_dtype_of_the_weights() -> None:
     assert net(torch.zeros(1, 2, 3).double()).last.dtype == torch.float64
     with torch.autocast("cpu", torch.bfloat16):
         assert eagerly(nn.GRUCell(3, 4))(torch.randn(2, 2, 3)).outputs.shape == (2, 2, 4)
+
+
+@pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell, GRUCell, ElmanCell])
+@pytest.mark.parametrize("backend", ["eager", "python"])
+def test_an_input_of_another_width_is_told_with_the_cells(make: Any, backend: str) -> None:
+    net = Recurrent(make(3, 8), backend=backend)
+    words = re.escape(f"x has shape (2, 4), but cell {make.__name__} wants 3 (input_size) as its last size")
+    with pytest.raises(SpecError, match=words):
+        net(torch.randn(5, 2, 4))
+    with pytest.raises(SpecError, match=words):
+        net.step(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, LSTM])
+def test_a_layer_is_no_cell_and_the_error_names_the_cell(layer: Any) -> None:
+    kind = layer.__name__
+    with pytest.raises(UsageError, match=rf"(?s)runs over time by itself.* nn.{kind}Cell, or weft.recurrent.{kind} in"):
+        Recurrent(layer(3, 8))
 
 
 def test_the_keys_of_a_cell_do_not_depend_on_how_it_is_run() -> None:

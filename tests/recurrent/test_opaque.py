@@ -6,6 +6,7 @@ import inspect
 import io
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from weft.core import tree
 from weft.core.errors import BackwardTwiceError, UsageError
 from weft.core.tree import flatten
-from weft.recurrent import Recurrent, opaque, traced
+from weft.recurrent import GRU, LSTM, Caffe2LSTM, Recurrent, opaque, traced
 
 T, N, D, H = 5, 3, 3, 4
 
@@ -86,10 +87,10 @@ symbolic = pytest.mark.skipif(CHECKED, reason="a symbolic size is no int, so the
 
 @pytest.mark.skipif(not CHECKED, reason="they run here")
 def test_those_with_symbolic_sizes_pass_in_an_interpreter_without_checks_of_types() -> None:
-    marked = "another_length_no_new_graph or export_runs_for_other_lengths or jit_trace"
+    marked = "another_length_no_new_graph or export_runs_for_other_lengths or jit_trace or layer_itself_is_exported"
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-k", marked, __file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout[-3000:]
 
 
 def sequence(*shape: int) -> Tensor:
@@ -224,6 +225,36 @@ def test_an_export_runs_for_other_lengths_and_is_saved_and_loaded() -> None:
             parameter.mul_(2)
     x = sequence()
     torch.testing.assert_close(loaded(x)[0], changed(x)[0], rtol=0, atol=1e-12)
+
+
+@symbolic
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # PyTorch 2.11's own
+@pytest.mark.parametrize(
+    ("make", "graph"),
+    [
+        (partial(LSTM, num_layers=2, bidirectional=True), True),
+        (LSTM, False),
+        (partial(GRU, batch_first=True), True),
+        (Caffe2LSTM, True),
+    ],
+)
+def test_a_layer_itself_is_exported_and_runs_by_its_plans(make: Any, graph: bool) -> None:
+    layer = copy.deepcopy(make(D, H, dtype=torch.float64, backend="python", verify="never"))
+    dims = {0: torch.export.Dim("T", min=2), 1: torch.export.Dim("N", min=2)}
+    with torch.set_grad_enabled(graph):
+        exported = torch.export.export(layer, (sequence(),), dynamic_shapes={"input": dims}).module()
+        for x in (sequence(), sequence(9, 2, D), sequence()):
+            for one, other in zip(flatten(layer(x))[0], flatten(exported(x))[0], strict=True):
+                torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+        plans = len(layer.explain())
+        for _ in range(3):
+            exported(sequence())
+        assert len(layer.explain()) == plans, "the layer's own plans serve, and none is made for each call"
+        assert dict(exported.named_parameters()).keys() == dict(layer.named_parameters()).keys()
+    if graph:
+        results = [torch.autograd.grad(each(x)[0].sum(), [*each.parameters()]) for each in (layer, exported)]
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
 
 
 def test_a_graph_without_its_network_says_so() -> None:

@@ -79,7 +79,12 @@ def test_the_first_step_may_settle_shape_and_dtype_as_a_plain_loop_would() -> No
         (lambda s: (s[0], s[1], s[0]), ["state should be a tuple of 2, but is a tuple of 3"]),
         (lambda s: [s[0], s[1]], ["state should be a tuple of 2, but is a list of 2"]),
         (lambda s: (s[0][:1], s[1].long()), [
-            "state[0] has shape (1, 3), wanted (2, 3)", "state[1] has dtype torch.int64, wanted torch.float32"
+            "state[0] has shape (1, 3), wanted (2, 3)",
+            "state[1] has dtype torch.int64, wanted torch.float32; convert it, or begin with torch.int64",
+        ]),
+        (lambda s: (s[0].double(), s[1].bfloat16()), [
+            "state[0] has dtype torch.float64, wanted torch.float32; convert it, or begin with torch.float64",
+            "state[1] has dtype torch.bfloat16, wanted torch.float32; convert it, or begin with torch.bfloat16",
         ]),
         (lambda s: (None, s[1]), ["state[0] is of type NoneType, wanted a tensor"]),
     ],

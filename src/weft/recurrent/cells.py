@@ -15,8 +15,13 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from weft.core.errors import SpecError
 from weft.core.tree import flatten, map_leaves, unflatten
 from weft.recurrent.faults import Faults
+
+
+class InputWidthError(SpecError, RuntimeError):
+    """An input of another width than the cell says; PyTorch's own cells raise a RuntimeError for it."""
 
 
 class Cell:
@@ -39,6 +44,13 @@ class Cell:
     def name(self) -> str:
         """What messages call it."""
         return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def width_fault(self, x: Any) -> str | None:
+        """What is wrong with an input's width, where the cell says what it wants, as PyTorch's and the zoo's do."""
+        wanted, weight = (getattr(self.function, name, None) for name in ("input_size", "weight_ih"))
+        if isinstance(weight, Tensor) and isinstance(x, Tensor) and x.shape[-1:] != weight.shape[1:] == (wanted,):
+            return f"x has shape {tuple(x.shape)}, but cell {self.name} wants {wanted} (input_size) as its last size"
+        return None
 
     def own_initial(self) -> Callable[[Any], Any] | None:
         """The cell's method ``initial_state(first input)``, if it has one."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.core.errors import SpecError, listed
 from weft.core.tree import Structure, difference, flatten, structure_paths, unflatten
-from weft.recurrent.cells import Cell
+from weft.recurrent.cells import Cell, InputWidthError
 from weft.recurrent.rows import Rows, pick, replaced, stand_ins
 from weft.recurrent.sequence import Inputs
 from weft.recurrent.states import Border, fit, row_faults
@@ -103,10 +103,14 @@ def stops(t: int, truncate: int | None) -> bool:
 
 
 def call(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
-    """One step: ``(y, new_state)``. Raises ``SpecError`` if the cell returned anything but such a pair."""
+    """One step: ``(y, new_state)``. Raises ``SpecError`` if the cell returned anything but such a pair, and
+    ``InputWidthError`` if it failed on an input of another width than it says."""
     try:
         pair = cell(x, state, t)
     except Exception as error:
+        fault = cell.width_fault(x)
+        if fault is not None:
+            raise InputWidthError(f"{fault}, in step {t}") from error
         error.add_note(f"weft: in step {t} of cell {cell.name}, x {_shapes(x)}, state {_shapes(state)}")
         raise
     values = cast("tuple[Any, ...]", pair) if isinstance(pair, tuple) else ()

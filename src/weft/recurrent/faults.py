@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 
 import torch
+from torch import nn
 
 from weft.core.errors import SpecError, UsageError, listed
 
@@ -33,6 +34,12 @@ def whole(value: object) -> bool:
 
 def cell_fault(cell: object) -> list[str]:
     """What is wrong with a cell by itself."""
+    if isinstance(cell, nn.RNNBase):
+        kind = cell.mode.partition("_")[0]  # RNN_TANH and RNN_RELU are both an RNN
+        return [
+            f"cell is {cell!r}, which runs over time by itself, wanted a module or a function of one time step: "
+            f"nn.{kind}Cell, or weft.recurrent.{kind} in the place of both"
+        ]
     return [] if callable(cell) else [f"cell is {cell!r}, wanted a module or a function of one time step"]
 
 

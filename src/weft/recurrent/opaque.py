@@ -167,7 +167,8 @@ def _reference(given: Tensor, own: Tensor, wanted: bool) -> Tensor:
         == (own.data_ptr(), own.shape, own.stride(), own.dtype)
     )
     best = own if same else given
-    return best if best.requires_grad == wanted else _leaf(best, wanted)
+    # One that wants more is as good: a new tensor at every call would be a new plan at every call.
+    return best if best.is_leaf and best.requires_grad >= wanted else _leaf(best, wanted)
 
 
 def _separate(values: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:

@@ -7,8 +7,8 @@
     H                       D              as it is: a sequence without rows
 
 A state has one shape and one dtype through all steps. Only the first step may settle them, as a plain loop would:
-the cell may return a larger shape that the initial state broadcasts to, and another dtype that can hold it
-(under autocast it often does).
+the cell may return a larger shape that the initial state broadcasts to, and floating numbers where the initial state
+holds whole ones. Of two floating dtypes, one is a mistake, but under autocast.
 """
 
 from collections.abc import Sequence
@@ -95,8 +95,8 @@ class Border:
         faults: list[str] = []
         if not (leaf.shape == old.shape or (not self._settled and _broadcasts(old.shape, leaf.shape))):
             faults.append(f"has shape {tuple(leaf.shape)}, wanted {tuple(old.shape)}")
-        if not (leaf.dtype == old.dtype or (not self._settled and torch.can_cast(old.dtype, leaf.dtype))):
-            faults.append(f"has dtype {leaf.dtype}, wanted {old.dtype}")
+        if not (leaf.dtype == old.dtype or (not self._settled and _holds(leaf, old.dtype))):
+            faults.append(f"has dtype {leaf.dtype}, wanted {old.dtype}; convert it, or begin with {leaf.dtype}")
         return faults + row_faults(leaf, self._rows)
 
 
@@ -114,6 +114,13 @@ def fit(old: Tensor, like: Tensor) -> Tensor:
 
 def _alike(old: Tensor, leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.shape == old.shape and leaf.dtype == old.dtype
+
+
+def _holds(leaf: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a first state of that dtype becomes one of the leaf's without losing what it says."""
+    if dtype.is_floating_point and leaf.dtype.is_floating_point:
+        return torch.is_autocast_enabled(leaf.device.type)
+    return torch.can_cast(dtype, leaf.dtype)
 
 
 def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:

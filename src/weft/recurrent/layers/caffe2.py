@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from weft.core.errors import UsageError, listed
 from weft.recurrent.faults import Faults
-from weft.recurrent.layers.beside import Beside
+from weft.recurrent.layers.beside import Beside, call
 from weft.recurrent.layers.steps import Caffe2Step
 from weft.recurrent.network import Recurrent
 from weft.recurrent.rows import Lengths, read_rows
@@ -117,7 +117,8 @@ class Caffe2LSTM(nn.Module):
         if valid is not None:
             input = torch.where(valid.unsqueeze(-1), input, 0)  # NaN times a gradient of zero would be NaN
         gates = linear(input, self.i2h_w, self.i2h_b)
-        result = self._recurrent()(gates, state, lengths=seq_lengths)
+        weights = {f"cell.{name}": cast(Tensor, getattr(self, name)) for name in ("gates_t_w", "gates_t_b")}
+        result = call(self._recurrent(), weights, gates, state, lengths=seq_lengths)
         return Caffe2Result(result.states[0], result.last[0], result.states[1], result.last[1])
 
     @classmethod
@@ -152,6 +153,10 @@ class Caffe2LSTM(nn.Module):
                 getattr(made, theirs).copy_(_reordered(getattr(self, ours)))
             cast(Tensor, made.bias_ih_l0)[self.dim_out : 2 * self.dim_out] += self.forget_bias
         return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._recurrent()  # an export has need of the network of a copy
 
     def explain(self) -> str:
         """How the steps run; see ``Recurrent.explain``."""

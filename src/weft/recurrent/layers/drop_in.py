@@ -18,7 +18,7 @@ from torch.nn.functional import dropout
 
 from weft.core.errors import UsageError, listed
 from weft.recurrent.layers.arguments import Arguments, read
-from weft.recurrent.layers.beside import Beside
+from weft.recurrent.layers.beside import Beside, call
 from weft.recurrent.layers.bidirectional import Bidirectional
 from weft.recurrent.layers.steps import Step
 from weft.recurrent.network import Recurrent
@@ -86,11 +86,15 @@ class DropIn(nn.RNNBase):
         x = given.x
         last: list[tuple[Tensor, ...]] = []
         for layer, net in enumerate(self._made()):
-            x, after = _run(net, x, given, layer)
+            x, after = _run(net, self._weights_of(layer), x, given, layer)
             last += after
             if self.training and self.dropout and layer < self.num_layers - 1:
                 x = self._dropped(x, given)
         return self._output(x, given), self._last(last, given.batched)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._made()  # an export has need of the networks of a copy
 
     def explain(self) -> str:
         """How every layer and direction runs; see ``Recurrent.explain``."""
@@ -109,6 +113,16 @@ class DropIn(nn.RNNBase):
     def _weights(self) -> list[Tensor]:
         """The weights as they are now, in torch's order."""
         return [getattr(self, name) for name in cast("list[str]", self._flat_weights_names)]
+
+    def _weights_of(self, layer: int) -> dict[str, Tensor]:
+        """The weights of a layer as they are now, by their names in its network."""
+        inside = {"cell": f"_l{layer}"}
+        if self.bidirectional:
+            inside = {"forward_net.cell": f"_l{layer}", "backward_net.cell": f"_l{layer}_reverse"}
+        named = (
+            (f"{net}.{kind}", getattr(self, kind + suffix, None)) for net, suffix in inside.items() for kind in KINDS
+        )
+        return {name: weight for name, weight in named if weight is not None}
 
     def _make(self) -> Nets:
         nets: Nets = []
@@ -144,14 +158,16 @@ class DropIn(nn.RNNBase):
         return tuple(parts) if len(parts) > 1 else parts[0]
 
 
-def _run(net: Recurrent | Bidirectional, x: Tensor, given: Arguments, layer: int) -> tuple[Tensor, list[Any]]:
+def _run(
+    net: Recurrent | Bidirectional, weights: dict[str, Tensor], x: Tensor, given: Arguments, layer: int
+) -> tuple[Tensor, list[Any]]:
     """One layer: its output, and the last state of each of its directions."""
     try:
         if isinstance(net, Bidirectional):
             states = given.states[2 * layer : 2 * layer + 2]
-            result: Result = net(x, states, lengths=given.lengths)
+            result: Result = call(net, weights, x, states, lengths=given.lengths)
             return result.outputs, list(result.last)
-        result = net(x, given.states[layer], lengths=given.lengths)
+        result = call(net, weights, x, given.states[layer], lengths=given.lengths)
         return result.outputs, [result.last]
     except Exception as error:
         error.add_note(f"weft: in layer {layer}")
