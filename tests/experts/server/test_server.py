@@ -141,7 +141,7 @@ def test_a_name_with_a_line_break_does_not_break_the_table_of_the_status() -> No
     backend = ExpertBackend("two\nlines", nn.Linear(4, 4, dtype=torch.float64), sgd, args_schema=(X,))
     server = Server([backend], directory=LocalDirectory(), replicas=ReplicaOptions())
     lines = shown(server.status()).splitlines()
-    assert lines[2].startswith(r"'two\nlines'  ") and lines[3].startswith(r"'two\nlines': has no owner")
+    assert lines[2].startswith(r"two\nlines  ") and lines[3].startswith(r"two\nlines: has no owner")
     assert len(lines) == 4
 
 

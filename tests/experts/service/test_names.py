@@ -4,6 +4,8 @@ import threading
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.experts.bad_network import CALM, BadNetwork, Weather
 from tests.experts.expert_cases import fussy_backend
@@ -12,7 +14,14 @@ from weft.experts.client import GrpcTransport, Retry
 from weft.experts.client.line import Line
 from weft.experts.client.route import FixedRoute
 from weft.experts.server import Server
-from weft.experts.service.names import Options, client_options, common_options, server_options
+from weft.experts.service.names import (
+    MESSAGE_BYTES,
+    Options,
+    client_options,
+    common_options,
+    messages,
+    server_options,
+)
 from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,11 +46,11 @@ def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.Monk
     def of_client(limits: Limits) -> Options:
         return [(name, asks if name == "grpc.keepalive_time_ms" else value) for name, value in client_options(limits)]
 
-    def of_server(limits: Limits) -> Options:
-        return sooner(server_options(limits), number(CLIENT, "keepalive_time_ms") / asks)
+    def of_server(limits: Limits, connections: int) -> Options:
+        return sooner(server_options(limits, connections), number(CLIENT, "keepalive_time_ms") / asks)
 
     monkeypatch.setattr("weft.experts.client.channel.client_options", of_client)
-    monkeypatch.setattr("weft.experts.server.endpoint.server_options", common_options)
+    monkeypatch.setattr("weft.experts.server.endpoint.server_options", lambda limits, _: common_options(limits))
     with ExitStack() as stack:
         bare = stack.enter_context(Server([fussy_backend()]))
         monkeypatch.setattr("weft.experts.server.endpoint.server_options", of_server)
@@ -55,11 +64,21 @@ def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.Monk
         assert not borne._streams[0].gone
 
 
-def test_messages_may_be_as_large_as_frames_at_both_ends() -> None:
+def test_a_client_may_get_frames_whole_and_a_server_in_parts() -> None:
     limits = Limits(frame_bytes=12_345_678)
-    for options in (dict(client_options(limits)), dict(server_options(limits))):
-        assert number(options, "max_receive_message_length") >= 12_345_678
-        assert number(options, "max_send_message_length") >= 12_345_678
+    client, server = dict(client_options(limits)), dict(server_options(limits, 9))
+    assert all(number(each, "max_send_message_length") >= 12_345_678 for each in (client, server))
+    assert number(client, "max_receive_message_length") >= 12_345_678
+    assert MESSAGE_BYTES <= number(server, "max_receive_message_length") < 2 * MESSAGE_BYTES
+
+
+@given(st.integers(0, 40))
+def test_the_messages_of_a_frame_are_parts_of_one_size_and_a_rest(size: int) -> None:
+    frame = bytes(range(size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.experts.service.names.MESSAGE_BYTES", 8)
+        cut = list(messages(frame))
+    assert b"".join(cut) == frame and all(len(each) == 8 for each in cut[:-1]) and len(cut[-1]) <= 8
 
 
 def test_a_connection_that_swallows_everything_is_given_up_under_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import grpc
 from weft.core.errors import WeftError
 from weft.experts.client.pending import Entry, Pending
 from weft.experts.errors import OverloadError
-from weft.experts.service.names import COALESCED, FRAME_BYTES
+from weft.experts.service.names import COALESCED, FRAME_BYTES, messages
 from weft.experts.wire import (
     Call,
     ForbiddenError,
@@ -119,7 +119,7 @@ class Stream:
         if not calls:
             return
         try:
-            yield b"".join(encode([call for _, call in calls], self._limits))
+            yield from messages(b"".join(encode([call for _, call in calls], self._limits)))
             return
         except Exception as error:
             if len(calls) == 1:
@@ -131,7 +131,7 @@ class Stream:
             except Exception as error:
                 self._pending.settle(entry.number, error)
                 continue
-            yield message
+            yield from messages(message)
 
     # The reader, in its own thread.
 

@@ -1,27 +1,32 @@
 """The server's gRPC side: streams, unary calls, health and reflection, all in one asyncio loop.
 
     Stream   who is it? ── admitted ── read frames ──> Connection ──> write frames       until the client ends,
-                '── no: refused before a frame is read       '── a broken frame: error of call 0, and the end
+                '── no: refused before a byte is read        '── a broken frame: error of call 0, and the end
     Info     frame of INFO calls -> frame of answers
-    Status   -> JSON, for those with role ADMIN
+    Status   -> JSON, for those with role ADMIN; reads nothing
     State    states of experts, for servers that follow and have role ADMIN; see `weft.experts.replica.Feed`
-    grpc.health.v1.Health, grpc.reflection.v1alpha.ServerReflection     as published
+    grpc.reflection.v1alpha.ServerReflection    as published, for those who are admitted
+    grpc.health.v1.Health                       for everybody; answers for the whole server, and reads nothing
 
-What a stranger sends is decoded with the server's limits, and nothing that it can send reaches another stream.
+Every method is a stream to gRPC, also those that clients call as unary: of a unary request gRPC holds the whole before
+its handler runs. So of strangers only headers are held, and of a client no more than the budget has room for. What is
+sent is decoded with the server's limits, and nothing that anybody can send reaches another stream.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import grpc
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from weft.core.errors import UsageError, listed
+from weft.experts.errors import OverloadError
 from weft.experts.replica import Feed
 from weft.experts.server.access import Caller, Role
 from weft.experts.server.budget import Budget
@@ -32,13 +37,19 @@ from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.tls import server_credentials
 from weft.experts.service.address import address_fault
 from weft.experts.service.forks import use_grpc
-from weft.experts.service.names import FRAME_BYTES, SERVICE, server_options
-from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, WireError, decode, encode
+from weft.experts.service.names import FRAME_BYTES, MESSAGE_BYTES, SERVICE, server_options
+from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, TruncatedError, WireError, decode, encode
+from weft.experts.wire.parse import frame_size
 
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
 _health = cast("Any", health_pb2)
-_HEALTH = 0.2  # seconds in which health checks are told that the server ends
+_reflection, _reflection_pb2 = cast("Any", reflection), cast("Any", reflection_pb2)
+_HEALTH = cast("Any", health).SERVICE_NAME
+_WATCHERS = 32  # of its health, at a time: they prove nothing, and hold a stream each
+_ROOM_SECONDS = 5.0  # that a frame in parts waits for room
+_PART_SECONDS = 30.0  # that its next part may take
+_DESCRIPTORS = 64  # that connections leave free: for checkpoints, the log, the directory
 
 
 class Endpoint:
@@ -66,7 +77,11 @@ class Endpoint:
         self._status = status
         self._feed = feed
         self._server: Any = None
-        self._health: Any = None
+        self._serving = False
+        self._health_changed = asyncio.Event()
+        self._watchers = 0
+        names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
+        self._reflection = _reflection.aio.ReflectionServicer(names)
 
     async def start(self, address: str, tls: ServerTls | None) -> int:
         """Listen; returns the port. Raises ``UsageError`` if the address cannot be had, or a certificate is bad."""
@@ -74,12 +89,9 @@ class Endpoint:
         if faults:
             raise UsageError(listed("the server cannot listen like this:", faults))
         use_grpc("a server")
-        server: Any = _aio.server(options=server_options(self._options.limits))
-        server.add_generic_rpc_handlers((self._handlers(),))
-        self._health = cast("Any", health).aio.HealthServicer()
-        cast("Any", health_pb2_grpc).add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE, cast("Any", health).SERVICE_NAME, cast("Any", reflection).SERVICE_NAME)
-        cast("Any", reflection).enable_server_reflection(names, server)
+        options = server_options(self._options.limits, _most_connections(self._options.connections))
+        server: Any = _aio.server(options=options)
+        server.add_generic_rpc_handlers(tuple(self._handlers()))
         credentials = None if tls is None else server_credentials(tls)
         try:
             port: int = (
@@ -91,19 +103,16 @@ class Endpoint:
             raise UsageError(f"the server cannot listen at {address!r}: {error}; is the port taken?") from None
         if not port:
             raise UsageError(f"the server cannot listen at {address!r} with these certificates")
-        await self._serving(True)
+        self._serve(True)
         await server.start()
         self._server = server
         return port
 
     async def drain(self) -> None:
-        """Tell clients and health checks that no new work is taken, whether or not they listen."""
+        """Tell health checks and clients that no new work is taken. Waits for none of them."""
+        self._serve(False)
         for connection in self.connections:
             connection.answer(goaway())
-        # grpc_health writes to its watchers while it holds the lock that setting a status takes: one that reads
-        # nothing (a flow-control window of 0) would block this for ever.
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._serving(False), _HEALTH)
 
     async def stop(self, seconds: float) -> None:
         """Let answers leave, for at most so many seconds, and end all streams."""
@@ -115,25 +124,61 @@ class Endpoint:
         if self._server is not None:
             await self._server.stop(0)
 
-    def _handlers(self) -> Any:
-        table = {
-            "Stream": _grpc.stream_stream_rpc_method_handler(self._stream),
-            "Info": _grpc.unary_unary_rpc_method_handler(self._info),
-            "Status": _grpc.unary_unary_rpc_method_handler(self._tell_status),
-        }
+    def _handlers(self) -> list[Any]:
+        stream = _grpc.stream_stream_rpc_method_handler
+        ours = {"Stream": stream(self._stream), "Info": stream(self._info), "Status": stream(self._tell_status)}
         if self._feed is not None:
-            table["State"] = _grpc.stream_stream_rpc_method_handler(self._states)
-        return _grpc.method_handlers_generic_handler(SERVICE, table)
+            ours["State"] = stream(self._states)
+        reflect = stream(
+            self._reflect,
+            _reflection_pb2.ServerReflectionRequest.FromString,
+            _reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        tables = {
+            SERVICE: ours,
+            _HEALTH: {"Check": stream(self._check), "Watch": stream(self._watch)},
+            _reflection.SERVICE_NAME: {"ServerReflectionInfo": reflect},
+        }
+        return [_grpc.method_handlers_generic_handler(name, table) for name, table in tables.items()]
 
-    async def _serving(self, yes: bool) -> None:
+    def _serve(self, yes: bool) -> None:
+        """What health checks hear from now on."""
+        self._serving = yes
+        self._health_changed.set()
+        self._health_changed = asyncio.Event()
+
+    @property
+    def _status_now(self) -> bytes:
         kinds = _health.HealthCheckResponse
-        status = kinds.SERVING if yes else kinds.NOT_SERVING
-        await asyncio.gather(*[self._health.set(name, status) for name in ("", SERVICE)])
+        return kinds(status=kinds.SERVING if self._serving else kinds.NOT_SERVING).SerializeToString()
 
     # Handlers. What gRPC hands them has no types.
 
+    async def _check(self, _: Any, context: Any) -> None:
+        await context.write(self._status_now)
+
+    async def _watch(self, _: Any, context: Any) -> None:
+        if self._watchers >= _WATCHERS:
+            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS} watch already; use Check")
+        self._watchers += 1
+        try:
+            while True:
+                changed = self._health_changed
+                await context.write(self._status_now)  # who reads nothing blocks here, and nobody else
+                await changed.wait()
+        finally:
+            self._watchers -= 1
+
+    async def _reflect(self, requests: Any, context: Any) -> AsyncGenerator[Any]:
+        async with self._admitted(context, "reflection"):
+            async for answer in self._reflection.ServerReflectionInfo(requests, context):
+                yield answer
+
     async def _stream(self, _: Any, context: Any) -> None:
-        caller = await self._admitted(context, "stream")
+        async with self._admitted(context, "stream") as caller:
+            await self._connected(caller, context)
+
+    async def _connected(self, caller: Caller, context: Any) -> None:
         if len(self.connections) >= self._options.connections:
             self.turned_away += 1
             text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
@@ -169,22 +214,57 @@ class Endpoint:
     async def _read(self, connection: Connection, context: Any) -> None:
         """Until the client ends its side, or breaks the format."""
         while True:
-            message = await context.read()
-            if message is _aio.EOF:
-                return
             try:
-                calls = decode(message, self._options.limits)
-            except WireError as error:
-                self.broken += 1
+                frame = await self._frame(context)
+                if frame is None:
+                    return
+                calls = decode(frame, self._options.limits)
+            except (WireError, OverloadError) as error:
+                self.broken += isinstance(error, WireError)
                 connection.answer(fault(0, error))
                 return
+            del frame
             for call in calls:
                 connection.take(call)
             await connection.has_room()
 
-    async def _info(self, message: bytes, context: Any) -> bytes:
+    async def _frame(self, context: Any) -> bytes | bytearray | None:
+        """The next frame, whole; None at the end. Of one in parts the budget has all before the second is read.
+
+        Raises ``WireError`` for what is no frame, ``OverloadError`` if there is no room for it.
+        """
+        part = await context.read()
+        if part is _aio.EOF:
+            return None
+        size = frame_size(memoryview(part), self._options.limits)
+        if len(part) != MESSAGE_BYTES or size <= MESSAGE_BYTES:
+            return part  # decoding it tells if it is cut off
+        await self.budget.reserve(size, _ROOM_SECONDS)
+        try:
+            frame, have = bytearray(size), 0
+            async with asyncio.timeout(self._options.longest_seconds):
+                while True:
+                    frame[have : have + len(part)] = part
+                    have += len(part)
+                    if have == size:
+                        return frame
+                    part = await asyncio.wait_for(context.read(), _PART_SECONDS)
+                    if part is _aio.EOF or len(part) != min(MESSAGE_BYTES, size - have):
+                        seen = "none" if part is _aio.EOF else f"one of {len(part)} bytes"
+                        text = f"a frame of {size} bytes has {have}, and then comes no part of it but {seen}"
+                        raise TruncatedError(text, reason="length")
+        except TimeoutError:
+            raise TruncatedError(f"a frame of {size} bytes was not sent to its end in time", reason="time") from None
+        finally:
+            self.budget.leave(size)  # its calls are admitted next, before anything else runs
+
+    async def _info(self, _: Any, context: Any) -> None:
+        async with self._admitted(context, "info") as caller:
+            message = await context.read()
+            await context.write(self._informed(b"" if message is _aio.EOF else message, caller))
+
+    def _informed(self, message: bytes, caller: Caller) -> bytes:
         """Answers for every call of one frame; kinds other than INFO get an error."""
-        caller = await self._admitted(context, "info")
         limits = self._options.limits
         answers: list[Call] = []
         try:
@@ -198,23 +278,27 @@ class Endpoint:
         except WireError as error:
             return b"".join(encode([fault(0, error)], limits))
 
-    async def _tell_status(self, message: bytes, context: Any) -> bytes:
-        caller = await self._admitted(context, "status")
-        try:
-            self._desk.access.check(caller, "", Role.ADMIN, "the server's status")
-        except ForbiddenError as error:
-            self._desk.audit.refused(caller, "", "STATUS", str(error))
-            await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
-        loop = asyncio.get_running_loop()
-        return json.dumps(await loop.run_in_executor(None, self._status)).encode()
+    async def _tell_status(self, _: Any, context: Any) -> None:
+        async with self._admitted(context, "status") as caller:
+            try:
+                self._desk.access.check(caller, "", Role.ADMIN, "the server's status")
+            except ForbiddenError as error:
+                self._desk.audit.refused(caller, "", "STATUS", str(error))
+                await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
+            loop = asyncio.get_running_loop()
+            await context.write(json.dumps(await loop.run_in_executor(None, self._status)).encode())
 
     async def _states(self, _: Any, context: Any) -> None:
-        caller = await self._admitted(context, "state")
-        if not self._desk.access.admits(caller.name, Role.ADMIN):  # before it takes one of the few streams
-            text = f"client {caller.name!r} has role ADMIN for no expert, and asked for states, which takes that role"
-            self._desk.audit.refused(caller, "", "STATE", text)
-            await context.abort(_grpc.StatusCode.PERMISSION_DENIED, text)
+        async with self._admitted(context, "state") as caller:
+            if not self._desk.access.admits(caller.name, Role.ADMIN):  # before it takes one of the few streams
+                text = (
+                    f"client {caller.name!r} has role ADMIN for no expert, and asked for states, which takes that role"
+                )
+                self._desk.audit.refused(caller, "", "STATE", text)
+                await context.abort(_grpc.StatusCode.PERMISSION_DENIED, text)
+            await self._followed(caller, context)
 
+    async def _followed(self, caller: Caller, context: Any) -> None:
         def admit(uid: str) -> None:
             try:
                 self._desk.access.check(caller, uid, Role.ADMIN, "its state")
@@ -231,11 +315,38 @@ class Endpoint:
                 await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
             await self._feed.serve(read, context.write, admit)
 
-    async def _admitted(self, context: Any, what: str) -> Caller:
-        """Who calls; strangers are refused here, before anything of theirs is read."""
+    @asynccontextmanager
+    async def _admitted(self, context: Any, what: str) -> AsyncGenerator[Caller]:
+        """Who calls; strangers are refused here, before anything of theirs is read, and so is what finds no room."""
         try:
-            return identify(self._desk.access, context.auth_context(), context.invocation_metadata(), context.peer())
+            caller = identify(self._desk.access, context.auth_context(), context.invocation_metadata(), context.peer())
         except ForbiddenError as error:
             self._desk.audit.refused(Caller("", context.peer()), "", what.upper(), str(error))
             await context.abort(_grpc.StatusCode.UNAUTHENTICATED, str(error))
             raise
+        try:
+            self.budget.open(MESSAGE_BYTES)
+        except OverloadError as error:
+            self.turned_away += 1
+            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            raise
+        try:
+            yield caller
+        finally:
+            self.budget.close(MESSAGE_BYTES)
+
+
+def _most_connections(streams: int) -> int:
+    """TCP connections at a time: twice the streams, and no more than leaves some descriptors free."""
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit  # noqa: PLC0415
+    except ImportError:  # a system without such limits
+        return 2 * streams
+    most = getrlimit(RLIMIT_NOFILE)[0]
+    if most == RLIM_INFINITY:
+        return 2 * streams
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        used = _DESCRIPTORS
+    return max(1, min(2 * streams, most - used - _DESCRIPTORS))

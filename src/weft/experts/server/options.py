@@ -14,13 +14,14 @@ from weft.experts.wire.limits import Limits
 @dataclass(frozen=True)
 class ServerOptions:
     """Args:
-    limits: of one frame; gRPC refuses longer messages before it allocates them.
+    limits: of one frame; a longer one is refused before its second part is read.
     connections: streams at a time; one more is turned away. One client, by its proven name or else its host, may have
         half of them, or 64 where that is more.
     connection_calls, connection_bytes: what one stream may have under way, requests and answers. Beyond it the server
         reads no more from it until answers have left, and HTTP/2's flow control slows that client down, nobody else.
-    total_bytes: what all streams together may have under way, in tensors of requests whose answers have not left; a
-        call beyond it is refused with ``OverloadError`` before it is decoded.
+    total_bytes: what all streams together may have under way: 512 KiB for each stream, frames that are half here, and
+        tensors of requests whose answers have not left. A call beyond it is refused with ``OverloadError`` before it
+        is decoded, a stream beyond it is turned away.
     longest_seconds: the deadline of a call that names none, or a later one.
     lease_seconds: how long the directory lists a server that does not renew; it renews three times as often.
     checkpoint_seconds: between two looks for experts that have stepped since they were saved.

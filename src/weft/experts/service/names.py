@@ -1,12 +1,16 @@
 """The gRPC service by which experts are reached: its methods, its metadata, and the options of both ends.
 
-    /weft.Experts/Stream    stream of frames <-> stream of frames     calls and their answers, in any order
+    /weft.Experts/Stream    stream of messages <-> stream of frames   calls and their answers, in any order
     /weft.Experts/Info      one frame of INFO calls -> one frame      what a client must know of experts
     /weft.Experts/Status    nothing -> JSON                           what the server says of itself
     /weft.Experts/State     stream of frames <-> stream of frames     states of experts, for servers that follow
 
-Messages are the frames of `weft.experts.wire`, not protobuf: a serializer of the identity, on both ends.
+Messages are the frames of `weft.experts.wire`, not protobuf: a serializer of the identity, on both ends. What a client
+sends is cut: a frame of more than `MESSAGE_BYTES` goes as messages of just so many and one with the rest. gRPC holds a
+message before anybody has seen a byte of it; so the server gives it no more than that, and counts what follows.
 """
+
+from collections.abc import Iterator
 
 from weft.experts.wire.limits import Limits
 
@@ -28,6 +32,9 @@ COALESCED = 1 << 17
 """Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame. Of
 a mixture's calls the first can then be worked on while the others still travel."""
 
+MESSAGE_BYTES = 512 << 10
+"""The largest message that a server takes, which is a frame or a part of one."""
+
 Options = list[tuple[str, int | str]]
 
 _ROOM = 1 << 16  # gRPC's own framing is no concern of our limits
@@ -37,6 +44,15 @@ def common_options(limits: Limits) -> Options:
     """What both ends set: the size of messages, which gRPC checks before it allocates."""
     size = limits.frame_bytes + _ROOM
     return [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
+
+
+def messages(frame: bytes) -> Iterator[bytes]:
+    """What a client sends for one frame."""
+    if len(frame) <= MESSAGE_BYTES:
+        yield frame
+        return
+    for start in range(0, len(frame), MESSAGE_BYTES):
+        yield frame[start : start + MESSAGE_BYTES]
 
 
 def client_options(limits: Limits) -> Options:
@@ -60,10 +76,21 @@ def client_options(limits: Limits) -> Options:
     ]
 
 
-def server_options(limits: Limits, metadata_bytes: int = 16 << 10) -> Options:
-    """The port belongs to one process; metadata is capped; silent peers are dropped; clients may ask for life."""
+def server_options(limits: Limits, connections: int, metadata_bytes: int = 16 << 10) -> Options:
+    """The port belongs to one process; messages and metadata are capped; clients may ask for life.
+
+    Silent peers are dropped: one that does not finish its handshake, one that opens no stream, and one that answers no
+    ping. ``connections``: TCP connections at a time; gRPC hangs up on one more.
+    """
     return [
-        *common_options(limits),
+        ("grpc.max_receive_message_length", min(MESSAGE_BYTES, limits.frame_bytes) + _ROOM),
+        ("grpc.max_send_message_length", limits.frame_bytes + _ROOM),
+        ("grpc.max_concurrent_streams", 128),  # of one connection
+        ("grpc.http2.bdp_probe", 0),  # else the window of a stream that nobody reads grows to several MB
+        ("grpc.http2.lookahead_bytes", MESSAGE_BYTES),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", 5_000),  # of TLS, and of HTTP/2's first words
+        ("grpc.max_connection_idle_ms", 10_000),  # without a stream
         ("grpc.so_reuseport", 0),
         ("grpc.max_metadata_size", metadata_bytes),
         ("grpc.absolute_max_metadata_size", metadata_bytes),

@@ -50,7 +50,9 @@ def parse(message: memoryview, limits: Limits) -> tuple[list[Parsed], int]:
 
     Raises ``MalformedError``, ``TruncatedError`` or ``LimitError``.
     """
-    calls, header_bytes, body_bytes = _preamble(message, limits)
+    calls, header_bytes, body_bytes, wanted = _preamble(message, limits)
+    if wanted != len(message):
+        raise TruncatedError(f"the frame has {len(message)} bytes, its header says {wanted}", reason="length")
     end = PREAMBLE.size + header_bytes
     reader = _Reader(bytes(message[PREAMBLE.size : end]), limits)
     parsed = [reader.call() for _ in range(calls)]
@@ -62,7 +64,12 @@ def parse(message: memoryview, limits: Limits) -> tuple[list[Parsed], int]:
     return parsed, aligned(end)
 
 
-def _preamble(message: memoryview, limits: Limits) -> tuple[int, int, int]:
+def frame_size(start: memoryview, limits: Limits) -> int:
+    """Bytes of the whole frame that starts like this. Raises as `parse` does."""
+    return _preamble(start, limits)[3]
+
+
+def _preamble(message: memoryview, limits: Limits) -> tuple[int, int, int, int]:
     if len(message) < PREAMBLE.size:
         raise TruncatedError(f"a frame of {len(message)} bytes, wanted at least {PREAMBLE.size}", reason="length")
     magic, version, zero, calls, header_bytes, body_bytes = PREAMBLE.unpack_from(message)
@@ -81,9 +88,7 @@ def _preamble(message: memoryview, limits: Limits) -> tuple[int, int, int]:
         raise LimitError(f"a header of {header_bytes} bytes, at most {limits.header_bytes}", reason="header_bytes")
     if wanted > limits.frame_bytes:
         raise LimitError(f"a frame of {wanted} bytes, at most {limits.frame_bytes} are allowed", reason="frame_bytes")
-    if wanted != len(message):
-        raise TruncatedError(f"the frame has {len(message)} bytes, its header says {wanted}", reason="length")
-    return calls, header_bytes, body_bytes
+    return calls, header_bytes, body_bytes, wanted
 
 
 class _Reader:

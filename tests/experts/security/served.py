@@ -1,0 +1,64 @@
+"""`weft serve` in a process of its own, so that its memory and its descriptors are its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.apart import SOURCE
+
+CONFIG = """
+address = "127.0.0.1:0"
+{more}
+[tokens]
+s3cret = "trainer"
+[[grants]]
+client = "trainer"
+[[experts]]
+name = "f"
+kind = "ffn"
+arguments = {{ hidden = 8 }}
+optimizer = "SGD"
+optimizer_arguments = {{ lr = 0.1 }}
+"""
+ADMITTED = (("authorization", "Bearer s3cret"),)
+
+
+class Served:
+    """One process that serves the expert ``f`` to who shows the token ``s3cret``, and to nobody else."""
+
+    def __init__(self, folder: Path, more: str, descriptors: int | None) -> None:
+        file = folder / "serve.toml"
+        file.write_text(CONFIG.format(more=more), "utf-8")
+        words = [sys.executable, "-m", "weft", "serve", str(file)]
+        if descriptors is not None:
+            words = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *words]
+        env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().split()[-1]
+
+    @property
+    def resident(self) -> int:
+        """Bytes."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmRSS:")))
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+@contextmanager
+def served(folder: Path, more: str = "", descriptors: int | None = None) -> Generator[Served]:
+    """``more`` goes to the top of the file; ``descriptors`` are those that it may open."""
+    found = Served(folder, more, descriptors)
+    try:
+        yield found
+    finally:
+        found.process.kill()
+        found.process.wait(10)
+        assert found.process.stdout is not None
+        found.process.stdout.close()

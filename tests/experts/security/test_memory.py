@@ -1,0 +1,176 @@
+"""What a stranger can make resident, and what a client that half-sends its frames can."""
+
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import grpc
+import h2.exceptions
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.experts.expert_cases import fussy_backend, rows
+from tests.experts.security.raw_http2 import RawHttp2, framed
+from tests.experts.security.served import ADMITTED, Served, served
+from tests.experts.server.raw import raw
+from tests.experts.waiting import until
+from weft.experts.client import GrpcTransport, RemoteExpert
+from weft.experts.server import Access, Grant, Server, ServerOptions
+from weft.experts.service.names import INFO, MESSAGE_BYTES, STATE, STATUS, STREAM
+from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode, read_fault
+from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="what is resident is read from /proc"),
+]
+MB = 1 << 20
+PROMISED = 64 * MB
+UNFINISHED = framed(bytes(4 * MB), length=60 * MB)
+HEALTH = "/grpc.health.v1.Health"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+OPEN_TO_ALL = [f"{HEALTH}/Watch", f"{HEALTH}/Check"]
+CLOSED = [STREAM, INFO, STATUS, STATE, REFLECTION, "/no.such/Method"]
+
+
+def pour(server: Served, paths: list[str], data: bytes, connections: int, each: int, **how: object) -> list[RawHttp2]:
+    """Open so many calls of each path on each connection, and send each what it takes of ``data``."""
+    clients: list[RawHttp2] = []
+    for _ in range(connections):
+        clients.append(client := RawHttp2(server.address))
+        client.socket.settimeout(0.05)
+        for path in paths * each:
+            with suppress(h2.exceptions.ProtocolError, OSError):  # ended, or no room for it
+                stream = client.open(path, **how)  # type: ignore[arg-type]
+                client.send(stream, data)
+    return clients
+
+
+@pytest.mark.parametrize("paths", [OPEN_TO_ALL, CLOSED], ids=["health", "refused"])
+def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], tmp_path: Path) -> None:
+    with served(tmp_path) as server, ExitStack() as stack:
+        with RawHttp2Closing(server.address) as client:  # what a first connection allocates
+            client.ping()
+        before = server.resident
+        for client in pour(server, paths, UNFINISHED, 4, 40 // len(paths)):
+            stack.callback(client.close)
+        grown = server.resident - before
+        assert grown <= PROMISED, f"{grown / MB:.0f} MB"
+        with RemoteExpert("f", server.address, token="s3cret") as remote:  # and nobody else is hurt
+            assert remote(torch.ones(2, 8)).shape == (2, 8)
+
+
+class RawHttp2Closing(RawHttp2):
+    def __enter__(self) -> "RawHttp2Closing":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> None:
+    most, of_grpc = 32 * MB, 16 * MB
+    frame = PREAMBLE.pack(MAGIC, VERSION, 0, 1, 1 << 10, 24 * MB) + bytes(20 * MB)
+    whole = range(0, len(frame) - MESSAGE_BYTES, MESSAGE_BYTES)
+    parts = b"".join(framed(frame[start : start + MESSAGE_BYTES]) for start in whole)
+    unfinished = framed(bytes(MESSAGE_BYTES - 1), MESSAGE_BYTES)
+    with served(tmp_path, f"options = {{ total_bytes = {most} }}") as server, ExitStack() as stack:
+        before = server.resident
+        for path, data, each in ((STREAM, parts, 2), (STREAM, unfinished, 8), (INFO, unfinished, 8)):
+            for client in pour(server, [path], data, 2, each, metadata=ADMITTED):
+                stack.callback(client.close)
+        grown = server.resident - before
+        assert 10 * MB < grown <= most + of_grpc, f"{grown / MB:.0f} MB"
+
+
+def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
+    with Server([fussy_backend()]) as server, RawHttp2Closing(server.address) as client:
+        check = client.open(f"{HEALTH}/Check")  # no message is ever sent
+        assert client.status(check) == 0
+        with grpc.insecure_channel(server.address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            seen = health.Watch(health_pb2.HealthCheckRequest(service="whatever"), timeout=10.0)
+            assert next(seen).status == health_pb2.HealthCheckResponse.SERVING
+            server.drain()
+            assert next(seen).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_watchers_of_its_health_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.experts.server.endpoint._WATCHERS", 2)
+    with Server([]) as server, RawHttp2Closing(server.address) as client:
+        streams = [client.open(f"{HEALTH}/Watch") for _ in range(3)]
+        assert client.status(streams[2]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        assert client.answered(streams[0])[":status"] == "200"
+
+
+def test_reflection_is_for_those_who_are_admitted() -> None:
+    access = Access([Grant("trainer")], {"s3cret": "trainer"})
+    with Server([], access=access) as server, grpc.insecure_channel(server.address) as channel:
+        ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(ask(iter([request]), timeout=10.0))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        (answer,) = ask(iter([request]), timeout=10.0, metadata=ADMITTED)
+        assert any(each.name == "weft.Experts" for each in answer.list_services_response.service)
+
+
+def test_a_frame_of_several_messages_is_one_call() -> None:
+    x = rows(40_000, 0)  # 1.3 MB, three messages
+    with Server([fussy_backend(max_batch_size=40_000)]) as server, GrpcTransport(server.address) as transport:
+        whole = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x]), 10.0).result(10.0)
+        half = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x[:100]]), 10.0).result(10.0)
+        assert torch.equal(whole.tensors()[0][:100], half.tensors()[0])
+        until(lambda: server._endpoint.budget.held == 0)
+
+
+def long_frame() -> bytes:
+    x = rows(40_000, 0)
+    return b"".join(encode([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [x])]))
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (
+            [long_frame()[:MESSAGE_BYTES], long_frame()[MESSAGE_BYTES : MESSAGE_BYTES + 10]],
+            "no part of it but one of 10 bytes",
+        ),
+        ([long_frame()[:MESSAGE_BYTES], b""], "no part of it but one of 0 bytes"),
+        ([long_frame()[: MESSAGE_BYTES - 1]], "its header says"),
+        ([long_frame()[:MESSAGE_BYTES], None], "no part of it but none"),
+    ],
+)
+def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: list[bytes | None], words: str) -> None:
+    with Server([fussy_backend()]) as server, raw(server.address) as stream:
+        for part in parts:
+            if part is None:
+                stream.finish()
+            else:
+                stream.send(part)
+        (answer,) = stream.receive()
+        error = read_fault(answer.header.data)
+        assert isinstance(error, TruncatedError) and words in str(error) and answer.header.call_id == 0
+        until(lambda: (server._endpoint.budget.held, server._endpoint.budget.streams) == (0, 0))
+
+
+def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.experts.server.endpoint._PART_SECONDS", 0.05)
+    with Server([fussy_backend()]) as server, raw(server.address) as stream:
+        stream.send(long_frame()[:MESSAGE_BYTES])
+        (answer,) = stream.receive()
+        assert "not sent to its end in time" in str(read_fault(answer.header.data))
+        until(lambda: server._endpoint.budget.held == 0)
+
+
+def test_a_stream_too_many_for_the_budget_is_turned_away() -> None:
+    options = ServerOptions(total_bytes=2 * MESSAGE_BYTES + 1000, limits=Limits(frame_bytes=MESSAGE_BYTES))
+    with Server([fussy_backend()], options=options) as server, raw(server.address) as one, raw(server.address) as two:
+        for stream in (one, two):
+            stream.send(Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(1, 0)]))
+            assert stream.receive()[0].header.kind is Kind.RESULT
+        with raw(server.address) as three:
+            assert three.ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert server.statistics().turned_away == 1

@@ -1,0 +1,58 @@
+"""TCP connections that say nothing: they end soon, and leave descriptors for those who work."""
+
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.experts.security.raw_http2 import raw_http2
+from tests.experts.security.served import served
+from tests.experts.waiting import until
+from weft.experts.client import RemoteExpert
+from weft.experts.server import Server
+from weft.experts.service.names import Options, server_options
+from weft.experts.wire import Limits
+
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc"),
+]
+LIMIT = 200
+
+
+def test_silent_connections_leave_descriptors_for_clients_and_checkpoints(tmp_path: Path) -> None:
+    more = f'checkpoints = "{tmp_path}"\noptions = {{ checkpoint_seconds = 0.1 }}'
+    with served(tmp_path, more, LIMIT) as server, ExitStack() as stack:
+        host, port = server.address.split(":")
+        mine = stack.enter_context(RemoteExpert("f", server.address, token="s3cret", timeout=30.0))
+        mine(torch.ones(2, 8)).sum().backward()
+        for _ in range(2 * LIMIT):
+            stack.callback(socket.create_connection((host, int(port)), 10.0).close)
+        until(lambda: server.descriptors > LIMIT // 2)  # it has taken what it takes
+        assert server.descriptors <= LIMIT - 32
+        for step in range(2, 5):  # who is in stays in, and what is learned is saved
+            mine(torch.ones(2, 8)).sum().backward()
+            assert mine.steps == step
+        until(lambda: mine.describe().durable == 4)
+        with RemoteExpert("f", server.address, token="s3cret", timeout=30.0) as other:  # when the silent ones are gone
+            assert other(torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_who_opens_no_stream_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(limits: Limits, connections: int) -> Options:
+        soon = {"grpc.server_handshake_timeout_ms": 200, "grpc.max_connection_idle_ms": 200}
+        return [(name, soon.get(name, value)) for name, value in server_options(limits, connections)]
+
+    monkeypatch.setattr("weft.experts.server.endpoint.server_options", hasty)
+    with Server([]) as server:
+        host, port = server.address.split(":")
+        with socket.create_connection((host, int(port)), 10.0) as silent:
+            while silent.recv(1 << 16):  # HTTP/2's first words, and then the end
+                pass
+        with raw_http2(server.address) as idle, pytest.raises(ConnectionError):
+            idle.ping()
+            while True:
+                idle.receive()
