@@ -25,6 +25,7 @@ from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError
+from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 
@@ -119,6 +120,24 @@ def test_a_stage_of_a_pipe_that_steps_once_and_is_not_asked_twice(
         assert remote.steps == 2
         # two steps of four micro-batches, forward and backward, two commits, one info
         assert transport.statistics().calls == 2 * 4 * 2 + 2 + 1
+
+
+@pytest.mark.parametrize("executor", ["threads", "serial", "graph", "auto"])
+def test_a_stage_that_would_step_once_per_micro_batch_is_refused(server: Server, executor: Any) -> None:
+    with RemoteExpert("fussy", server.address) as remote, Connections({"fussy": server.address}) as connections:
+        mixture = RemoteMixtureOfExperts(in_features=4, grid_size=[1], uid_prefix="fussy", connections=connections)
+        model = nn.Sequential(around(remote), nn.Sequential(nn.Identity(), mixture))
+        with pytest.raises(UsageError) as caught:
+            Pipe(model, chunks=2, balance=[1, 1], executor=executor)(rows(4, 0))
+        for words in ("layer '0' of stage 0 (RemoteExpert)", "layer '1' of stage 1 (RemoteMixtureOfExperts)"):
+            assert f"{words}: make it with accumulate=True and commit" in str(caught.value)
+        assert server.statistics().calls == 0
+        pipe = Pipe(around(remote), chunks=2, balance=[1, 1, 1], executor=executor)
+        with torch.no_grad():
+            pipe(rows(4, 0))
+        pipe.chunks = 1
+        pipe(rows(4, 0)).sum().backward()
+        assert remote.steps == 1
 
 
 def test_the_first_stage_of_a_pipe_is_trained_too(server: Server) -> None:

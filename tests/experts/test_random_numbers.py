@@ -80,7 +80,7 @@ def test_of_a_stage_of_a_pipe_which_lets_go_of_the_generator_while_it_waits(
             layers = nn.Sequential(nn.Identity(), middle, nn.Dropout(0.5))
             return Pipe(layers, balance=[1, 2], chunks=2, checkpoint=checkpoint, executor=executor)
 
-        far, near = pipe(RemoteExpert("mask", transport)), pipe(nn.Identity())
+        far, near = pipe(RemoteExpert("mask", transport, accumulate=True)), pipe(nn.Identity())
         for seed in range(2):
             x = rows(20, seed).requires_grad_()
             torch.manual_seed(seed)

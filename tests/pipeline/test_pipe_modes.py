@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.pipeline.pipe_cases import (
@@ -133,8 +135,49 @@ def test_operators_can_be_counted_backward_too(executor: str, checkpoint: str) -
             backward(model, x)
         counted.append(counter.get_total_flops())
     assert_gradients_equal(pipe, plain)
-    if executor == "serial" and checkpoint == "never":  # the mode does not reach the workers
+    if checkpoint == "never":
         assert counted[0] == counted[1]
+
+
+class Sees(TorchFunctionMode):
+    """Counts the functions that are called under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.nn.functional.linear
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+def test_modes_and_hooks_of_the_caller_see_every_step_alike(executor: str) -> None:
+    """Also those steps that would have workers, or be measured."""
+    pipe, plain = piped(chain(4, 6, 6, 3), executor=executor)
+    x, found = rows(7, 4), list[tuple[int, int, int]]()
+    for model in (*[pipe] * 14, plain):
+        saved: list[None] = []
+
+        def pack(tensor, saved=saved):
+            saved.append(None)
+            return tensor
+
+        with FlopCounterMode(display=False) as counter, Sees() as sees:
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = model(x).sum()
+            loss.backward()
+        found.append((counter.get_total_flops(), sees.calls, len(saved)))
+    *steps, (flops, calls, tensors) = found
+    assert set(steps) == {(flops, 3 * calls, 3 * tensors)}
+    for _ in range(2):  # backward alone
+        loss = pipe(x).sum()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        assert 0 < counter.get_total_flops() < flops
+    with torch.device("cpu"):  # is carried to the workers
+        pipe(x)
+    assert not pipe.statistics()["chosen"]
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])

@@ -14,9 +14,12 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
+from torch.utils._device import DeviceContext
+
+_c = cast(Any, torch)._C
 
 Phase = Literal["", "checkpointing", "recomputing"]
 
@@ -46,6 +49,19 @@ def phase(name: Phase) -> Generator[None]:
         yield
     finally:
         _current.phase = before
+
+
+def has_local_modes() -> bool:
+    """Whether modes or hooks of this thread alone see what runs in it: a dispatch mode such as FlopCounterMode, a
+    function mode, hooks on what autograd saves such as those of save_on_cpu.
+
+    They may hold state that no other thread may touch, so they cannot be carried into workers. The function mode of a
+    default device is none of them: see `Ambient`.
+    """
+    if _c._len_torch_dispatch_stack() or _c._autograd._top_saved_tensors_default_hooks(True):
+        return True
+    count = _c._len_torch_function_stack()
+    return any(type(_c._get_function_stack_at(i)) is not DeviceContext for i in range(count))
 
 
 @dataclass(frozen=True)

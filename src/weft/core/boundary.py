@@ -61,6 +61,16 @@ class OnceDifferentiable(Protocol):
         ...
 
 
+@runtime_checkable
+class StepsInBackward(Protocol):
+    """A module whose backward may take an optimizer step elsewhere, as that of a remote expert does."""
+
+    @property
+    def steps_in_backward(self) -> str:
+        """What to do so that it takes none before a mini-batch of several micro-batches is over; empty: it does not."""
+        ...
+
+
 class Boundary(torch.autograd.Function):
     """Use `cross`; this is its autograd node."""
 

@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from weft.core.ambient import Ambient
+from weft.core.ambient import Ambient, has_local_modes
 from weft.core.channel import Closed, Mailbox, Shelf
 from weft.core.place import Parcel
 from weft.core.route import Address
@@ -106,9 +106,12 @@ class ThreadExecutor:
         return len(self._jobs)
 
     def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
-        """See `Executor.walk`. On KeyboardInterrupt the workers stop after the action that each is in."""
+        """See `Executor.walk`. On KeyboardInterrupt the workers stop after the action that each is in.
+
+        Under modes or hooks of the calling thread all is done in that thread: workers would run without them.
+        """
         walking = self._walking
-        if not walking.acquire(blocking=False):
+        if has_local_modes() or not walking.acquire(blocking=False):
             return SerialExecutor().walk(schedule, perform, given, ambient)
         try:
             self._hire(len(schedule.workers))

@@ -41,13 +41,16 @@ class Layouts:
         self.choice = Choice(len(self._candidates))
         self._has_python: dict[Hashable, bool] = {}
 
-    def pick(self, kind: Hashable, *, watched: bool) -> tuple[str, int | None]:
+    def pick(self, kind: Hashable, *, watched: bool, local: bool = False) -> tuple[str, int | None]:
         """The layout for the next step of this kind, and which candidate it measures, if any.
 
-        Who watches wants to see the stages, so a watched step is never merged nor measured.
+        Who watches wants to see the stages, so a watched step is never merged nor measured. Modes and hooks of the
+        calling thread (`local`) would count other operators in each layout, so they always get the same one.
         """
         if self._executor != "auto":
             return self._executor, None
+        if local:
+            return self._candidates[0], None
         if watched:
             return self._candidates[-1], None
         candidate = self.choice.pick(kind)

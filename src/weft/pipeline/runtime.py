@@ -1,6 +1,6 @@
 """What a pipe needs to run and does not save: stages, plans, executors. Made anew after a copy or a load."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.core.ambient import Ambient
-from weft.core.boundary import Journey, cross
+from weft.core.ambient import Ambient, has_local_modes
+from weft.core.boundary import Journey, StepsInBackward, cross
 from weft.core.choice import TimedJourney, time_graph
-from weft.core.errors import DeviceError, listed
+from weft.core.errors import DeviceError, UsageError, listed
 from weft.core.executor import Executor, SerialExecutor, ThreadExecutor
 from weft.core.rng import Dice, RandomUse, Silence, generators
 from weft.core.run import Watcher
@@ -66,6 +66,13 @@ class Runtime:
         self._cuts = executor != "graph"
         self._surroundings: Ambient | None = None
         self._silent: set[Hashable] = set()
+        self._steppers = [
+            (f"layer {name!r} of stage {stage.index}", module)
+            for stage in self.stages
+            for name, layer in stage.layers
+            for module in layer.modules()
+            if isinstance(module, StepsInBackward)
+        ]
         self._talkers = talkers(stage.layers for stage in self.stages)
         if executor == "auto" and self._talkers:
             executor = "serial"
@@ -96,16 +103,19 @@ class Runtime:
     def serve(self, request: "Request", *, training: bool) -> Any:
         """One step. Only `executor="auto"` asks whether the pipe is `training`, as such steps take other times.
 
-        Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads.
+        Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads or
+        would take optimizer steps elsewhere per micro-batch.
         """
         cargo = Cargo([request.main, *request.targets], request.chunks, request.axis)
         kind = Kind(
             torch.is_grad_enabled(), training, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length()
         )
+        if self._steppers and kind.tracked and cargo.micro_batches > 1:
+            forbid_steps(self._steppers)
         if self._cuts:
             layers = (layer for stage in self.stages for _, layer in stage.layers)
             forbid_transforms(chain(cargo.given, (each for layer in layers for each in layer.parameters())))
-        layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None)
+        layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None, local=has_local_modes())
         if layout == "threads":
             forbid_workers(self._talkers)
         begun = perf_counter()
@@ -251,6 +261,17 @@ def check_places(surveys: Sequence[Survey]) -> None:
                 "(layers on the meta device: call pipe.materialize() first):",
                 misplaced,
             )
+        )
+
+
+def forbid_steps(found: Iterable[tuple[str, StepsInBackward]]) -> None:
+    """Raise UsageError that lists every module which would take an optimizer step in the backward of a micro-batch."""
+    faults = [
+        f"{where} ({type(each).__name__}): {each.steps_in_backward}" for where, each in found if each.steps_in_backward
+    ]
+    if faults:
+        raise UsageError(
+            listed("these would take an optimizer step per micro-batch, and not one per mini-batch:", faults)
         )
 
 

@@ -479,7 +479,7 @@ def test_what_happens_to_the_input_after_the_call_does_not_matter() -> None:
 
 def test_a_recomputed_stage_asks_nobody_twice_and_has_the_same_gradients() -> None:
     with World(GRID) as world:
-        mixture = make(world)
+        mixture = make(world, accumulate=True)
         layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), mixture, nn.Tanh())
         x = numbers(8, WIDTH).requires_grad_()
         layers(x).sum().backward()

@@ -122,7 +122,7 @@ def test_a_recomputed_stage_with_jitter_has_the_gradients_of_its_forward() -> No
             return x + y + loss
 
     with World(GRID) as world:
-        mixture = make(world, jitter_eps=0.3)
+        mixture = make(world, jitter_eps=0.3, accumulate=True)
         layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Residual(mixture))
         x, found = numbers(8, WIDTH), dict[str, list[Tensor]]()
         for checkpoint in ("never", "always"):

@@ -27,6 +27,18 @@ class Anchored(nn.Module):
         """Make it, of the dtype and on the device of another parameter: some wrappers want all of a module alike."""
         self.anchor = nn.Parameter(torch.zeros(1) if like is None else like.detach().new_zeros(1))
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients wait for a commit."""
+        raise NotImplementedError
+
+    @property
+    def steps_in_backward(self) -> str:
+        """See `weft.core.boundary.StepsInBackward`."""
+        if self.accumulates or not self.anchor.requires_grad:
+            return ""
+        return "make it with accumulate=True and commit after backward, or freeze it if its server does not train it"
+
     def anchor_for(self, who: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
         """The anchor, which wants a gradient only where these inputs' call is to train the experts.
 
