@@ -192,17 +192,15 @@ def test_the_reduction_is_as_said_else_that_of_the_loss_else_mean(reduction: str
         reduction_of(None, reduction)
 
 
-FUNCTIONS = [partial(partial, each) for each in (nn.functional.cross_entropy, nn.functional.nll_loss)]
-
-
-@pytest.mark.parametrize("kind", [nn.CrossEntropyLoss, nn.NLLLoss, *FUNCTIONS])
-def test_a_mean_by_class_weights_is_refused_because_it_is_not_over_rows(kind: Any) -> None:
-    weight = torch.tensor([1.0, 5.0])
-    for said in (None, "mean"):
-        with pytest.raises(UsageError, match="by the weights of its targets"):
-            reduction_of(kind(weight=weight), said)
-    assert reduction_of(kind(), None) == "mean"
-    assert reduction_of(kind(weight=weight, reduction="sum"), None) == "sum"
+def test_a_weight_is_for_means_only() -> None:
+    assert reduction_of(nn.MSELoss(), None, len) == "mean"
+    with pytest.raises(UsageError, match=r"loss_weight is 3, wanted a function target -> number: .* divides by$"):
+        reduction_of(nn.MSELoss(), None, 3)
+    for loss, said in ((nn.MSELoss(), "sum"), (nn.MSELoss(reduction="sum"), None)):
+        with pytest.raises(UsageError, match=r"no weights for losses that are added up"):
+            reduction_of(loss, said, len)
+    with pytest.raises(UsageError, match=r"loss_weight is .* there is no loss"):
+        reduction_of(None, None, len)
 
 
 # --- schedule

@@ -34,7 +34,7 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True)
 class Visit:
-    """One passage of one micro-batch: what a function may need to know besides its inputs.
+    """One passage of one micro-batch, of so many: what a function may need to know besides its inputs.
 
     `notes` is where a function leaves for its own recomputation what it cannot know then, each at a key of its own.
     """
@@ -43,6 +43,7 @@ class Visit:
     ambient: Ambient
     context: Any = None
     notes: dict[int, Any] = field(default_factory=dict[int, Any], compare=False)
+    micro_batches: int = 1
 
 
 Function = Callable[..., tuple[Any, ...]]

@@ -194,24 +194,28 @@ def _memory(tensor: Tensor) -> int:
 
 
 class WeightedLoss:
-    """The losses of the micro-batches, added up with one weight each."""
+    """The losses of the micro-batches, added up with one weight each.
+
+    What weighs nothing is left out: the mean over no targets is NaN, and zero times NaN would be as well.
+    """
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
         """See `Outcome.gather`."""
-        weighted = [loss.detach() * weight for loss, weight in zip(results, self._weights, strict=True)]
-        return [torch.stack(weighted).sum(0)], [any(loss.requires_grad for loss in results)]
+        return [self._sum([loss.detach() for loss in results])], [any(loss.requires_grad for loss in results)]
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
         """See `Outcome.spread`."""
         (gradient,) = gradients
-        return [[None if gradient is None else gradient * weight] for weight in self._weights]
+        return [[gradient * weight if weight and gradient is not None else None] for weight in self._weights]
 
     def seeds(self, device: torch.device | None) -> list[Gradients]:
         """As `spread` for a gradient of one, before the loss is known."""
-        return [[torch.tensor(weight, dtype=torch.float64, device=device)] for weight in self._weights]
+        return [
+            [torch.tensor(weight, dtype=torch.float64, device=device) if weight else None] for weight in self._weights
+        ]
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """See `Outcome.filled`."""
@@ -219,7 +223,11 @@ class WeightedLoss:
 
     def visible(self, results: Sequence[Any]) -> Any:
         """See `Outcome.visible`."""
-        return torch.stack([loss * weight for loss, weight in zip(results, self._weights, strict=True)]).sum(0)
+        return self._sum(results)
+
+    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
+        pairs = zip(losses, self._weights, strict=True)
+        return torch.stack([loss * weight for loss, weight in pairs if weight]).sum(0)
 
 
 def checked_loss(value: Any) -> Tensor:

@@ -3,34 +3,58 @@
     last segment    [ stage s ]──main──[ loss ]── one number
                                 target──┘
 
-It runs in the segment of the last stage, and is recomputed with it.
+It runs in the segment of the last stage, and is recomputed with it. The losses of the micro-batches, each a mean, make
+that of the mini-batch by weights: what each mean divides by, of all of them. That is the number of rows, unless some
+targets count less than others (`LossWeights`).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from weft.core.checks import is_number
+from weft.core.errors import SpecError, UsageError, listed
 from weft.core.segment import Visit
-from weft.pipeline.cargo import checked_loss
+from weft.core.tree import flatten, structure_paths
+from weft.pipeline.cargo import Cargo, checked_loss
 from weft.pipeline.stage import Call, Stage, Survey
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
+LossWeight = Callable[[Any], Any]
+"""``weight(target) -> number``: what the mean over the targets of a micro-batch is divided by."""
+
+_UNCOUNTED = (
+    "a mean over targets that do not all count is not the mean of the micro-batches' means by rows, and what this loss "
+    "divides by is not known; give Pipe loss_weight=, a function of the target that returns it, such as "
+    "lambda target: (target != -100).sum(), or lambda target: len(target) if every row counts the same; or let the "
+    "loss return a sum, and say loss_reduction='sum':"
+)
+_IGNORED = -100  # the default ignore_index of PyTorch's losses
+_COUNTING = (nn.functional.cross_entropy, nn.functional.nll_loss)
+_COUNTING_FORWARD = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
 class LossStage(Stage):
     """``function(output, target)`` of one micro-batch. Its modules, if it is one, may be on any device."""
 
-    def __init__(self, index: int, function: LossFunction, device: torch.device) -> None:
+    def __init__(self, index: int, function: LossFunction, device: torch.device, *, guessed: bool) -> None:
+        """`guessed`: see `LossWeights`."""
         layers = [("loss", function)] if isinstance(function, nn.Module) else []
         super().__init__(index, layers, device, (), ())
         self.function = function
+        self._guessed = guessed
 
     def of(self, visit: Visit, output: Any, target: Any) -> torch.Tensor:
         """The loss. Raises SpecError when it is not one real number."""
-        loss = self.run(visit, Call((output, target), {}), {})[0]
+        with _RefuseUncounted() if self._guessed and visit.micro_batches > 1 else nullcontext():
+            loss = self.run(visit, Call((output, target), {}), {})[0]
         mesh = getattr(loss, "device_mesh", None)  # of a DTensor
         if mesh is not None and loss.requires_grad:
             loss.register_hook(partial(_everywhere, mesh))
@@ -55,3 +79,130 @@ def _everywhere(mesh: Any, gradient: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415 - only whose loss it is has it loaded
 
     return DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class LossWeights:
+    """The weights of the micro-batches' losses in that of the mini-batch.
+
+    `CrossEntropyLoss`, `NLLLoss` and their functional forms divide by the class weights of the targets that are not
+    ignored; of another loss only `given` (the user's ``loss_weight=``) can tell what it divides by. Where that is not
+    there and the loss is the user's, its weights are `guessed`: they go by rows.
+    """
+
+    def __init__(self, function: Any, reduction: str, given: LossWeight | None) -> None:
+        self._sum = reduction == "sum"
+        self._given = given
+        called = _bound(function)[0]
+        kind = cast("type[Any]", type(called))
+        counts = called in _COUNTING or getattr(kind, "forward", None) in _COUNTING_FORWARD
+        self._counting = function if counts and own_reduction(function) == "mean" else None
+        of_torch = (called if isinstance(called, FunctionType) else kind).__module__.startswith("torch.nn.")
+        self.guessed = not (self._sum or given or counts or of_torch)
+
+    def of(self, cargo: Cargo, target: Any) -> list[float]:
+        """One weight per micro-batch; they add up to one, unless the losses are to be summed.
+
+        Raises UsageError if the target has padding of which nobody knows how the loss counts it, SpecError if the
+        user's function returns anything but a number from 0 up.
+        """
+        if self._sum or cargo.micro_batches == 1:
+            return [1.0] * cargo.micro_batches
+        with torch.no_grad():
+            weigh = self._given or self._weighing(target)
+            if weigh is None:
+                return _shares(cargo.rows)
+            return _shares(_numbers([weigh(parts[-1]) for parts in cargo.pieces()]))
+
+    def _weighing(self, target: Any) -> LossWeight | None:
+        """What tells the weight of a micro-batch; None where all rows weigh the same."""
+        if self._counting is None:
+            _refuse_padding(target)
+            return None
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            return None  # probabilities: every row counts
+        loss, words = _bound(self._counting)
+        weight = words.get("weight", getattr(loss, "weight", None))
+        ignored = words.get("ignore_index", getattr(loss, "ignore_index", _IGNORED))
+        if weight is None and not _is_true((target == ignored).any()):
+            return None
+        return partial(_counted, ignored, weight)
+
+
+def own_reduction(loss: Any) -> Any:
+    """What a loss says of itself: "mean" where it says nothing."""
+    called, words = _bound(loss)
+    return words.get("reduction", getattr(called, "reduction", "mean"))
+
+
+def _bound(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """What is called in the end, and its keywords so far."""
+    if isinstance(loss, partial):
+        bound = cast("partial[Any]", loss)
+        return bound.func, bound.keywords
+    return loss, {}
+
+
+def _counted(ignored: int, weight: Tensor | None, target: Tensor) -> Tensor:
+    """What PyTorch divides the sum over these targets by."""
+    counts = target != ignored
+    if weight is None:
+        return counts.sum()
+    of_targets = weight.detach().to(target.device, torch.float64)[target.clamp(0, len(weight) - 1)]
+    return of_targets.where(counts, 0).sum()
+
+
+def _shares(numbers: Sequence[int | float]) -> list[float]:
+    """Each number's part of all. Where all are 0, every loss is that of nothing, and so is their mean."""
+    total = sum(numbers)
+    return [each / total if total else 1 / len(numbers) for each in numbers]
+
+
+def _numbers(found: Sequence[Any]) -> list[float]:
+    wrong: list[str] = []
+    numbers: list[float] = []
+    for index, each in enumerate(found):
+        number = each.item() if isinstance(each, Tensor) and each.numel() == 1 else each
+        if is_number(number) and 0 <= number < math.inf:
+            numbers.append(float(number))
+        else:
+            wrong.append(f"micro-batch {index}: {number!r}")
+    if wrong:
+        raise SpecError(listed("loss_weight must return a finite number from 0 up, but returned:", wrong))
+    return numbers
+
+
+def _refuse_padding(target: Any) -> None:
+    """Raise UsageError if some of the target plainly does not count: the loss may be a mean over the rest."""
+    leaves, structure = flatten(target)
+    if not any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves):
+        return
+    several = sum(isinstance(leaf, Tensor) for leaf in leaves) > 1
+    seen: list[str] = []
+    for name, leaf in zip(structure_paths(structure, "target"), leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.dim() and not (leaf.is_floating_point() or leaf.is_complex()):
+            if leaf.dtype is torch.bool:
+                if several and not _is_true(leaf.all()):
+                    seen.append(f"{name} is a mask with entries that are False")
+            elif _is_true((leaf == _IGNORED).any()):
+                seen.append(f"{name} has entries that are {_IGNORED}, PyTorch's ignore_index")
+    if seen:
+        raise UsageError(listed(_UNCOUNTED, seen))
+
+
+class _RefuseUncounted(TorchFunctionMode):
+    """Inside a loss of the user's: raise UsageError where PyTorch takes a mean over targets that do not all count."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        words: dict[str, Any] = kwargs or {}
+        target = args[1] if func in _COUNTING and len(args) > 1 else None
+        if isinstance(target, Tensor) and not target.is_floating_point():
+            name, ignored = func.__name__, words.get("ignore_index", _IGNORED)
+            if words.get("weight") is not None and words.get("reduction", "mean") == "mean":
+                raise UsageError(listed(_UNCOUNTED, [f"{name} has class weights"]))
+            if _is_true((target == ignored).any()):
+                raise UsageError(listed(_UNCOUNTED, [f"{name} gets targets that are {ignored}, its ignore_index"]))
+        return func(*args, **words)
+
+
+def _is_true(value: Tensor) -> bool:
+    return bool(cast(Any, value).full_tensor() if hasattr(value, "full_tensor") else value)

@@ -25,7 +25,7 @@ from weft.core.transforms import forbid_exporting, forbid_tracing
 from weft.core.untraced import untraced
 from weft.pipeline.batch_dim import BatchDim, BatchDims, OutputBatchDim, check_batch_dims
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.loss import LossFunction
+from weft.pipeline.loss import LossFunction, LossWeight
 from weft.pipeline.runtime import Request, Runtime, on_meta
 from weft.pipeline.schedules import SCHEDULES, build
 from weft.pipeline.settings import (
@@ -74,10 +74,12 @@ class Pipe(nn.Module):
             schedules that begin backward early (1F1B) can run; without a target, the pipe returns the output.
             What it has to learn itself is found when it is a module. It must not read the layers' parameters.
         loss_reduction: how the loss function sums over rows, ``"mean"`` or ``"sum"``: the mini-batch's loss is
-            the mean of the micro-batches' weighted by rows, or their sum. Default: the loss's own ``reduction``
-            (a module's, or a keyword of a `functools.partial`), else ``"mean"``. A loss that is neither (a mean
-            over unmasked tokens, say) is exact when it returns a sum that it divides by a number of the whole
-            mini-batch.
+            the mean of the micro-batches' losses by weights, or their sum. Default: the loss's own ``reduction``
+            (a module's, or a keyword of a `functools.partial`), else ``"mean"``.
+        loss_weight: a function ``target -> number``, called with the target of each micro-batch: what the loss, a
+            mean, divides by, and so its weight. Default: for `nn.CrossEntropyLoss`, `nn.NLLLoss` and their functional
+            forms what PyTorch divides by (class weights of the targets, without ``ignore_index``); for another loss
+            the number of rows, and a target with padding (-100, or a mask beside other tensors) is refused.
         executor: ``"threads"`` (one worker per stage), ``"serial"``, ``"auto"`` (measures both on the first
             steps and keeps the faster) or ``"graph"`` (plain autograd, for gradients of gradients).
         sample: an input, only to balance by.
@@ -107,6 +109,7 @@ class Pipe(nn.Module):
         schedule: str | Schedule = "gpipe",
         loss: LossFunction | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
+        loss_weight: LossWeight | None = None,
         executor: Literal["auto", "serial", "threads", "graph"] = "auto",
         sample: Any = None,
     ) -> None:
@@ -127,7 +130,9 @@ class Pipe(nn.Module):
         check_settings(
             faults, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
         )
-        reduction = faults.of(reduction_of, loss, loss_reduction) if loss_reduction in (None, "mean", "sum") else None
+        reduction = None
+        if loss_reduction in (None, "mean", "sum"):
+            reduction = faults.of(reduction_of, loss, loss_reduction, loss_weight)
         faults.raise_all()
         assert layers is not None and dims is not None and layout is not None and reduction is not None  # no faults
         self._dims = dims
@@ -138,6 +143,7 @@ class Pipe(nn.Module):
         self.balance, self.devices = layout
         # Not a child: a loss module's parameters are the user's to save, and the keys stay those of the model.
         self._loss = (loss, reduction)
+        self._loss_weight = loss_weight
         self._watcher: Watcher | None = None
         self._runtime: Runtime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit
@@ -293,6 +299,7 @@ class Pipe(nn.Module):
                 self.checkpoint,
                 self.executor,
                 *self._loss,
+                self._loss_weight,
                 self._dims,
                 may_merge=self.schedule in SCHEDULES,
                 splits=splits,

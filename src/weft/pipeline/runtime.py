@@ -25,7 +25,7 @@ from weft.pipeline.batch_dim import BatchDims
 from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
 from weft.pipeline.collectives import forbid_workers, talkers
 from weft.pipeline.layout import Layouts
-from weft.pipeline.loss import LossFunction, LossStage
+from weft.pipeline.loss import LossFunction, LossStage, LossWeight, LossWeights
 from weft.pipeline.plan import Plan, build_stages, merged_plan, staged_plan
 from weft.pipeline.schedules import build
 from weft.pipeline.settings import CheckpointRule, checkpoint_rules, never_recomputes
@@ -48,6 +48,7 @@ class Runtime:
         executor: str,
         loss: LossFunction | None,
         reduction: str,
+        loss_weight: LossWeight | None,
         dims: BatchDims,
         *,
         may_merge: bool,
@@ -60,8 +61,10 @@ class Runtime:
         self._threads = ThreadExecutor(f"pipe{next(_numbers)}")  # so that a trace of two pipes tells them apart
         self._serial = SerialExecutor()
         self._plans: dict[tuple[str, bool], Plan] = {}
-        self._loss = None if loss is None else LossStage(len(self.stages), loss, devices[-1])
-        self._reduction = reduction
+        self._weights = LossWeights(loss, reduction, loss_weight)
+        self._loss = (
+            None if loss is None else LossStage(len(self.stages), loss, devices[-1], guessed=self._weights.guessed)
+        )
         self._dims = dims
         self._cuts = executor != "graph"
         self._surroundings: Ambient | None = None
@@ -175,7 +178,7 @@ class Runtime:
 
     def _outcome(self, request: "Request", cargo: Cargo) -> Outcome:
         if request.targets:
-            return WeightedLoss(_weights(cargo.rows, self._reduction))
+            return WeightedLoss(self._weights.of(cargo, request.targets[0]))
         return JoinedOutput(cargo.given, self._dims.outputs, cargo.rows)
 
     def _visible(self, order: Order) -> Any:
@@ -282,9 +285,3 @@ def on_meta(module: nn.Module) -> bool:
 
 def _keep_nothing(segment: int, micro_batch: int) -> Keep:
     return "nothing"
-
-
-def _weights(rows: Sequence[int], reduction: str) -> list[float]:
-    """The weight of each micro-batch's loss in that of the mini-batch."""
-    total = sum(rows)
-    return [1.0 if reduction == "sum" or not total else count / total for count in rows]

@@ -1,7 +1,6 @@
 """The arguments of a Pipe, checked all at once and brought into one form."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import partial
 from itertools import chain
 from operator import index
 from typing import Any, Literal, TypeVar, cast
@@ -13,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from weft.core.checks import is_whole
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, WeftError, listed
 from weft.core.schedule import Schedule
+from weft.pipeline.loss import own_reduction
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
 from weft.pipeline.schedules import SCHEDULES, build
 
@@ -22,7 +22,6 @@ Checkpoint = Literal["always", "except_last", "never"]
 CheckpointRule = Callable[[int, int, int], bool]
 """``rule(stage, micro_batch, micro_batches)``: whether this forward keeps only its inputs and is recomputed."""
 
-_WEIGHTED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.functional.cross_entropy, nn.functional.nll_loss)
 EXECUTORS = ("auto", "serial", "threads", "graph")
 _RULES: dict[str, CheckpointRule] = {
     "always": lambda stage, micro_batch, micro_batches: True,
@@ -178,36 +177,28 @@ def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any
         )
 
 
-def reduction_of(loss: Any, reduction: str | None) -> str:
-    """How the losses of the micro-batches make that of the mini-batch: as said, or as the loss itself says."""
+def reduction_of(loss: Any, reduction: str | None, weight: Any = None) -> str:
+    """How the losses of the micro-batches make that of the mini-batch: as said, or as the loss itself says.
+
+    Raises UsageError if that is neither a mean nor a sum, and for a `weight` (``loss_weight=``) without a mean.
+    """
     if loss is None:
-        if reduction is not None:
-            raise UsageError(
-                f"loss_reduction is {reduction!r}, but there is no loss; give the pipe one, or leave it out"
-            )
+        for name, value in (("loss_reduction", reduction), ("loss_weight", weight)):
+            if value is not None:
+                raise UsageError(f"{name} is {value!r}, but there is no loss; give the pipe one, or leave it out")
         return "mean"
-    kind, words = _bound(loss)
-    own = words.get("reduction", getattr(loss, "reduction", "mean"))
-    found = reduction or own
+    found = reduction or own_reduction(loss)
     if found not in ("mean", "sum"):
         raise UsageError(
             f"the loss has reduction {found!r}, but the loss of a micro-batch must be one number; "
             "use reduction 'mean' or 'sum'"
         )
-    weight = words.get("weight", getattr(loss, "weight", None))
-    if kind in _WEIGHTED and weight is not None and own == "mean":
+    if weight is not None and (found == "sum" or not callable(weight)):
         raise UsageError(
-            f"{kind.__name__} with a weight takes the mean by the weights of its targets and not over rows, so "
-            "the losses of micro-batches do not make that of the mini-batch; give a function that returns a sum, "
-            "divided by the weights of the whole mini-batch (docs/pipeline.md, Loss inside, shows one)"
+            f"loss_weight is {weight!r}, wanted a function target -> number: what the mean over a micro-batch divides "
+            f"by{', and no weights for losses that are added up (reduction sum)' * (found == 'sum')}"
         )
     return found
-
-
-def _bound(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """The function that is called in the end, or the class, and its arguments so far: F.cross_entropy's, say."""
-    kind = cast("type[Any]", type(loss))
-    return (loss.func, loss.keywords) if kind is partial else (kind, {})
 
 
 def resolve_layout(

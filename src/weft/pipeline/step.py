@@ -132,7 +132,8 @@ class Step:
     def _walk_forward(self, dice: Dice) -> tuple[dict[Address, Parcel], Run]:
         order, plan = self._order, self._order.plan
         segments = [Segment(f, p) for f, p in zip(plan.functions, order.parameters, strict=True)]
-        visits = [Visit(i, self._ambient, dice) for i in range(order.schedule.micro_batches)]
+        count = order.schedule.micro_batches
+        visits = [Visit(i, self._ambient, dice, micro_batches=count) for i in range(count)]
         merged = len(plan.stages_of[0]) > 1
         run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, dice, merged=merged)
         given = plan.gate.enter(order.cargo.leaves())

@@ -36,16 +36,14 @@ def run_visible(order: Order, ambient: Ambient, *, enter: bool = True) -> Any:
 
     def forward(dice: Dice) -> list[Any]:
         with _inside(ambient) if enter else nullcontext():
-            pieces = enumerate(order.cargo.pieces())
-            return [_micro_batch(order.plan, order.keeps, Visit(i, ambient, dice), p) for i, p in pieces]
+            return _micro_batches(order.plan, order.cargo, order.keeps, ambient, dice)
 
     return order.outcome.visible(order.trusted(forward))
 
 
 def run_silent(plan: Plan, cargo: Cargo, outcome: Outcome, ambient: Ambient, silence: Silence) -> tuple[Any] | None:
     """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
-    pieces = enumerate(cargo.pieces())
-    results = [_micro_batch(plan, keep_graph, Visit(i, ambient, silence), parts) for i, parts in pieces]
+    results = _micro_batches(plan, cargo, keep_graph, ambient, silence)
     return None if silence.broken() else (outcome.visible(results),)
 
 
@@ -58,6 +56,12 @@ def keep_graph(segment: int, micro_batch: int) -> Keep:
 def _inside(ambient: Ambient) -> Generator[None]:
     with ambient.here(), ambient.casting():
         yield
+
+
+def _micro_batches(plan: Plan, cargo: Cargo, keeps: Keeps, ambient: Ambient, context: Dice | Silence) -> list[Any]:
+    count = cargo.micro_batches
+    visits = [Visit(i, ambient, context, micro_batches=count) for i in range(count)]
+    return [_micro_batch(plan, keeps, visit, parts) for visit, parts in zip(visits, cargo.pieces(), strict=True)]
 
 
 def _micro_batch(plan: Plan, keeps: Keeps, visit: Visit, parts: Sequence[Any]) -> Any:

@@ -1,0 +1,187 @@
+"""A mean over targets that do not all count is that of the undivided mini-batch, or is refused."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.pipeline.pipe_cases import CHECKPOINTS, EXECUTORS, assert_close, chain, piped, rows
+from weft import NoChunk, Pipe
+from weft.core.errors import SpecError, UsageError
+from weft.pipeline.cargo import Cargo
+from weft.pipeline.loss import LossWeights
+
+CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
+SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
+RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
+every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+every_schedule = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", SPLIT], ids=["gpipe", "1f1b", "split"])
+
+
+def masked(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+    """One's own mean over what a mask lets through."""
+    return ((output - target["y"]).square() * target["mask"]).sum() / target["mask"].sum()
+
+
+def of_mask(target: dict[str, Tensor]) -> Tensor:
+    return target["mask"].sum()
+
+
+LOSSES: dict[str, Any] = {
+    "ignore_index": nn.CrossEntropyLoss(ignore_index=1),
+    "class weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    "smoothed": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS + 1, ignore_index=0, label_smoothing=0.3),
+    "nll": nn.NLLLoss(weight=CLASS_WEIGHTS),
+    "functional": functional.cross_entropy,
+    "partial": partial(functional.cross_entropy, weight=CLASS_WEIGHTS, ignore_index=2),
+    "partial nll": partial(functional.nll_loss, ignore_index=0),
+}
+
+
+def assert_exact(pipe: Pipe, plain: nn.Module, loss: Any, x: Tensor, target: Any) -> None:
+    """Loss and gradients are those of the undivided mini-batch, NaN where those are."""
+    seen, wanted = pipe(x, target=target), loss(plain(x), target)
+    torch.testing.assert_close(seen, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+    seen.backward()
+    wanted.backward()
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+@every_schedule
+@every_run
+@pytest.mark.parametrize("kind", ["functional", "smoothed", "own"])
+def test_targets_that_do_not_count_are_left_out_of_the_mean(
+    executor: str, checkpoint: str, schedule: str, kind: str
+) -> None:
+    options = {"loss": masked, "loss_weight": of_mask} if kind == "own" else {"loss": LOSSES[kind]}
+    pipe, plain = piped(
+        chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=checkpoint, schedule=schedule, **options
+    )
+    counts = torch.tensor([1, 0, 1, 0, 0, 1, 1]).bool()  # three micro-batches, none counts in the second
+    for kept in (counts, counts.roll(1), counts | True):
+        classes = torch.arange(7) % 3
+        target: Any = torch.where(kept, classes, 0 if kind == "smoothed" else -100)
+        if kind == "own":
+            target = {"y": rows(7, 3), "mask": kept.unsqueeze(1).expand(7, 3)}
+        assert_exact(pipe, plain, options["loss"], rows(7, 4), target)
+
+
+@settings(max_examples=40)
+@given(data=st.data(), kind=st.sampled_from(list(LOSSES)), count=st.integers(1, 9), chunks=st.integers(1, 9))
+def test_any_mean_by_class_weights_and_ignored_classes_is_exact(
+    data: st.DataObject, kind: str, count: int, chunks: int
+) -> None:
+    pipe, plain = piped(chain(4, 3), chunks=chunks, executor="serial", devices="cpu", loss=LOSSES[kind])
+    target = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
+    assert_exact(pipe, plain, LOSSES[kind], rows(count, 4), target)
+
+
+def test_positions_beyond_the_rows_and_probabilities_count_as_pytorch_counts_them() -> None:
+    x, classes = rows(5, 2, 6), torch.arange(30).reshape(5, 6).square() % 3
+    for ignored, target in ((1, classes), (-100, rows(5, 3, 6, seed=1).softmax(1))):
+        loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=ignored)
+        pipe, plain = piped(nn.Sequential(nn.Conv1d(2, 3, 1)).double(), devices="cpu", loss=loss)
+        assert_exact(pipe, plain, loss, x, target)
+
+
+def test_a_mini_batch_of_which_nothing_counts_has_no_mean_as_in_pytorch() -> None:
+    loss = functional.cross_entropy
+    for schedule in ("gpipe", "1f1b"):
+        pipe, plain = piped(chain(4, 3), executor="serial", schedule=schedule, loss=loss)
+        assert_exact(pipe, plain, loss, rows(5, 4), torch.full((5,), -100))
+
+
+def test_one_s_own_weight_goes_before_what_is_known_and_has_no_graph() -> None:
+    seen: list[bool] = []
+
+    def weight(target: Tensor) -> int:
+        seen.append(torch.is_grad_enabled())
+        return len(target)
+
+    y = torch.tensor([0, -100, 1, 2])
+    weights = LossWeights(functional.cross_entropy, "mean", weight).of(Cargo([rows(4, 2), y], 3), y)
+    assert weights == [0.5, 0.25, 0.25] and not any(seen)
+
+
+def test_what_a_weight_may_not_be_is_listed() -> None:
+    numbers = iter([-1, float("nan"), torch.ones(2), True, torch.tensor(0.5), 2])
+    pipe, _ = piped(chain(4, 3), chunks=6, loss=functional.cross_entropy, loss_weight=lambda _: next(numbers))
+    with pytest.raises(SpecError, match="a finite number from 0 up") as caught:
+        pipe(rows(6, 4), target=torch.zeros(6).long())
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        f"  - micro-batch {i}" for i in range(4)
+    ]
+
+
+def own(output: Tensor, target: Any) -> Tensor:
+    """A loss of which nobody knows what it divides by."""
+    return output.mean() + 0 * sum(leaf.sum() for leaf in (target if isinstance(target, tuple) else (target,)))
+
+
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [
+        (torch.tensor([1, 2, -100, 0]), "target has entries that are -100"),
+        ((rows(4), torch.tensor([True, False, True, True])), r"target\[1\] is a mask"),
+    ],
+)
+def test_padding_of_which_nobody_knows_how_it_counts_is_refused(target: Any, word: str) -> None:
+    pipe, plain = piped(chain(4, 3), loss=own)
+    with pytest.raises(UsageError, match=rf"loss_weight=(.|\n)*{word}"):
+        pipe(rows(4, 4), target=target)
+    for options in ({"loss_weight": len if isinstance(target, Tensor) else lambda t: len(t[0])}, {"chunks": 1}):
+        pipe, plain = piped(chain(4, 3), loss=own, **options)
+        assert_exact(pipe, plain, own, rows(4, 4), target)
+
+
+@pytest.mark.parametrize(
+    "target", [torch.tensor([True, False, True]), (rows(3), NoChunk(torch.tensor([False]))), torch.tensor([-1, 0, 5])]
+)
+def test_what_is_no_padding_is_taken(target: Any) -> None:
+    piped(chain(4, 3), loss=lambda output, target: output.mean())[0](rows(3, 4), target=target).backward()
+
+
+class Wrapped(nn.Module):
+    """A loss of PyTorch's within another one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(**options)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.inner(output.flatten(1), target.flatten())
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"ignore_index": 0}, "targets that are 0, its ignore_index"), ({"weight": CLASS_WEIGHTS}, "has class weights")],
+)
+def test_a_mean_of_pytorch_s_within_one_s_own_loss_is_refused_too(
+    executor: str, options: dict[str, Any], word: str
+) -> None:
+    target = torch.tensor([1, 2, 1, 0])
+    pipe, plain = piped(chain(4, 3), loss=Wrapped(**options), executor=executor)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=rf"loss_weight=(.|\n)*cross_entropy .*{word}"):
+            pipe(rows(4, 4), target=target)
+    assert_exact(pipe, plain, Wrapped(**options), rows(1, 4), target[:1])  # one micro-batch: nothing is to be weighed
+
+    def weight(target: Tensor) -> Tensor:
+        weights = options.get("weight")
+        return (target != 0).sum() if weights is None else weights[target].sum()
+
+    pipe, plain = piped(chain(4, 3), loss=Wrapped(**options), executor=executor, loss_weight=weight)
+    assert_exact(pipe, plain, Wrapped(**options), rows(4, 4), target)
+
+
+def test_a_loss_without_ignored_targets_goes_by_rows() -> None:
+    pipe, plain = piped(chain(4, 3), loss=Wrapped())
+    assert_exact(pipe, plain, Wrapped(), rows(7, 4), torch.arange(7) % 3)
+    assert_close(pipe(rows(7, 4)), plain(rows(7, 4)))
