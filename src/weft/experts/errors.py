@@ -20,11 +20,105 @@
 A tensor that does not look as the schema says is a ``SpecError``, as everywhere. Errors of the user's own module
 are never wrapped: they keep their type and get a note that names the expert and the client.
 `reason_of` gives the short word under which statistics count an error.
+
+The errors of wire/, directory/, checkpoint/ and mixture/ can be imported from here as well. They are loaded when they
+are first touched, since all but those of a directory need the extra ``experts``.
 """
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from weft.core.errors import SpecError, UsageError, WeftError
+from weft.core.lazy import attributes
+
+if TYPE_CHECKING:
+    from weft.experts.checkpoint.errors import CheckpointError, DamagedError, TornError
+    from weft.experts.directory.errors import (
+        AwayError,
+        DirectoryError,
+        FencedError,
+        LeaseLostError,
+        OwnedError,
+        WatchLostError,
+    )
+    from weft.experts.mixture.errors import AnomalyError, MixtureCommitError, NoExpertsError, TooFewAnswersError
+    from weft.experts.wire.errors import (
+        DeadlineError,
+        DrainingError,
+        ExpertFailedError,
+        ForbiddenError,
+        LimitError,
+        LostError,
+        MalformedError,
+        NotOwnerError,
+        RemoteError,
+        TruncatedError,
+        UnknownExpertError,
+        UnreachableError,
+        WireError,
+    )
+else:
+    __getattr__, __dir__ = attributes(
+        __name__,
+        {
+            "weft.experts.checkpoint.errors": ("CheckpointError", "DamagedError", "TornError"),
+            "weft.experts.directory.errors": (
+                *("AwayError", "DirectoryError", "FencedError", "LeaseLostError", "OwnedError", "WatchLostError"),
+            ),
+            "weft.experts.mixture.errors": (
+                *("AnomalyError", "MixtureCommitError", "NoExpertsError", "TooFewAnswersError"),
+            ),
+            "weft.experts.wire.errors": (
+                *("DeadlineError", "DrainingError", "ExpertFailedError", "ForbiddenError", "LimitError", "LostError"),
+                *("MalformedError", "NotOwnerError", "RemoteError", "TruncatedError", "UnknownExpertError"),
+                *("UnreachableError", "WireError"),
+            ),
+        },
+    )
+
+__all__ = [
+    "AnomalyError",
+    "AwayError",
+    "CheckpointError",
+    "ClosedError",
+    "CommitError",
+    "DamagedError",
+    "DeadlineError",
+    "DirectoryError",
+    "DrainingError",
+    "ExpertError",
+    "ExpertFailedError",
+    "ExpiredError",
+    "FencedError",
+    "ForbiddenError",
+    "GradientError",
+    "InputsGoneError",
+    "KeyReusedError",
+    "LeaseLostError",
+    "LimitError",
+    "LostError",
+    "MalformedError",
+    "MixtureCommitError",
+    "ModuleExitError",
+    "NoExpertsError",
+    "NotOwnerError",
+    "OverloadError",
+    "OwnedError",
+    "QuotaError",
+    "RefusedError",
+    "RemoteError",
+    "ReplayError",
+    "ResultEvictedError",
+    "StepError",
+    "TooFewAnswersError",
+    "TooManyRowsError",
+    "TornError",
+    "TruncatedError",
+    "UnknownExpertError",
+    "UnreachableError",
+    "WatchLostError",
+    "WireError",
+    "reason_of",
+]
 
 
 class ExpertError(WeftError, RuntimeError):

@@ -1,0 +1,154 @@
+"""Every error and warning that weft raises on purpose, in one place.
+
+    WeftError
+    ├── UsageError, SpecError, BatchError, ...      arguments and values, at every capability
+    ├── ScheduleError, PartitionError, SkipError    pipelines
+    ├── LayerInputError, InputWidthError            recurrent networks; NoPlanWarning
+    ├── ExpertError                                 what an expert answers, and the way to it:
+    │   ├── RefusedError                            nothing ran: OverloadError, QuotaError, CommitError, ...
+    │   ├── RemoteError                             DeadlineError, LostError, UnreachableError, ForbiddenError, ...
+    │   └── GradientError, StepError, TooFewAnswersError, ...
+    └── WireError, CheckpointError, DirectoryError  bytes, files, and who serves what
+
+Each also derives from the built-in error that PyTorch or Python would have raised at that place. `weft.core.errors` and
+`weft.experts.errors` say what each of them means. Those of other machines are loaded when they are first touched, since
+some need the extra ``experts``.
+"""
+
+from typing import TYPE_CHECKING
+
+from weft.core.errors import (
+    BackwardTwiceError,
+    BatchError,
+    ChangedError,
+    DeviceError,
+    DoubleBackwardError,
+    InPlaceError,
+    PartitionError,
+    RandomnessError,
+    ScheduleError,
+    SkipError,
+    SkipWiringError,
+    SpecError,
+    UsageError,
+    WeftError,
+)
+from weft.core.lazy import attributes
+
+if TYPE_CHECKING:
+    from weft.experts.errors import (
+        AnomalyError,
+        AwayError,
+        CheckpointError,
+        ClosedError,
+        CommitError,
+        DamagedError,
+        DeadlineError,
+        DirectoryError,
+        DrainingError,
+        ExpertError,
+        ExpertFailedError,
+        ExpiredError,
+        FencedError,
+        ForbiddenError,
+        GradientError,
+        InputsGoneError,
+        KeyReusedError,
+        LeaseLostError,
+        LimitError,
+        LostError,
+        MalformedError,
+        MixtureCommitError,
+        ModuleExitError,
+        NoExpertsError,
+        NotOwnerError,
+        OverloadError,
+        OwnedError,
+        QuotaError,
+        RefusedError,
+        RemoteError,
+        ReplayError,
+        ResultEvictedError,
+        StepError,
+        TooFewAnswersError,
+        TooManyRowsError,
+        TornError,
+        TruncatedError,
+        UnknownExpertError,
+        UnreachableError,
+        WatchLostError,
+        WireError,
+    )
+    from weft.recurrent.backends import NoPlanWarning
+    from weft.recurrent.cells import InputWidthError
+    from weft.recurrent.layers.arguments import LayerInputError
+
+__all__ = [
+    "AnomalyError",
+    "AwayError",
+    "BackwardTwiceError",
+    "BatchError",
+    "ChangedError",
+    "CheckpointError",
+    "ClosedError",
+    "CommitError",
+    "DamagedError",
+    "DeadlineError",
+    "DeviceError",
+    "DirectoryError",
+    "DoubleBackwardError",
+    "DrainingError",
+    "ExpertError",
+    "ExpertFailedError",
+    "ExpiredError",
+    "FencedError",
+    "ForbiddenError",
+    "GradientError",
+    "InPlaceError",
+    "InputWidthError",
+    "InputsGoneError",
+    "KeyReusedError",
+    "LayerInputError",
+    "LeaseLostError",
+    "LimitError",
+    "LostError",
+    "MalformedError",
+    "MixtureCommitError",
+    "ModuleExitError",
+    "NoExpertsError",
+    "NoPlanWarning",
+    "NotOwnerError",
+    "OverloadError",
+    "OwnedError",
+    "PartitionError",
+    "QuotaError",
+    "RandomnessError",
+    "RefusedError",
+    "RemoteError",
+    "ReplayError",
+    "ResultEvictedError",
+    "ScheduleError",
+    "SkipError",
+    "SkipWiringError",
+    "SpecError",
+    "StepError",
+    "TooFewAnswersError",
+    "TooManyRowsError",
+    "TornError",
+    "TruncatedError",
+    "UnknownExpertError",
+    "UnreachableError",
+    "UsageError",
+    "WatchLostError",
+    "WeftError",
+    "WireError",
+]
+
+if not TYPE_CHECKING:
+    _RECURRENT = {
+        "weft.recurrent.backends": ["NoPlanWarning"],
+        "weft.recurrent.cells": ["InputWidthError"],
+        "weft.recurrent.layers.arguments": ["LayerInputError"],
+    }
+    _experts = [name for name in __all__ if name not in globals() and [name] not in _RECURRENT.values()]
+    __getattr__, __dir__ = attributes(__name__, {**_RECURRENT, "weft.experts.errors": _experts})

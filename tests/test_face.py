@@ -1,0 +1,90 @@
+"""The public names at `weft` and `weft.errors`: found when they are touched, known to a type checker, and complete."""
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import weft
+from tests.apart import SOURCE, python
+from weft.core.errors import WeftError
+
+LAZY = ("weft", "weft.errors", "weft.experts.errors")
+INTERNAL = {
+    "BorrowedError",
+    "CaptureError",
+    "CompileError",
+    "MisfitError",
+    "PlanError",
+    "RefusedByEtcdError",
+    "Unsupported",
+}
+"""Errors that never reach a caller, or only as their parents."""
+
+TOUCHED = """
+import sys
+import weft
+assert not [name for name in sys.modules if name.startswith(("weft.recurrent", "weft.experts", "weft.pipeline"))]
+assert "Recurrent" in dir(weft) and "errors" in dir(weft)
+from weft.recurrent.network import Recurrent
+assert weft.Recurrent is Recurrent and "weft.experts" not in sys.modules
+assert weft.experts.ExpertBackend is weft.ExpertBackend and "grpc" not in sys.modules
+assert issubclass(weft.errors.OverloadError, weft.WeftError) and "grpc" not in sys.modules
+try:
+    weft.Recurent
+except AttributeError as error:
+    assert "Recurrent" in str(error) or error.name == "Recurent"
+else:
+    raise AssertionError
+"""
+
+WITHOUT = """
+import sys
+sys.modules["grpc"] = None  # as if it were not installed
+import weft
+from weft.errors import CommitError, DirectoryError
+for place, name in ((weft, "Server"), (weft.errors, "DeadlineError")):
+    try:
+        getattr(place, name)
+    except ImportError:
+        pass
+    else:
+        raise AssertionError(name)
+"""
+
+
+@pytest.mark.parametrize("module", LAZY)
+def test_every_public_name_is_found_and_told_to_type_checkers(module: str) -> None:
+    found = importlib.import_module(module)
+    text = Path(found.__file__ or "").read_text("utf-8")
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    told = {alias.name for node in imports for alias in node.names}
+    told |= {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert {*found.__all__} <= told
+    for name in found.__all__:
+        assert getattr(found, name) is not None and name in dir(found)
+
+
+def test_a_name_is_loaded_when_it_is_touched() -> None:
+    done = python(TOUCHED)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_the_extra_only_what_needs_it_is_missing() -> None:
+    done = python(WITHOUT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_error_that_reaches_a_caller_is_at_weft_errors() -> None:
+    for each in pkgutil.walk_packages([str(SOURCE / "weft")], "weft."):
+        if not each.name.startswith(("weft.__main__", "weft.demo")):
+            importlib.import_module(each.name)
+    kinds, left = {WeftError}, [WeftError]
+    while left:
+        left = [each for kind in left for each in kind.__subclasses__()]
+        kinds |= {each for each in left if each.__module__.startswith("weft.") and "demo" not in each.__module__}
+    names = {each.__name__: each for each in kinds if each.__name__ not in INTERNAL and each.__name__[0] != "_"}
+    assert {name: getattr(weft.errors, name, None) for name in names} == names
