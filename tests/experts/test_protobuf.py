@@ -1,0 +1,27 @@
+"""Descriptor sets are those of the .proto files beside them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.apart import SOURCE
+from weft.experts.protobuf import load_messages
+
+PROTOS = sorted(SOURCE.rglob("*.proto"))
+
+
+@pytest.mark.parametrize("proto", PROTOS, ids=lambda proto: proto.name)
+def test_a_descriptor_set_is_what_protoc_makes_of_its_proto(proto: Path, tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools", reason="the extra `test` brings protoc")
+    made = tmp_path / "made.binpb"
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--include_imports", f"--descriptor_set_out={made}"]
+    subprocess.run([*command, proto.name], cwd=proto.parent, check=True, timeout=60)
+    assert made.read_bytes() == proto.with_suffix(".binpb").read_bytes(), f"run the command at the top of {proto.name}"
+
+
+def test_messages_are_found_by_the_names_in_the_proto() -> None:
+    messages = load_messages("weft.experts.directory", "etcd")
+    value = messages["KeyValue"](key=b"a", mod_revision=3)
+    assert messages["KeyValue"].FromString(value.SerializeToString()) == value
