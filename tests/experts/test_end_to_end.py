@@ -26,6 +26,7 @@ from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert,
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.mixture import RemoteMixtureOfExperts
+from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 
@@ -224,7 +225,7 @@ def test_no_call_fails_while_two_servers_are_restarted_in_turn() -> None:
     done = [0]
 
     def served() -> Server:
-        server = Server([fussy_backend(optimizer=sgd)], directory=directory)
+        server = Server([fussy_backend(optimizer=sgd)], directory=directory, replicas=ReplicaOptions())
         server.start()
         return server
 

@@ -19,10 +19,11 @@ from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.command import shown
-from weft.experts.directory import LocalDirectory
+from weft.experts.directory import DeclaredError, LocalDirectory, Snapshot
 from weft.experts.errors import ClosedError, CommitError
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
+from weft.experts.server.presence import Presence
 from weft.experts.service import Receipt
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
 
@@ -94,6 +95,41 @@ def test_it_is_listed_as_long_as_it_takes_work() -> None:
         assert server.statistics().listed == ("fussy",) and "fussy" in directory.get()
         server.drain()
         assert "fussy" not in directory.get()
+
+
+def test_an_expert_that_another_server_lists_is_refused_at_the_second_and_stays_at_the_first() -> None:
+    directory, options = LocalDirectory(), ServerOptions(lease_seconds=0.2)
+    with Server([fussy_backend()], directory=directory, options=options) as first:
+        refused = Server([fussy_backend()], directory=directory, options=options)
+        with pytest.raises(UsageError, match=rf"(?s)say replicas= at every server.*'fussy' at {first.address}"):
+            refused.start()
+        with Server([], directory=directory, options=options) as second:
+            with pytest.raises(UsageError, match="clients might move between different weights"):
+                second.add(fussy_backend())
+            assert second.experts == []
+        assert directory.get().addresses("fussy") == (first.address,)
+    directory.close()
+
+
+def test_a_server_in_the_place_of_one_that_died_waits_for_the_end_of_its_lease() -> None:
+    directory = LocalDirectory()
+    directory.declare("fussy", "dead:1", 0.2)
+    with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.5)) as server:
+        assert directory.get().addresses("fussy") == (server.address,)
+    directory.close()
+
+
+def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = LocalDirectory()
+    first, second = (Presence(directory, lambda: ("fussy",), address, 60.0) for address in ("a:1", "b:1"))
+    first.turn()
+    seen = [Snapshot()]
+    get = directory.get
+    monkeypatch.setattr(directory, "get", lambda prefix="": seen.pop() if seen else get(prefix))
+    with pytest.raises(DeclaredError, match="'fussy' at a:1"):
+        second.turn()
+    assert directory.get().addresses("fussy") == ("a:1",) and second.listed == ()
+    directory.close()
 
 
 def test_experts_come_and_go_while_it_runs(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ etcd.py       one for several machines, in an etcd cluster (with etcd_*.py)
 
 from weft.experts.directory.errors import (
     AwayError,
+    DeclaredError,
     DirectoryError,
     FencedError,
     LeaseLostError,
@@ -23,6 +24,7 @@ from weft.experts.directory.snapshot import Ownership, Snapshot
 
 __all__ = [
     "AwayError",
+    "DeclaredError",
     "Directory",
     "DirectoryError",
     "Event",

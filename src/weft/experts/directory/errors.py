@@ -5,6 +5,7 @@ WeftError
     ├── AwayError (ConnectionError)     it does not answer now; a snapshot still serves
     ├── LeaseLostError                  the lease ended, and all that stood under it is gone: declare again
     ├── OwnedError                      another server owns the expert: follow it
+    ├── DeclaredError                   another server lists the expert, and it is no replica
     ├── FencedError                     this owner was replaced: stop writing
     └── WatchLostError                  events were missed: take a new snapshot
 """
@@ -30,6 +31,10 @@ class OwnedError(DirectoryError):
     def __init__(self, message: str, address: str = "") -> None:
         super().__init__(message)
         self.address = address
+
+
+class DeclaredError(DirectoryError):
+    """Another server lists this expert, and neither says that it has replicas."""
 
 
 class FencedError(DirectoryError):

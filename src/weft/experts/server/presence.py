@@ -1,6 +1,7 @@
 """A server's entry in the directory: declared under a lease, renewed, declared again when it was lost.
 
 declare ── renew ── renew ── (directory away) ── renew: LeaseLostError ──> declare ── ... ── withdraw
+   '── another server lists one of the experts, which is no replica: DeclaredError, and it is not declared
 
 While the directory is away the server serves on: clients that know it need no directory.
 """
@@ -10,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from weft.experts.directory import Directory, DirectoryError, Lease, LeaseLostError
+from weft.core.errors import listed
+from weft.experts.directory import DeclaredError, Directory, DirectoryError, Lease, LeaseLostError
 
 PATIENCE = 0.5
 """Seconds that a server which ends waits for a directory; one that is there answers within milliseconds."""
@@ -21,6 +23,7 @@ class Presence:
 
     ``uids`` is asked at every turn: experts may be added and removed while the server runs. ``moved`` is told of a
     new lease while the one before it still lasts: what was claimed under that is to be claimed under this.
+    ``replicated`` tells which experts several servers may list.
     """
 
     def __init__(
@@ -30,11 +33,13 @@ class Presence:
         address: str,
         ttl: float,
         moved: Callable[[Lease, Lease], None] | None = None,
+        replicated: Callable[[str], bool] = lambda uid: False,
     ) -> None:
         self.address = address
         self._directory = directory
         self._uids = uids
         self._moved = moved
+        self._replicated = replicated
         self._until = float("-inf")
         self._ttl = ttl
         self._lock = threading.Lock()
@@ -61,7 +66,11 @@ class Presence:
         return until if now is not None and now.number == lease.number else float("-inf")
 
     def turn(self) -> None:
-        """Declare or renew, whichever is due. Raises ``AwayError`` if the directory does not answer."""
+        """Declare or renew, whichever is due.
+
+        Raises ``AwayError`` if the directory does not answer, ``DeclaredError`` for experts that are listed elsewhere;
+        then what was listed before still is.
+        """
         with self._lock:
             if self._ended:
                 return
@@ -73,9 +82,21 @@ class Presence:
                     return
                 except LeaseLostError:
                     self._lease = None
+            if uids and (fault := self._declared_elsewhere(uids)):
+                if self._lease is not None:
+                    self._directory.renew(self._lease)
+                    self._until = start + self._lease.ttl
+                raise DeclaredError(fault)
             # What is listed twice for a moment is found; what is not listed for a moment is not.
             lasted = time.monotonic() < self._until
             lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
+            # Two servers may have looked before either declared: then both see the other now, and both step back.
+            if lease is not None and (fault := self._declared_elsewhere(uids)):
+                before, self._lease, self._until = self._lease, None, float("-inf")
+                for each in (lease, before):  # entries have moved to the new lease, so none is left under the old one
+                    if each is not None:
+                        self._directory.withdraw(each)
+                raise DeclaredError(fault)
             before, self._lease, self._until = self._lease, lease, start + (0.0 if lease is None else lease.ttl)
             if before is not None:
                 if lease is not None and self._moved is not None and lasted:
@@ -94,6 +115,20 @@ class Presence:
         thread = threading.Thread(target=self._withdraw, name="weft-withdraw", daemon=True)
         thread.start()
         thread.join(patience)
+
+    def _declared_elsewhere(self, uids: Sequence[str]) -> str | None:
+        """What is wrong if another server lists experts of these that are no replicas; None if none does."""
+        alone = [uid for uid in uids if not self._replicated(uid)]
+        known = self._directory.get() if alone else None
+        others = {uid: set(known.addresses(uid)) - {self.address} for uid in alone} if known is not None else {}
+        told = [f"{uid!r} at {', '.join(sorted(found))}" for uid, found in others.items() if found]
+        if not told:
+            return None
+        return listed(
+            f"the server at {self.address} cannot list experts that other servers list: clients might move between "
+            "different weights. Give them other names, or say replicas= at every server that has them:",
+            told,
+        )
 
     def _withdraw(self) -> None:
         with self._lock:  # whatever is declared meanwhile is withdrawn as well

@@ -47,11 +47,15 @@ class Replicas:
     def served(self, backend: ExpertBackend, store: CheckpointStore | None, incarnation: int) -> Served:
         """An expert as its server keeps it; a replica, if it is one."""
         self._names.add(backend.name)
-        covered = self._options is not None and self._options.covers(backend.name)
-        served = Served(backend, store, incarnation, self._until if covered else None, self._limits)
+        until = self._until if self.covers(backend.name) else None
+        served = Served(backend, store, incarnation, until, self._limits)
         if self._keeper is not None and served.replica is not None:
             self._keeper.add(served.replica)
         return served
+
+    def covers(self, uid: str) -> bool:
+        """Whether other servers may have this expert too."""
+        return self._options is not None and self._options.covers(uid)
 
     def moved(self, before: Lease, lease: Lease) -> None:
         """See `Keeper.moved`."""

@@ -8,10 +8,11 @@
     end     leave the directory ── refuse new work ── finish what was accepted ── save ── answer ── close
 
 Continuous batching over all clients, steps exactly once, checkpoints that restart by themselves: see
-`weft.experts.pool`, `weft.experts.records` and `weft.experts.checkpoint`. Nothing outlives the ``with`` block.
+`weft.experts.pool`, `weft.experts.idempotency` and `weft.experts.checkpoint`. Nothing outlives the ``with`` block.
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ from weft.core.errors import UsageError, WeftError, escaped
 from weft.core.process import Home
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.directory import Directory
+from weft.experts.directory import DeclaredError, Directory
 from weft.experts.panel.http import Panel, PanelOptions
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server.access import OPEN, Access, Audit, Caller
@@ -150,7 +151,11 @@ class Server:
                 served.restore()
                 self._runtimes.run(backend)
             self._desk.add(served)
-        self._announce()
+        try:
+            self._announce()
+        except UsageError:
+            self.remove(backend.name)
+            raise
         self._replicas.wait()
 
     def remove(self, uid: str, timeout: float = 30.0) -> bool:
@@ -269,7 +274,9 @@ class Server:
         if self._directory is not None:
             ttl = self.options.lease_seconds
             here = self._place.listed
-            self._presence = Presence(self._directory, lambda: self.experts, here, ttl, self._replicas.moved)
+            self._presence = Presence(
+                self._directory, lambda: self.experts, here, ttl, self._replicas.moved, self._replicas.covers
+            )
             self._neighbours = Neighbours(self._directory, here, self._presence.turn)
             self.own(self._neighbours.close)
             self._reporter.presence, self._reporter.neighbours = self._presence, self._neighbours
@@ -290,10 +297,21 @@ class Server:
             self._close(_LAST)
 
     def _announce(self) -> None:
-        """Tell the directory now; if it is away, the lease thread goes on trying."""
-        if self._neighbours is not None:
-            with suppress(ConnectionError):
+        """Tell the directory now; if it is away, the lease thread goes on trying.
+
+        Raises ``UsageError`` for experts that another server lists, for longer than the lease of a dead one lasts.
+        """
+        end = time.monotonic() + 1.5 * self.options.lease_seconds
+        while self._neighbours is not None:
+            try:
                 self._neighbours.turn()
+                return
+            except ConnectionError:
+                return
+            except DeclaredError as error:
+                if time.monotonic() >= end:
+                    raise UsageError(str(error)) from None
+            time.sleep(self.options.lease_seconds * random.uniform(0.05, 0.15))
 
     def _leave(self) -> None:
         """Be listed no more. May be called twice."""
