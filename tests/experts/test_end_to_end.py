@@ -24,8 +24,8 @@ from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
 from weft.experts.directory import LocalDirectory
-from weft.experts.errors import CommitError
 from weft.experts.mixture import RemoteMixtureOfExperts
+from weft.experts.errors import CommitError, StepsLostWarning
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
@@ -358,8 +358,9 @@ def test_a_server_that_is_killed_and_restarted_neither_loses_a_durable_step_nor_
         assert time.monotonic() - start < 4.0
         again = Child(tmp_path, child.address)
         try:
-            found = remote.describe()  # which waits for the restart, and goes on
-            assert (found.steps, found.durable) == (1, 1)
+            with pytest.warns(StepsLostWarning, match=f"from step 2 to step 1: the server at {child.address} was"):
+                found = remote.describe()  # which waits for the restart, and goes on
+            assert (found.steps, found.durable) == (1, 1) and remote.steps_lost == 1
             repeated = transport.submit(backward, 10.0).result(10.0)
             assert torch.equal(repeated.tensors()[0], first.tensors()[0])
             assert remote.describe().steps == 1  # no second step

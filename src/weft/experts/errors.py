@@ -17,6 +17,9 @@
         ├── ModuleExitError                  the module tried to end the process
         └── ReplayError                      a log does not fit the expert that it is replayed on
 
+    UserWarning
+    └── StepsLostWarning                 a server came back with older weights than the client had heard of
+
 A tensor that does not look as the schema says is a ``SpecError``, as everywhere. Errors of the user's own module
 are never wrapped: they keep their type and get a note that names the expert and the client.
 `reason_of` gives the short word under which statistics count an error.
@@ -209,6 +212,20 @@ class ReplayError(ExpertError):
     """A log of batches does not fit the expert that it is replayed on."""
 
     reason: ClassVar[str] = "replay"
+
+
+class StepsLostWarning(UserWarning):
+    """A server came back with fewer steps of an expert than its client had heard of: older weights, or fresh ones.
+
+    To have it raised: ``warnings.simplefilter("error", StepsLostWarning)``.
+    """
+
+    def __init__(self, uid: str, before: int, after: int, server: str) -> None:
+        super().__init__(
+            f"expert {uid!r} went back from step {before} to step {after}: the server at {server} was started again, "
+            "or took the expert over, with an older state; what it had learned in between is lost"
+        )
+        self.uid, self.before, self.after, self.server = uid, before, after, server
 
 
 def reason_of(error: BaseException) -> str:

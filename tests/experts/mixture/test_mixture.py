@@ -7,6 +7,8 @@ import pickle
 import socket
 import threading
 import time
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,11 +34,16 @@ from tests.experts.mixture.mixture_cases import (
 from tests.experts.waiting import Clock, until
 from weft import Pipe
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
-from weft.experts.client import Connections
+from weft.experts import ExpertBackend, TensorSpec
+from weft.experts.client import Connections, StepsLostWarning
 from weft.experts.client.retry import NEVER, Retry
 from weft.experts.compression import Policy
+from weft.experts.directory import LocalDirectory
 from weft.experts.mixture import AnomalyError, NoExpertsError, RemoteMixtureOfExperts, TooFewAnswersError
+from weft.experts.server import Server
 from weft.experts.wire import Header, Kind, UnreachableError
+
+sgd = partial(torch.optim.SGD, lr=0.1)
 
 
 def computed_here(
@@ -576,3 +583,29 @@ def test_outputs_without_a_mean_are_refused() -> None:
 
     with World(GRID, Best) as world, pytest.raises(UsageError, match=r"output is of torch\.int64"):
         make(world)(numbers(2, WIDTH))
+
+
+def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error() -> None:
+    def served() -> Server:
+        rows = (TensorSpec((None, 4), torch.float32),)
+        server = Server([ExpertBackend("f.0", nn.Linear(4, 4), sgd, args_schema=rows)], directory=directory)
+        server.start()
+        return server
+
+    directory = LocalDirectory()
+    with Connections(directory) as connections:
+        mixture = RemoteMixtureOfExperts(in_features=4, grid_size=[1], uid_prefix="f", connections=connections)
+        server = served()
+        try:
+            for _ in range(2):
+                mixture(torch.ones(2, 4)).sum().backward()
+            server.shutdown()
+            server = served()
+            with warnings.catch_warnings(), pytest.raises(StepsLostWarning, match=r"'f\.0' went back from step 2 to"):
+                warnings.simplefilter("error", StepsLostWarning)
+                mixture(torch.ones(2, 4))
+            mixture(torch.ones(2, 4)).sum().backward()
+            assert mixture.steps == {"f.0": 1} and mixture.steps_lost == {"f.0": 2}
+        finally:
+            server.shutdown()
+            directory.close()

@@ -24,6 +24,7 @@ from weft.experts.client.remote import RemoteExpert
 from weft.experts.client.retry import NEVER, Retry
 from weft.experts.client.tls import ClientTls
 from weft.experts.client.transport import Transport, TransportStatistics
+from weft.experts.errors import StepsLostWarning
 
 __all__ = [
     "NEVER",
@@ -34,6 +35,7 @@ __all__ = [
     "LocalTransport",
     "RemoteExpert",
     "Retry",
+    "StepsLostWarning",
     "Transport",
     "TransportStatistics",
     "commit",

@@ -52,7 +52,7 @@ class Asker:
         self.options = options
         self.client = client_name(options.client)
         self.accumulation = Accumulation(uid)
-        self.progress = Progress()
+        self.progress = Progress(uid, lambda: line.route.transport(0, None).address)
         self._lock = threading.Lock()
         self._signature: Signature | None = None
 

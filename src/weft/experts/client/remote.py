@@ -141,6 +141,11 @@ class RemoteExpert(Anchored):
         return self._asker.progress.durable_step
 
     @property
+    def steps_lost(self) -> int:
+        """Steps that servers of the expert came back without; each time there is a `StepsLostWarning`."""
+        return self._asker.progress.steps_lost
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients wait for `commit`."""
         return self._options.accumulate

@@ -123,8 +123,12 @@ class Calls:
 
     def heard(self, uid: str, answer: Received) -> Receipt:
         """What an answer says beside its tensors, which is kept. Raises ``NotOwnerError``; see `fenced`."""
-        receipt = fenced(uid, self._route(uid), answer)
-        self.progress.setdefault(uid, Progress()).heard(answer.header.step, receipt)
+        route = self._route(uid)
+        receipt = fenced(uid, route, answer)
+        progress = self.progress.get(uid)
+        if progress is None:
+            progress = self.progress.setdefault(uid, Progress(uid, lambda: route.transport(0, None).address))
+        progress.heard(answer.header.step, receipt)
         return receipt
 
     def _route(self, uid: str) -> DirectoryRoute:

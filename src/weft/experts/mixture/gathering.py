@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from weft.core.turns import waiting
-from weft.experts.errors import InputsGoneError
+from weft.experts.errors import InputsGoneError, StepsLostWarning
 from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.errors import AnomalyError
 from weft.experts.wire import DeadlineError, Received
@@ -146,6 +146,8 @@ class _Wait:
         future, rows = self._futures.pop(index), self._samples[index]
         try:
             good = self._accept(index, future.result(timeout=0))
+        except StepsLostWarning:  # which the caller has turned into an error of the whole call
+            raise
         except Exception as error:
             error.__traceback__ = None  # it holds this frame, and with it all tensors of the calls
             if self._again(index, error):

@@ -202,6 +202,11 @@ class RemoteMixtureOfExperts(Anchored):
         """The last step of each that a crash of its server does not lose; None: not known, or none."""
         return {uid: each.durable_step for uid, each in self._link.calls.progress.copy().items()}
 
+    @property
+    def steps_lost(self) -> dict[str, int]:
+        """Steps that servers of the experts came back without; each time there is a `StepsLostWarning`."""
+        return {uid: each.steps_lost for uid, each in self._link.calls.progress.copy().items() if each.steps_lost}
+
     def statistics(self) -> MixtureStatistics:
         """What was done so far."""
         return self._link.tally.statistics(len(self._link.crowd()))
