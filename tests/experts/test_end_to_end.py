@@ -24,8 +24,8 @@ from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
 from weft.experts.directory import LocalDirectory
-from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.errors import CommitError, StepsLostWarning
+from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
