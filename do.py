@@ -2,9 +2,9 @@
 """From a bare machine to running code, with one command and nothing but Python 3.11 and pip.
 
     python3 do.py [args]               train the demo; args go to `python -m weft demo`
-    python3 do.py test [pytest args]   run the tests
+    python3 do.py test [pytest args]   run the tests; with --all those that take long as well
     python3 do.py bench [NAME ...]     run the benchmarks, all of them or those named
-    python3 do.py check                lint, format, types and the layers of import
+    python3 do.py check                lint, format, types, the layers of import, and the size and structure of src
     python3 do.py help                 this text
 
 It works from any folder; the command itself runs in the repository, so paths in args are meant from there.
@@ -70,6 +70,7 @@ def checks(tools: Path, python: Path) -> dict[str, list[str]]:
         "ruff format": [str(tools / "ruff"), "format", "--check", "."],
         "pyright": [str(tools / "pyright"), "--pythonpath", str(python)],
         "import layers": [str(tools / "lint-imports")],
+        "structure": [str(python), str(ROOT / "tools" / "structure.py")],
     }
 
 

@@ -4,6 +4,7 @@
     one intra-op thread     so that equal means bit-equal, whoever computes
     hypothesis profiles     "weft" here, "ci" where CI is set
     cuda marker             skipped, by name, where there is no GPU
+    long marker             left out without --all, unless the file or the test is named
     Ctrl-C                  as in a shell, also where the tests were started in the background, which ignores it
     no thread left behind   a test that leaves a thread of weft alive fails
     signals                 a test that leaves another handler for SIGINT or SIGTERM fails
@@ -54,8 +55,20 @@ GRACE = 5.0  # seconds that the threads of a test may take to end
 _failed = pytest.StashKey[bool]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; the reason names the test, since -rs folds equal reasons."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--all``: the tests that take long as well."""
+    parser.addoption("--all", action="store_true", help="run tests that take long, too (marker `long`)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes long, unless it was asked for, by ``--all`` or by name; skip what needs a GPU where there is
+    none. The reason names the test, since -rs folds equal reasons."""
+    named = any("::" in word or word.endswith(".py") for word in config.args)
+    if not config.getoption("--all") and not named:
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if torch.cuda.is_available():
         return
     for item in items:

@@ -239,6 +239,7 @@ def test_check_runs_every_check_also_after_one_failed(
         "ruff",
         "pyright",
         "lint-imports",
+        "python",
     ]
     assert "failed: ruff format, pyright" in capfd.readouterr().err
 

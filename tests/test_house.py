@@ -41,6 +41,7 @@ CHECKS = check_table()
 PINNED = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHECKS)
 def test_check_holds(name: str) -> None:
     tool = Path(CHECKS[name][0])
