@@ -275,7 +275,7 @@ def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
     if not present:
         return [None] * width
     if len(present) == 1:
-        return present[0]
+        return present[0] + [None] * (width - len(present[0]))  # of a result, the gradients that are there come first
     return [_sum([leaf for leaf in leaves if leaf is not None]) for leaves in zip(*present, strict=True)]
 
 

@@ -26,7 +26,8 @@ from weft.core.tree import flatten, structure_paths
 from weft.pipeline.cargo import Cargo, checked_loss
 from weft.pipeline.stage import Call, Stage, Survey
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
+LossFunction = Callable[[Any, Any], Any]
+"""``loss(output, target)`` of one micro-batch: one number, a tensor of shape (); or a pair (number, extras)."""
 LossWeight = Callable[[Any], Any]
 """``weight(target) -> number``: what the mean over the targets of a micro-batch is divided by."""
 
@@ -51,14 +52,15 @@ class LossStage(Stage):
         self.function = function
         self._guessed = guessed
 
-    def of(self, visit: Visit, output: Any, target: Any) -> torch.Tensor:
-        """The loss. Raises SpecError when it is not one real number."""
+    def of(self, visit: Visit, output: Any, target: Any) -> Any:
+        """The loss, or the pair (loss, extras). Raises SpecError when the loss is not one real number."""
         with _RefuseUncounted() if self._guessed and visit.micro_batches > 1 else nullcontext():
-            loss = self.run(visit, Call((output, target), {}), {})[0]
+            result: Tensor | tuple[Tensor, Any] = self.run(visit, Call((output, target), {}), {})[0]
+        loss = result[0] if isinstance(result, tuple) else result
         mesh = getattr(loss, "device_mesh", None)  # of a DTensor
         if mesh is not None and loss.requires_grad:
             loss.register_hook(partial(_everywhere, mesh))
-        return loss
+        return result
 
     def survey(self) -> Survey:
         """As of any stage, but where its tensors are is the user's affair."""

@@ -73,6 +73,9 @@ class Pipe(nn.Module):
         loss: a function ``(output, target) -> number``. With it, ``pipe(x, target=y)`` returns the loss, and
             schedules that begin backward early (1F1B) can run; without a target, the pipe returns the output.
             What it has to learn itself is found when it is a module. It must not read the layers' parameters.
+            It may return a pair (number, extras); then ``pipe(x, target=y)`` returns (loss, extras). Extras are nested,
+            and have no graph. Tensors are joined along the axis of the rows; whole numbers, Python's or tensors
+            without axes, are added up; other numbers are combined as the losses are (mean or sum).
         loss_reduction: how the loss function sums over rows, ``"mean"`` or ``"sum"``: the mini-batch's loss is
             the mean of the micro-batches' losses by weights, or their sum. Default: the loss's own ``reduction``
             (a module's, or a keyword of a `functools.partial`), else ``"mean"``.

@@ -178,7 +178,8 @@ class Runtime:
 
     def _outcome(self, request: "Request", cargo: Cargo) -> Outcome:
         if request.targets:
-            return WeightedLoss(self._weights.of(cargo, request.targets[0]))
+            weights = self._weights.of(cargo, request.targets[0])
+            return WeightedLoss(weights, cargo.given, self._dims.extras, cargo.rows)
         return JoinedOutput(cargo.given, self._dims.outputs, cargo.rows)
 
     def _visible(self, order: Order) -> Any:

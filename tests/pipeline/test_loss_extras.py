@@ -1,0 +1,154 @@
+"""A loss may return extras beside its number: they come back joined, and change neither loss nor gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.pipeline.pipe_cases import CHECKPOINTS, EXECUTORS, assert_close, assert_gradients_equal, chain, piped, rows
+from weft.core.errors import BatchError, SpecError
+
+SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
+
+
+def with_metrics(output: Tensor, target: Tensor) -> Any:
+    """A loss, and what one wants to know of it."""
+    found = output.argmax(1)
+    loss = functional.cross_entropy(output, target)
+    return loss, {
+        "output": output,  # wants a gradient here, and none outside
+        "target": target,
+        "each": [functional.cross_entropy(output, target, reduction="none"), found],
+        "right": (found == target).sum(),
+        "any": (found == target).any(),
+        "rows": len(output),
+        "loss": loss,
+        "item": loss.item(),
+        "mean": output.mean(),
+        "note": ("same", None, True),
+    }
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", SPLIT], ids=["gpipe", "1f1b", "split"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("executor", [*EXECUTORS, "auto"])
+def test_extras_are_those_of_the_undivided_mini_batch(executor: str, checkpoint: str, schedule: str) -> None:
+    pipe, plain = piped(
+        chain(4, 5, 3), balance=[2, 1], executor=executor, checkpoint=checkpoint, schedule=schedule, loss=with_metrics
+    )
+    for count in (7, 1, 3, 8):
+        x, y = rows(count, 4, seed=count), torch.arange(count) % 3
+        (loss, extras), (wanted, of_all) = pipe(x, target=y), with_metrics(plain(x), y)
+        (2 * loss).backward()
+        (2 * wanted).backward()
+        assert_gradients_equal(pipe, plain)
+        assert_close(loss, wanted)
+        assert 0 < extras.pop("any") <= min(count, 3) and of_all.pop("any")
+        assert extras.pop("note") == of_all.pop("note")
+        assert list(extras) == list(of_all) and not any(
+            leaf.requires_grad for leaf in (extras["output"], *extras["each"], extras["loss"], extras["mean"])
+        )
+        assert_close(extras, of_all)
+        extras["target"].add_(1)  # it is the caller's own
+        assert torch.equal(y, torch.arange(count) % 3)
+    with torch.no_grad():
+        loss, extras = pipe(x, target=y)
+        assert_close(extras["output"], plain(x))
+    assert_close(pipe(x), plain(x))
+
+
+@settings(max_examples=30)
+@given(count=st.integers(1, 7), chunks=st.integers(1, 7), reduction=st.sampled_from(["mean", "sum"]))
+def test_numbers_are_added_up_if_whole_and_else_combined_as_the_losses_are(
+    count: int, chunks: int, reduction: Any
+) -> None:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        number = getattr(output.square(), reduction)()
+        return number, (number.item(), number.float(), len(output), (target > 0).sum().int(), torch.tensor(True))
+
+    pipe, plain = piped(chain(4, 3), chunks=chunks, loss=loss, loss_reduction=reduction)
+    x = rows(count, 4)
+    pieces = min(count, chunks)
+    value, extras = pipe(x, target=torch.arange(count))
+    wanted = loss(plain(x), torch.arange(count))[0]
+    assert_close(value, wanted)
+    assert_close(extras[0], wanted.item())
+    assert_close(extras[1], wanted.float(), 1e-5)
+    assert extras[2] == count and extras[3] == count - 1 and extras[4] == pieces
+    assert [each.dtype for each in (extras[1], extras[3], extras[4])] == [torch.float32, torch.int64, torch.int64]
+
+
+def test_a_micro_batch_of_which_nothing_counts_has_no_part_in_averages() -> None:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        number = functional.cross_entropy(output, target)
+        return number, (number, number.item(), (target != -100).sum())
+
+    pipe, plain = piped(chain(4, 3), loss=loss, loss_weight=lambda target: (target != -100).sum(), schedule="1f1b")
+    x, y = rows(6, 4), torch.tensor([0, 1, -100, -100, -100, 2])
+    value, extras = pipe(x, target=y)
+    wanted, of_all = loss(plain(x), y)
+    assert_close((value, extras), (wanted, of_all))
+    value.backward()
+    wanted.backward()
+    assert_gradients_equal(pipe, plain)
+
+
+def test_extras_are_joined_along_the_axis_of_the_output() -> None:
+    pipe, plain = piped(
+        chain(4, 3), batch_dim=1, loss=lambda output, target: (output.mean(), (output - target).square().sum(2))
+    )
+    x, y = rows(5, 7, 4), rows(5, 7, 3)
+    assert_close(pipe(x, target=y)[1], (plain(x) - y).square().sum(2))
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "graph"])
+def test_a_graph_that_is_kept_and_a_learned_loss_go_with_extras(executor: str) -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+        def forward(self, output: Tensor, target: Tensor) -> Any:
+            each = ((output - target) * self.scale).square().mean(1)
+            return each.mean(), each
+
+    loss = Learned()
+    pipe, plain = piped(chain(4, 5, 3), loss=loss, executor=executor, schedule="1f1b")
+    x, y = rows(7, 4), rows(7, 3)
+    value = pipe(x, target=y)[0]
+    value.backward(retain_graph=True)
+    value.backward()
+    seen, loss.scale.grad = loss.scale.grad, None
+    (2 * loss(plain(x), y)[0]).backward()
+    assert_gradients_equal(pipe, plain)
+    assert_close(seen, loss.scale.grad)
+
+
+def returning(*found: Any) -> Any:
+    """A loss that returns these in turn."""
+    makers = iter(found)
+    return lambda output, _: next(makers)(output)
+
+
+def test_extras_that_cannot_be_joined_are_named() -> None:
+    def fails(kind: type[Exception], word: str, *found: Any) -> None:
+        pipe, _ = piped(chain(4, 3), chunks=2, executor="serial", loss=returning(*found))
+        with pytest.raises(kind, match=word):
+            pipe(rows(4, 4), target=rows(4))
+
+    fails(
+        BatchError,
+        "pair|for micro-batch 0, but only a loss for micro-batch 1",
+        lambda y: (y.mean(), 1),
+        torch.Tensor.mean,
+    )
+    fails(BatchError, "what the loss came with", lambda y: (y.mean(), [1]), lambda y: (y.mean(), (1,)))
+    fails(BatchError, "what the loss came with.*differs", lambda y: (y.mean(), "a"), lambda y: (y.mean(), "b"))
+    fails(BatchError, "what the loss came with", *[lambda y: (y.mean(), y.new_ones(5))] * 2)
+    fails(SpecError, r"returned tuple; it must .* \(number, extras\)", lambda y: (y.mean(), 1, 2))
+    fails(SpecError, "returned int", lambda y: (3, y))
+    fails(SpecError, "returned tuple", lambda y: ((y.mean(), 1), 2))
