@@ -19,7 +19,7 @@ from weft.core.process import finalizer
 from weft.experts.client.pending import Entry, Pending
 from weft.experts.client.refusal import explained
 from weft.experts.client.stream import Explain, Stream
-from weft.experts.client.tls import ClientTls, way_faults
+from weft.experts.client.tls import ClientTls, check_address, way_faults
 from weft.experts.client.transport import TransportStatistics
 from weft.experts.service.address import address_fault
 from weft.experts.service.crew import Crew
@@ -56,7 +56,8 @@ class GrpcTransport:
         trace: asked for a traceparent, in the thread of the caller, whenever a stream is opened; its calls belong to
             that trace. Such as ``current`` of a `weft.experts.tracing.Observer`.
 
-    Raises ``UsageError`` for an address that is none, and a token that no header can carry.
+    Raises ``UsageError`` for an address that is none or not one of ``tls.servers``, a token that no header can carry,
+    and a token without TLS to another machine.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class GrpcTransport:
         faults = [*address_fault("address", address), *way_faults(tls, token)]
         if faults:
             raise UsageError(listed("there is no way to a server like this:", faults))
+        check_address(address, tls, token)
         self._limits = limits
         self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
         self._channel = open_channel(address, tls, limits)

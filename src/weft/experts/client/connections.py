@@ -14,7 +14,7 @@ from weft.core.process import finalizer
 from weft.experts.checks import kind_fault
 from weft.experts.client.channel import GrpcTransport
 from weft.experts.client.fixed import fixed, fixed_faults
-from weft.experts.client.tls import ClientTls, way_faults
+from weft.experts.client.tls import ClientTls, address_faults, directory_faults, way_faults
 from weft.experts.client.transport import Transport, TransportStatistics
 from weft.experts.directory import Directory, Mirror, Snapshot
 from weft.experts.wire import LIMITS, Limits
@@ -32,8 +32,12 @@ class Connections:
         tls, token, limits: see `GrpcTransport`.
         open_transport: makes the transport to an address, in place of `GrpcTransport`.
 
-    Raises ``UsageError`` for a directory that is none, for certificates and tokens as `GrpcTransport` does, and for
-    those that ``open_transport`` would not get.
+    An address of the directory that is not one of ``tls.servers``, or to which a token would go in plain text, is
+    passed over.
+
+    Raises ``UsageError`` for a directory that is none, for one of several machines with a ``tls`` that names no
+    ``servers``, for certificates and tokens as `GrpcTransport` does, and for those that ``open_transport`` would not
+    get.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class Connections:
             faults += fixed_faults(cast("Mapping[Any, Any]", directory))
         else:
             faults += kind_fault("directory", directory, Directory, _WANTED, none=True)
+            faults += [] if faults else directory_faults(directory, tls)
         if faults:
             raise UsageError(listed("there are no connections like this:", faults))
+        self._refusal = partial(address_faults, tls=tls, token=token) if open_transport is None else _no_faults
         self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
         found = fixed(directory) if isinstance(directory, Mapping) else directory
         self.fixed = isinstance(directory, Mapping)
@@ -72,6 +78,11 @@ class Connections:
             if address not in self._transports:
                 self._transports[address] = self._make(address)
             return self._transports[address]
+
+    def refusal(self, address: str) -> str | None:
+        """Why nobody is to be spoken to at an address that a directory or a server told; None: it is fine."""
+        faults = self._refusal(address)
+        return faults[0] if faults else None
 
     def snapshot(self) -> Snapshot:
         """The newest that is known of the directory. Raises ``UsageError`` without one."""
@@ -94,6 +105,10 @@ class Connections:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _no_faults(address: str) -> list[str]:
+    return []
 
 
 def _close(

@@ -9,7 +9,7 @@ follows an expert says so (`NotOwnerError`): it lives, and takes over when that 
 
 from typing import Protocol, runtime_checkable
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, escaped, listed
 from weft.experts.client.connections import Connections
 from weft.experts.client.transport import Transport
 from weft.experts.wire import NotOwnerError, UnreachableError
@@ -65,8 +65,9 @@ class DirectoryRoute:
 
     def transport(self, attempt: int, last: BaseException | None) -> Transport:
         """See `Route.transport`."""
-        if isinstance(last, NotOwnerError) and last.details.get("address"):
-            return self.connections.to(last.details["address"])
+        told = last.details.get("address") if isinstance(last, NotOwnerError) else None
+        if told and self.connections.refusal(told) is None:
+            return self.connections.to(told)
         snapshot = self.connections.snapshot()
         owner, addresses = snapshot.owner(self._uid), list(snapshot.addresses(self._uid))
         if owner is not None and owner.address in addresses:
@@ -79,7 +80,16 @@ class DirectoryRoute:
             )
         if not addresses:
             raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
-        return self.connections.to(addresses[attempt % len(addresses)])
+        refusals = {address: self.connections.refusal(address) for address in addresses}
+        trusted = [address for address, refusal in refusals.items() if refusal is None]
+        if not trusted:
+            raise UnreachableError(
+                listed(
+                    f"the directory knows no server of expert {self._uid!r} that may be spoken to:",
+                    [escaped(each) for each in refusals.values()],
+                )
+            )
+        return self.connections.to(trusted[attempt % len(trusted)])
 
     def token(self) -> int:
         """See `Route.token`."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from weft.core.errors import WeftError
+from weft.core.errors import UsageError, WeftError
 from weft.experts.directory import (
     AwayError,
     Directory,
@@ -274,7 +274,11 @@ class Keeper:
             if replica.standing.role != "follower" or owner is None or owner.address == self._address():
                 continue
             wanted.add(owner.address)
-            link = self._link(owner.address)
+            try:
+                link = self._link(owner.address)
+            except UsageError as error:  # who claims it is no server that may be followed
+                replica.failed(error)
+                continue
             if replica.uid not in link.followed and time.monotonic() >= self._again.get(replica.uid, 0.0):
                 link.follow(replica)
                 self._later(replica)

@@ -21,6 +21,7 @@ import grpc
 from weft.core.errors import WeftError
 from weft.experts.checkpoint.errors import DamagedError
 from weft.experts.client.channel import open_channel
+from weft.experts.client.tls import check_address
 from weft.experts.replica.mark import Ask, News, Told, read_told
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.replica.refusal import refusal
@@ -68,7 +69,11 @@ class _Arriving:
 
 
 class Link:
-    """To the server at ``address``. ``me`` is the follower's own address."""
+    """To the server at ``address``. ``me`` is the follower's own address.
+
+    Raises ``UsageError`` for an address that is not one of ``servers`` of the options' ``tls``, and where a token would
+    go in plain text.
+    """
 
     def __init__(self, address: str, me: str, options: ReplicaOptions, limits: Limits) -> None:
         self.address = address
@@ -82,6 +87,7 @@ class Link:
         self._asked: dict[int, Replica] = {}
         self._arriving: dict[int, _Arriving] = {}
         self._questions: SimpleQueue[bytes | None] = SimpleQueue()
+        check_address(address, options.tls, options.token)
         self._channel = open_channel(address, options.tls, limits)
         self._crew = Crew()
         method = self._channel.stream_stream(STATE)

@@ -115,7 +115,8 @@ def form_faults(config: Mapping[str, Any]) -> list[str]:
     faults += _table_faults(replicas, _REPLICAS, "replicas")
     faults += _text_faults(replicas.get("experts"), "experts of replicas")
     if isinstance(replicas.get("tls"), dict):
-        faults += _table_faults(replicas["tls"], _texts(ClientTls), "replicas.tls")
+        faults += _table_faults(replicas["tls"], _texts(ClientTls) | {"servers": list}, "replicas.tls")
+        faults += _text_faults(replicas["tls"].get("servers"), "servers of replicas.tls")
     faults += _text_faults(given.get("imports"), "imports")
     if not all(isinstance(client, str) for client in given.get("tokens", {}).values()):
         faults.append("tokens has a client that is no text, wanted a secret and the name of its client")
@@ -224,7 +225,7 @@ def _text_faults(words: Any, where: str) -> list[str]:
     return [f"{where} has {word!r}, wanted a text" for word in found if not isinstance(word, str) or not word]
 
 
-def _texts(kind: Any) -> dict[str, type]:
+def _texts(kind: Any) -> dict[str, Any]:
     return {field.name: str for field in fields(kind)}
 
 

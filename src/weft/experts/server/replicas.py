@@ -10,9 +10,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, listed
 from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
+from weft.experts.client.tls import directory_faults
 from weft.experts.directory import Directory, Lease
 from weft.experts.replica import Feed, Keeper, ReplicaOptions, ReplicaStatistics
 from weft.experts.server.presence import Presence
@@ -37,6 +38,8 @@ class Replicas:
         if options is not None:
             if directory is None:
                 raise UsageError("replicas= wants directory= as well: the directory says which server owns an expert")
+            if faults := directory_faults(directory, options.tls):
+                raise UsageError(listed("replicas cannot be kept like this:", faults))
             self._keeper = Keeper(directory, self._here, self._lease, options, limits)
 
     @property
