@@ -102,6 +102,37 @@ def test_an_exception_says_where_it_was_and_the_next_step_works(executor: str, c
         assert torch.equal(step(pipe), torch.ones(4, 2))
 
 
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_traceback_has_the_frames_of_the_user_and_one_of_weft(
+    executor: str, checkpoint: str, where: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (checkpoint, where) == ("never", "recomputation"):
+        return
+    monkeypatch.setenv("WEFT_FULL_TRACEBACK", str(int(full)))
+    mine = Mine(where)
+    pipe, _ = piped(nn.Sequential(nn.Identity(), nn.Sequential(mine)), balance=[1, 1], executor=executor)
+    pipe.checkpoint = checkpoint
+    with pytest.raises(Bang) as caught:
+        step(pipe)
+    frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    names = [(str(frame.f_globals["__name__"]), frame.f_code.co_name) for frame in frames]
+    ours = [name for name in names if name[0].startswith("weft.")]
+    user = [name for module, name in names if module == __name__]
+    assert user[1:] == ["step", "backward" if where == "backward" else "forward"]
+    assert len(ours) > 9 if full else len(ours) == 1
+
+
+def test_what_weft_itself_fails_at_is_shown_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, _ = piped(chain(4, 4), executor="serial")
+    monkeypatch.setattr("weft.pipeline.runtime.check_places", lambda surveys: surveys.nothing)
+    with pytest.raises(AttributeError) as caught:
+        pipe(rows(5, 4))
+    assert len(traceback.extract_tb(caught.value.__traceback__)) > 4
+
+
 @pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("where", ["forward", "backward", "loss"])

@@ -112,6 +112,15 @@ def test_what_is_set_later_holds_from_the_next_step_on() -> None:
     assert pipe.devices == [torch.device("cpu")] * 2
 
 
+def test_a_pipe_that_is_printed_tells_schedule_and_loss() -> None:
+    pipe, _ = piped(chain(4, 5, 3))
+    assert "schedule='gpipe', loss=None, checkpoint='never'" in str(pipe)
+    pipe, _ = piped(chain(4, 5, 3), schedule="1f1b", loss=nn.functional.mse_loss)
+    assert "schedule='1f1b', loss=mse_loss," in str(pipe)
+    pipe, _ = piped(chain(4, 5, 3), schedule="0F0,0B0\n1F0,1B0\n", chunks=1, loss=nn.MSELoss())
+    assert "schedule='a table', loss=MSELoss," in str(pipe)
+
+
 def test_a_slice_is_a_model_of_the_same_layers_under_the_same_names() -> None:
     pipe, plain = piped(chain(4, 5, 5, 3))
     part = pipe[1:4]

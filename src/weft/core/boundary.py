@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from weft.core.errors import DoubleBackwardError
+from weft.core.errors import DoubleBackwardError, shorten_traceback
 from weft.core.transforms import forbid_batched
 
 _CUT_OUT = "the model ran cut out of autograd; use executor='graph' for a Pipe: then the whole graph is visible"
@@ -85,12 +85,16 @@ class Boundary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         journey: Journey = ctx.journey
-        if not isinstance(journey, TwiceDifferentiable):
-            forbid_batched(gradients)
-            forbid_double(journey)
-        elif torch.is_grad_enabled():
-            return (None, *journey.differentiable_backward(gradients, retain=keeps_graph()))
-        return (None, *journey.backward(gradients, retain=keeps_graph()))
+        try:
+            if not isinstance(journey, TwiceDifferentiable):
+                forbid_batched(gradients)
+                forbid_double(journey)
+            elif torch.is_grad_enabled():
+                return (None, *journey.differentiable_backward(gradients, retain=keeps_graph()))
+            return (None, *journey.backward(gradients, retain=keeps_graph()))
+        except Exception as error:
+            shorten_traceback(error)
+            raise
 
 
 def forbid_double(journey: object = None) -> None:

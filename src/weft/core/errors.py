@@ -22,7 +22,9 @@ Errors of the user's own layers are never wrapped: they keep their type and trac
 (PEP 678) that names stage, micro-batch and layer.
 """
 
+import os
 from collections.abc import Sequence
+from types import TracebackType
 
 
 class WeftError(Exception):
@@ -112,6 +114,37 @@ def escaped(text: object, most: int | None = None, *, lines: bool = False) -> st
         for each in str(text)
     )
     return found if most is None or len(found) <= most else f"{found[: most - 3]}..."
+
+
+_CALLS = ("_wrapped_call_impl", "_call_impl")  # how PyTorch calls a module's forward
+
+
+def shorten_traceback(error: BaseException) -> None:
+    """Leave the frames of the user's code, and the first of weft's; all of them where WEFT_FULL_TRACEBACK is 1.
+
+    What weft itself failed at, other than by an error that it raises on purpose, stays whole.
+    """
+    if os.environ.get("WEFT_FULL_TRACEBACK", "0") not in ("", "0"):
+        return
+    entries: list[TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    places = [str(each.tb_frame.f_globals.get("__name__", "")) for each in entries]
+    ours = [k for k, place in enumerate(places) if place.startswith("weft.")]
+    if not ours or (ours[-1] == len(entries) - 1 and not isinstance(error, WeftError)):
+        return
+    after: TracebackType | None = None
+    for k, each in reversed(list(enumerate(entries))):
+        if k > ours[-1]:
+            hidden = each.tb_frame.f_code.co_name in _CALLS or places[k].startswith("torch.autograd.")
+        else:  # PyTorch's frames between those of weft are its doing
+            hidden = k > ours[0] and places[k].startswith(("weft.", "torch.", "contextlib"))
+        if not hidden:
+            each.tb_next = after
+            after = each
+    error.__traceback__ = after
 
 
 _NO_MEMORY = (

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import nn
 
-from weft.core.errors import UsageError
+from weft.core.errors import UsageError, shorten_traceback
 from weft.core.microbatch import micro_sizes
 from weft.core.run import Watcher
 from weft.core.schedule import Schedule
@@ -170,7 +170,13 @@ class Pipe(nn.Module):
         of a layer passes through, with a note of where it was.
         """
         forbid_exporting()
-        return untraced(self._forward, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(self._forward, args, kwargs)
+        try:
+            return self._forward(args, kwargs)
+        except Exception as error:
+            shorten_traceback(error)
+            raise
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forbid_tracing(args, kwargs)
@@ -268,7 +274,10 @@ class Pipe(nn.Module):
     def extra_repr(self) -> str:
         """What stands behind the class name when the pipe is printed."""
         stages = ", ".join(f"{size} on {device}" for size, device in zip(self.balance, self.devices, strict=True))
-        return f"stages: {stages}; chunks={self.chunks}, checkpoint={self.checkpoint!r}, executor={self.executor!r}"
+        schedule = self.schedule if self.schedule in SCHEDULES else "a table"
+        loss = None if self._loss[0] is None else getattr(self._loss[0], "__name__", type(self._loss[0]).__name__)
+        words = f"chunks={self.chunks}, schedule={schedule!r}, loss={loss}, checkpoint={self.checkpoint!r}"
+        return f"stages: {stages}; {words}, executor={self.executor!r}"
 
     def _layers(self) -> list[tuple[str, nn.Module]]:
         return [(name, layer) for name, layer in self._modules.items() if layer is not None]

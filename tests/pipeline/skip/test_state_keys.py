@@ -33,6 +33,20 @@ class OwnsModule(nn.Module):
         self.norm = nn.BatchNorm1d(2)
 
 
+def test_faults_of_a_state_are_told_by_the_names_of_state_dict() -> None:
+    model = nn.Sequential(skippable()(Affine)(), nn.Linear(2, 2))
+    state = model.state_dict()
+    del state["0.shift"]
+    state["0.linear.bias"], state["0.linear.other"] = torch.ones(3), torch.ones(1)
+    found = copy.deepcopy(model).load_state_dict({**state, "0.linear.bias": torch.ones(2)}, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["0.shift"], ["0.linear.other"])
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state)
+    assert "module." not in str(caught.value)
+    for words in ('"0.shift"', '"0.linear.other"', "size mismatch for 0.linear.bias"):
+        assert words in str(caught.value)
+
+
 def wrapped_model() -> nn.Sequential:
     """Fresh random values in every parameter."""
     return nn.Sequential(skippable()(Affine)(), skippable()(OwnsModule)(), skippable()(nn.BatchNorm1d)(2))

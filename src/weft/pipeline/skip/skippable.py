@@ -52,6 +52,7 @@ class Skippable(nn.Module, Generic[P, M]):
         self.add_module("module", self.module_cls(*args, **kwargs))
         self.register_state_dict_post_hook(state_keys.shorten)
         self.register_load_state_dict_pre_hook(state_keys.lengthen)
+        self.register_load_state_dict_post_hook(state_keys.shorten_faults)
         self._keys: dict[str, Key] = {name: (None, name) for name in self._declared()}
 
     @classmethod

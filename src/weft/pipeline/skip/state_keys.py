@@ -33,11 +33,25 @@ def shorten(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, _: M
         versions[short.removesuffix(".")] = dict(versions[name])
 
 
-def lengthen(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: object) -> None:
+def lengthen(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, *lists: Any) -> None:
     """Before loading: ``<prefix>weight`` becomes ``<prefix>module.weight``, in place; long keys stay."""
+    layer.__dict__["_loading"] = (prefix, lists[-1])
     inner = layer.get_submodule("module")
     owns_module = any(name == "module" for name, _ in inner.named_children())
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         if owns_module or not name.startswith(INNER):
             state[prefix + INNER + name] = state.pop(key)
+
+
+def shorten_faults(layer: nn.Module, faults: Any) -> None:
+    """After loading: what is wrong is told of ``<prefix>weight``, as `state_dict` names it.
+
+    `faults` has the missing and the unexpected keys, without a prefix, and not the messages: `lengthen` has noted both.
+    """
+    prefix, messages = layer.__dict__.pop("_loading")
+    long = prefix + INNER
+    for keys in (faults.missing_keys, faults.unexpected_keys):
+        keys[:] = [prefix + key.removeprefix(long) if key.startswith(long) else key for key in keys]
+    for quote in (" ", '"'):
+        messages[:] = [each.replace(quote + long, quote + prefix) for each in messages]
