@@ -4,6 +4,7 @@ survive_hostile.py    broken requests                 survive_crowd.py      canc
 survive_fuzz.py       bytes broken at random          survive_crash.py      SIGKILL, and the disk
 survive_replies.py    replies that are lost           survive_network.py    delays, cuts, silence
 survive_gradients.py  NaN, infinity, huge, raising    survive_directory.py  etcd away for a minute, where there is one
+survive_keys.py       many remembered requests
 survive_digits.py     the digits over a lossy network, by the trainers of survive_learners.py
 survive_steps.py, survive_common.py  what they share
 """
@@ -19,6 +20,7 @@ from benchmarks.experts import (
     survive_fuzz,
     survive_gradients,
     survive_hostile,
+    survive_keys,
     survive_network,
     survive_replies,
 )
@@ -56,6 +58,8 @@ def run(quick: bool) -> Table:
         found += [survive_network.rough(times["rough"]), survive_network.in_a_hurry(times["hurry"])]
         found += [survive_network.silent(times["silent"])] if times["silent"] else []
         found += survive_digits.learned(quick)
+        progress("many remembered requests")
+        found.append(survive_keys.many_keys(times["keys"], times["saving"], times["starts"]))
         progress("a directory that is away")
         found += survive_directory.away(times["away"]) if times["away"] else []
         progress("crashes of the disk")
@@ -79,6 +83,9 @@ _WHOLE = {
     "rough": 2000,
     "hurry": 500,
     "silent": 2,
+    "keys": 100_000,
+    "saving": 20,
+    "starts": 3,
     "away": 60,
     "disk": 5,
     "kill": 200,
@@ -97,6 +104,9 @@ _QUICK = {
     "rough": 20,
     "hurry": 8,
     "silent": 0,
+    "keys": 1000,
+    "saving": 2,
+    "starts": 1,
     "away": 0,
     "disk": 1,
     "kill": 2,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.experts.expert_cases import fussy_backend, good, rows, spoiled_gradient, weights, work
 from tests.experts.waiting import Clock
 from weft.core.errors import UsageError
-from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions
+from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions, idempotency
+from weft.experts.checkpoint.content import from_file, to_file
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
 from weft.experts.idempotency import IdempotencyTable
 from weft.experts.task import Results, Task
@@ -269,6 +270,24 @@ def test_a_hundred_thousand_keys_are_small_and_loaded_quickly() -> None:
     assert time.thread_time() - before < 1.0 and table.statistics().keys == 100_000
     before = time.thread_time()
     assert torch.equal(table.state_dict()["keys"], many) and time.thread_time() - before < 1.0
+
+
+@pytest.mark.parametrize("size", [1, 3000])
+def test_of_the_results_the_newest_are_saved_up_to_a_bound(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "SAVED_RESULT_BYTES", 20_000)
+    table, other = IdempotencyTable(), IdempotencyTable()
+    tasks = [recorded(table, f"client {number % 3}", str(number), size=size) for number in range(60)]
+    data = to_file(table.state_dict())
+    assert len(data) < 48 * len(tasks) + 20_000 + 1000
+    other.load_state_dict(from_file(data))
+    saved = other.statistics().results
+    assert 0 < saved < len(tasks)
+    for number, task in enumerate(tasks):
+        if number >= len(tasks) - saved:
+            assert isinstance(other.requests("backward").lookup(task), list)
+        else:
+            with pytest.raises(ResultEvictedError):  # its key is there, so that it does not step again
+                other.requests("backward").lookup(task)
 
 
 def test_under_lost_replies_every_step_is_taken_exactly_once() -> None:

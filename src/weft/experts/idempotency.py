@@ -12,7 +12,8 @@ client can make another one's retry step twice. A key beyond a principal's own s
 full table forgets the oldest key of its largest holder once no retry of that request can come any more, and refuses
 newcomers until then. Within these bounds no optimizer step is applied twice, whatever the network loses or repeats.
 
-A key takes 48 bytes in a saved state and about 300 in memory: requests and principals are stored as digests.
+A key takes 48 bytes in a saved state and about 300 in memory: requests and principals are stored as digests. Of the
+results, which a retry seldom asks for after a restart, the newest go into a saved state, up to `SAVED_RESULT_BYTES`.
 """
 
 import ctypes
@@ -20,10 +21,11 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,6 +39,11 @@ from weft.experts.task import Results, Task
 Kind = Literal["backward", "commit"]
 MiniBatch = tuple[str | None, str]
 """Client and name of a mini-batch."""
+
+SAVED_RESULT_BYTES = 1_000_000
+"""Of results in a saved state, which is written again and again: exactly-once needs keys and steps alone there."""
+_PART = 4096  # keys that are put together at a time
+_RESULT_OVERHEAD = 512  # bytes of a result in a file, besides its tensors
 
 _VALUE = struct.Struct("<8sqQd")  # digest of the principal, step, fingerprint, time of recording
 _ROW = struct.Struct(f"<16s{_VALUE.size}s")  # digest of the request, and the value
@@ -237,22 +244,19 @@ class IdempotencyTable:
     def state_dict(self) -> dict[str, Any]:
         """All that is part of a step: to be saved with it.
 
-        ``keys``: uint8 of shape (number of keys, 48), oldest first; ``results``: for each stored result its digest in
-        hex, the seconds for which it is still wanted, and its tensors; ``now``: the time by which keys are dated.
+        ``keys``: uint8 of shape (number of keys, 48), oldest first; ``results``: for each of the newest stored results
+        its digest in hex, the seconds for which it is still wanted, and its tensors; ``now``: the time by which keys
+        are dated.
         """
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return what makes the `state_dict` of this moment later: that takes ten times as long, and holds no lock."""
         with self._lock:
             self._expire(at_once=True)
-            now = self._now()
-            saved = {digest: value for digest, value in self._applied.items() if digest not in self._unsaved}
-            rows = bytearray(b"".join(chain.from_iterable(saved.items())))
-            keys = torch.frombuffer(rows, dtype=torch.uint8) if rows else torch.empty(0, dtype=torch.uint8)
-            results = [
-                (digest.hex(), result.expires_at - now, result.tensors)
-                for share in self._shares.values()
-                for digest, result in share.results.items()
-                if digest not in self._unsaved
-            ]
-            return {"now": now, "keys": keys.view(-1, _ROW.size), "results": results}
+            now, applied, unsaved = self._now(), self._applied.copy(), dict(self._unsaved)
+            results = [item for share in self._shares.values() for item in _newest(share.results, unsaved)]
+        return partial(_state, now, applied, unsaved, results)
 
     def load_state_dict(self, state: Any) -> None:
         """Replace all that is known by a `state_dict`, except the names of dropped mini-batches.
@@ -275,15 +279,14 @@ class IdempotencyTable:
             dropped = {
                 digest: self._applied[digest][:8] for digest, mini_batch in self._unsaved.items() if mini_batch is None
             }
-            self._applied, self._shares = applied, {}
+            self._applied = applied
             self._uncommitted.clear()
             self._unsaved = dict.fromkeys(dropped)
             self._result_bytes, self._next_expiry, self._offset = 0, 0.0, now - self._clock()
+            held: dict[bytes, list[bytes]] = {}
             for digest, value in applied.items():
-                principal = value[:8]
-                if principal not in self._shares:
-                    self._shares[principal] = _Share()
-                self._shares[principal].keys[digest] = None
+                held.setdefault(value[:8], []).append(digest)
+            self._shares = {principal: _Share(OrderedDict.fromkeys(digests)) for principal, digests in held.items()}
             for digest, principal in dropped.items():
                 self._insert(digest, principal, _DROPPED, 0)
             for digest, seconds, tensors in results:
@@ -423,6 +426,39 @@ class IdempotentRequests:
 
     def _request(self, task: Task) -> RequestId:
         return RequestId(self._kind, task.client, task.key or "")
+
+
+def _newest(results: "OrderedDict[bytes, _Result]", unsaved: Container[bytes]) -> list[tuple[bytes, _Result]]:
+    """The newest results of one principal that a saved state may have room for."""
+    found: list[tuple[bytes, _Result]] = []
+    room = SAVED_RESULT_BYTES
+    for digest, result in reversed(results.items()):
+        if digest not in unsaved:
+            room -= result.nbytes + _RESULT_OVERHEAD
+            if room < 0:
+                break
+            found.append((digest, result))
+    return found
+
+
+def _state(
+    now: float, applied: dict[bytes, bytes], unsaved: Iterable[bytes], results: list[tuple[bytes, _Result]]
+) -> dict[str, Any]:
+    """See `IdempotencyTable.state_dict`. ``applied`` is the caller's no more."""
+    for digest in unsaved:
+        applied.pop(digest, None)
+    rows, items = bytearray(), iter(applied.items())
+    while part := b"".join(chain.from_iterable(islice(items, _PART))):  # one join would stop all threads for 10 ms
+        rows += part
+    keys = torch.frombuffer(rows, dtype=torch.uint8) if rows else torch.empty(0, dtype=torch.uint8)
+    saved: list[tuple[str, float, Results]] = []
+    room = SAVED_RESULT_BYTES
+    for digest, result in sorted(results, key=lambda item: item[1].expires_at, reverse=True):
+        room -= result.nbytes + _RESULT_OVERHEAD
+        if room < 0:
+            break
+        saved.append((digest.hex(), result.expires_at - now, result.tensors))
+    return {"now": now, "keys": keys.view(-1, _ROW.size), "results": saved[::-1]}
 
 
 def _digest(value: tuple[str | None, ...] | str | None, size: int = 16) -> bytes:

@@ -141,11 +141,11 @@ class Replica:
             return None
         try:
             mark = self.mark
-            value = {"state": self.backend.state_dict(), "records": self.backend.records.state_dict()}
+            state, keys = self.backend.state_dict(), self.backend.records.snapshot()
         finally:
             lock.release()
         self.taken += 1
-        return mark, to_file(value)
+        return mark, to_file({"state": state, "records": keys()})
 
     def receive(self, mark: Mark, data: bytes, *, taking_over: bool = False) -> bool:
         """Take in what an owner has sent; False if it is not wanted any more.

@@ -132,10 +132,10 @@ class Served:
             if not self._owns or (self.durable == self.backend.steps and store.has(uid, self.backend.steps)):
                 return False
             with _held(self.backend.engine.lock, patience, uid):
-                state, keys = self.backend.state_dict(), self.backend.records.state_dict()
+                state, keys = self.backend.state_dict(), self.backend.records.snapshot()
                 token = 0 if self.replica is None else self.replica.mark.token
             step: int = state["steps"]
-            taken = store.take(uid, state, step, {"records": keys, "token": token})
+            taken = store.take(uid, state, step, {"records": keys(), "token": token})
             if not self._owns or self._store is None:  # the lease may have lapsed meanwhile, or the server ended
                 return False
             if self._folder is not None:
