@@ -43,6 +43,7 @@ MiniBatch = tuple[str | None, str]
 SAVED_RESULT_BYTES = 1_000_000
 """Of results in a saved state, which is written again and again: exactly-once needs keys and steps alone there."""
 _PART = 4096  # keys that are put together at a time
+_PAUSE = 0.0005  # seconds after them
 _RESULT_OVERHEAD = 512  # bytes of a result in a file, besides its tensors
 
 _VALUE = struct.Struct("<8sqQd")  # digest of the principal, step, fingerprint, time of recording
@@ -448,8 +449,9 @@ def _state(
     for digest in unsaved:
         applied.pop(digest, None)
     rows, items = bytearray(), iter(applied.items())
-    while part := b"".join(chain.from_iterable(islice(items, _PART))):  # one join would stop all threads for 10 ms
+    while part := b"".join(chain.from_iterable(islice(items, _PART))):
         rows += part
+        time.sleep(_PAUSE)  # who saves is in no hurry, and must not make every other thread wait for the interpreter
     keys = torch.frombuffer(rows, dtype=torch.uint8) if rows else torch.empty(0, dtype=torch.uint8)
     saved: list[tuple[str, float, Results]] = []
     room = SAVED_RESULT_BYTES
