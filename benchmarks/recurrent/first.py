@@ -27,7 +27,7 @@ from benchmarks.recurrent.work import training
 from benchmarks.recurrent.zoo import WIDTH, ZOO
 from benchmarks.table import Row, Table, at_most
 from weft.core.tree import flatten
-from weft.recurrent import Recurrent, zoo
+from weft.recurrent import Recurrent, cells
 from weft.recurrent.native.program import kernels
 
 STEPS, ROWS = (50, 1000), 8
@@ -97,7 +97,7 @@ def first_calls(names: tuple[str, ...], steps: int, cache: str) -> First:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     products = _seconds(kernels)
-    early, late = (_plan_seconds(zoo.ElmanCell(WIDTH, width), (WIDTH,), lambda: None, steps)[0] for width in (24, 40))
+    early, late = (_plan_seconds(cells.ElmanCell(WIDTH, width), (WIDTH,), lambda: None, steps)[0] for width in (24, 40))
     plans = {name: _of_zoo(name, steps) for name in names}
     seconds = {name: each for name, (each, _) in plans.items()}
     return First(products, max(0.0, early - late), seconds, {name: backend for name, (_, backend) in plans.items()})

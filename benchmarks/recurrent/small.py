@@ -13,16 +13,16 @@ from benchmarks.recurrent.cells import State, by_torch, by_weft, eager, with_wei
 from benchmarks.recurrent.racing import race_for
 from benchmarks.recurrent.work import THREADS, Work, agree, threads, training
 from benchmarks.table import Row, Table, at_most
-from weft.recurrent import Recurrent, zoo
+from weft.recurrent import Recurrent, cells
 
 STEPS, WIDTH = 200, 16
 WANTED = 5.0  # microseconds per step
 WANTED_PYTHON = 0.5  # of the eager loop's time
 CELLS: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[int, int], nn.RNNBase] | None]] = {
-    "LSTM": (zoo.LSTMCell, nn.LSTM),
-    "GRU": (zoo.GRUCell, nn.GRU),
-    "MI-LSTM": (zoo.MILSTMCell, None),
-    "Elman": (zoo.ElmanCell, nn.RNN),
+    "LSTM": (cells.LSTMCell, nn.LSTM),
+    "GRU": (cells.GRUCell, nn.GRU),
+    "MI-LSTM": (cells.MILSTMCell, None),
+    "Elman": (cells.ElmanCell, nn.RNN),
 }
 WEFT, PYTHON, EAGER = "weft", "weft, no compiler", "eager loop"
 

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
         WireError,
     )
     from weft.recurrent.backends import NoPlanWarning
-    from weft.recurrent.cells import InputWidthError
+    from weft.recurrent.cell import InputWidthError
     from weft.recurrent.layers.arguments import LayerInputError
 
 __all__ = [
@@ -147,7 +147,7 @@ __all__ = [
 if not TYPE_CHECKING:
     _RECURRENT = {
         "weft.recurrent.backends": ["NoPlanWarning"],
-        "weft.recurrent.cells": ["InputWidthError"],
+        "weft.recurrent.cell": ["InputWidthError"],
         "weft.recurrent.layers.arguments": ["LayerInputError"],
     }
     _experts = [name for name in __all__ if name not in globals() and [name] not in _RECURRENT.values()]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
 from weft.core.errors import SpecError, UsageError
 from weft.recurrent import LSTM, Recurrent
-from weft.recurrent.zoo import ElmanCell, GRUCell
+from weft.recurrent.cells import ElmanCell, GRUCell
 
 KINDS = {"LSTM": (nn.LSTM, nn.LSTMCell), "GRU": (nn.GRU, nn.GRUCell), "RNN": (nn.RNN, nn.RNNCell)}
 

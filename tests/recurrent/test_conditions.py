@@ -24,7 +24,7 @@ from tests.recurrent.recurrent_cases import (
 from weft.core.tree import map_leaves
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import NoPlanWarning
-from weft.recurrent.cells import adapt
+from weft.recurrent.cell import adapt
 from weft.recurrent.conditions import conditions_of
 from weft.recurrent.rows import Rows
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.recurrent.cells.zoo_cases import ZOO, ZooCase
 from tests.recurrent.recurrent_cases import (
     by_plan,
     close,
@@ -19,7 +20,6 @@ from tests.recurrent.recurrent_cases import (
     planned,
     run_by,
 )
-from tests.recurrent.zoo.zoo_cases import ZOO, ZooCase
 from weft.core.tree import flatten, map_leaves
 from weft.recurrent import Recurrent, engine
 

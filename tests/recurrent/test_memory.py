@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.recurrent.recurrent_cases import by_plan, needs_compiler, planned
 from weft.core.errors import UsageError
 from weft.core.tree import flatten
-from weft.recurrent import workspace, zoo
-from weft.recurrent.cells import adapt
+from weft.recurrent import cells, workspace
+from weft.recurrent.cell import adapt
 from weft.recurrent.engine import Chunk, borders
 from weft.recurrent.memory import Keeping, Size, keeping, size_of
 from weft.recurrent.native.engine import NativeEngine
@@ -90,9 +90,9 @@ def peak(run: Callable[[], Any]) -> int:
 
 CELLS: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: nn.LSTMCell(24, 32),
-    "GRU": lambda: zoo.GRUCell(24, 32),
-    "layer norm LSTM": lambda: zoo.LayerNormLSTMCell(24, 32),
-    "LSTM that draws": lambda: zoo.LSTMCell(24, 32, recurrent_dropout=0.2),
+    "GRU": lambda: cells.GRUCell(24, 32),
+    "layer norm LSTM": lambda: cells.LayerNormLSTMCell(24, 32),
+    "LSTM that draws": lambda: cells.LSTMCell(24, 32, recurrent_dropout=0.2),
 }
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import close, eagerly, planned, run_by
 from weft.recurrent.capture import capture
 from weft.recurrent.captured import Captured
+from weft.recurrent.cells import LSTMCell
 from weft.recurrent.parts import cut
-from weft.recurrent.zoo import LSTMCell
 
 STATE = (torch.zeros(2, 4), torch.zeros(2, 4))
 

@@ -1,7 +1,7 @@
 """Across time: a recurrent network out of one time step, any cell that plain PyTorch can write.
 
 network.py      Recurrent, what users see     functional.py  recurrent_net, links by name
-layers/         LSTM, GRU, RNN, Stack, ...    zoo/           cells by name, and wrappers
+layers/         LSTM, GRU, RNN, Stack, ...    cells/         known cells, and wrappers
 unrolling.py    one call, in and out          eager.py       the exact loop
 sequence.py     time and batch axes           rows.py        lengths, masks, resets
 states.py       shapes at a step's border     cells.py, links.py   what a cell is

@@ -23,7 +23,7 @@ from torch.fx.experimental import proxy_tensor
 
 from weft.core.tree import flatten, map_leaves, unflatten
 from weft.recurrent.capture import CaptureError, present, result_of
-from weft.recurrent.cells import Cell
+from weft.recurrent.cell import Cell
 from weft.recurrent.links import Linked
 from weft.recurrent.rows import Rows, pick, stand_ins
 from weft.recurrent.sequence import Inputs

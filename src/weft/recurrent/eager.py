@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.core.errors import SpecError, listed
 from weft.core.tree import Structure, difference, flatten, structure_paths, unflatten
-from weft.recurrent.cells import Cell, InputWidthError
+from weft.recurrent.cell import Cell, InputWidthError
 from weft.recurrent.rows import Rows, pick, replaced, stand_ins
 from weft.recurrent.sequence import Inputs
 from weft.recurrent.states import Border, fit, row_faults

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from weft.core.errors import SpecError, listed
 from weft.core.tree import flatten, map_leaves, structure_paths, unflatten
-from weft.recurrent.cells import Cell
+from weft.recurrent.cell import Cell
 from weft.recurrent.faults import Faults
 
 

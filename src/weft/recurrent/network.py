@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft.core.errors import UsageError, listed
 from weft.core.tree import flatten, unflatten
 from weft.recurrent import backends, eager
-from weft.recurrent.cells import Cell, StoredState, adapt
+from weft.recurrent.cell import Cell, StoredState, adapt
 from weft.recurrent.faults import Faults, cell_fault, truncate_fault
 from weft.recurrent.forms import enrol
 from weft.recurrent.links import Linked, Links, link_faults

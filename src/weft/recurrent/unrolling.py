@@ -19,7 +19,7 @@ from weft.core.errors import SpecError
 from weft.core.tree import difference, flatten, map_leaves, unflatten
 from weft.recurrent import eager
 from weft.recurrent.backends import Plans
-from weft.recurrent.cells import Cell
+from weft.recurrent.cell import Cell
 from weft.recurrent.faults import Faults, whole
 from weft.recurrent.packed import pack_like, unpack
 from weft.recurrent.rows import Lengths, Rows, read_rows, replaced, stand_ins

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, needs_compiler, planned, run_by
-from weft.recurrent import Recurrent, zoo
+from weft.recurrent import Recurrent, cells
 from weft.recurrent.native.engine import NativeEngine
 from weft.recurrent.native.halves import Halves
 
@@ -42,9 +42,9 @@ def found(net: Recurrent, **call: Tensor) -> tuple[int, int]:
 
 
 CELLS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int]]] = {
-    "LSTM": (lambda: zoo.LSTMCell(D, D), (4, 2)),
-    "GRU": (lambda: zoo.GRUCell(D, D), (4, 2)),
-    "reset before GRU": (lambda: zoo.ResetBeforeGRUCell(D, D), (6, 3)),
+    "LSTM": (lambda: cells.LSTMCell(D, D), (4, 2)),
+    "GRU": (lambda: cells.GRUCell(D, D), (4, 2)),
+    "reset before GRU": (lambda: cells.ResetBeforeGRUCell(D, D), (6, 3)),
     "a gate": (lambda: Step(lambda z, h: torch.tanh(z)), (4, 2)),
     "a gate that may be infinite": (lambda: Step(lambda z, h: h + 1 / (z + 9)), (2, 2)),
 }
@@ -64,10 +64,10 @@ def test_where_rows_meet_only_the_gradient_of_padding_is_skipped() -> None:
 
 
 def test_without_padding_and_with_resets_alone_nothing_is_skipped() -> None:
-    assert found(planned(zoo.LSTMCell(D, D).double(), "c")) == (0, 0)
+    assert found(planned(cells.LSTMCell(D, D).double(), "c")) == (0, 0)
     resets = torch.rand(T, N) < 0.3
     resets[0, 0] = True
-    assert found(planned(zoo.LSTMCell(D, D).double(), "c"), reset=resets) == (0, 0)
+    assert found(planned(cells.LSTMCell(D, D).double(), "c"), reset=resets) == (0, 0)
 
 
 @pytest.mark.parametrize(("memory", "mask"), [("full", "lengths"), ("sqrt", "holes"), ("states", "nothing counts")])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, needs_compiler, planned, run_by
 from weft.core.tree import flatten
-from weft.recurrent import zoo
+from weft.recurrent import cells
 from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.native import engine, program
 
@@ -43,7 +43,7 @@ WIDE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "LSTM, rows shared": (lambda: nn.LSTMCell(64, 64), 16),
     "LSTM, products shared": (lambda: nn.LSTMCell(64, 64), 1),
     "GRU, products shared": (lambda: nn.GRUCell(64, 64), 1),
-    "layer norm LSTM, rows shared": (lambda: zoo.LayerNormLSTMCell(64, 64), 16),
+    "layer norm LSTM, rows shared": (lambda: cells.LayerNormLSTMCell(64, 64), 16),
     "rows that do not divide": (lambda: nn.GRUCell(64, 64), 13),
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.cells_for_tests import Told
 from tests.recurrent.recurrent_cases import eagerly, needs_compiler, planned, run_by
-from weft.recurrent import zoo
+from weft.recurrent import cells
 from weft.recurrent.capture import capture
 from weft.recurrent.native.build import Build, build
 from weft.recurrent.native.operators import composed
@@ -29,9 +29,9 @@ CELLS = {
     "torch's LSTM": (lambda: Told(nn.LSTMCell(INPUT, HIDDEN)), 4),
     "torch's GRU": (lambda: Told(nn.GRUCell(INPUT, HIDDEN)), 4),
     "torch's RNN": (lambda: Told(nn.RNNCell(INPUT, HIDDEN)), 4),
-    "zoo's LSTM": (lambda: zoo.LSTMCell(INPUT, HIDDEN), 3),
-    "zoo's GRU": (lambda: zoo.GRUCell(INPUT, HIDDEN), 4),
-    "layer norm LSTM": (lambda: zoo.LayerNormLSTMCell(INPUT, HIDDEN), 3),
+    "zoo's LSTM": (lambda: cells.LSTMCell(INPUT, HIDDEN), 3),
+    "zoo's GRU": (lambda: cells.GRUCell(INPUT, HIDDEN), 4),
+    "layer norm LSTM": (lambda: cells.LayerNormLSTMCell(INPUT, HIDDEN), 3),
 }
 every = pytest.mark.parametrize("name", CELLS)
 
@@ -83,7 +83,7 @@ def test_a_phase_reads_only_what_was_made_before(name: str) -> None:
 
 
 def test_gates_before_their_functions_are_never_stored_and_pieces_are_made_in_place() -> None:
-    it = built(zoo.LSTMCell(INPUT, HIDDEN))
+    it = built(cells.LSTMCell(INPUT, HIDDEN))
     stored = [each for step in order(it.forward).steps for group in step.groups for each in group if len(group) > 1]
     assert sum(it.forward.stored(each, stored) for each in stored) == 7  # 5 that backward reads, h and c
     assert len(it.backward.slots) == 4  # the gates' gradients, within their concatenation

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.recurrent.recurrent_cases import needs_compiler
-from weft.recurrent import Recurrent, zoo
+from weft.recurrent import Recurrent, cells
 from weft.recurrent.native import engine
 
 pytestmark = needs_compiler
@@ -34,7 +34,7 @@ class Guarded:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("make", [zoo.LSTMCell, zoo.LayerNormLSTMCell], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [cells.LSTMCell, cells.LayerNormLSTMCell], ids=lambda make: make.__name__)
 def test_nothing_is_written_beyond_the_memory_that_was_asked_for(
     make: type[torch.nn.Module], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,7 +52,7 @@ def test_nothing_is_written_beyond_the_memory_that_was_asked_for(
 
 
 def test_a_program_is_explained_as_a_table_of_phases_passes_and_formulas() -> None:
-    net = Recurrent(zoo.LSTMCell(3, 5), backend="c")
+    net = Recurrent(cells.LSTMCell(3, 5), backend="c")
     net(torch.randn(4, 6, 3, requires_grad=True))
     text = net.explain()
     text = text[

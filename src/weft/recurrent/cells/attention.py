@@ -1,0 +1,159 @@
+"""A cell that looks at an encoded source: attention over a memory, with what it saw fed back as input.
+
+    x_t ------+
+              v
+    context  cat --> cell --> y_t --> query --> scores --> weights --> context'      output (y_t, context', weights)
+     t-1             ^  |                        ^                      ^
+                     |  v                        |                      |
+                     state of the cell           keys of the source     memory: the source itself
+
+Where does the source come in? Every call has another one, and it wants a gradient, so it can be neither a parameter
+nor a buffer of the cell; it is no sequence over the cell's own time either. It is a *state that every step returns as
+it got it*. So it has rows like any state (lengths, masks and resets treat it right), its gradient is that of an initial
+state, a step stays a pure function of its arguments, and ``result.last`` goes on with the same source.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.recurrent.cell import adapt
+from weft.recurrent.cells.gated import Device, refuse, size_faults
+from weft.recurrent.faults import Faults
+from weft.recurrent.rows import Lengths, read_rows
+from weft.recurrent.sequence import read_inputs
+
+
+class AttentionState(NamedTuple):
+    """The state of an :class:`AttentionCell`, made by its method ``begin``."""
+
+    cell: Any
+    """The state of the wrapped cell."""
+    context: Tensor
+    """N x M: what the step before saw."""
+    keys: Tensor
+    """N x S x A: the memory as it is compared with a query. This and the next two stay as they are."""
+    memory: Tensor
+    """N x S x M, zero where it does not count."""
+    valid: Tensor
+    """N x S bool: which places of the source count."""
+
+
+class Attended(NamedTuple):
+    """The output of an :class:`AttentionCell`."""
+
+    output: Tensor
+    """N x H: the wrapped cell's output."""
+    context: Tensor
+    """N x M: the weighted mean of the memory; zero for a row without a source."""
+    weights: Tensor
+    """N x S: they sum to one over the places that count, and are zero elsewhere."""
+
+
+class AttentionCell(nn.Module):
+    """Attention of a cell's output over a memory, the result being part of the cell's next input ("input feeding").
+
+    Args:
+        cell: what runs over time, with inputs N x (D + M) and outputs N x H.
+        memory_size: M, the width of the memory.
+        query_size: H, the width of the cell's output.
+        attention_size: A, the width in which queries and keys are compared.
+        score: ``"additive"``, ``v . tanh(query + key)``, Bahdanau, Cho and Bengio (arXiv 1409.0473); or ``"dot"``,
+            ``query . key / sqrt(A)``, Luong, Pham and Manning (arXiv 1508.04025, which also has the input feeding),
+            scaled as by Vaswani et al. (arXiv 1706.03762).
+
+    A sequence begins with a state from :meth:`begin`: ``net(x, cell.begin(memory, lengths))``. Outputs are
+    :class:`Attended`, states :class:`AttentionState`.
+
+    Raises ``UsageError`` for a size below 1 or another score.
+    """
+
+    def __init__(
+        self,
+        cell: nn.Module,
+        memory_size: int,
+        query_size: int,
+        attention_size: int,
+        score: Literal["additive", "dot"] = "additive",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        faults = size_faults(memory_size=memory_size, query_size=query_size, attention_size=attention_size)
+        if score not in ("additive", "dot"):
+            faults.append(f"score is {score!r}, wanted 'additive' or 'dot'")
+        refuse(self, faults)
+        self.cell = cell
+        self.score = score
+        self.weight_key = nn.Parameter(torch.empty(attention_size, memory_size, device=device, dtype=dtype))
+        self.weight_query = nn.Parameter(torch.empty(attention_size, query_size, device=device, dtype=dtype))
+        additive = score == "additive"  # a bias of keys would shift all products of one query alike
+        self.bias = nn.Parameter(self.weight_key.new_empty(attention_size)) if additive else None
+        self.weight_score = nn.Parameter(self.weight_key.new_empty(attention_size)) if additive else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform between plus and minus ``1 / sqrt(A)``; the wrapped cell stays as it is."""
+        bound = len(self.weight_key) ** -0.5
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def begin(
+        self,
+        memory: Tensor,
+        lengths: Lengths | None = None,
+        *,
+        mask: Tensor | None = None,
+        batch_first: bool = False,
+        state: Any = None,
+    ) -> AttentionState:
+        """The state before the first step, for one source in every row.
+
+        Args:
+            memory: S x N x M, as a network over the source returns it; N x S x M with ``batch_first``.
+            lengths: N integers from 0 to S: the length of each row's source. What lies behind is never read.
+            mask: S x N bool, N x S with ``batch_first``: false where a place of the source does not count.
+            state: the wrapped cell's state; its own initial state for N rows if not given.
+
+        Raises ``SpecError`` or ``UsageError`` that lists all that is wrong.
+        """
+        faults = Faults()
+        if memory.dim() != 3 or memory.shape[-1] != self.weight_key.shape[1]:
+            axes = "N x S" if batch_first else "S x N"
+            faults.spec.append(f"memory has shape {tuple(memory.shape)}, wanted {axes} x {self.weight_key.shape[1]}")
+        source = read_inputs(memory, batch_first=batch_first, certain=True, faults=faults)
+        rows = read_rows(source, lengths, mask, None, batch_first=batch_first, faults=faults)
+        own = adapt(self.cell).own_initial()
+        if state is None and own is None:
+            faults.usage.append(f"{type(self.cell).__name__} has no initial state of its own: give state=")
+        faults.check("AttentionCell cannot begin with these arguments:")
+        memory = memory if batch_first else memory.transpose(0, 1)
+        valid = torch.ones(memory.shape[:2], dtype=torch.bool, device=memory.device)
+        if rows.valid is not None:
+            valid = rows.valid.t()
+            memory = memory.where(valid.unsqueeze(-1), memory.new_zeros(()))  # padding may hold NaN
+        context = memory.new_zeros(memory.shape[0], memory.shape[2])
+        first = state if own is None or state is not None else own(context)
+        return AttentionState(first, context, F.linear(memory, self.weight_key, self.bias), memory, valid)
+
+    def forward(self, x: Tensor, state: AttentionState) -> tuple[Attended, AttentionState]:
+        """One step: ``(output, new_state)``."""
+        y, inner = adapt(self.cell)(torch.cat([x, state.context], -1), state.cell, 0)
+        scores = self._scores(F.linear(y, self.weight_query), state.keys)
+        scores = scores.masked_fill(~state.valid, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1).masked_fill(~state.valid, 0.0)  # again: a row without a source has weight nowhere
+        context = (weights.unsqueeze(1) @ state.memory).squeeze(1)
+        return Attended(y, context, weights), state._replace(cell=inner, context=context)
+
+    def _scores(self, query: Tensor, keys: Tensor) -> Tensor:
+        """N x S, out of N x A and N x S x A."""
+        if self.weight_score is None:
+            return (keys @ query.unsqueeze(-1)).squeeze(-1) * keys.shape[-1] ** -0.5
+        return torch.tanh(query.unsqueeze(1) + keys) @ self.weight_score
+
+    def extra_repr(self) -> str:
+        """The score and the sizes."""
+        attention_size, memory_size = self.weight_key.shape
+        return f"memory_size={memory_size}, attention_size={attention_size}, score={self.score!r}"

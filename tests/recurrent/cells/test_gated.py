@@ -1,0 +1,59 @@
+"""What cells with blocks of gates share: where they begin, where their parameters are, and inputs without rows."""
+
+import pytest
+import torch
+
+from tests.recurrent.recurrent_cases import close
+from weft.core.errors import UsageError
+from weft.core.tree import flatten, map_leaves
+from weft.recurrent import Recurrent, cells
+from weft.recurrent.cells.gated import GatedCell
+
+CELLS = sorted(
+    (each for each in vars(cells).values() if isinstance(each, type) and issubclass(each, GatedCell)),
+    key=lambda each: each.__name__,
+)
+ALSO = [*CELLS, cells.ConvLSTMCell]
+
+
+@pytest.mark.parametrize("make", ALSO)
+def test_all_parameters_are_made_where_and_as_asked(make: type) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        cell = make(3, 4, device="meta", dtype=dtype)
+        assert {(each.device.type, each.dtype) for each in cell.parameters()} == {("meta", dtype)}
+
+
+@pytest.mark.parametrize("make", ALSO)
+def test_sizes_below_one_are_refused(make: type) -> None:
+    with pytest.raises(UsageError, match=f"{make.__name__} cannot be built(.|\n)*hidden_size is 0, wanted at least 1"):
+        make(3, 0)
+
+
+@pytest.mark.parametrize("make", CELLS)
+def test_a_cell_begins_with_a_row_for_each_row_of_the_input_in_the_weights_dtype(make: type) -> None:
+    state = make(3, 4, dtype=torch.float64).initial_state(torch.ones(5, 3, dtype=torch.int64))
+    assert {(leaf.dtype, *leaf.shape) for leaf in flatten(state)[0]} == {(torch.float64, 5, 4)}
+    *zeros, last = flatten(state)[0]
+    assert not any(leaf.any() for leaf in zeros)
+    assert make is cells.SLSTMCell or not last.any()
+
+
+@pytest.mark.parametrize("make", CELLS)
+def test_a_sequence_without_rows_is_one_row(make: type) -> None:
+    net = Recurrent(make(3, 4, dtype=torch.float64))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    wanted = net(x.unsqueeze(1))
+    close(net(x).outputs, wanted.outputs[:, 0])
+    close(net(x).last, map_leaves(lambda leaf: leaf[0], wanted.last))
+
+
+@pytest.mark.parametrize("make", ALSO)
+def test_a_new_cell_has_finite_parameters_and_a_reset_draws_new_ones(make: type) -> None:
+    cell = make(3, 4)
+    before = [each.clone() for each in cell.parameters()]
+    with torch.no_grad():
+        for each in cell.parameters():
+            each.fill_(torch.nan)
+    cell.reset_parameters()
+    assert all(each.isfinite().all() for each in [*before, *cell.parameters()])
+    assert not all(torch.equal(one, other) for one, other in zip(before, cell.parameters(), strict=True))
