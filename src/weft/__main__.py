@@ -94,6 +94,7 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(chosen: argparse.Namespace) -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it writes two lines for each handshake of a stranger
     server = _experts("weft.experts.server.command")
     config: Any = _experts("weft.experts.server.config")
     table: dict[str, Any] = {} if chosen.config is None else config.read_config(chosen.config)

@@ -15,7 +15,7 @@ from weft.core.errors import UsageError
 from weft.experts.client import NEVER, ClientTls, GrpcTransport, RemoteExpert
 from weft.experts.errors import CommitError
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
-from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received, UnreachableError
+from weft.experts.wire import Call, CertificateError, ForbiddenError, Header, Kind, Received, UnreachableError
 from weft.experts.wire import frame as frame_module
 
 pytestmark = pytest.mark.timeout(30)
@@ -61,8 +61,6 @@ def test_a_certificate_says_who_a_client_is(secured: Server, authority: Authorit
     [
         ("nobody", "shown no certificate: if it asks for one, give key= and certificate= .tls=."),
         ("stranger", "check both ends' certificates: that of this client.*that neither has expired"),
-        ("expired", "check both ends' certificates: that of this client.*that neither has expired"),
-        ("early", "check both ends' certificates"),
         ("mistrusts", "check both ends' certificates.*authority= .tls=., which must have signed the other's"),
         ("plain", "spoken to without TLS: if it wants TLS, give this client certificates .tls=."),
     ],
@@ -73,8 +71,6 @@ def test_wrong_certificates_are_refused_at_the_door_and_the_client_hears_what_to
     tls = {
         "nobody": ClientTls(authority.pem),
         "stranger": ClientTls(authority.pem, *Authority("other").issue("trainer")),
-        "expired": authority.client("trainer", days=(-3, -1)),
-        "early": authority.client("trainer", days=(1, 3)),
         "mistrusts": ClientTls(Authority("other").pem, *authority.issue("trainer")),
         "plain": None,
     }[who]
@@ -88,6 +84,29 @@ def test_wrong_certificates_are_refused_at_the_door_and_the_client_hears_what_to
         finally:
             transport.close()
     assert secured.statistics().accepted == accepted
+
+
+@pytest.mark.parametrize("who", ["nobody", "stranger", "mistrusts", "other name"])
+def test_a_wrong_certificate_is_an_error_at_once_and_not_at_the_deadline(
+    secured: Server, authority: Authority, who: str
+) -> None:
+    tls = {
+        "nobody": ClientTls(authority.pem),
+        "stranger": ClientTls(authority.pem, *Authority("other").issue("trainer")),
+        "mistrusts": ClientTls(Authority("other").pem, *authority.issue("trainer")),
+        "other name": ClientTls(authority.pem, *authority.issue("trainer"), server_name="weft.example"),
+    }[who]
+    with RemoteExpert("fussy", secured.address, tls=tls, timeout=600.0) as remote:  # with its usual Retry
+        with pytest.raises(CertificateError):
+            remote.describe()
+        with pytest.raises(CertificateError):
+            remote._asker.line.ask(Call(Header(kind=Kind.PING, call_id=0)), 600.0, repeatable=True)
+
+
+@pytest.mark.parametrize(("days", "why"), [((-3, -1), "has expired"), ((1, 3), "is not yet valid")])
+def test_an_own_certificate_with_wrong_dates_is_misuse(authority: Authority, days: tuple[int, int], why: str) -> None:
+    with pytest.raises(UsageError, match=f"the other end will refuse the certificate: .*{why}"):
+        RemoteExpert("fussy", "localhost:1", tls=authority.client("trainer", days=days)).close()
 
 
 def test_a_certified_client_to_whom_nothing_is_granted_is_refused(secured: Server, authority: Authority) -> None:

@@ -109,10 +109,14 @@ def test_a_server_whose_certificate_is_for_another_name_is_called_by_that(author
 @pytest.mark.parametrize(
     ("days", "why"), [((-3, -1), "certificate has expired"), ((1, 2), "certificate is not yet valid"), ((-1, 1), "")]
 )
-def test_a_certificate_that_clients_will_refuse_is_served_with_a_warning(
+def test_a_certificate_that_clients_will_refuse_is_not_served_unless_that_is_said(
     days: tuple[int, int], why: str, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tls = ServerTls(*authority.issue("server", days=days))
+    pair = authority.issue("server", days=days)
+    if why:
+        with pytest.raises(UsageError, match=f"{why}; renew it, or .* allow_expired=True"):
+            Server([], address=LOCAL, tls=ServerTls(*pair)).start()
+    tls = ServerTls(*pair, allow_expired=bool(why))
     with caplog.at_level(logging.WARNING, "weft.experts.tls"), Server([], address=LOCAL, tls=tls):
         pass
     assert (why in caplog.text) if why else not caplog.text

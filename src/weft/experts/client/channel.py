@@ -17,7 +17,7 @@ import grpc
 from weft.core.errors import UsageError, WeftError, listed
 from weft.core.process import finalizer
 from weft.experts.client.pending import Entry, Pending
-from weft.experts.client.refusal import explained
+from weft.experts.client.refusal import unreachable
 from weft.experts.client.stream import Explain, Stream
 from weft.experts.client.tls import ClientTls, check_address, way_faults
 from weft.experts.client.transport import TransportStatistics
@@ -77,7 +77,7 @@ class GrpcTransport:
         self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
         self._channel = open_channel(address, tls, limits)
         self._trace = trace
-        self._explain = partial(explained, tls=tls)
+        self._explain = partial(unreachable, address, tls)
         self._way = f"the way to {address}"
         self._pending = Pending(address)
         self._lock = threading.Lock()
@@ -176,7 +176,7 @@ def _failure(error: Any, address: str, what: str, explain: Explain) -> WeftError
         return ForbiddenError(f"{address} refuses this client: {text}")
     if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"{address} did not answer a call for its {what} in time")
-    return UnreachableError(f"{address} cannot be asked for its {what}: {explain(text)}")
+    return explain(f"cannot be asked for its {what}", text)
 
 
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:

@@ -2,6 +2,7 @@
 
     overloaded, draining, no connection, another owner     surely not carried out      repeat
     a follower answers, where there is a directory         an owner comes soon         repeat; not counted
+    a certificate that one end does not believe            would fail again            do not
     expired in the server's queue                          surely not carried out      repeat
     connection lost, no answer in time                     nobody knows                repeat only what may be
     all else                                               would fail again            do not
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import count_fault, is_number, seconds_fault
 from weft.experts.errors import ExpiredError
-from weft.experts.wire import RETRYABLE, DeadlineError, LostError
+from weft.experts.wire import RETRYABLE, CertificateError, DeadlineError, LostError
 
 _MOST = 60.0  # of an exponent: far beyond any pause, and far from overflow
 _random = random.Random()  # its own: the caller's numbers are the caller's
@@ -62,6 +63,8 @@ class Retry:
     def again(self, error: BaseException, attempt: int, *, repeatable: bool) -> bool:
         """Whether to send the call again, after ``attempt`` attempts of which the last ended with this error."""
         if self.attempts is not None and attempt >= self.attempts:
+            return False
+        if isinstance(error, CertificateError):
             return False
         if surely_not_done(error):
             return True

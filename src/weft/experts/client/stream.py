@@ -40,8 +40,8 @@ _grpc = cast("Any", grpc)
 _JOIN = 5.0
 Start = Callable[[Iterator[bytes]], Any]
 """Starts a call of gRPC that sends what the iterator yields."""
-Explain = Callable[[str], str]
-"""What gRPC says of a connection that was not made, with what to do."""
+Explain = Callable[[str, str], UnreachableError]
+"""The error of a connection that was not made: what could not be done, and what gRPC says."""
 
 
 class Stream:
@@ -50,6 +50,7 @@ class Stream:
     def __init__(self, start: Start, pending: Pending, limits: Limits, explain: Explain) -> None:
         self.draining = False
         self._explain = explain
+        self._unreached: UnreachableError | None = None
         self._pending = pending
         self._limits = limits
         self._queue: SimpleQueue[Entry | None] = SimpleQueue()
@@ -180,8 +181,12 @@ class Stream:
             return ForbiddenError(f"{address} refuses this client: {text}")
         if not self._open and code is _grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadError(f"{address} takes no more clients: {text}")
-        if not (self._open and sent):
-            return UnreachableError(f"{address} cannot be reached: {text if self._open else self._explain(text)}")
+        if not self._open:
+            if self._unreached is None:  # found out once: it may have to ask
+                self._unreached = self._explain("cannot be reached", text)
+            return type(self._unreached)(str(self._unreached))
+        if not sent:
+            return UnreachableError(f"{address} cannot be reached: {text}")
         why = text if self._fault is None else f"the server could not read what it was sent: {self._fault}"
         return LostError(f"the connection to {address} ended before the answer came: {why}")
 

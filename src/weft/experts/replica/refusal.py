@@ -10,9 +10,9 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import WeftError
-from weft.experts.client.refusal import explained
+from weft.experts.client.refusal import unreachable
 from weft.experts.client.tls import ClientTls
-from weft.experts.wire import ForbiddenError, UnreachableError
+from weft.experts.wire import ForbiddenError
 
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
@@ -23,5 +23,4 @@ def refusal(error: Any, address: str, tls: ClientTls | None) -> WeftError:
     code, text = error.code(), str(error.details())
     if code in _REFUSED:
         return ForbiddenError(f"{address} refuses this server: {text}")
-    told = explained(text, tls, "this server", "tls= of ReplicaOptions")
-    return UnreachableError(f"{address} cannot be followed: {told}")
+    return unreachable(address, tls, "cannot be followed", text, "this server", "tls= of ReplicaOptions")

@@ -109,7 +109,9 @@ def form_faults(config: Mapping[str, Any]) -> list[str]:
     faults += _table_faults(given.get("options", {}), _numbers(ServerOptions), "options")
     faults += _table_faults(given.get("limits", {}), _numbers(Limits), "limits")
     if "tls" in given:
-        faults += _table_faults(given["tls"], _texts(ServerTls), "tls", ("key", "certificate"))
+        faults += _table_faults(
+            given["tls"], _texts(ServerTls) | {"allow_expired": bool}, "tls", ("key", "certificate")
+        )
     faults += _table_faults(given.get("directory_tls", {}), _texts(EtcdTls), "directory_tls")
     replicas = given.get("replicas", {})
     faults += _table_faults(replicas, _REPLICAS, "replicas")

@@ -57,12 +57,15 @@ class ServerTls:
     """Certificates of a server, as PEM: bytes, or the path of a file.
 
     With ``authority``, clients must show a certificate that it has signed (mutual TLS); its common name is who they
-    are. Files are read again when they have changed. Raises ``UsageError`` for files that cannot be read.
+    are. Files are read again when they have changed. One that has expired, or is not valid yet, is refused, since
+    clients would refuse it; ``allow_expired`` serves with it all the same. Raises ``UsageError`` for files that cannot
+    be read.
     """
 
     key: Pem = field(repr=False)
     certificate: Pem = field(repr=False)
     authority: Pem | None = field(default=None, repr=False)
+    allow_expired: bool = False
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
         """Key, certificate and authority as bytes."""

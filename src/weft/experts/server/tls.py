@@ -14,7 +14,7 @@ import grpc
 
 from weft.core.errors import UsageError, listed
 from weft.experts.server.options import ServerTls
-from weft.experts.service.pem import pair_faults, trust_faults
+from weft.experts.service.pem import date_fault, pair_faults, trust_faults
 
 _LOG = logging.getLogger("weft.experts.tls")
 _grpc = cast("Any", grpc)
@@ -66,7 +66,7 @@ def _configuration(pems: _Pems) -> Any:
 
 
 def _read(tls: ServerTls) -> _Pems:
-    """What the files hold. Raises ``UsageError`` if it is of no use; one that clients will refuse is only logged."""
+    """What the files hold. Raises ``UsageError`` if it is of no use; a wrong date is logged if it is allowed."""
     key, certificate, authority = tls.read()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     faults = pair_faults(context, key, certificate)
@@ -74,27 +74,11 @@ def _read(tls: ServerTls) -> _Pems:
         faults += trust_faults(context, authority)
     if faults:
         raise UsageError(listed("the server cannot use these certificates (tls=):", faults))
-    if why := _refusal(context, certificate):
+    if why := date_fault(context, certificate):
+        if not tls.allow_expired:
+            raise UsageError(
+                f"clients will refuse the certificate of this server (tls=): {why}; renew it, or serve with it all the "
+                "same by allow_expired=True"
+            )
         _LOG.warning("clients will refuse the certificate of this server: %s", why)
     return key, certificate, authority
-
-
-def _refusal(server: ssl.SSLContext, certificate: bytes) -> str:
-    """Why a client that trusts just this certificate refuses it, such as that it has expired; empty if it does not."""
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    if trust_faults(client, certificate):
-        return ""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
-    for end in [*ends, *ends]:
-        try:
-            end.do_handshake()
-        except ssl.SSLWantReadError:
-            continue
-        except ssl.SSLCertVerificationError as error:
-            return error.verify_message
-        except ssl.SSLError:
-            return ""
-    return ""

@@ -7,7 +7,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, listed
-from weft.experts.service.pem import Pem, pair_faults, read_pem, trust_faults
+from weft.experts.service.pem import Pem, date_fault, pair_faults, read_pem, trust_faults
 
 _grpc = cast("Any", grpc)
 
@@ -38,7 +38,9 @@ class Certificates:
         authority, key, certificate = pems
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how long a key must be is for gRPC to say
-        faults = [] if key is None or certificate is None else pair_faults(context, key, certificate)
+        faults: list[str] = []
+        if key is not None and certificate is not None:
+            faults = pair_faults(context, key, certificate) or _date_faults(key, certificate)
         faults += [] if authority is None else trust_faults(context, authority)
         if faults:
             raise UsageError(listed("these certificates (tls=) cannot be used:", faults))
@@ -47,3 +49,12 @@ class Certificates:
     def options(self) -> list[tuple[str, str]]:
         """What a channel is to be told besides."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
+
+
+def _date_faults(key: bytes, certificate: bytes) -> list[str]:
+    """What is wrong with the dates of one's own certificate, which the other end would refuse without a word."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    pair_faults(context, key, certificate)
+    why = date_fault(context, certificate)
+    return [f"the other end will refuse the certificate: {why}"] if why else []

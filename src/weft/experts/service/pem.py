@@ -16,6 +16,7 @@ Pem = bytes | str | Path
 
 
 _BEGIN = "-----BEGIN"
+_DATES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
 def read_pem(source: Any) -> bytes:
@@ -66,6 +67,30 @@ def trust_faults(context: ssl.SSLContext, authority: bytes) -> list[str]:
     except ssl.SSLError as error:
         return [f"the authority cannot be read: {error.reason or error}"]
     return []
+
+
+def date_fault(server: ssl.SSLContext, certificate: bytes) -> str:
+    """Why whoever trusts just this certificate refuses it for its dates, such as that it has expired; empty if not so.
+
+    ``server`` is a context that has the certificate and its key, as `pair_faults` leaves it.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if trust_faults(client, certificate):
+        return ""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    for end in [*ends, *ends]:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message if error.verify_code in _DATES else ""
+        except ssl.SSLError:
+            return ""
+    return ""
 
 
 @contextmanager

@@ -8,6 +8,7 @@ errors.py    the tree of errors                 dtypes.py    which dtypes travel
 
 from weft.experts import extras as extras  # says what is not installed
 from weft.experts.wire.errors import (
+    CertificateError,
     DeadlineError,
     DrainingError,
     ExpertFailedError,
@@ -31,6 +32,7 @@ __all__ = [
     "LIMITS",
     "RETRYABLE",
     "Call",
+    "CertificateError",
     "DeadlineError",
     "Descriptor",
     "DrainingError",

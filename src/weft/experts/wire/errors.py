@@ -13,6 +13,7 @@
             ├── DeadlineError (TimeoutError)    the deadline passed first; whether it was done is not known
             ├── LostError (ConnectionError)     the connection went while waiting; whether it was done is not known
             ├── UnreachableError (ConnectionError)   no connection, and so the request never left
+            │   └── CertificateError            for one end does not believe the other's certificate
             ├── DrainingError                   the server is going away and takes no new work
             └── NotOwnerError                   another server owns the expert; `details["address"]` if known
 
@@ -91,6 +92,12 @@ class UnreachableError(RemoteError, ConnectionError):
     """There is no connection, and so the request never left."""
 
     reason: ClassVar[str] = "unreachable"
+
+
+class CertificateError(UnreachableError):
+    """No connection, for one end does not believe the other's certificate. Asking again would not help."""
+
+    reason: ClassVar[str] = "certificate"
 
 
 class DrainingError(RemoteError):

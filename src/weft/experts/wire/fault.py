@@ -30,6 +30,7 @@ from weft.experts.errors import (
     TooManyRowsError,
 )
 from weft.experts.wire.errors import (
+    CertificateError,
     DeadlineError,
     DrainingError,
     ExpertFailedError,
@@ -75,6 +76,7 @@ FAULTS: dict[int, type[WeftError]] = {
     45: UnreachableError,
     46: DrainingError,
     47: NotOwnerError,
+    48: CertificateError,
 }
 RETRYABLE = (OverloadError, QuotaError, ClosedError, UnreachableError, DrainingError, NotOwnerError)
 """The request was surely not carried out, and may succeed later or elsewhere. Anything else that changes weights
