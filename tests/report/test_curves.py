@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.report.curves import loss_curve, memory_curve
+from weft.report.curves import loss_curve, memory_curve, running_mean
 
 POINTS = st.lists(st.tuples(st.floats(0, 1e3), st.integers(0, 2**40)), max_size=20)
 NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
@@ -63,6 +63,14 @@ def test_losses_above_zero_stand_on_a_logarithmic_axis() -> None:
 def test_the_running_mean_of_a_constant_is_that_constant() -> None:
     every, mean = lines(loss_curve([-2.0] * 9))
     assert every == mean
+
+
+def test_the_running_mean_lies_on_the_line_that_it_is_the_mean_of() -> None:
+    for losses in ([5.0 - 0.1 * step for step in range(60)], [2.0**-step for step in range(60)]):
+        every, mean = lines(loss_curve(losses))  # straight lines, on an axis that is linear and one that is not
+        assert all(one == pytest.approx(other, abs=0.02) for one, other in zip(every, mean, strict=True))
+    noisy = [(float(step), 1.0 + (-1) ** step) for step in range(60)]
+    assert all(mean == pytest.approx(1.0, abs=0.1) for _, mean in [*running_mean(noisy)][10:-10])
 
 
 def test_a_loss_that_is_no_number_is_left_out() -> None:

@@ -36,6 +36,19 @@ def test_any_points_make_a_picture_and_stay_inside_of_it(
     assert all(-1 <= x <= width + 1 and -1 <= y <= height + 1 for x, y in seen)
 
 
+def test_a_mark_is_an_upright_line_with_its_name_and_no_curve() -> None:
+    marks = {"a < b is killed": 9.0, "it is back": 20.0, "never": float("nan")}
+    text = line_chart({"a": [(0.0, 1.0), (10.0, 2.0)]}, title="t", x=X, y=Y, marks=marks)
+    image = ElementTree.fromstring(text)
+    upright = [each for each in image.iter("line") if each.get("class") == "mark"]
+    assert len(corners(text)) == 1 and len(upright) == 2
+    assert all(each.get("x1") == each.get("x2") and each.get("y1") != each.get("y2") for each in upright)
+    names = {each.text: each for each in image.iter("text") if "mark-name" in (each.get("class") or "")}
+    assert [*names] == ["a < b is killed", "it is back"]
+    assert len({each.get("y") for each in names.values()}) == 2, "they do not lie over each other"
+    assert "end" in (names["it is back"].get("class") or ""), "it stays inside of the picture"
+
+
 def test_what_an_axis_cannot_show_is_left_out() -> None:
     points = [(1.0, 1.0), (0.0, 1.0), (2.0, -1.0), (3.0, float("nan")), (4.0, 2.0)]
     assert len(corners(line_chart({"a": points}, title="t", x=LOG, y=Axis("y", log=True)))[0]) == 2

@@ -1,12 +1,16 @@
 """The page is one file that fetches nothing and runs nothing, and escapes what it is given."""
 
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
 
 from weft.core.events import Event
+from weft.core.markup import tag
 from weft.core.schedule import Action
 from weft.report import (
     Axis,
@@ -26,6 +30,7 @@ from weft.report import (
     timeline,
 )
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 VOID = {"meta", "link", "br", "img", "input"}
 
 
@@ -73,10 +78,10 @@ def test_elements_close_in_order(html: str) -> None:
 def test_nothing_is_fetched_and_nothing_runs(html: str) -> None:
     parser = Balance()
     parser.feed(html)
-    assert not {"script", "link", "iframe", "img", "object"} & {tag for tag, _ in parser.seen}
-    for tag, attributes in parser.seen:
+    assert not {"script", "link", "iframe", "img", "object"} & {element for element, _ in parser.seen}
+    for element, attributes in parser.seen:
         for name, value in attributes.items():
-            assert not name.startswith("on"), (tag, name)
+            assert not name.startswith("on"), (element, name)
             if name in ("src", "href", "data", "action"):
                 assert (value or "").startswith("data:image/png;base64,")
     assert not re.search(r"https?:|@import|url\(", html)
@@ -93,3 +98,22 @@ def test_both_colour_schemes_give_every_colour_that_the_classes_use(html: str) -
     used = set(re.findall(r"var\((--[\w-]+)\)", html))
     for scheme in (light, dark):
         assert used <= set(re.findall(r"(--[\w-]+):", scheme))
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.skipif(CHROMIUM is None, reason="test_page: needs Chromium, and there is no chromium on the PATH")
+def test_nothing_is_cut_off_on_a_phone(html: str, tmp_path: Path) -> None:
+    # Wide things scroll by themselves; the page as a whole is no wider than the screen.
+    wide = page("t", [Section("word" * 40, [table(["column"] * 12, [["cell"] * 12]), paragraph("/path" * 40)])])
+    for each in (html, wide):
+        frame = tag("iframe", id="phone", srcdoc=each, style="width: 360px; border: 0")
+        measure = "const { scrollWidth, clientWidth } = phone.contentDocument.documentElement; "
+        measure += "document.title = `overflow ${scrollWidth - clientWidth}`"
+        around = tmp_path / "phone.html"
+        around.write_text(
+            f"<!DOCTYPE html><title></title>{frame}<script>onload = () => {{ {measure} }}</script>", "utf-8"
+        )
+        argv = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+        argv += ["--dump-dom", around.as_uri()]
+        seen = subprocess.run(argv, capture_output=True, text=True, timeout=80, check=False).stdout
+        assert "<title>overflow 0</title>" in seen

@@ -53,6 +53,17 @@ def test_micro_batches_are_numbered_and_tooltips_tell_stage_and_times() -> None:
     assert tips[1] is not None and tips[1].startswith("measured: recompute, stage 1, micro-batch 7")
 
 
+def test_an_outline_says_what_it_foretells_and_is_apart_from_its_neighbours() -> None:
+    foretold = forecast(one_f_one_b(2, 2), [StageCost(1.0, 2.0)] * 2)
+    picture = ElementTree.fromstring(timeline([], foretold))
+    words = [element.text for element in picture.iter("text") if element.get("class") == "in-outline"]
+    assert sorted(words) == sorted(["F0", "F1", "B0", "B1"] * 2)
+    first = [(at(o, "x"), at(o, "x") + at(o, "width")) for o in rectangles(picture, "outline")]
+    same = [(a, b) for a in first for b in first if a != b and abs(a[1] - b[0]) < 2]
+    assert same and all(b[0] - a[1] > 1 for a, b in same)
+    assert all(at(o, "height") >= 16 for o in rectangles(picture, "outline"))
+
+
 def test_a_bar_too_narrow_for_words_has_none() -> None:
     ran = [Event("F", Action(0, "F", 5), "t", 0.0, 0.001), Event("F", Action(0, "F", 6), "t", 0.001, 1.0)]
     words = [element.text for element in ElementTree.fromstring(timeline(ran)).iter("text")]

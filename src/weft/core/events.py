@@ -116,6 +116,12 @@ class Recorder:
         self._tapes: _Tapes = {}
         self._gone: SimpleQueue[_Tapes] = SimpleQueue()
 
+    def _repr_html_(self) -> str:
+        """The timeline, and the memory where it was recorded, for notebooks."""
+        from weft.report.notebook import recording  # noqa: PLC0415  (it stands above: only pictures need it)
+
+        return recording(self)
+
     def one_step(self) -> "Recorder":
         """A watcher of one step alone, that records here. What the step still holds when it is dropped, because it
         failed or nobody wanted its backward, is released then."""

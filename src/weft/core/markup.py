@@ -15,6 +15,28 @@ Value = str | int | float
 _FORBIDDEN = re.compile("[^\t\n\r\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
+class FoldedText(str):
+    """Text with lines indented below headings; a notebook shows the headings, and what is below where one is opened."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """The text with its parts folded, for notebooks."""
+        parts: list[tuple[str, list[str]]] = []
+        for line in self.splitlines():
+            if line[:1].isspace() and parts:
+                parts[-1][1].append(line)
+            elif line.strip():
+                parts.append((line, []))
+        return tag("div", *(_folded(heading, below) for heading, below in parts))
+
+
+def _folded(heading: str, below: list[str]) -> "Markup":
+    if not below:
+        return tag("p", tag("b", heading))
+    return tag("details", tag("summary", heading), tag("pre", "\n".join(below)))
+
+
 class Markup(str):
     """Text that is markup already and is not escaped again."""
 

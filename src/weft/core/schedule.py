@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from .errors import ScheduleError, listed
+from .markup import Markup, tag
 from .schedule_action import KINDS, Action, Table, waits, walk
 from .schedule_check import deadlocks, faults
 from .schedule_text import parse_table, table_text
@@ -56,6 +57,21 @@ class Schedule:
     def text(self) -> str:
         """The table as text, which `parse` and ``torch.distributed.pipelining`` read."""
         return table_text(self.workers)
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: a row per worker, a column per time, if all actions took equally long.
+
+        A schedule that cannot run shows its rows as they are, without bubbles.
+        """
+        rows = [[(place, action) for place, action in enumerate(row)] for row in self.workers]
+        if not faults(self.workers, None, None):
+            rows = _unit_times(self)
+        columns = 1 + max((place for row in rows for place, _ in row), default=-1)
+        lines: list[Markup] = []
+        for worker, row in enumerate(rows):
+            at = dict(row)
+            lines.append(tag("tr", tag("th", f"worker {worker}"), *(_cell(at.get(i)) for i in range(columns))))
+        return tag("table", *lines, style="border-collapse: collapse; font-variant-numeric: tabular-nums")
 
     @cached_property
     def stages(self) -> int:
@@ -157,3 +173,27 @@ class Schedule:
 
     def _where(self, keep: Callable[[Action], bool]) -> "Schedule":
         return Schedule(tuple(tuple(action for action in row if keep(action)) for row in self.workers))
+
+
+_COLORS = {"F": "#2f6fb0", "B": "#b86e00", "I": "#3d7d46", "W": "#b75d69"}
+
+
+def _unit_times(schedule: Schedule) -> list[list[tuple[int, Action]]]:
+    """For every worker its actions with the times when they begin, if each takes 1."""
+    ends: dict[Action, int] = {}
+    rows: list[list[tuple[int, Action]]] = [[] for _ in schedule.workers]
+    waiting = waits(schedule.workers)
+    for worker, action in schedule.order():
+        before = [ends[each] for each in waiting[action]]
+        before += [rows[worker][-1][0] + 1] if rows[worker] else []
+        begin = max(before, default=0)
+        ends[action] = begin + 1
+        rows[worker].append((begin, action))
+    return rows
+
+
+def _cell(action: Action | None) -> Markup:
+    if action is None:
+        return tag("td", "")
+    style = f"background: {_COLORS.get(action.kind, '#6b7280')}; color: white; text-align: center; padding: 2px 6px"
+    return tag("td", str(action), style=style)

@@ -1,5 +1,6 @@
 """The sections of the act "across machines": how the training went, what the death of a server cost, and the books."""
 
+from statistics import fmean
 from typing import Any
 
 from weft.demo.machines_story import Points, Stay, Story
@@ -59,13 +60,18 @@ def _learned(story: Story) -> Section:
     shares = {trainer.name: _since(story, trainer.checks) for trainer in story.trainers}
     time = Axis("seconds of training")
     loss = line_chart(
-        _marked(story, losses), title="Loss of both trainers over time", x=time, y=Axis("cross-entropy", log=True)
+        losses,
+        title="Loss of both trainers over time",
+        x=time,
+        y=Axis("cross-entropy", log=True),
+        marks=_marks(story),
     )
     right = line_chart(
-        _marked(story, shares),
+        shares,
         title="Share of the held-out digits that is right, over time",
         x=time,
         y=Axis("share that is right"),
+        marks=_marks(story),
     )
     return Section(TITLE, [paragraph(words), _numbers(story), figure(loss, "Running means."), figure(right)])
 
@@ -97,10 +103,11 @@ def _cost(story: Story) -> Section:
     )
     steps = {uid: _since(story, points) for uid, points in sorted(story.steps.items())}
     drawn = line_chart(
-        _marked(story, steps),
+        steps,
         title="Optimizer steps of each expert over time",
         x=Axis("seconds of training"),
         y=Axis("steps"),
+        marks=_marks(story),
     )
     header = ["", "last step acknowledged", "durable, as told before", "went on from", "steps lost"]
     rows = [[r.uid, str(r.reached), str(r.reported), str(r.restored), str(r.lost)] for r in story.returns()]
@@ -169,15 +176,13 @@ def _status(stay: Stay) -> list[list[str]]:
     ]
 
 
-def _marked(story: Story, lines: dict[str, Points]) -> dict[str, Points]:
-    """The lines, and an upright one for the kill and for the return."""
-    values = [value for points in lines.values() for _, value in points] or [1.0]
-    ends = min(values), max(values)
+def _marks(story: Story) -> dict[str, float]:
+    """The kill, and the return."""
     times = {
         f"{story.dead.name} is killed": story.killed,
         "its experts answer again": story.killed + story.seconds_away,
     }
-    return {**lines, **{name: [(at - story.began, end) for end in ends] for name, at in times.items()}}
+    return {name: at - story.began for name, at in times.items()}
 
 
 def _since(story: Story, points: Points) -> Points:
@@ -185,11 +190,11 @@ def _since(story: Story, points: Points) -> Points:
 
 
 def _means(story: Story, losses: Points) -> Points:
-    return list(running_mean([(at, max(value, _SMALLEST)) for at, value in _since(story, losses)]))
+    return list(running_mean([(at, max(value, _SMALLEST)) for at, value in _since(story, losses)], log=True))
 
 
 def _last_loss(losses: Points) -> float:
-    return list(running_mean(losses))[-1][1]
+    return fmean(value for _, value in losses[-10:])
 
 
 def _at(story: Story, when: float) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import UsageError, listed
+from weft.core.markup import FoldedText
 from weft.core.tree import flatten, unflatten
 from weft.recurrent import backends, eager
 from weft.recurrent.cell import Cell, StoredState, adapt
@@ -175,8 +176,8 @@ class Recurrent(nn.Module):
 
     def explain(self) -> str:
         """For a person: for every kind of sequence seen, what runs step by step and what was moved out of the loop,
-        or why the eager loop runs it. Empty until a sequence was run."""
-        return "\n\n".join(self._plans.explanations())
+        or why the eager loop runs it. Empty until a sequence was run. A notebook folds the parts of it."""
+        return FoldedText("\n\n".join(self._plans.explanations()))
 
     def why(self) -> list[tuple[str, str, str]]:
         """For every kind of sequence that was run: the kind, the backend that runs it, and the reason."""

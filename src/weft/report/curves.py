@@ -5,8 +5,10 @@ MiB |      ┌──┐                 a step holds until the next point: bytes
     |──┘         └── 1f1b
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from statistics import fmean
 
 from weft.core.markup import Markup, chart
 from weft.report.axes import BYTES, COUNT, SECONDS, Frame, Scale, show_bytes, unit_for
@@ -14,7 +16,7 @@ from weft.report.strokes import Point, legend, line
 
 _WIDTH, _HEIGHT = 960.0, 330.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 62.0, 42.0
-_MEMORY = 0.9  # how much the running mean of the loss keeps of what it was
+_HALF = 10  # so many values to each side are in a running mean
 
 _DIVERGED = 1e100  # far from the ends of float64, so that no scale overflows
 
@@ -47,8 +49,9 @@ def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label
     Losses that are no finite numbers are left out, and so are those beyond `_DIVERGED`.
     """
     points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if abs(loss) < _DIVERGED]
-    mean = list(running_mean(points))
-    frame = _frame([points], log=all(loss > 0 for _, loss in points))
+    log = all(loss > 0 for _, loss in points)
+    mean = list(running_mean(points, log=log))
+    frame = _frame([points], log=log)
     axes = [frame.bottom_axis(COUNT, "step"), frame.left_axis(COUNT, label)]
     faint, bold = line(frame, points, 0, "every step", "faint"), line(frame, mean, 0, "running mean")
     key = legend([[f"{label}: every step thin, running mean bold"]], _LEFT)
@@ -75,9 +78,15 @@ def _steps(points: Sequence[Point]) -> list[Point]:
     return corners
 
 
-def running_mean(points: Sequence[Point]) -> Iterator[Point]:
-    """An exponential mean of the second numbers, which starts as the plain mean of what there is."""
-    total = weight = 0.0
-    for step, value in points:
-        total, weight = _MEMORY * total + value, _MEMORY * weight + 1
-        yield step, total / weight
+def running_mean(points: Sequence[Point], *, log: bool = False) -> Iterator[Point]:
+    """The mean of the second numbers around each, of as many before it as behind it.
+
+    So it lies on the line that it is the mean of: one over the past alone lags behind, above a loss that falls. Towards
+    both ends there are fewer values in it. With `log`, for a logarithmic axis, it is the geometric mean of numbers
+    above 0.
+    """
+    values = [math.log(value) if log else value for _, value in points]
+    for i, (x, _) in enumerate(points):
+        half = min(_HALF, i, len(values) - 1 - i)
+        mean = fmean(values[i - half : i + half + 1])
+        yield x, math.exp(mean) if log else mean

@@ -3,16 +3,16 @@
 MiB |              ╱ full        a line is what was predicted, or a course;
     |    ○      ╱                a dot of the same colour a measurement of the same name;
     |  ╱    ╱───── states        with `log` an axis counts factors, not differences
-    +────────────────  steps
+    +────────────────  steps      a mark is an upright line with its name: something that happened at one moment
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.core.markup import Markup, chart, join
+from weft.core.markup import Markup, chart, join, tag
 from weft.report.axes import COUNT, Frame, Scale, Unit
-from weft.report.strokes import ROW, Point, dots, legend, legend_rows, line
+from weft.report.strokes import LETTER, ROW, Point, dots, legend, legend_rows, line
 
 _WIDTH, _PLOT = 960.0, 250.0
 _LEFT, _RIGHT, _BOTTOM = 64.0, 20.0, 42.0
@@ -36,8 +36,11 @@ def line_chart(
     x: Axis,
     y: Axis,
     measured: Mapping[str, Sequence[Point]] | None = None,
+    marks: Mapping[str, float] | None = None,
 ) -> Markup:
     """Draw named lines, and measured points as dots in the colour of the line of the same name.
+
+    `marks` are moments on the axis of x with their names, such as the end of a server.
 
     Points that are no finite numbers, or that a logarithmic axis cannot show, are left out. A linear axis of y begins
     at 0, or below where the data is.
@@ -47,14 +50,26 @@ def line_chart(
     names = list(dict.fromkeys([*drawn, *dotted]))
     rows = legend_rows(names, _LEFT, _WIDTH - _RIGHT)
     top = len(rows) * ROW + _LABEL
-    frame = _frame([*drawn.values(), *dotted.values()], x, y, top)
+    moments = {name: float(at) for name, at in (marks or {}).items() if _shown(at, x.log)}
+    frame = _frame([*drawn.values(), *dotted.values()], x, y, top, list(moments.values()))
     axes = [frame.bottom_axis(x.unit, x.label), frame.left_axis(y.unit, y.label)]
     parts = [line(frame, points, names.index(name), name) for name, points in drawn.items()]
     parts += [
         dots(frame, points, names.index(name), [_tip(name, point, x, y) for point in points])
         for name, points in dotted.items()
     ]
+    parts += [_mark(frame, name, at, row) for row, (name, at) in enumerate(moments.items())]
     return chart(title, _WIDTH, top + _PLOT + _BOTTOM, legend(rows, _LEFT), *axes, join(*parts))
+
+
+def _mark(frame: Frame, name: str, at: float, row: int) -> Markup:
+    """An upright line, and its name beside it where there is more room; each name a row lower than the one before."""
+    x, top = frame.x(at), frame.y.end
+    left = x + 6 + len(name) * LETTER > frame.x.end
+    stroke = tag("line", x1=x, x2=x, y1=top, y2=frame.y.start, class_="mark")
+    place = {"x": x - 6 if left else x + 6, "y": top + 12 + row * ROW}
+    word = tag("text", name, class_=f"mark-name {'end' if left else 'start'}", **place)
+    return tag("g", tag("title", name), stroke, word)
 
 
 def _tip(name: str, point: Point, x: Axis, y: Axis) -> str:
@@ -69,9 +84,9 @@ def _shown(value: float, log: bool) -> bool:
     return math.isfinite(value) and abs(value) < _LARGEST and (not log or value > 1 / _LARGEST)
 
 
-def _frame(curves: Iterable[Sequence[Point]], x: Axis, y: Axis, top: float) -> Frame:
+def _frame(curves: Iterable[Sequence[Point]], x: Axis, y: Axis, top: float, moments: Sequence[float]) -> Frame:
     points = [point for curve in curves for point in curve]
-    xs, ys = [a for a, _ in points] or [1.0], [b for _, b in points] or [1.0]
+    xs, ys = [*(a for a, _ in points), *moments] or [1.0], [b for _, b in points] or [1.0]
     low, high = min(ys), max(ys)
     if y.log:
         low, high = low / 1.2, high * 1.2

@@ -48,7 +48,8 @@ def figure(picture: Markup, caption: str = "") -> Markup:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """A table; the first column names the rows."""
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
-    return tag("table", tag("thead", head), tag("tbody", *(_row(row) for row in rows)))
+    whole = tag("table", tag("thead", head), tag("tbody", *(_row(row) for row in rows)))
+    return tag("div", whole, class_="wide")  # which scrolls where a screen is narrower
 
 
 def tiles(each: Sequence[Tile]) -> Markup:

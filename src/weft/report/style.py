@@ -19,6 +19,7 @@ STYLE = """
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+body { overflow-wrap: anywhere; }
 main { max-width: 1080px; margin: 0 auto; padding: 40px 24px 64px; }
 h1 { font-size: 30px; line-height: 1.2; margin: 0 0 24px; letter-spacing: -0.01em; }
 h2 { font-size: 20px; margin: 0 0 8px; }
@@ -34,7 +35,8 @@ svg { display: block; width: 100%; min-width: 640px; height: auto; font: 12px sy
 .tile dt { color: var(--soft); font-size: 14px; }
 .tile dd { margin: 0; font-size: 25px; line-height: 1.25; font-variant-numeric: tabular-nums; }
 .tile dd.note { color: var(--soft); font-size: 13px; line-height: 1.4; }
-table { border-collapse: collapse; margin: 12px 0 18px; font-size: 15px; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; margin: 12px 0 18px; }
+table { border-collapse: collapse; font-size: 15px; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 6px 22px 6px 0; text-align: right; border-bottom: 1px solid var(--rule); }
 th { color: var(--soft); font-weight: 500; }
 th:first-child, td:first-child { text-align: left; }
@@ -44,6 +46,13 @@ pre { font: 12.5px/1.5 ui-monospace, monospace; }
 details { margin: 12px 0 18px; }
 iframe { width: 100%; height: 640px; margin: 8px 0 0; border: 1px solid var(--rule); border-radius: 8px; }
 summary { cursor: pointer; color: var(--accent); }
+@media (max-width: 720px) {
+  main { padding: 20px 10px 40px; }
+  section { padding: 16px 14px; }
+  th, td { padding-right: 14px; }
+  figure::before { content: "Wider than the screen: swipe sideways \\2192"; display: block; position: sticky; left: 0; }
+  figure::before { color: var(--soft); font-size: 13px; }
+}
 .tick, .key { fill: var(--soft); }
 .tick { text-anchor: middle; font-variant-numeric: tabular-nums; }
 .tick.end { text-anchor: end; }
@@ -58,9 +67,14 @@ summary { cursor: pointer; color: var(--accent); }
 .bar { stroke: var(--card); stroke-width: 0.6; }
 .bar.kind-F { fill: var(--f); } .bar.kind-B { fill: var(--b); } .bar.kind-R { fill: var(--r); }
 .bar.kind-I { fill: var(--i); } .bar.kind-W { fill: var(--w); }
-.outline { fill: none; stroke: var(--soft); stroke-width: 1; }
-.outline.kind-F { stroke: var(--f); } .outline.kind-B { stroke: var(--b); } .outline.kind-R { stroke: var(--r); }
-.outline.kind-I { stroke: var(--i); } .outline.kind-W { stroke: var(--w); }
+.outline { fill: none; stroke: var(--soft); stroke-width: 1.5; fill-opacity: 0.14; }
+.outline.kind-F { stroke: var(--f); fill: var(--f); } .outline.kind-B { stroke: var(--b); fill: var(--b); }
+.outline.kind-R { stroke: var(--r); fill: var(--r); } .outline.kind-I { stroke: var(--i); fill: var(--i); }
+.outline.kind-W { stroke: var(--w); fill: var(--w); }
+.in-outline { fill: var(--ink); font-size: 11px; text-anchor: middle; pointer-events: none; }
+.mark { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 5 4; }
+.mark-name { fill: var(--ink); font-weight: 600; }
+.mark-name.end { text-anchor: end; }
 .in-bar { fill: var(--bar-ink); font-size: 11px; text-anchor: middle; pointer-events: none; }
 .kind-B + .in-bar, .kind-R + .in-bar { fill: var(--b-ink); }
 .pixels { image-rendering: pixelated; }

@@ -1,7 +1,7 @@
 """A step as stages x time: what ran when, and below it what the forecast had said.
 
 stage 0  ▐F0▌▐F1▌▐F2▌          ▐─B0─▌▐─B1─▌      measured: a bar per event, its micro-batch in it
-         [  ][  ][  ]          [    ][    ]      forecast: outlines, on the same axis
+         [F0][F1][F2]          [ B0 ][ B1 ]      forecast: outlines, on the same axis
 stage 1      ▐F0▌▐─B0─▌▐F1▌▐─B1─▌
 """
 
@@ -17,7 +17,7 @@ KINDS = {"F": "forward", "B": "backward", "R": "recompute", "I": "input gradient
 """What the letters of events mean. Each has its colour in the page's style, as the class ``kind-F``."""
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960.0, 64.0, 12.0, 34.0, 42.0
-_BAR, _OUTLINE, _GAP = 26.0, 9.0, 14.0
+_BAR, _OUTLINE, _GAP = 26.0, 18.0, 16.0
 _LETTER = 6.8  # width of a character in a bar, in the picture's units
 
 
@@ -51,15 +51,22 @@ def timeline(events: Sequence[Event], forecast: Forecast | None = None, *, title
 def _bar(x: Scale, top: float, kind: str, action: Action, start: float, end: float) -> Markup:
     left, width = x(start), max(0.5, x(end) - x(start))
     shape = tag("rect", x=left, y=top, width=width, height=_BAR, rx=2, class_=f"bar kind-{kind}")
-    label = next((s for s in (f"{kind}{action.micro_batch}", f"{action.micro_batch}") if len(s) * _LETTER < width), "")
-    word = tag("text", label, x=left + width / 2, y=top + 17, class_="in-bar") if label else Markup("")
+    word = _label(kind, action, left + width / 2, width, top + 17, "in-bar")
     return tag("g", _tip("measured", kind, action, start, end), shape, word)
 
 
 def _outline(x: Scale, top: float, kind: str, action: Action, start: float, end: float) -> Markup:
-    width = max(0.5, x(end) - x(start))
-    shape = tag("rect", x=x(start), y=top, width=width, height=_OUTLINE, rx=2, class_=f"outline kind-{kind}")
-    return tag("g", _tip("forecast", kind, action, start, end), shape)
+    left, width = x(start), max(0.5, x(end) - x(start))
+    inside = max(0.5, width - 1.5)  # so that neighbours do not share a stroke
+    shape = tag("rect", x=left + 0.75, y=top, width=inside, height=_OUTLINE, rx=2, class_=f"outline kind-{kind}")
+    word = _label(kind, action, left + width / 2, width, top + 13, "in-outline")
+    return tag("g", _tip("forecast", kind, action, start, end), shape, word)
+
+
+def _label(kind: str, action: Action, middle: float, width: float, y: float, role: str) -> Markup:
+    """Kind and micro-batch, or the micro-batch alone, or nothing: what fits."""
+    label = next((s for s in (f"{kind}{action.micro_batch}", f"{action.micro_batch}") if len(s) * _LETTER < width), "")
+    return tag("text", label, x=middle, y=y, class_=role) if label else Markup("")
 
 
 def _tip(word: str, kind: str, action: Action, start: float, end: float) -> Markup:
@@ -77,6 +84,6 @@ def _legend(kinds: Sequence[str], forecast: bool) -> Markup:
         parts.append(tag("text", f"{kind}  {KINDS[kind]}", x=left + 20, y=14, class_="key"))
         left += 48 + len(KINDS[kind]) * _LETTER
     if forecast:
-        parts.append(tag("rect", x=left, y=6, width=14, height=8, rx=2, class_="outline"))
+        parts.append(tag("rect", x=left, y=4, width=14, height=12, rx=2, class_="outline"))
         parts.append(tag("text", "outline: the forecast", x=left + 20, y=14, class_="key"))
     return join(*parts)

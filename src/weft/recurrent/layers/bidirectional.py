@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import SpecError, UsageError, listed
+from weft.core.markup import FoldedText
 from weft.core.tree import difference, flatten, map_leaves, structure_paths
 from weft.recurrent.layers.packing import opened
 from weft.recurrent.layers.reverse import Axes, reverse_inputs, reverse_results, reverse_rows
@@ -101,7 +102,8 @@ class Bidirectional(nn.Module):
 def told(nets: dict[str, nn.Module]) -> str:
     """What networks say of how they run, as far as they can."""
     explained = {name: getattr(net, "explain", None) for name, net in nets.items()}
-    return "\n\n".join(f"{name}:\n{explain()}" for name, explain in explained.items() if callable(explain))
+    parts = [f"{name}:\n{explain()}" for name, explain in explained.items() if callable(explain)]
+    return FoldedText("\n\n".join(parts))
 
 
 def merged(one: Any, other: Any, merge: Merge, least: int = 3) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from weft.core.errors import UsageError, listed
+from weft.core.markup import FoldedText
 from weft.recurrent.layers.arguments import Arguments, read
 from weft.recurrent.layers.beside import Beside, call
 from weft.recurrent.layers.bidirectional import Bidirectional
@@ -100,7 +101,7 @@ class DropIn(nn.RNNBase):
         """How every layer and direction runs; see ``Recurrent.explain``."""
         if not all(isinstance(weight, nn.Parameter) for weight in self._weights()):
             return "torch's own forward: a weight is no parameter, but made anew for every call"
-        return "\n\n".join(f"layer {layer}:\n{net.explain()}" for layer, net in enumerate(self._made()))
+        return FoldedText("\n\n".join(f"layer {layer}:\n{net.explain()}" for layer, net in enumerate(self._made())))
 
     def extra_repr(self) -> str:
         """Torch's, and what is handed to ``Recurrent``."""
