@@ -110,8 +110,8 @@ def test_the_weighted_loss_is_the_loss_of_all_rows(sizes: list[int], factor: flo
 
 def test_seeds_are_what_a_gradient_of_one_spreads() -> None:
     outcome = WeightedLoss([0.25, 0.75])
-    one = outcome.spread([torch.ones((), dtype=torch.float64)])
-    assert outcome.seeds(torch.device("cpu")) == one == [[0.25], [0.75]]
+    one = torch.ones((), dtype=torch.float64)
+    assert outcome.seeds(one, torch.device("cpu")) == outcome.spread([one]) == [[0.25], [0.75]]
     assert outcome.spread([None]) == [[None], [None]]
 
 

@@ -228,11 +228,9 @@ class WeightedLoss:
         gradient = gradients[0]  # extras have none
         return [[gradient * weight if weight and gradient is not None else None] for weight in self._weights]
 
-    def seeds(self, device: torch.device | None) -> list[Gradients]:
-        """As `spread` for a gradient of one, before the loss is known."""
-        return [
-            [torch.tensor(weight, dtype=torch.float64, device=device) if weight else None] for weight in self._weights
-        ]
+    def seeds(self, gradient: Tensor, device: torch.device | None) -> list[Gradients]:
+        """As `spread`, before the loss is known and where it will be."""
+        return self.spread([gradient if device is None else gradient.to(device)])
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """See `Outcome.filled`."""

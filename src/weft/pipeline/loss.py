@@ -9,6 +9,7 @@ targets count less than others (`LossWeights`).
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -38,6 +39,8 @@ _UNCOUNTED = (
     "loss return a sum, and say loss_reduction='sum':"
 )
 _IGNORED = -100  # the default ignore_index of PyTorch's losses
+_SCALES = (2.0**-24, 2.0**64)
+_FAR = 256.0
 _COUNTING = (nn.functional.cross_entropy, nn.functional.nll_loss)
 _COUNTING_FORWARD = (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
@@ -128,6 +131,68 @@ class LossWeights:
         if weight is None and not _is_true((target == ignored).any()):
             return None
         return partial(_counted, ignored, weight)
+
+
+class LossScale:
+    """The loss gradient that a schedule like 1F1B begins backward with, before ``loss.backward()`` tells the true one.
+
+    It is a power of two, near what is `given` or else near the last true one, so that half precision overflows and
+    underflows no more than in plain PyTorch under a `torch.amp.GradScaler`; what was made with it is rescaled, exactly
+    if the true one is a power of two as well.
+    """
+
+    def __init__(self, given: Any, loss: Any) -> None:
+        """`given`: a number, a function that returns one (``scaler.get_scale``), or None. Raises UsageError."""
+        self._given = given
+        self._last = torch.ones((), dtype=torch.float64)  # on CUDA it stays there: asking would wait for the device
+        self._told = False
+        if given is not None and loss is None:
+            raise UsageError(f"loss_scale is {given!r}, but there is no loss; give the pipe one, or leave it out")
+        if not callable(given):
+            self.seed()
+
+    def seed(self) -> Tensor:
+        """What the next step begins backward with. Raises UsageError if what was given is no scale."""
+        if self._given is None:
+            return self._last
+        found = self._given() if callable(self._given) else self._given
+        scale = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+        if not is_number(scale) or not 0 < scale < math.inf:
+            raise UsageError(
+                f"loss_scale is {scale!r}, wanted a finite number above 0, such as 65536.0, or a function that returns "
+                "it, such as the get_scale of a GradScaler"
+            )
+        return _power_of_two(torch.tensor(scale, dtype=torch.float64), self._last)
+
+    def factor(self, gradient: Tensor, seed: Tensor) -> Tensor | float:
+        """What gradients that were made with `seed` are multiplied by, now that the `gradient` of the loss is known.
+
+        Warns at the first backward if the seed was far too small.
+        """
+        if hasattr(gradient, "full_tensor"):  # that of a loss that is a DTensor: a plain number goes with all gradients
+            gradient = cast(Tensor, cast(Any, gradient).full_tensor())
+        true = gradient.detach().to(torch.float64)
+        self._last = _power_of_two(true, self._last.to(true.device))
+        factor = true / seed.to(true.device)
+        if not self._told:
+            self._told = True
+            if abs(factor.item()) >= _FAR:
+                warnings.warn(
+                    f"backward began before the loss had a gradient, and assumed {seed.item():g}, but it is "
+                    f"{true.item():g}: in half precision, gradients of this step may have underflowed. The next steps "
+                    "assume that of the step before; with a GradScaler, Pipe(loss_scale=scaler.get_scale) is right at "
+                    "once",
+                    stacklevel=2,
+                )
+        return factor if factor.is_cuda else factor.item()
+
+
+def _power_of_two(value: Tensor, otherwise: Tensor) -> Tensor:
+    """The largest power of two that is no larger than the value, but within bounds in which all precisions can work;
+    `otherwise` where the value is zero or not finite."""
+    size = value.abs()
+    power = size / torch.frexp(size).mantissa / 2  # both divisions are exact
+    return torch.where(size.isfinite() & (size > 0), power.clamp(*_SCALES), otherwise)
 
 
 def own_reduction(loss: Any) -> Any:

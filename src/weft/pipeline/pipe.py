@@ -25,7 +25,7 @@ from weft.core.transforms import forbid_exporting, forbid_tracing
 from weft.core.untraced import untraced
 from weft.pipeline.batch_dim import BatchDim, BatchDims, OutputBatchDim, check_batch_dims
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.loss import LossFunction, LossWeight
+from weft.pipeline.loss import LossFunction, LossScale, LossWeight
 from weft.pipeline.runtime import Request, Runtime, on_meta
 from weft.pipeline.schedules import SCHEDULES, build
 from weft.pipeline.settings import (
@@ -83,6 +83,9 @@ class Pipe(nn.Module):
             mean, divides by, and so its weight. Default: for `nn.CrossEntropyLoss`, `nn.NLLLoss` and their functional
             forms what PyTorch divides by (class weights of the targets, without ``ignore_index``); for another loss
             the number of rows, and a target with padding (-100, or a mask beside other tensors) is refused.
+        loss_scale: what the loss is multiplied by before ``backward()``, a number or a function that returns it, such
+            as the ``get_scale`` of a `torch.amp.GradScaler`. Schedules that begin backward early begin with it, rounded
+            down to a power of two, and rescale exactly; default: with the loss gradient of the last step.
         executor: ``"threads"`` (one worker per stage), ``"serial"``, ``"auto"`` (measures both on the first
             steps and keeps the faster) or ``"graph"`` (plain autograd, for gradients of gradients).
         sample: an input, only to balance by.
@@ -113,6 +116,7 @@ class Pipe(nn.Module):
         loss: LossFunction | None = None,
         loss_reduction: Literal["mean", "sum"] | None = None,
         loss_weight: LossWeight | None = None,
+        loss_scale: int | float | Callable[[], float] | None = None,
         executor: Literal["auto", "serial", "threads", "graph"] = "auto",
         sample: Any = None,
     ) -> None:
@@ -136,8 +140,15 @@ class Pipe(nn.Module):
         reduction = None
         if loss_reduction in (None, "mean", "sum"):
             reduction = faults.of(reduction_of, loss, loss_reduction, loss_weight)
+        scale = faults.of(LossScale, loss_scale, loss)
         faults.raise_all()
-        assert layers is not None and dims is not None and layout is not None and reduction is not None  # no faults
+        assert (
+            layers is not None
+            and dims is not None
+            and layout is not None
+            and reduction is not None
+            and scale is not None
+        )
         self._dims = dims
         self.chunks = chunks
         self.checkpoint = checkpoint
@@ -147,6 +158,7 @@ class Pipe(nn.Module):
         # Not a child: a loss module's parameters are the user's to save, and the keys stay those of the model.
         self._loss = (loss, reduction)
         self._loss_weight = loss_weight
+        self._loss_scale = scale
         self._watcher: Watcher | None = None
         self._runtime: Runtime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit
@@ -186,7 +198,7 @@ class Pipe(nn.Module):
             targets = (kwargs.pop("target"),)
         main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
         axis = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets))
-        request = Request(main, targets, axis, self.chunks, self.schedule, self._watcher)
+        request = Request(main, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale)
         try:
             return runtime.serve(request, training=self.training)
         except TypeError as error:

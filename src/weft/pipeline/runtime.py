@@ -25,7 +25,7 @@ from weft.pipeline.batch_dim import BatchDims
 from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
 from weft.pipeline.collectives import forbid_workers, talkers
 from weft.pipeline.layout import Layouts
-from weft.pipeline.loss import LossFunction, LossStage, LossWeight, LossWeights
+from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights
 from weft.pipeline.plan import Plan, build_stages, merged_plan, staged_plan
 from weft.pipeline.schedules import build
 from weft.pipeline.settings import CheckpointRule, checkpoint_rules, never_recomputes
@@ -212,6 +212,7 @@ class Runtime:
             deferred=[norm for survey in surveys for norm in survey.deferred],
             dice=partial(Dice, self.uses[: len(surveys)], [survey.configuration for survey in surveys]),
             watcher=request.watcher,
+            scale=request.scale,
         )
 
     def _keep(self, micro_batches: int, at_once: frozenset[tuple[int, int]], segment: int, micro_batch: int) -> Keep:
@@ -252,6 +253,7 @@ class Request(NamedTuple):
     chunks: int
     schedule: str | Schedule
     watcher: Watcher | None
+    scale: LossScale
 
 
 def check_places(surveys: Sequence[Survey]) -> None:

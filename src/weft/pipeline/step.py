@@ -1,14 +1,15 @@
 """One step of a pipe: a mini-batch is cut, travels through the stages, and comes out joined.
 
     the table splits:      walk its forward half now, and the rest under loss.backward()
-    it does not (1F1B):    walk all of it now; loss.backward() scales the gradients that were made on the way
+    it does not (1F1B):    walk all of it now, with a guess of the loss gradient (`LossScale`); loss.backward() rescales
+                           the gradients that were made on the way
 
 A step is the `Journey` that the boundary takes. It holds what backward needs, and nothing that went out.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from weft.core.transforms import outside_transforms
 from weft.core.tree import flatten
 from weft.pipeline.batchnorm import DeferredBatchNorm
 from weft.pipeline.cargo import Cargo, Outcome, WeightedLoss
+from weft.pipeline.loss import LossScale
 from weft.pipeline.plan import Plan
 from weft.pipeline.unchanged import Unchanged, refuse_cached_weights
 
@@ -50,6 +52,7 @@ class Order:
     deferred: Sequence[DeferredBatchNorm]
     dice: Callable[[], Dice]
     watcher: Watcher | None
+    scale: LossScale
 
     @property
     def fused(self) -> bool:
@@ -94,6 +97,7 @@ class Step:
         self._run: Run | None = None
         self._unchanged: Unchanged | None = None
         self._made: list[Tensor | None] | None = None
+        self._seed = order.scale.seed() if order.fused else None
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `Journey.forward`. Raises UsageError under a cache of weights that micro-batches cannot share."""
@@ -120,7 +124,7 @@ class Step:
         if not retain:
             self._run = self._made = None
         if run is None:
-            found = _scaled(made or [], gradients[0])
+            found = self._rescaled(made or [], gradients[0])
         else:
             run.turn_back(retain=retain)
             found = self._walk_backward(run, self._order.outcome.spread(gradients))
@@ -137,9 +141,9 @@ class Step:
         merged = len(plan.stages_of[0]) > 1
         run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, dice, merged=merged)
         given = plan.gate.enter(order.cargo.leaves())
-        if order.fused and isinstance(order.outcome, WeightedLoss):
+        if self._seed is not None and isinstance(order.outcome, WeightedLoss):
             device = next((place.device for place in reversed(plan.places) if place is not None), None)
-            for segment, parcels in plan.gate.seed(order.outcome.seeds(device)).items():
+            for segment, parcels in plan.gate.seed(order.outcome.seeds(self._seed, device)).items():
                 given.setdefault(segment, {}).update(parcels)
         schedule = order.schedule if order.fused else order.schedule.forward_only()
         join_walk(plan.places)
@@ -173,13 +177,11 @@ class Step:
         inputs = cargo.gradients(self._order.plan.gate.gradients(left, cargo.micro_batches)) if cargo.tensors else []
         return [*inputs, *(by_id.get(id(each)) for each in self._parameters)]
 
-
-def _scaled(made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
-    """Gradients that were made for a loss gradient of one, for the one that arrived."""
-    if gradient is None:
-        return [None] * len(made)
-    if hasattr(gradient, "full_tensor"):  # that of a loss that is a DTensor: a plain number goes with all gradients
-        gradient = cast(Tensor, cast(Any, gradient).full_tensor())
-    if not gradient.is_cuda and gradient.item() == 1:  # on CUDA, asking would wait for the device
-        return list(made)
-    return [None if each is None else each * gradient.to(each.device) for each in made]
+    def _rescaled(self, made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
+        """Gradients that were made for the seed, for the loss gradient that arrived."""
+        if gradient is None or self._seed is None:
+            return [None] * len(made)
+        factor = self._order.scale.factor(gradient, self._seed)
+        if isinstance(factor, Tensor):
+            return [None if each is None else each * factor.to(each.device) for each in made]
+        return list(made) if factor == 1 else [None if each is None else each * factor for each in made]
