@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,20 @@ def test_every_source_file_has_at_most_600_lines() -> None:
 def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:
     users = [str(file.relative_to(SOURCE)) for file in FILES if "_pytree" in file.read_text("utf-8")]
     assert users in ([], ["weft/core/tree.py"])
+
+
+def test_the_sdist_holds_what_the_repository_holds() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    included = {name.strip("/") for name in settings["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]}
+    included |= {"README.md", "LICENSE", "pyproject.toml"}  # which the build adds itself
+    listed = run(["git", "ls-files"])
+    if listed.returncode:
+        pytest.skip("sdist: this is no checkout of git's, so what belongs to it is not known")
+    top = {name.partition("/")[0] for name in listed.stdout.splitlines()}
+    assert included == {name for name in top if not name.startswith(".")}
+    assert {"deploy", "CONTRIBUTING.md"} <= included
+    assert {"Homepage", "Documentation", "Issues", "Changelog"} <= {*settings["project"]["urls"]}
+    assert "Programming Language :: Python :: 3.11" in settings["project"]["classifiers"]
 
 
 def test_the_package_ships_its_types() -> None:
