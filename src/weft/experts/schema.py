@@ -55,7 +55,15 @@ class Column:
             return [f"{self.name} is a {kind} tensor, wanted a dense (strided) one with values"]
         dtype = tensor.dtype if self._castable(tensor) else self.spec.dtype
         spec = replace(self.spec, dtype=dtype, requires_grad=tensor.requires_grad)
-        return [f"{self.name} {fault}" for fault in spec.faults(tensor)]
+        return [f"{self.name} {fault}" for fault in (*spec.faults(tensor), *self._advice(tensor))]
+
+    def _advice(self, tensor: Tensor) -> list[str]:
+        """What to do with rows that lie in more than one axis, as those of sequences do."""
+        more, rest = tensor.dim() - len(self.spec.shape), self.spec.shape[1:]
+        if more <= 0 or any(b is not None and a != b for a, b in zip(tensor.shape[more + 1 :], rest, strict=True)):
+            return []
+        lead = tuple(tensor.shape[: more + 1])
+        return [f"would fit as flatten(0, {more}), and what comes back is brought to its form by unflatten(0, {lead})"]
 
     def _castable(self, tensor: Tensor) -> bool:
         wanted = self.spec.dtype

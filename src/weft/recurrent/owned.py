@@ -50,6 +50,8 @@ class Owned:
     tensors: list[Tensor] = field(default_factory=list[Tensor])
     key: list[Hashable] = field(default_factory=list[Hashable])
     unknown: list[str] = field(default_factory=list[str])
+    remote: list[str] = field(default_factory=list[str])
+    """Classes of the modules that servers compute."""
     unready: bool = False
     """Whether there is a parameter of which a lazy module does not know the shape yet."""
     held: list[object] = field(default_factory=list[object])
@@ -101,6 +103,10 @@ class Owned:
         if self._again(module):
             return
         inside, kind = module.__dict__, type(module)
+        if hasattr(kind, "steps_in_backward"):  # a remote expert: what it holds are connections
+            self.remote.append(kind.__name__)
+            self._give_up(kind.__name__)
+            return
         if "training" not in inside:  # the attributes are not where those of a module are
             self._give_up(f"a compiled or scripted module ({kind.__name__})")
             return

@@ -146,6 +146,9 @@ class PlannedCall:
                 "the cell contains a recurrent network, whose loop is no part of a step's graph; the inner network "
                 "runs by a plan of its own"
             )
+        if self._owned.remote:
+            names = ", ".join(dict.fromkeys(self._owned.remote))
+            raise CaptureError(f"the cell calls {names}, which servers compute, so that no plan can hold it")
         if self._owned.unknown:
             raise CaptureError(
                 f"the cell reads {', '.join(self._owned.unknown[:3])}, which may change unseen; make it a module whose "

@@ -612,3 +612,92 @@ def test_a_closed_expert_says_so(fake: FakeTransport) -> None:
 def test_arguments_that_make_no_sense_are_refused(make: object, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         make()  # type: ignore[operator]
+
+
+def in_parts(transport: Transport, accumulate: bool = False) -> RemoteExpert:
+    return RemoteExpert("fussy", transport, accumulate=accumulate, retry=Retry(first=0.001))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_call_beyond_the_largest_batch_is_sent_in_parts_and_is_one_step(way: str, accumulate: bool) -> None:
+    x, weight = rows(10, 0), rows(10, 1)
+    plain = fussy_backend(optimizer=sgd)
+    mine = x.clone().requires_grad_()
+    y = plain.module(mine)
+    (y * weight).sum().backward()
+    plain.optimizer.step()  # type: ignore[union-attr]
+    backend = fussy_backend(optimizer=sgd, max_batch_size=4)
+    with reached(way, backend) as (_, transport):
+        remote, there = in_parts(transport, accumulate), x.clone().requires_grad_()
+        with torch.no_grad():
+            assert close(remote(there), y)
+        found = remote(there)
+        assert close(found, y)
+        (found * weight).sum().backward()
+        assert backend.steps == (0 if accumulate else 1)
+        assert not accumulate or remote.commit()
+        assert backend.steps == remote.steps == 1 and backend.statistics().open_mini_batches == 0
+        assert backend.statistics().backward_batches == 3
+        assert close(there.grad, mine.grad)
+        for one, other in zip(backend.module.parameters(), plain.module.parameters(), strict=True):
+            assert close(one, other)
+
+
+def test_parts_are_added_once_each_whatever_is_lost() -> None:
+    x = rows(10, 0)
+    whole, backend = fussy_backend(optimizer=sgd), fussy_backend(optimizer=sgd, max_batch_size=4)
+    with reached("fake", whole) as (_, transport):
+        RemoteExpert("fussy", transport)(x).sum().backward()
+    with reached("fake", backend) as (_, transport):
+        assert isinstance(transport, FakeTransport)
+        y = in_parts(transport)(x)
+        transport.lose = ["reply", "request", "", "reply", "", "reply", "reply"]
+        y.sum().backward()
+        assert not transport.lose and backend.steps == 1
+    for one, other in zip(backend.module.parameters(), whole.module.parameters(), strict=True):
+        assert close(one, other)
+
+
+def test_of_parts_of_which_one_fails_nothing_is_applied() -> None:
+    backend = fussy_backend(optimizer=sgd, max_batch_size=4)
+    with reached("fake", backend) as (_, transport):
+        remote = in_parts(transport)
+        weight = torch.ones(10, WIDTH, dtype=torch.float64)
+        weight[9, 0] = torch.nan
+        y = remote(rows(10, 0))
+        with pytest.raises(GradientError):
+            (y * weight).sum().backward()
+        assert backend.steps == 0
+        assert backend.statistics().open_mini_batches == 0
+
+
+def test_parts_of_a_call_of_an_expert_that_is_not_trained_step_nothing() -> None:
+    backend = fussy_backend(optimizer=None, max_batch_size=4)
+    with reached("fake", backend) as (_, transport):
+        x = rows(10, 0).requires_grad_()
+        in_parts(transport)(x).sum().backward()
+        assert x.grad is not None and backend.steps == 0
+
+
+def test_parts_draw_the_same_random_numbers_in_forward_and_backward() -> None:
+    backend = fussy_backend(optimizer=sgd, max_batch_size=4, dropout=0.5)
+    kept = fussy_backend(optimizer=sgd, max_batch_size=4, dropout=0.5, keep_graphs=GraphBudget(1 << 20))
+    for each in (backend, kept):
+        with reached("fake", each) as (_, transport):
+            x = rows(10, 0).requires_grad_()
+            remote = RemoteExpert("fussy", transport, client="me", keep_graph=True)
+            y = remote(x)
+            y.sum().backward()
+            assert each.steps == 1
+    assert kept.statistics().used_graphs == 3
+
+
+def test_rows_in_two_axes_are_told_to_be_flattened(fake: FakeTransport) -> None:
+    remote, x = RemoteExpert("fussy", fake), torch.zeros(2, 3, WIDTH, dtype=torch.float64)
+    with pytest.raises(SpecError, match=r"would fit as flatten\(0, 1\), and .* by unflatten\(0, \(2, 3\)\)"):
+        remote(x)
+    assert remote(x.flatten(0, 1)).unflatten(0, (2, 3)).shape == x.shape
+    with pytest.raises(SpecError) as told:
+        remote(torch.zeros(2, 3, WIDTH + 1, dtype=torch.float64))
+    assert "flatten" not in str(told.value)

@@ -23,7 +23,8 @@ from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft import Pipe
 from weft.core.errors import UsageError
 from weft.experts.client import RemoteExpert, commit, discard
-from weft.experts.mixture import TooFewAnswersError
+from weft.experts.errors import StepError
+from weft.experts.mixture import MixtureCommitError, TooFewAnswersError
 from weft.experts.mixture.minibatch import MiniBatch
 from weft.experts.wire import Kind
 
@@ -209,3 +210,22 @@ def test_after_a_commit_that_was_interrupted_it_is_said_how_to_go_on(monkeypatch
         mixture.discard()
         run(mixture, x)
         assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 2)
+
+
+def test_an_expert_that_is_called_in_parts_takes_one_step_for_a_backward() -> None:
+    with Experts(max_batch_size=3) as experts:
+        mixture = experts.mixture(accumulate=False)
+        twin, x = LocalMixture(experts, mixture), numbers(16, WIDTH)
+        run(mixture, x)
+        assert len(experts.called(Kind.BACKWARD)) > len(UIDS)
+        assert experts.steps() == dict.fromkeys(UIDS, 1)
+        step_here(experts, twin, x)
+        assert_same_weights(experts)
+
+
+def test_a_commit_of_parts_that_fails_is_told() -> None:
+    with Experts(max_batch_size=3) as experts:
+        mixture = experts.mixture(accumulate=False)
+        experts.lose(Kind.COMMIT, UIDS[1], StepError("the optimizer raised"))
+        with pytest.raises(MixtureCommitError, match=r"(?s)sent in parts: 1 experts are not known to have.*StepError"):
+            run(mixture, numbers(16, WIDTH))

@@ -32,16 +32,17 @@ from tests.experts.mixture.mixture_cases import (
     routed,
 )
 from tests.experts.waiting import Clock, until
-from weft import Pipe
+from weft import Pipe, Recurrent
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, SpecError, UsageError
 from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.client import Connections, StepsLostWarning
+from weft.experts.client import Connections, RemoteExpert, StepsLostWarning
 from weft.experts.client.retry import NEVER, Retry
 from weft.experts.compression import Policy
 from weft.experts.directory import LocalDirectory
 from weft.experts.mixture import AnomalyError, NoExpertsError, RemoteMixtureOfExperts, TooFewAnswersError
 from weft.experts.server import Server
 from weft.experts.wire import Header, Kind, UnreachableError
+from weft.recurrent import NoPlanWarning
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 
@@ -609,3 +610,33 @@ def test_fresh_weights_in_place_of_trained_ones_are_told_and_may_be_an_error() -
         finally:
             server.shutdown()
             directory.close()
+
+
+def test_numbers_that_are_not_finite_are_a_value_error_as_elsewhere() -> None:
+    assert issubclass(AnomalyError, ValueError)
+
+
+@pytest.mark.parametrize("kind", [RemoteExpert, RemoteMixtureOfExperts])
+def test_a_cell_that_calls_servers_says_so_in_one_sentence(kind: type) -> None:
+    class Cell(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.inner((x + h).tanh())
+            return h, h
+
+    directory = LocalDirectory()
+    rows = (TensorSpec((None, 4), torch.float32),)
+    backend = ExpertBackend("f.0", nn.Linear(4, 4), sgd, args_schema=rows)
+    with Server([backend], directory=directory) as server, Connections(directory) as connections:
+        if kind is RemoteExpert:
+            inner: nn.Module = RemoteExpert("f.0", server.address)
+        else:
+            inner = RemoteMixtureOfExperts(in_features=4, grid_size=[1], uid_prefix="f", connections=connections)
+        cell = Recurrent(Cell(inner))
+        words = f"made: the cell calls {kind.__name__}, which servers compute, so that no plan can hold it$"
+        with pytest.warns(NoPlanWarning, match=words):
+            cell(torch.ones(3, 2, 4), torch.zeros(2, 4))
+    directory.close()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
@@ -79,8 +80,55 @@ class Asker:
         return found
 
     def forward(self, inputs: Sequence[Tensor], key: Key, deadline: float) -> list[Tensor]:
-        """The flat outputs. The key says whether the server is to keep the graph, and hears whether it did."""
-        policy, signature = self.options.compression, self.signature(deadline)
+        """The flat outputs. The key says whether the server is to keep the graph, and hears whether it did.
+
+        A call of more rows than the server takes at a time is made in parts.
+        """
+        parts = self._split(inputs, self.signature(deadline).max_batch_size)
+        if len(parts) == 1:
+            return self._forward(inputs, key, deadline)
+        found = [self._forward(part, own, deadline) for part, own in zip(parts, key.split(len(parts)), strict=True)]
+        return [torch.cat(outputs) for outputs in zip(*found, strict=True)]
+
+    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: Key) -> list[Tensor]:
+        """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch.
+
+        Parts of a call add to one mini-batch, which is committed in the end: they are one step as well, or none.
+        """
+        deadline = self.deadline()
+        signature = self.signature(deadline)
+        parts = self._split([*inputs, *gradients], signature.max_batch_size)
+        open_one = self.accumulation if self.options.accumulate else None
+        if len(parts) == 1:
+            return self._backward(inputs, gradients, key, open_one, deadline)
+        own = Accumulation(self.uid) if signature.trained and open_one is None else None
+        try:
+            found = [
+                self._backward(part[: len(inputs)], part[len(inputs) :], each, own or open_one, deadline)
+                for part, each in zip(parts, key.split(len(parts)), strict=True)
+            ]
+            if own is not None:
+                self._commit(own, deadline)
+        except BaseException:
+            if own is not None:
+                self._discard(own)
+            raise
+        return [torch.cat(rows) for rows in zip(*found, strict=True)]
+
+    def commit(self) -> bool:
+        """One step with the gradients of the open mini-batch; False if there are none."""
+        return self._commit(self.accumulation)
+
+    @staticmethod
+    def _split(tensors: Sequence[Tensor], rows: int) -> list[tuple[Tensor, ...]]:
+        """The parts of a call, each of at most so many rows."""
+        if not tensors or tensors[0].shape[0] <= rows:
+            return [tuple(tensors)]
+        count = -(-tensors[0].shape[0] // rows)
+        return [tuple([tensor[part * rows : (part + 1) * rows] for tensor in tensors]) for part in range(count)]
+
+    def _forward(self, inputs: Sequence[Tensor], key: Key, deadline: float) -> list[Tensor]:
+        policy = self.options.compression
         header = Header(
             kind=Kind.FORWARD,
             call_id=0,
@@ -91,13 +139,19 @@ class Asker:
         call = Call(key.forward(header), inputs, policy.choose("inputs", len(inputs)))
         answer = self._answer(call, deadline)[0]
         key.heard(answer)
-        return signature.results(answer, inputs[0].device)
+        return self.signature(deadline).results(answer, inputs[0].device)
 
-    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: Key) -> list[Tensor]:
-        """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch."""
-        deadline = self.deadline()
-        policy, signature = self.options.compression, self.signature(deadline)
-        mini_batch = self.accumulation.name if self.options.accumulate else ""
+    def _backward(
+        self,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        key: Key,
+        accumulation: Accumulation | None,
+        deadline: float,
+    ) -> list[Tensor]:
+        """One call, whose gradients of parameters go to this mini-batch; None: they are a step."""
+        policy = self.options.compression
+        mini_batch = "" if accumulation is None else accumulation.name
         header = Header(
             kind=Kind.BACKWARD,
             call_id=0,
@@ -111,15 +165,15 @@ class Asker:
         try:
             answer, receipt = self._walked(call, whole, deadline)
         except BaseException as error:
-            self.accumulation.failed(mini_batch, error)
+            if accumulation is not None:
+                accumulation.failed(mini_batch, error)
             raise
-        if mini_batch:
-            self.accumulation.added(mini_batch, receipt.incarnation)
-        return signature.input_gradients(answer, inputs)
+        if accumulation is not None:
+            accumulation.added(mini_batch, receipt.incarnation)
+        return self.signature(deadline).input_gradients(answer, inputs)
 
-    def commit(self) -> bool:
-        """One step with the gradients of the open mini-batch; False if there are none."""
-        ready = self.accumulation.ready()
+    def _commit(self, accumulation: Accumulation, deadline: float | None = None) -> bool:
+        ready = accumulation.ready()
         if ready is None:
             return False
         name, incarnation = ready
@@ -128,11 +182,11 @@ class Asker:
             kind=Kind.COMMIT, call_id=0, uid=self.uid, client=self.client, key=name, mini_batch=name, data=data
         )
         try:
-            self._answer(Call(header), self.deadline())
+            self._answer(Call(header), self.deadline() if deadline is None else deadline)
         except CommitError as error:
-            self.accumulation.failed(name, error)
+            accumulation.failed(name, error)
             raise
-        self.accumulation.end(name)
+        accumulation.end(name)
         return True
 
     def discard(self, patience: float = 0.0) -> None:
@@ -140,7 +194,10 @@ class Asker:
 
         Its answer is waited for at most for so many seconds of ``patience``, such as before the connection is closed.
         """
-        name = self.accumulation.give_up()
+        self._discard(self.accumulation, patience)
+
+    def _discard(self, accumulation: Accumulation, patience: float = 0.0) -> None:
+        name = accumulation.give_up()
         if name is not None:
             header = Header(kind=Kind.DISCARD, call_id=0, uid=self.uid, client=self.client, mini_batch=name)
             told = self.line.tell(Call(header), self.options.timeout)

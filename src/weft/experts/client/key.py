@@ -4,6 +4,7 @@ that draws random numbers draws the same ones for both.
 forward   key ──> the server keeps graph and inputs, if that is wished and it has a budget for that, and says so
 backward  key ──> kept: only the gradients are sent; and where the inputs are gone meanwhile, the whole call
 once more key+1   another backward of the same forward: a step of its own, with the same random numbers
+in parts  key/2   of the third part of a call that has more rows than the server takes at a time
 """
 
 import secrets
@@ -31,6 +32,7 @@ class Key:
     text: str = field(default_factory=_fresh)
     kept: bool = False
     _again: int = 0
+    _parts: "list[Key]" = field(default_factory=list["Key"])
 
     def forward(self, header: Header) -> Header:
         """The header of the forward."""
@@ -56,6 +58,14 @@ class Key:
         first, _, _ = self.text.partition(REPEATED)
         number = self._again + 1
         return Key(evaluation=self.evaluation, text=f"{first}{REPEATED}{number}", _again=number)
+
+    def split(self, count: int) -> "list[Key]":
+        """The keys of so many parts of a call, the same ones for its forward and its backward."""
+        if len(self._parts) != count:
+            first, repeated, number = self.text.partition(REPEATED)
+            texts = [f"{first}/{part}{repeated}{number}" for part in range(count)]
+            self._parts = [Key(self.keep, self.evaluation, text) for text in texts]
+        return self._parts
 
     @property
     def _mode(self) -> Flags:

@@ -26,6 +26,7 @@ class Signature:
     def __init__(self, description: Description) -> None:
         self.name = description.name
         self.trained = description.trained
+        self.max_batch_size = description.max_batch_size
         self.inputs: Nest = call_nest(description.name, description.args, description.kwargs)
         self.outputs: Nest = outputs_nest(description.name, description.outputs)
         self.tracked = [spec.dtype.is_floating_point or spec.dtype.is_complex for spec in self.outputs.specs]

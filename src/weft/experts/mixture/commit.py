@@ -58,6 +58,19 @@ class Committer:
         self.tally.count("left_out", len(faults))
         return {uid: uid in stepped for uid in touched}
 
+    def commit_parts(self, sums: Mapping[str, Accumulation]) -> None:
+        """One step of each expert that was called several times in a backward which does not accumulate.
+
+        One that lacks a part does not step, as one whose only call failed. Raises ``MixtureCommitError`` for one that
+        does not step although it has all parts.
+        """
+        whole, torn = _parted(sums)
+        failed = self._ask(whole)
+        self.calls.discard({uid: sums[uid] for uid in (*torn, *failed)})
+        if failed:
+            head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
+            raise MixtureCommitError(_named(head, failed), failed)
+
     def _ask(self, whole: Mapping[str, tuple[str, int]]) -> dict[str, BaseException]:
         """Commit these names, at these incarnations. What went wrong, by expert."""
         if not whole:

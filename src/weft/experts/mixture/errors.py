@@ -3,7 +3,7 @@
 ExpertError (RuntimeError)
 ├── NoExpertsError                      nobody in the directory stands in the grid
 ├── TooFewAnswersError (TimeoutError)   some samples have fewer answers than they need; says who failed, and how
-├── AnomalyError (ArithmeticError)      the caller's own numbers are not finite, and it asked to be told
+├── AnomalyError (ValueError)           the caller's own numbers are not finite, and it asked to be told
 └── CommitError
     └── MixtureCommitError              experts that did not step with their mini-batch; says which, and why
 
@@ -37,7 +37,7 @@ class TooFewAnswersError(ExpertError, TimeoutError):
         self.faults = dict(faults or {})
 
 
-class AnomalyError(ExpertError, ArithmeticError):
+class AnomalyError(ExpertError, ArithmeticError, ValueError):
     """NaN or Inf in what the caller gave, with ``detect_anomalies``. Nothing was sent."""
 
     reason: ClassVar[str] = "anomaly"

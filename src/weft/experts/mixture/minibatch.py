@@ -72,32 +72,39 @@ class MiniBatch:
 class Addition:
     """What the calls of one backward add to the sums, as a context manager: an error out of it breaks the mini-batch.
 
-    Without accumulation it does nothing.
+    Without accumulation, calls step by themselves; but several calls of one expert add to a sum of their own, in
+    ``parts`` by expert, which is to be committed when they are all answered.
     """
 
     def __init__(self, batch: MiniBatch) -> None:
+        self.parts: dict[str, Accumulation] = {}
         self._batch = batch
-        self._sums: list[Accumulation] = []
+        self._sums: list[Accumulation | None] = []
         self._added: set[int] = set()
 
-    def begin(self, uid: str) -> str:
-        """The name for the next call; empty: the expert is to step."""
-        if not self._batch.accumulates:
-            return ""
-        self._sums.append(self._batch.open(uid))
-        return self._sums[-1].name
+    def begin(self, uid: str, *, split: bool = False) -> str:
+        """The name for the next call, one of several of its expert if ``split``; empty: the expert is to step."""
+        one = None
+        if self._batch.accumulates:
+            one = self._batch.open(uid)
+        elif split:
+            one = self.parts.setdefault(uid, Accumulation(uid))
+        self._sums.append(one)
+        return "" if one is None else one.name
 
     def added(self, index: int, incarnation: int) -> None:
         """Call ``index`` was answered: its gradient was added at this incarnation of the server."""
-        if self._sums:
-            self._sums[index].added(self._sums[index].name, incarnation)
+        one = self._sums[index]
+        if one is not None:
+            one.added(one.name, incarnation)
             self._added.add(index)
 
     def failed(self, faults: Mapping[int, BaseException]) -> None:
         """What went wrong, by call. Of a call that was answered, it is the answer that was not to be used."""
         for index, fault in faults.items():
-            if self._sums and index not in self._added:
-                self._sums[index].failed(self._sums[index].name, fault)
+            one = self._sums[index]
+            if one is not None and index not in self._added:
+                one.failed(one.name, fault)
 
     def __enter__(self) -> "Addition":
         return self

@@ -8,6 +8,7 @@ answer in forward is not called in backward; one that fails in backward adds not
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from weft.core.errors import TWICE, BackwardTwiceError, listed
 from weft.experts.client.journey import AT_ITS_SERVER
 from weft.experts.mixture.calls import Calls, Request
+from weft.experts.mixture.commit import Committer
 from weft.experts.mixture.dispatch import Dispatch, Span
 from weft.experts.mixture.errors import AnomalyError, NoExpertsError, few_live, too_few
 from weft.experts.mixture.gathering import Accept, Patience, gather
@@ -170,22 +172,30 @@ class Passage:
         requests: list[Request] = []
         places: list[Tensor] = []
         inputs: list[Sequence[Tensor]] = []
-        for span, left in dispatch.without(self.alive):
+        calls = list(dispatch.without(self.alive))
+        counts = Counter(span.expert for span, _ in calls)
+        for span, left in calls:
             uid, key = self._uids[span.expert], self.keys.backward(span, whole=left is None)
             inputs.append(_part(sent, span, left))
-            mini_batch = addition.begin(uid)
+            mini_batch = addition.begin(uid, split=signature.trained and counts[span.expert] > 1)
             requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), key, mini_batch, deadline))
             places.append(torch.arange(span.start, span.stop, device=_CPU) if left is None else left)
-        self._exchange(
-            "backward",
-            deadline,
-            requests,
-            places,
-            self.alive.sum(1).clamp(max=terms.backward_k_min),
-            shelf,
-            lambda i, answer: shelf.put(dispatch.pairs[places[i]], signature.input_gradients(answer, inputs[i])),
-            addition,
-        )
+        try:
+            self._exchange(
+                "backward",
+                deadline,
+                requests,
+                places,
+                self.alive.sum(1).clamp(max=terms.backward_k_min),
+                shelf,
+                lambda i, answer: shelf.put(dispatch.pairs[places[i]], signature.input_gradients(answer, inputs[i])),
+                addition,
+            )
+        except BaseException:
+            means.calls.discard(addition.parts)
+            raise
+        if addition.parts:
+            Committer(means.calls, terms, means.tally, means.batch).commit_parts(addition.parts)
         return shelf.rows() or [None] * len(sent)
 
     def _exchange(
