@@ -37,6 +37,9 @@ def shown(status: Status) -> str:
     lines += [f"{uid}: {note}" for uid, one in status["keeping"].items() for note in one.get("notes", ())]
     lines += [f"refused {count} times: {reason} ({where})" for where, reason, count in seen.refusals]
     lines += [line(uid, one) for uid, one in sorted(status.get("replicas", {}).items())]
+    if lease := status.get("lease"):
+        left = f"{lease['left']:.1f} of {lease['seconds']:g} s left"
+        lines.append(f"lease: {left}, last renewed {lease['late']:.2f} s late, at worst {lease['latest']:.2f} s")
     lines += [f"alive: {one.address}, {one.experts} experts" for one in seen.servers if not one.here]
     return "\n".join(escaped(each) for each in [head, *lines])  # a line of the table is one line, whatever names hold
 

@@ -97,7 +97,8 @@ class EtcdDirectory:
 
     def renew(self, lease: Lease) -> None:
         """See `Directory.renew`."""
-        answer = self._endpoints.call(LEASE_KEEP_ALIVE, LEASE_KEEP_ALIVE.request(ID=lease.number))
+        request = LEASE_KEEP_ALIVE.request(ID=lease.number)
+        answer = self._endpoints.call(LEASE_KEEP_ALIVE, request, lease.ttl / 3)  # else one slow answer takes all of it
         if answer.TTL <= 0:
             raise _ended(lease)
 

@@ -71,9 +71,13 @@ class Endpoints:
         use_grpc("the way to etcd")
         self._channels = [_channel(address, tls) for address in addresses]
 
-    def call(self, method: Method, request: Any) -> Any:
-        """The response. Raises ``AwayError`` if no member answers, ``RefusedByEtcdError`` if one refuses."""
-        end, faults = time.monotonic() + self.timeout, list[str]()
+    def call(self, method: Method, request: Any, most: float = float("inf")) -> Any:
+        """The response, within ``most`` seconds or `timeout`, whichever is less.
+
+        Raises ``AwayError`` if no member answers, ``RefusedByEtcdError`` if one refuses.
+        """
+        timeout = min(most, self.timeout)
+        end, faults = time.monotonic() + timeout, list[str]()
         for left, index in zip(range(len(self.addresses), 0, -1), self.order(), strict=True):
             seconds = (end - time.monotonic()) / left
             try:
@@ -83,7 +87,7 @@ class Endpoints:
                 continue
             self._first = index
             return found
-        raise AwayError(listed(f"etcd does not answer {method.path} within {self.timeout:g} s:", faults))
+        raise AwayError(listed(f"etcd does not answer {method.path} within {timeout:g} s:", faults))
 
     def watch(self, index: int, requests: Any) -> Any:
         """A stream of watch responses from one member; iterate it, and ``cancel`` it."""

@@ -1,13 +1,14 @@
 """Who else serves, as the directory last told: for the status, which must not wait for a directory that is away.
 
-lease thread ── turn ──> Mirror ──> snapshot        status ── statistics() ──> by address: experts, and how many it owns
+its thread ── look ──> Mirror ──> snapshot        status ── statistics() ──> by address: experts, and how many it owns
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from weft.experts.directory import Directory, DirectoryError, Mirror, Snapshot
+from weft.experts.directory import AwayError, Directory, Mirror, Snapshot
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,9 @@ class DirectoryStatistics:
 
 
 class Neighbours:
-    """Looks when it is told to, after ``renew``, and tells what it saw. `statistics` may be called in any thread."""
+    """Looks when it is told to, and tells what it saw. `statistics` may be called in any thread."""
 
-    def __init__(self, directory: Directory, here: str, renew: Callable[[], None]) -> None:
-        self._renew = renew
+    def __init__(self, directory: Directory, here: str) -> None:
         self._directory = directory
         self._here = here
         self._lock = threading.Lock()
@@ -42,14 +42,10 @@ class Neighbours:
         self._mirror: Mirror | None = None
         self._snapshot = Snapshot()
 
-    def turn(self) -> None:
-        """Renew the own entry, and look who else is there. Raises ``AwayError`` if the directory is away."""
-        try:
-            self._renew()
-        except DirectoryError:
-            self._look()  # also to notice since when it is away
-            raise
-        self._look()
+    def look(self) -> None:
+        """See who else is there; where the directory does not answer, the renewal of the own lease tells."""
+        with suppress(AwayError):
+            self._look()
 
     def _look(self) -> None:
         with self._lock:

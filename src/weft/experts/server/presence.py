@@ -10,12 +10,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from weft.core.errors import listed
 from weft.experts.directory import DeclaredError, Directory, DirectoryError, Lease, LeaseLostError
 
+_MARGIN = 0.1  # of a lease, by which its owner stops to step before it ends
 PATIENCE = 0.5
 """Seconds that a server which ends waits for a directory; one that is there answers within milliseconds."""
+
+
+@dataclass(frozen=True)
+class LeaseStatistics:
+    """``seconds`` that a lease lasts, ``left`` of them for who steps, counted by this server's clock.
+
+    ``late``: seconds by which the last renewal was answered after it was due, at a third of the lease; ``latest``: the
+    worst of all.
+    """
+
+    seconds: float
+    left: float
+    late: float
+    latest: float
 
 
 class Presence:
@@ -40,7 +56,8 @@ class Presence:
         self._uids = uids
         self._moved = moved
         self._replicated = replicated
-        self._until = float("-inf")
+        self._until = self._due = float("-inf")
+        self._late = self._latest = 0.0
         self._ttl = ttl
         self._lock = threading.Lock()
         self._lease: Lease | None = None
@@ -60,10 +77,18 @@ class Presence:
     def until(self, lease: Lease) -> float:
         """Until when (`time.monotonic`) this lease surely lasts; minus infinity if it is not the one of now.
 
-        Counted from before the directory was asked to renew it, so that the directory cannot have ended it sooner.
+        Counted from before the directory was asked to renew it, so that the directory cannot have ended it sooner; and
+        a little less, so that a step which is about to be taken then is over before another server may own the expert.
         """
         now, until = self._lease, self._until
         return until if now is not None and now.number == lease.number else float("-inf")
+
+    def statistics(self) -> "LeaseStatistics | None":
+        """How the renewals keep up; None where nothing is listed."""
+        lease = self._lease
+        if lease is None:
+            return None
+        return LeaseStatistics(lease.ttl, self._until - time.monotonic(), self._late, self._latest)
 
     def turn(self) -> None:
         """Declare or renew, whichever is due.
@@ -78,14 +103,14 @@ class Presence:
             if self._lease is not None and set(self._lease.uids) == set(uids):
                 try:
                     self._directory.renew(self._lease)
-                    self._until = start + self._lease.ttl
+                    self._renewed(start, self._lease)
                     return
                 except LeaseLostError:
                     self._lease = None
             if uids and (fault := self._declared_elsewhere(uids)):
                 if self._lease is not None:
                     self._directory.renew(self._lease)
-                    self._until = start + self._lease.ttl
+                    self._renewed(start, self._lease)
                 raise DeclaredError(fault)
             # What is listed twice for a moment is found; what is not listed for a moment is not.
             lasted = time.monotonic() < self._until
@@ -97,7 +122,11 @@ class Presence:
                     if each is not None:
                         self._directory.withdraw(each)
                 raise DeclaredError(fault)
-            before, self._lease, self._until = self._lease, lease, start + (0.0 if lease is None else lease.ttl)
+            before, self._lease = self._lease, lease
+            if lease is not None:
+                self._renewed(start, lease)
+            else:
+                self._until = self._due = float("-inf")
             if before is not None:
                 if lease is not None and self._moved is not None and lasted:
                     self._moved(before, lease)
@@ -129,6 +158,12 @@ class Presence:
             "different weights. Give them other names, or say replicas= at every server that has them:",
             told,
         )
+
+    def _renewed(self, start: float, lease: Lease) -> None:
+        """The directory has answered what it was asked at ``start``."""
+        self._late = max(0.0, time.monotonic() - self._due) if self._due > float("-inf") else 0.0
+        self._latest = max(self._late, self._latest)
+        self._until, self._due = start + lease.ttl * (1 - _MARGIN), start + lease.ttl / 3
 
     def _withdraw(self) -> None:
         with self._lock:  # whatever is declared meanwhile is withdrawn as well

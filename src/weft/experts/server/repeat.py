@@ -9,6 +9,7 @@ and of their end.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from weft.core.errors import escaped
@@ -17,9 +18,14 @@ _LOG = logging.getLogger("weft.experts.server")
 
 
 class Repeat:
-    """Calls ``act`` every ``seconds`` from `start` to `stop`."""
+    """Calls ``act`` every ``seconds`` from `start` to `stop`.
 
-    def __init__(self, name: str, seconds: float, act: Callable[[], object]) -> None:
+    ``urgent``: the seconds count from the beginning of a turn, not from its end, and one that failed is tried again
+    after a tenth of them.
+    """
+
+    def __init__(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
+        self._urgent = urgent
         self.failures = 0
         self.last_failure: Exception | None = None
         self._name, self._seconds = name, seconds
@@ -43,26 +49,31 @@ class Repeat:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._seconds):
+        pause, again = self._seconds, self._seconds / 10 if self._urgent else self._seconds
+        while not self._stop.wait(pause):
+            start, pause = time.monotonic(), self._seconds
             try:
                 self._act()
             except Exception as error:
                 self.failures += 1
+                pause = again
                 if self.last_failure is None:
-                    _LOG.warning("%s: %s; tried again every %g s", self._name, escaped(error), self._seconds)
+                    _LOG.warning("%s: %s; tried again every %g s", self._name, escaped(error), again)
                 self.last_failure = error
             else:
                 if self.last_failure is not None:
                     _LOG.warning("%s: works again", self._name)
                 self.last_failure = None
+            if self._urgent:
+                pause = max(0.0, start + pause - time.monotonic())
 
 
 class Repeats(dict[str, Repeat]):
     """What one server repeats, by name."""
 
-    def begin(self, name: str, seconds: float, act: Callable[[], object]) -> None:
+    def begin(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
         """One more, and start it."""
-        self[name] = Repeat(name, seconds, act)
+        self[name] = Repeat(name, seconds, act, urgent=urgent)
         self[name].start()
 
     def stop(self, name: str, timeout: float) -> None:

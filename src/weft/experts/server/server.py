@@ -277,11 +277,12 @@ class Server:
             self._presence = Presence(
                 self._directory, lambda: self.experts, here, ttl, self._replicas.moved, self._replicas.covers
             )
-            self._neighbours = Neighbours(self._directory, here, self._presence.turn)
+            self._neighbours = Neighbours(self._directory, here)
             self.own(self._neighbours.close)
             self._reporter.presence, self._reporter.neighbours = self._presence, self._neighbours
             self._announce()
-            self._repeats.begin("lease", ttl / 3, self._neighbours.turn)
+            self._repeats.begin("lease", ttl / 3, self._presence.turn, urgent=True)  # waits behind nothing else
+            self._repeats.begin("neighbours", ttl / 3, self._neighbours.look)
             self._replicas.start(self._presence)
         if self._panel is not None:
             self.own(partial(self._panel.stop, _LAST))
@@ -302,9 +303,10 @@ class Server:
         Raises ``UsageError`` for experts that another server lists, for longer than the lease of a dead one lasts.
         """
         end = time.monotonic() + 1.5 * self.options.lease_seconds
-        while self._neighbours is not None:
+        while self._presence is not None and self._neighbours is not None:
             try:
-                self._neighbours.turn()
+                self._presence.turn()
+                self._neighbours.look()
                 return
             except ConnectionError:
                 return

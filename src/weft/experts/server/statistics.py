@@ -18,7 +18,7 @@ from weft.experts.runtime import Runtime
 from weft.experts.server.desk import Desk
 from weft.experts.server.endpoint import Endpoint
 from weft.experts.server.neighbours import DirectoryStatistics, Neighbours
-from weft.experts.server.presence import Presence
+from weft.experts.server.presence import LeaseStatistics, Presence
 from weft.experts.server.repeat import Repeat
 
 
@@ -41,7 +41,7 @@ class ServerStatistics:
     ``turned_away`` clients found the server full, ``broken`` ones sent what is no frame, ``refusals`` were forbidden;
     all by kind of call, ``errors`` by reason. ``seconds`` since the start. ``failures``: what last went wrong with
     the directory or the checkpoints, empty if nothing does now; and damaged checkpoints that the start passed over.
-    ``directory``: who else is alive; None without one.
+    ``directory``: who else is alive; ``lease``: how its renewals keep up. None without one.
     """
 
     address: str
@@ -63,6 +63,7 @@ class ServerStatistics:
     keeping: Mapping[str, KeepingStatistics]
     runtimes: Mapping[str, RuntimeStatistics]
     directory: DirectoryStatistics | None = None
+    lease: LeaseStatistics | None = None
     replicas: Mapping[str, ReplicaStatistics] = field(default_factory=dict[str, ReplicaStatistics])
 
     def to_json(self) -> dict[str, Any]:
@@ -114,6 +115,7 @@ class Reporter:
             keeping={uid: KeepingStatistics(one.durable, one.restored, one.notes) for uid, one in served.items()},
             runtimes={name: runtime.statistics() for name, runtime in dict(self._runtimes).items()},
             directory=None if self.neighbours is None else self.neighbours.statistics(),
+            lease=None if self.presence is None else self.presence.statistics(),
             replicas=self.replicas(),
         )
 

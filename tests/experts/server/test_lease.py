@@ -1,0 +1,89 @@
+"""Leases that are renewed in time, or whose owner stops before they end."""
+
+import threading
+import time
+
+import pytest
+
+from tests.experts.expert_cases import fussy_backend
+from tests.experts.server.replica_cases import expert, make
+from tests.experts.waiting import until
+from weft.experts.client.command import shown
+from weft.experts.directory import AwayError, Lease, LocalDirectory, Snapshot
+from weft.experts.server import Server, ServerOptions
+from weft.experts.server.presence import Presence
+from weft.experts.server.repeat import Repeat
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Slow(LocalDirectory):
+    """``get`` does not come back before ``gate`` is set, once it is ``slow``; renewals are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow, self.gate, self.renewals = False, threading.Event(), 0
+
+    def renew(self, lease: Lease) -> None:
+        super().renew(lease)
+        self.renewals += 1
+
+    def get(self, prefix: str = "") -> Snapshot:
+        if self.slow:
+            assert self.gate.wait(20.0)
+        return super().get(prefix)
+
+
+def test_a_renewal_does_not_wait_behind_a_look_at_the_directory() -> None:
+    directory = Slow()
+    try:
+        with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.6)) as server:
+            directory.slow = True
+            server._neighbours._mirror._unwatch()  # so that the next look asks anew
+            before = directory.renewals
+            until(lambda: directory.renewals >= before + 4)
+            directory.gate.set()
+    finally:
+        directory.gate.set()
+
+
+def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginning() -> None:
+    times: list[float] = []
+
+    def act() -> None:
+        times.append(time.monotonic())
+        if len(times) in (1, 2):
+            raise AwayError("away")
+        time.sleep(0.1)
+
+    repeat = Repeat("lease", 0.2, act, urgent=True)
+    repeat.start()
+    until(lambda: len(times) >= 5)
+    repeat.stop(5.0)
+    assert times[1] - times[0] < 0.15  # a tenth; a loaded machine may add to it
+    assert times[4] - times[3] >= 0.19  # not oftener than asked
+    assert repeat.last_failure is None and repeat.failures == 2
+
+
+def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were() -> None:
+    directory = LocalDirectory()
+    presence = Presence(directory, lambda: ["a"], "here:1", 60.0)
+    assert presence.statistics() is None
+    start = time.monotonic()
+    presence.turn()
+    lease = presence.lease
+    assert lease is not None
+    assert presence.until(lease) < start + 0.95 * 60.0
+    assert presence.statistics().latest == 0.0  # type: ignore[union-attr]
+    presence._due = time.monotonic() - 7.0  # it should have been renewed 7 s ago
+    presence.turn()
+    seen = presence.statistics()
+    assert seen is not None and 7.0 <= seen.late == seen.latest < 8.0 and 50.0 < seen.left <= 54.0
+    presence.turn()
+    assert presence.statistics().late == 0.0 and presence.statistics().latest >= 7.0  # type: ignore[union-attr]
+
+
+def test_the_status_tells_of_the_lease() -> None:
+    with make(LocalDirectory(), expert()) as server:
+        line = next(each for each in shown(server.status()).splitlines() if each.startswith("lease: "))
+        assert "s left, last renewed 0.0" in line
