@@ -1,6 +1,7 @@
 """The batch may be on any axis: gradients are the undivided model's, and modules that disagree are refused."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.pipeline.pipe_cases import (
 )
 from weft import NoChunk, Pipe
 from weft.compat.torchgpipe import GPipe
+from weft.core import tree
 from weft.core.errors import BatchError, SpecError, UsageError
 from weft.pipeline.batch_dim import BatchDims
 from weft.recurrent import LSTM, Bidirectional, Caffe2LSTM, Recurrent, Stack
@@ -198,10 +200,34 @@ def test_a_module_that_surely_gets_the_input_or_makes_the_output_must_agree(kind
             for layers, at in (((inner, swaps), "0"), ((swaps, *inner), r"\d")):
                 model = nn.Sequential(*(each for each in layers if each is not None))
                 with pytest.raises(UsageError, match=rf"  - {at}.*has its batch on axis {right}, but it"):
-                    Pipe(model, chunks=2, batch_dim=1 - right)
-                Pipe(model, chunks=2, batch_dim=right)
+                    Pipe(model, chunks=2, batch_dim=1 - right, output_batch_dim=1 - right)
+                Pipe(model, chunks=2, batch_dim=right, output_batch_dim=right)
     between = nn.Sequential(First(nn.Identity()), TIME_FIRST[kind](batch_first=first), First(nn.Identity()))
     Pipe(between, chunks=2, batch_dim=1 - right)
+
+
+@pytest.mark.parametrize(
+    ("net", "axes"),
+    [
+        (nn.LSTM(4, 4, batch_first=True), (0, 1)),
+        (LSTM(4, 4, batch_first=True), (0, 1)),
+        (Recurrent(nn.GRUCell(4, 4)), (1, 0, 1)),
+        (Stack([Recurrent(nn.GRUCell(4, 4))]), (1, 0, 1)),
+        (Caffe2LSTM(4, 4), (1, 0, 1, 0)),
+        (nn.GRU(4, 4), None),
+        (Recurrent(nn.GRUCell(4, 4), batch_first=True), None),
+    ],
+)
+def test_a_last_layer_that_returns_states_on_other_axes_has_them_told(net: nn.Module, axes: Any) -> None:
+    batch_dim = 0 if getattr(net, "batch_first", False) else 1
+    if axes is not None:
+        words = rf"^0 \({type(net).__name__}\).*output_batch_dim={re.escape(str(axes[:3]))},"
+        with pytest.raises(UsageError, match=words):
+            Pipe(nn.Sequential(net), chunks=2, batch_dim=batch_dim or None)
+    pipe, plain = piped(nn.Sequential(net).double(), chunks=2, batch_dim=batch_dim, output_batch_dim=axes)
+    seen, wanted = (tree.flatten(model(rows(8, 8, 4)))[0] for model in (pipe, plain))
+    assert len(seen) == len(wanted)
+    assert_close(seen, wanted)
 
 
 def test_images_have_their_rows_on_axis_0() -> None:

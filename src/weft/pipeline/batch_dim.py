@@ -47,6 +47,7 @@ class BatchDims:
             faults.append(f"batch_dim is {arguments!r}, wanted an int, a tuple, or a dict by position and keyword")
         faults += _faults("batch_dim", self._by_name or self._whole, none=True)
         self.outputs: Any = self._whole if outputs is None else outputs
+        self.outputs_assumed = outputs is None
         if self.outputs is None:
             faults.append("output_batch_dim is missing; batch_dim is nested, so it does not tell that of the output")
         else:
@@ -95,18 +96,17 @@ def check_batch_dims(layers: Layers, arguments: Any, dims: BatchDims) -> None:
 
     Where nothing was said of axes, that is every module anywhere in the layers with its batch not on axis 0: what is
     around it may swap axes, but nobody can see it. Where it was said, only those that the arguments reach, or that
-    the output comes from, through nothing but layers which are known to leave axes as they are.
+    the output comes from, through nothing but layers which are known to leave axes as they are. A last layer that
+    returns states with their batch on another axis than its output must have them said.
     """
-    if arguments is None:
-        if found := [each for name, layer in layers for each in _anywhere(name, layer)]:
-            headline = (
-                "these modules have their batch on axis 1, and a Pipe cuts along axis 0 where nothing is said; make "
-                "them with batch_first=True, or give Pipe batch_dim=1 if the rows of the model's input are there, or "
-                "batch_dim=0 if its layers swap axes before and after these:"
-            )
-            raise UsageError(listed(headline, found))
-        return
     flat = [each for name, layer in layers for each in _opened(name, layer)]
+    if arguments is None and (found := [each for name, layer in layers for each in _anywhere(name, layer)]):
+        headline = (
+            "these modules have their batch on axis 1, and a Pipe cuts along axis 0 where nothing is said; make "
+            "them with batch_first=True, or give Pipe batch_dim=1 if the rows of the model's input are there, or "
+            "batch_dim=0 if its layers swap axes before and after these:"
+        )
+        raise UsageError(listed(headline, found))
     faults: list[str] = []
     for value, ordered, words in (
         (dims.first, flat, "gets the input, cut along"),
@@ -120,6 +120,12 @@ def check_batch_dims(layers: Layers, arguments: Any, dims: BatchDims) -> None:
             "them, or if a module beside them swaps axes, put both into one module:"
         )
         raise UsageError(listed(headline, list(dict.fromkeys(faults))))
+    if dims.outputs_assumed and flat and (axes := _several_axes(flat[-1][1])):
+        name, layer = flat[-1]
+        raise UsageError(
+            f"{name} ({type(layer).__name__}), the last layer, returns tensors with their batch on different axes; say "
+            f"which, as in output_batch_dim={axes}, or let a layer after it return what is wanted"
+        )
 
 
 def _batch_axis(module: nn.Module) -> int | None:
@@ -130,6 +136,16 @@ def _batch_axis(module: nn.Module) -> int | None:
     if isinstance(first, bool):
         return 0 if first else 1
     return 0 if isinstance(module, _ON_AXIS_0) else None
+
+
+def _several_axes(module: nn.Module) -> str | None:
+    """The axes of what the module returns, where they are known to differ, such as those of outputs and states."""
+    axis = _batch_axis(module)
+    if isinstance(module, nn.RNNBase):
+        return "(0, 1)" if axis == 0 else None
+    if isinstance(module, nn.MultiheadAttention):
+        return "(1, 0)" if axis == 1 else None
+    return "(1, 0, 1)" if axis == 1 and type(module).__module__.startswith("weft.recurrent.") else None
 
 
 def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
