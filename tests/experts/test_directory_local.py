@@ -53,8 +53,8 @@ def test_a_thousand_experts_are_found_in_a_millisecond_or_so() -> None:
     directory = LocalDirectory()
     directory.declare([f"ffn.{i}.{j}" for i in range(32) for j in range(32)], "x:1", 60.0)
     snapshot = directory.get("ffn.")
-    start = time.perf_counter()
+    start = time.thread_time()
     for i in range(32):
         assert len(snapshot.search(f"ffn.{i}.")) == 32
-    assert time.perf_counter() - start < 0.1  # the type checks of the tests are in it
+    assert time.thread_time() - start < 0.1  # the type checks of the tests are in it
     directory.close()

@@ -87,12 +87,10 @@ def test_a_broken_frame_ends_its_stream_with_an_error_of_call_0_and_no_other(
         assert other.receive()[0].header.kind is Kind.RESULT
         stream.send(GOOD, bad, GOOD)
         answers: dict[int, Exception | None] = {}
-        start = time.monotonic()
         while 0 not in answers:
             for answer in stream.receive():
                 fault = read_fault(answer.header.data) if answer.header.kind is Kind.ERROR else None
                 answers[answer.header.call_id] = fault
-        assert time.monotonic() - start < 2.0
         assert type(answers[0]) is error and stream.ended() is grpc.StatusCode.OK
         other.send(forward(2))
         assert other.receive()[0].header.kind is Kind.RESULT

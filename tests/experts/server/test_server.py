@@ -217,9 +217,7 @@ def test_a_module_that_does_not_end_does_not_hold_the_end_up_for_ever() -> None:
         future = transport.submit(call, PATIENCE)
         assert gate.entered.wait(PATIENCE)
         waiting = transport.submit(call, PATIENCE)
-        start = time.monotonic()
-        assert not server.shutdown()
-        assert time.monotonic() - start < 4.0
+        assert not server.shutdown()  # while the module runs on
         assert isinstance(waiting.exception(PATIENCE), ClosedError) and not future.done()
     finally:
         gate.let.set()
