@@ -35,7 +35,7 @@ class SumsOptions:
 
     Args:
         mini_batches: number of open mini-batches of all clients.
-        max_client_mini_batches: number that one principal may have open; None: half of ``mini_batches``, at least 1.
+        max_client_mini_batches: number that one principal may have open; None: three quarters of ``mini_batches``.
         seconds: without a gradient or a commit, after which a mini-batch is dropped.
         orphan_seconds: after the end of the stream by which its last gradient came, after which it is dropped. A
             client that connects again and adds to it in time keeps it.
@@ -58,7 +58,7 @@ class SumsOptions:
     @property
     def client_share(self) -> int:
         """The number of mini-batches that one principal may have open."""
-        return self.max_client_mini_batches or max(1, self.mini_batches // 2)
+        return self.max_client_mini_batches or max(1, self.mini_batches * 3 // 4)
 
 
 @dataclass

@@ -8,6 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.experts.expert_cases import fussy_backend, rows, work
 from tests.experts.gate import Gate
@@ -19,6 +21,7 @@ from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError, OverloadError, QuotaError
 from weft.experts.replica import ReplicaOptions, feed
 from weft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
+from weft.experts.server.budget import Budget
 from weft.experts.server.identity import identify
 from weft.experts.service.names import STATE
 from weft.experts.task import CallerStream
@@ -102,6 +105,24 @@ def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None
         mine = trainer.submit(Call(Header(kind=Kind.BACKWARD, call_id=0, uid="fussy"), [rows(2, 0), rows(2, 1)]), 20.0)
         gate.go.release(5)
         assert mine.result(20.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ann", "eve"]), st.integers(1, 60)), max_size=30))
+def test_one_client_leaves_memory_for_calls_to_others(calls: list[tuple[str, int]]) -> None:
+    budget, held = Budget(100), {"ann": list[int](), "eve": list[int]()}
+    for client, nbytes in calls:
+        try:
+            budget.admit(nbytes, client)
+            held[client].append(nbytes)
+        except QuotaError:
+            assert sum(held[client]) + nbytes > 75
+        except OverloadError:
+            assert budget.held + nbytes > 100
+        assert sum(held[client]) <= max([75, *held[client][:1]])
+    for client, sizes in held.items():
+        for nbytes in sizes:
+            budget.leave(nbytes, client)
+    assert budget.held == 0 and not budget._clients
 
 
 def test_one_trainer_leaves_slots_of_mini_batches_to_others_and_an_error_names_who_holds_them() -> None:

@@ -2,14 +2,16 @@
 
     open     a stream          MESSAGE_BYTES, which gRPC may hold of it unseen    no room: the stream is turned away
     reserve  a frame in parts  its whole size, before its second part is read     no room: it is waited for, not long
-    admit    a call            its tensors, before one is made                    no room: OverloadError to its author
+    admit    a call            its tensors, before one is made                    no room: OverloadError to its author,
+                                                                                  QuotaError for its client's share
 
 Each stream has a bound of its own; a thousand streams within theirs would still fill any machine.
 """
 
 import asyncio
+from collections import Counter
 
-from weft.experts.errors import OverloadError
+from weft.experts.errors import OverloadError, QuotaError
 
 
 class Budget:
@@ -19,6 +21,7 @@ class Budget:
         self.most = most
         self.held = 0
         self.streams = 0
+        self._clients: Counter[str] = Counter()
         self._freed = asyncio.Event()
 
     def open(self, nbytes: int) -> None:
@@ -48,15 +51,30 @@ class Budget:
                     continue
                 raise
 
-    def admit(self, nbytes: int) -> None:
-        """Hold so many more. Raises ``OverloadError``; one call alone is let in whatever its size, which has limits."""
+    def admit(self, nbytes: int, client: str = "") -> None:
+        """Hold so many more, for a client that may have three quarters of all; without a name it is not counted.
+
+        Raises ``OverloadError`` or ``QuotaError``; one call alone is let in whatever its size, which has limits.
+        """
+        share = self.most * 3 // 4
+        if client and nbytes and self._clients[client] and self._clients[client] + nbytes > share:
+            raise QuotaError(
+                f"calls under way of client {client!r} take {self._clients[client]} of the {share} bytes that one "
+                f"client may take at this server, and {nbytes} more were sent; wait for answers before sending more"
+            )
         if self.held and nbytes and self.streams + self.held + nbytes > self.most:
             raise OverloadError(f"{self._taken}, and {nbytes} more were sent; come back later")
         self.held += nbytes
+        if client and nbytes:
+            self._clients[client] += nbytes
 
-    def leave(self, nbytes: int) -> None:
+    def leave(self, nbytes: int, client: str = "") -> None:
         """Hold so many less."""
         self.held -= nbytes
+        if client and nbytes:
+            self._clients[client] -= nbytes
+            if not self._clients[client]:
+                del self._clients[client]
         self._freed.set()
 
     @property

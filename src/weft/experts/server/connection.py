@@ -19,7 +19,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from weft.experts.errors import OverloadError
+from weft.experts.errors import OverloadError, QuotaError
 from weft.experts.server.access import Caller
 from weft.experts.server.budget import Budget
 from weft.experts.server.desk import Desk, fault
@@ -62,8 +62,8 @@ class Connection:
         cost = sum(max(one.nbytes, one.decoded_bytes) for one in call.descriptors)
         self.calls += 1
         try:
-            self._budget.admit(cost)
-        except OverloadError as error:
+            self._budget.admit(cost, self.caller.principal)
+        except (OverloadError, QuotaError) as error:
             self._desk.refuse(call.header.call_id, error, partial(self.answer, cost=0))
             return
         self._held += cost
@@ -118,7 +118,7 @@ class Connection:
         self.caller.stream.ended_at = time.monotonic()
         for future in list(self._futures.values()):
             future.cancel()
-        self._budget.leave(self._held)
+        self._budget.leave(self._held, self.caller.principal)
         self._held = 0
 
     def _batch(self) -> list[tuple[Call, int]]:
@@ -138,7 +138,7 @@ class Connection:
                 self.nbytes -= _size(call) + max(0, cost)
                 self.calls -= cost >= 0
         given_back = sum(max(0, cost) for _, cost in batch)
-        self._budget.leave(given_back)
+        self._budget.leave(given_back, self.caller.principal)
         self._held -= given_back
         self._room.set()
 

@@ -21,7 +21,8 @@ class ServerOptions:
         reads no more from it until answers have left, and HTTP/2's flow control slows that client down, nobody else.
     total_bytes: what all streams together may have under way: 512 KiB for each stream, frames that are half here, and
         tensors of requests whose answers have not left. A call beyond it is refused with ``OverloadError`` before it
-        is decoded, a stream beyond it is turned away.
+        is decoded, a stream beyond it is turned away. Calls of one client may take three quarters, beyond which they
+        are refused with ``QuotaError``.
     longest_seconds: the deadline of a call that names none, or a later one.
     lease_seconds: how long the directory lists a server that does not renew; it renews three times as often.
     checkpoint_seconds: between two looks for experts that have stepped since they were saved.
