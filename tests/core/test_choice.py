@@ -55,6 +55,29 @@ def test_kinds_of_steps_are_judged_apart() -> None:
     assert choice.pick("something new") == 0
 
 
+def test_a_choice_that_becomes_slow_is_measured_again() -> None:
+    choice = Choice(2)
+    measured(choice, [1.0, 0.5])
+    timed = [choice.times("step") for _ in range(16)]
+    assert timed == ([False] * 7 + [True]) * 2, "one step of eight"
+    for seconds in (*[0.7] * 20, *[2.0] * 4, 0.6, *[2.0] * 4):  # not clearly, or not for long
+        choice.report("step", 1, seconds)
+    choice.report("step", 0, 9.0)  # another one's
+    assert choice.decisions() == {"step": 1}
+    choice.report("step", 1, 2.0)
+    assert choice.decisions() == {} and choice.times("step")
+    assert measured(choice, [1.0, 2.0]) and choice.decisions() == {"step": 0}
+
+
+def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
+    choice = Choice(2)
+    choice.rule_out("step", 0)
+    for _ in range(TURNS):
+        assert choice.pick("step") == 1
+        choice.report("step", 1, 1.0)
+    assert choice.decisions() == {"step": 1}
+
+
 class Journey:
     """A journey without stages."""
 

@@ -190,14 +190,16 @@ def test_statistics_tell_what_auto_chose() -> None:
     assert pipe.statistics()["chosen"] == {}
     for _ in range(20):
         backward(pipe, rows(6, 4))
-    assert list(pipe.statistics()["chosen"]) == ["gradients, train(), output, 3 micro-batches of 2 to 3 rows"]
+    assert list(pipe.statistics()["chosen"]) == [
+        "gradients, train(), output, 3 micro-batches of 2 to 3 rows, 16 to 31 numbers in all"
+    ]
     pipe.eval()
     with torch.no_grad():
         for _, count in itertools.product(range(20), (1, 0)):
             pipe(rows(count, 4))
     assert list(pipe.statistics()["chosen"])[1:] == [
-        "no gradients, eval(), output, 1 micro-batch of 1 row",
-        "no gradients, eval(), output, 1 micro-batch of 0 rows",
+        "no gradients, eval(), output, 1 micro-batch of 1 row, 4 to 7 numbers in all",
+        "no gradients, eval(), output, 1 micro-batch of 0 rows, 0 to 0 numbers in all",
     ]
     assert pipe.statistics()["balance"] == pipe.balance
 

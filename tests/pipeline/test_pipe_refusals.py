@@ -226,7 +226,7 @@ def test_inside_of_a_dual_level_a_step_without_tangents_is_run() -> None:
 
 def test_a_vectorized_jacobian_is_refused_also_after_the_executor_was_chosen() -> None:
     pipe, _ = piped(chain(4, 5, 3), executor="auto", checkpoint="never")
-    for _ in range(14):
+    for _ in range(20):
         backward(pipe, rows(7, 4).requires_grad_())
     assert pipe.statistics()["chosen"]
     with pytest.raises(UsageError, match="several gradients"):

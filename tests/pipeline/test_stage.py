@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from tests.pipeline.pipe_cases import rows
-from weft import Namespace, pop, skippable, stash
+from weft import pop, skippable, stash
 from weft.core.ambient import Ambient, phase
 from weft.core.errors import SkipError
 from weft.core.rng import Dice, RandomUse, generators
 from weft.core.segment import Visit
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.stage import Call, MergedStages, Stage
+from weft.pipeline.stage import Call, Stage
 
 CPU = torch.device("cpu")
 
@@ -58,21 +58,6 @@ def test_skips_that_cross_a_border_are_values_in_the_order_of_the_routes() -> No
 def test_skips_inside_a_stage_stay_there() -> None:
     (result,) = stage_of(Source(), nn.Identity(), Reader())(visit(), torch.ones(2))
     assert result.tolist() == [4, 4]
-
-
-def test_merged_stages_give_what_the_stages_give() -> None:
-    space = Namespace()
-    skips = [(space, "a"), (space, "b")]
-    stages = [
-        stage_of(Source().isolate(space), stashed=skips),
-        stage_of(nn.Linear(2, 2).double(), index=1),
-        stage_of(Reader().isolate(space), index=2, popped=skips),
-    ]
-    x = rows(3, 2)
-    main, *crossing = stages[0](visit(3), x)
-    (main,) = stages[1](visit(3), main)
-    (wanted,) = stages[2](visit(3), main, *crossing)
-    assert torch.equal(MergedStages(stages)(visit(3), x)[0], wanted)
 
 
 def test_a_skip_that_was_not_brought_is_named() -> None:

@@ -8,10 +8,11 @@ first steps of each kind try the candidates in turn, and the fastest is kept:
     runs      serial   threads  serial   threads  ...      serial   threads  the faster one
               warm-up  warm-up  '------------ measured -------------'
 
-All candidates give the same numbers, so nobody notices but the clock. A candidate may be run in several ways; the
-least time of all of them is its own.
+All candidates give the same numbers, so nobody notices but the clock. Afterwards one step of eight is timed. When five
+of these in a row took half as long again as the winner did when it was chosen, all is measured anew.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -25,8 +26,10 @@ from weft.core.boundary import Journey
 _WARM_UP = 1
 _SAMPLES = 5
 _WORTH = 0.95
-"""A candidate must be that much faster to replace the first: a wrong choice for threads costs more than one against
+"""A candidate must be that much faster than one before it: a wrong choice for threads costs more than one against
 them."""
+_EVERY = 8
+_SLOWER = 1.5
 
 
 @dataclass
@@ -35,11 +38,14 @@ class _Trial:
 
     seconds: list[list[float]]
     best: int | None = None
+    expected: float = 0.0  # seconds of the best one when it was chosen
+    steps: int = 0  # since then
+    slow: int = 0  # of those that were timed, how many in a row took clearly longer
 
 
 @dataclass
 class Choice:
-    """Which of `candidates` to use for each kind of step. Candidate 0 is the simplest."""
+    """Which of `candidates` to use for each kind of step. The first is the simplest."""
 
     candidates: int
     fixed: int | None = None
@@ -59,21 +65,34 @@ class Choice:
         """A step of this kind took so long with that candidate."""
         trial = self._trial(kind)
         if trial.best is not None:
+            if candidate == trial.best:
+                trial.slow = trial.slow + 1 if seconds > _SLOWER * trial.expected else 0
+                if trial.slow == _SAMPLES:
+                    del self._trials[kind]
             return
         trial.seconds[candidate].append(seconds)
         if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds):
             # The least time of each: what else the machine does can only add to it.
             least = [min(times[_WARM_UP:]) for times in trial.seconds]
-            fastest = min(range(self.candidates), key=least.__getitem__)
-            trial.best = fastest if least[fastest] < _WORTH * least[0] else 0
+            trial.best = 0
+            for other in range(1, self.candidates):
+                if least[other] < _WORTH * least[trial.best]:
+                    trial.best = other
+            trial.expected = least[trial.best]
 
-    def decided(self, kind: Hashable) -> bool:
-        """Whether nothing is left to measure for this kind of step."""
-        return self.fixed is not None or self._trial(kind).best is not None
+    def rule_out(self, kind: Hashable, candidate: int) -> None:
+        """This candidate cannot run this kind of step."""
+        trial = self._trial(kind)
+        if trial.best is None:
+            trial.seconds[candidate] = [math.inf] * (_WARM_UP + _SAMPLES)
 
-    def tried(self, kind: Hashable, candidate: int) -> int:
-        """How often a candidate was measured for this kind of step."""
-        return len(self._trial(kind).seconds[candidate])
+    def times(self, kind: Hashable) -> bool:
+        """Whether the next step of this kind is to be timed: each until the decision, then one of eight."""
+        if self.fixed is not None:
+            return False
+        trial = self._trial(kind)
+        trial.steps += trial.best is not None
+        return trial.best is None or trial.steps % _EVERY == 0
 
     def decisions(self) -> dict[Hashable, int]:
         """The winner for every kind of step that has one; the others are still being measured."""

@@ -82,7 +82,7 @@ class Run:
     """All that one step leaves between its actions: the tapes, and the sums of parameter gradients.
 
     `visits` holds one per micro-batch; `keeps(stage, micro_batch)` says what a forward keeps; `places[stage]` is
-    None where nothing has to be moved. `merged`: the one segment is all stages, so its number names none of them.
+    None where nothing has to be moved.
     """
 
     def __init__(
@@ -94,8 +94,6 @@ class Run:
         places: Sequence[Place | None],
         watcher: Watcher | None = None,
         dice: Dice | None = None,
-        *,
-        merged: bool = False,
     ) -> None:
         self.wiring = wiring
         self.segments = segments
@@ -105,7 +103,6 @@ class Run:
         self._keeps = keeps
         self._visits = visits
         self._watcher = watcher.one_step() if watcher is not None and isinstance(watcher, WatchesSteps) else watcher
-        self._merged = merged
         self._dice = dice
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in segments]
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
@@ -144,9 +141,7 @@ class Run:
         except BaseException as error:
             word = "forward" if action.kind == "F" else "backward"
             advise(error)
-            where = "" if self._merged else f"stage {action.stage}, "
-            name = "" if self._merged else f" ({action})"
-            error.add_note(f"weft: in {word} of {where}micro-batch {action.micro_batch}{name}")
+            error.add_note(f"weft: in {word} of stage {action.stage}, micro-batch {action.micro_batch} ({action})")
             raise
 
     def parameter_gradients(self) -> dict[int, Tensor]:

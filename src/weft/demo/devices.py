@@ -30,7 +30,7 @@ CHUNKS = 8
 ROWS = 128
 _CHECKED = 19  # rows of the batch that gradients are compared on: eight micro-batches of unequal size
 _SHOWN = 10
-_CHOICES = {"merged": "one thread", "serial": "one thread", "threads": "a thread per stage"}
+_CHOICES = {"uncut": "one thread", "serial": "one thread", "threads": "a thread per stage"}
 
 Differences = dict[tuple[str, str], float]
 Recordings = dict[str, Recording]

@@ -1,20 +1,18 @@
-"""Which way the next step of a pipe is run: ``executor="auto"``, mostly.
+"""How the next step of a pipe is run: a table with three rows for ``executor="auto"``.
 
     serial    every stage a segment, in the caller's thread
     threads   every stage a segment, in a thread of its own
-    merged    all stages one segment per micro-batch, in the caller's thread
-    visible   nothing cut out: plain autograd over all micro-batches, in the caller's thread
-    graph     the same, because the user asked for it; also gradients of gradients
+    uncut     plain autograd over all micro-batches, in the caller's thread
 
-The last three need no recomputation and one device. "auto" runs the first steps of each kind by turns in the
-caller's thread and in threads, and keeps what was faster. The very first is "serial", where an error is
-told with its stage and micro-batch; then "visible" and "merged" take turns, and the better time is that of the thread.
-If it wins, "visible" costs least: a few microseconds per micro-batch over a plain loop. But where its backward ends,
-autograd does not tell, which may have more to do than this step; "merged" can be timed to the end, and costs more.
-What "visible" cannot do is to say where an error in backward came from; so it is left to graphs of PyTorch's own
-operators (the first visible step of a kind is looked at), and not used under anomaly detection. Nor is it inside of
-DistributedDataParallel, which must find the same graph at every step and in every process: a parameter that got no
-gradient is in that of a step that was cut, and not in this.
+(`executor="graph"` is uncut as well, and has gradients of gradients.) "auto" measures them on the first steps of each
+kind, and again when its choice has become slow; see `weft.core.choice`. "uncut" costs least where operators are small.
+It needs one device and no recomputation, and is left out where it would not do the same:
+
+    the schedule begins backward early     it would hold all micro-batches at once
+    anomaly detection; autograd functions  an error in backward could not be told with its stage and micro-batch
+    written in Python
+    DistributedDataParallel                must find the same graph at every step and in every process: a parameter that
+                                           got no gradient is in that of a step that was cut, and not in this
 """
 
 from collections.abc import Hashable, Sequence
@@ -30,53 +28,46 @@ from weft.core.split_backward import children_first
 class Layouts:
     """The layout of each step. `kind` stands for steps that take about the same time."""
 
-    def __init__(self, executor: str, stages: int, *, one_device: bool, mergeable: bool, splits: bool) -> None:
+    def __init__(self, executor: str, stages: int, *, one_device: bool, uncut: bool) -> None:
         self._executor = executor
-        self._mergeable = mergeable
-        self._splits = splits
-        if executor == "auto":
-            self._candidates = (["serial"] if one_device else []) + (["threads"] if stages > 1 else [])
-        else:
-            self._candidates = [executor]
+        rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
+        self._candidates = [row for row, can in rows.items() if can] if executor == "auto" else [executor]
         self.choice = Choice(len(self._candidates))
-        self._has_python: dict[Hashable, bool] = {}
+        self._looked_at: set[Hashable] = set()
+        self._with_cuts: set[Hashable] = set()
 
     def pick(self, kind: Hashable, *, watched: bool, local: bool = False) -> tuple[str, int | None]:
         """The layout for the next step of this kind, and which candidate it measures, if any.
 
-        Who watches wants to see the stages, so a watched step is never merged nor measured. Modes and hooks of the
-        calling thread (`local`) would count other operators in each layout, so they always get the same one.
+        Who watches wants to see the stages, each in its thread. Modes and hooks of the calling thread (`local`) would
+        see other operators in each layout. So both always get the same one.
         """
         if self._executor != "auto":
             return self._executor, None
-        if local:
-            return self._candidates[0], None
-        if watched:
-            return self._candidates[-1], None
+        if watched or local:
+            return self._candidates[-1 if watched and "threads" in self._candidates else 0], None
+        if kind in self._with_cuts and "uncut" in self._candidates:
+            self.choice.rule_out(kind, self._candidates.index("uncut"))
         candidate = self.choice.pick(kind)
-        measuring = not self.choice.decided(kind)
-        if self._candidates[candidate] == "threads" or not self._mergeable or torch.is_anomaly_enabled():
-            return self._candidates[candidate], candidate if measuring else None
-        decided = self._decided(kind)
-        if not measuring:
-            return decided, None
-        tried = self.choice.tried(kind, candidate)
-        if not tried or decided == "serial":
-            return "serial", candidate
-        return decided if tried % 2 else "merged", candidate
-
-    def _decided(self, kind: Hashable) -> str:
-        """How the caller's thread runs a step once it has won."""
-        if not self._splits or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-            return "merged"
-        return "serial" if self._has_python.get(kind) else "visible"
+        return self._candidates[candidate], candidate if self.choice.times(kind) else None
 
     def seen(self, kind: Hashable, outputs: Sequence[torch.Tensor]) -> None:
-        """After a visible step: look once whether its graph has autograd functions written in Python."""
-        if kind not in self._has_python:
+        """After an uncut step: look once whether its graph has autograd functions written in Python."""
+        if kind not in self._looked_at:
+            self._looked_at.add(kind)
             roots = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-            self._has_python[kind] = any(isinstance(node, BackwardCFunction) for node in children_first(roots))
+            if any(isinstance(node, BackwardCFunction) for node in children_first(roots)):
+                self.needs_cuts(kind)
+
+    def needs_cuts(self, kind: Hashable) -> None:
+        """Steps of this kind are never run uncut."""
+        self._with_cuts.add(kind)
 
     def chosen(self) -> dict[str, str]:
-        """For every kind of step that was measured to the end, which executor it is run by."""
+        """For every kind of step that was measured to the end, how it is run."""
         return {str(kind): self._candidates[best] for kind, best in self.choice.decisions().items()}
+
+
+def needs_cuts() -> bool:
+    """Whether what surrounds this call wants every stage cut out."""
+    return torch.is_anomaly_enabled() or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None

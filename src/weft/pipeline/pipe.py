@@ -325,7 +325,6 @@ class Pipe(nn.Module):
                 *self._loss,
                 self._loss_weight,
                 self._dims,
-                may_merge=self.schedule in SCHEDULES,
                 splits=splits,
             )
         self._checked, self._recipe = settings, recipe

@@ -19,20 +19,19 @@ from weft.core.segment import Function, Visit
 from weft.pipeline.gate import Gate, Inlet
 from weft.pipeline.loss import LossStage
 from weft.pipeline.skip import inspect_skip_layout
-from weft.pipeline.stage import MergedStages, Skip, Stage, take_turns
+from weft.pipeline.stage import Skip, Stage, take_turns
 from weft.pipeline.strangers import Searched
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one way of running a pipe is laid out. `functions[s]` is what segment s runs, of `stages_of[s]`.
+    """How one way of running a pipe is laid out. `functions[s]` is what segment s runs: stage s, and the last the loss.
 
     `gate` is where the mini-batch enters (the input, and the target where there is a loss) and the output, or the
     loss, leaves.
     """
 
     functions: tuple[Function, ...]
-    stages_of: tuple[tuple[int, ...], ...]
     wiring: Wiring
     places: tuple[Place | None, ...]
     executor: Executor
@@ -83,36 +82,14 @@ def staged_plan(
     streams: bool,
     cut: bool,
 ) -> Plan:
-    """One segment per stage. With `streams`, CUDA stages get streams of their own; `cut` as in `merged_plan`."""
+    """One segment per stage. With `streams`, CUDA stages get streams of their own. `cut` says that segments will be cut
+    out of autograd."""
     last = len(stages) - 1
     routes = [Route("input", OUTSIDE, (0,))]
     routes += [Route(f"main of stage {j}", j, (j + 1,)) for j in range(last)]
     routes.append(Route("loss" if loss else "output", last, (OUTSIDE,)))
     routes += [Route(f"skip {name!r}", source, readers) for (_, name), source, readers in crossing]
     functions: list[Function] = list(stages)
-    owned = [(j,) for j in range(len(stages))]
-    return _plan(functions, owned, routes, last + 1, stages, executor, loss, streams, cut)
-
-
-def merged_plan(stages: Sequence[Stage], executor: Executor, loss: LossStage | None, *, cut: bool) -> Plan:
-    """All stages as one segment. `cut` says that segments will be cut out of autograd."""
-    routes = [Route("input", OUTSIDE, (0,)), Route("loss" if loss else "output", 0, (OUTSIDE,))]
-    owned = tuple(range(len(stages)))
-    return _plan([MergedStages(stages)], [owned], routes, 1, stages, executor, loss, False, cut)
-
-
-def _plan(
-    functions: Sequence[Function],
-    stages_of: Sequence[tuple[int, ...]],
-    routes: Sequence[Route],
-    result: int,
-    stages: Sequence[Stage],
-    executor: Executor,
-    loss: LossStage | None,
-    streams: bool,
-    cut: bool,
-) -> Plan:
-    last = len(functions) - 1
     inlets = [Inlet(0, 0)]
     if loss is not None:
         inlets.append(Inlet(len(routes), last))
@@ -120,15 +97,15 @@ def _plan(
         # The target's route comes last, so it is the last value that the function of the last stage gets.
         functions = [*functions[:-1], _with_loss(functions[-1], loss)]
     if cut:
-        layers = [[layer for stage in owned for layer in stages[stage].layers] for owned in stages_of]
+        layers = [stage.layers for stage in stages]
         functions = [
             Searched(each, layers, number, loss.function if loss and number == last else None)
             for number, each in enumerate(functions)
         ]
-    places = [_place(stages[owned[0]].device, stages, streams) for owned in stages_of]
+    places = [_place(stage.device, stages, streams) for stage in stages]
     wiring = Wiring(tuple(routes), len(functions))
-    gate = Gate(tuple(inlets), result, last)
-    return Plan(tuple(functions), tuple(stages_of), wiring, tuple(places), executor, gate, tuple(stages))
+    gate = Gate(tuple(inlets), last + 1, last)
+    return Plan(tuple(functions), wiring, tuple(places), executor, gate, tuple(stages))
 
 
 def _with_loss(function: Function, loss: LossStage) -> Function:

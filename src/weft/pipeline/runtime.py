@@ -24,9 +24,9 @@ from weft.core.transforms import forbid_transforms
 from weft.pipeline.batch_dim import BatchDims
 from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
 from weft.pipeline.collectives import forbid_workers, talkers
-from weft.pipeline.layout import Layouts
+from weft.pipeline.layout import Layouts, needs_cuts
 from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights
-from weft.pipeline.plan import Plan, build_stages, merged_plan, staged_plan
+from weft.pipeline.plan import Plan, build_stages, staged_plan
 from weft.pipeline.schedules import build
 from weft.pipeline.settings import CheckpointRule, checkpoint_rules, never_recomputes
 from weft.pipeline.stage import Survey
@@ -51,7 +51,6 @@ class Runtime:
         loss_weight: LossWeight | None,
         dims: BatchDims,
         *,
-        may_merge: bool,
         splits: bool,
     ) -> None:
         self.stages, self._crossing = build_stages(layers, balance, devices)
@@ -80,22 +79,17 @@ class Runtime:
         if executor == "auto" and self._talkers:
             executor = "serial"
         one_device = len(set(devices)) == 1
-        mergeable = may_merge and one_device and never_recomputes(checkpoint)
-        self.layouts = Layouts(executor, len(balance), one_device=one_device, mergeable=mergeable, splits=splits)
+        uncut = one_device and splits and never_recomputes(checkpoint)
+        self.layouts = Layouts(executor, len(balance), one_device=one_device, uncut=uncut)
 
     def plan(self, layout: str, loss: bool) -> Plan:
         """The plan for a layout; made when it is first needed."""
         key = (layout, loss)
         if key not in self._plans:
             function = self._loss if loss else None
-            if layout in ("merged", "visible"):
-                self._plans[key] = merged_plan(self.stages, self._serial, function, cut=layout == "merged")
-            else:
-                executor: Executor = self._threads if layout == "threads" else self._serial
-                streams = layout == "threads"
-                self._plans[key] = staged_plan(
-                    self.stages, self._crossing, executor, function, streams=streams, cut=layout != "graph"
-                )
+            executor: Executor = self._threads if layout == "threads" else self._serial
+            streams, cut = layout == "threads", layout in ("serial", "threads")
+            self._plans[key] = staged_plan(self.stages, self._crossing, executor, function, streams=streams, cut=cut)
         return self._plans[key]
 
     @property
@@ -111,8 +105,16 @@ class Runtime:
         """
         cargo = Cargo([request.main, *request.targets], request.chunks, request.axis)
         kind = Kind(
-            torch.is_grad_enabled(), training, bool(request.targets), cargo.micro_batches, cargo.rows[0].bit_length()
+            torch.is_grad_enabled(),
+            training,
+            bool(request.targets),
+            cargo.micro_batches,
+            cargo.rows[0].bit_length(),
+            sum(tensor.numel() for tensor in cargo.given).bit_length(),
+            needs_cuts(),
         )
+        if kind.cuts:
+            self.layouts.needs_cuts(kind)
         if self._steppers and kind.tracked and cargo.micro_batches > 1:
             forbid_steps(self._steppers)
         if self._cuts:
@@ -122,7 +124,7 @@ class Runtime:
         if layout == "threads":
             forbid_workers(self._talkers)
         begun = perf_counter()
-        if layout == "visible" and kind in self._silent:
+        if layout == "uncut" and kind in self._silent:
             found = self._silently(request, cargo, kind)
             if found is not None:
                 return self._guarded(found[0], kind, candidate, begun)[0]
@@ -131,7 +133,7 @@ class Runtime:
             surveys.append(self._loss.survey())
         check_places(surveys)
         order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
-        if layout == "visible":
+        if layout == "uncut":
             result, outputs = self._guarded(self._visible(order), kind, candidate, begun)
             self.layouts.seen(kind, outputs)
             drew = [use.draws.get(survey.configuration) for use, survey in zip(self.uses, surveys, strict=False)]
@@ -152,20 +154,20 @@ class Runtime:
     def _guarded(
         self, result: Any, kind: Hashable, candidate: int | None, begun: float
     ) -> tuple[Any, list[torch.Tensor]]:
-        """What a visible step gave, and its tensors; it is timed if it measures a candidate."""
+        """What an uncut step gave, and its tensors; it is timed if it measures a candidate."""
         result, outputs = guarded(result)
         if candidate is not None:
             time_graph(outputs, perf_counter() - begun, self.layouts.choice, kind, candidate)
         return result, outputs
 
     def _silently(self, request: "Request", cargo: Cargo, kind: Hashable) -> tuple[Any] | None:
-        """A visible step that needs no survey, since the last one of its kind drew nothing; None if this one did.
+        """An uncut step that needs no survey, since the last one of its kind drew nothing; None if this one did.
 
         Its few lines are for models of small operators: what a step touches is in no cache when it begins.
         """
         if self._surroundings is None or self._casts():
             return None
-        plan, outcome = self.plan("visible", bool(request.targets)), self._outcome(request, cargo)
+        plan, outcome = self.plan("uncut", bool(request.targets)), self._outcome(request, cargo)
         found = run_silent(plan, cargo, outcome, self._surroundings, Silence(self.uses))
         if found is None:
             self._silent.discard(kind)
@@ -197,10 +199,10 @@ class Runtime:
         schedule = build(request.schedule, plan.segments, count)
         at_once = schedule.backward_at_once if request.targets else frozenset[tuple[int, int]]()
         parameters: list[list[torch.Tensor]] = []
-        for owned in plan.stages_of:
-            more = range(len(self.stages), len(surveys)) if owned == plan.stages_of[-1] else ()  # that of the loss
-            of_segment = {id(p): p for stage in (*owned, *more) for p in surveys[stage].parameters}
-            parameters.append(list(of_segment.values()))
+        last = len(self.stages) - 1
+        for stage in range(last + 1):  # the last one's with those of the loss
+            owned = surveys[stage : len(surveys) if stage == last else stage + 1]
+            parameters.append(list({id(p): p for survey in owned for p in survey.parameters}.values()))
         return Order(
             plan=plan,
             schedule=schedule,
@@ -223,7 +225,9 @@ class Runtime:
 class Kind(NamedTuple):
     """Steps that take about the same time. Sizes are powers of two: else every new batch size would be measured anew.
 
-    ``str()`` says it in words: "gradients, train(), output, 4 micro-batches of 2 to 3 rows".
+    `bits` are those of the rows of a micro-batch, `total_bits` those of all numbers of the mini-batch; `cuts` says that
+    every stage must be cut out. ``str()`` says it in words: "gradients, train(), output, 4 micro-batches of 2 to 3
+    rows, 64 to 127 numbers in all".
     """
 
     tracked: bool
@@ -231,6 +235,8 @@ class Kind(NamedTuple):
     with_loss: bool
     micro_batches: int
     bits: int
+    total_bits: int
+    cuts: bool
 
     def __str__(self) -> str:
         words = (
@@ -241,7 +247,8 @@ class Kind(NamedTuple):
         least, most = (1 << self.bits) >> 1, (1 << self.bits) - 1
         sizes = f"{most} row{'s' * (most != 1)}" if least >= most else f"{least} to {most} rows"
         many = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
-        return f"{', '.join(words)}, {many} of {sizes}"
+        numbers = f"{(1 << self.total_bits) >> 1} to {(1 << self.total_bits) - 1} numbers in all"
+        return f"{', '.join(words)}, {many} of {sizes}, {numbers}{', cut' if self.cuts else ''}"
 
 
 class Request(NamedTuple):

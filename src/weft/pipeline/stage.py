@@ -204,29 +204,6 @@ def _writes_early(modules: Sequence[nn.Module]) -> bool:
     return False
 
 
-class MergedStages:
-    """All stages as one function, for when they run in one thread on one device: fewer cuts, the same numbers."""
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = stages
-        last_reader = {skip: stage.index for stage in stages for skip in stage.popped}
-        self._done_after = [[skip for skip, index in last_reader.items() if index == stage.index] for stage in stages]
-
-    def __call__(self, visit: Visit, main: Any) -> tuple[Any, ...]:
-        """Run all layers on one micro-batch."""
-        if not any(self._done_after):
-            for stage in self._stages:
-                main = stage.run(visit, main, _NO_SKIPS)[0]
-            return (main,)
-        alive: dict[Skip, Any] = {}
-        for stage, done in zip(self._stages, self._done_after, strict=True):
-            main, stashed = stage.run(visit, main, {skip: alive[skip] for skip in stage.popped})
-            alive.update({skip: stashed[skip] for skip in stage.stashed})
-            for skip in done:
-                del alive[skip]
-        return (main,)
-
-
 def take_turns(stages: Sequence[Stage]) -> None:
     """Let stages that have modules or generators in common write to their buffers one after another."""
     owners: Counter[object] = Counter()

@@ -110,7 +110,7 @@ class Step:
             self._made = self._collected(left, run)
         else:
             self._run = run
-            again = [stage for segment in run.recomputing() for stage in order.plan.stages_of[segment]]
+            again = run.recomputing()
             self._unchanged = Unchanged([order.plan.stages[stage] for stage in again]) if again else None
         return order.outcome.gather(results)
 
@@ -138,8 +138,7 @@ class Step:
         segments = [Segment(f, p) for f, p in zip(plan.functions, order.parameters, strict=True)]
         count = order.schedule.micro_batches
         visits = [Visit(i, self._ambient, dice, micro_batches=count) for i in range(count)]
-        merged = len(plan.stages_of[0]) > 1
-        run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, dice, merged=merged)
+        run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, dice)
         given = plan.gate.enter(order.cargo.leaves())
         if self._seed is not None and isinstance(order.outcome, WeightedLoss):
             device = next((place.device for place in reversed(plan.places) if place is not None), None)
