@@ -22,19 +22,13 @@ if TYPE_CHECKING:
     from weft.core.microbatch import NoChunk
     from weft.core.schedule import Schedule
     from weft.core.spec import TensorSpec
-    from weft.experts.backend import ExpertBackend
+    from weft.experts import ExpertBackend, Runtime
     from weft.experts.client import Connections, GrpcTransport, RemoteExpert, create_remote_experts
     from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
-    from weft.experts.runtime import Runtime
     from weft.experts.server import Server
-    from weft.pipeline.batchnorm import DeferredBatchNorm
-    from weft.pipeline.partition import balance_by_parameters, balance_by_size, balance_by_time
-    from weft.pipeline.pipe import Pipe
+    from weft.pipeline import DeferredBatchNorm, Pipe, balance_by_parameters, balance_by_size, balance_by_time
     from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
-    from weft.recurrent.functional import recurrent_net
-    from weft.recurrent.layers import GRU, LSTM, RNN, Bidirectional, Stack
-    from weft.recurrent.links import Window
-    from weft.recurrent.network import Recurrent
+    from weft.recurrent import GRU, LSTM, RNN, Bidirectional, Recurrent, Stack, Window, recurrent_net
 else:
     __getattr__, __dir__ = attributes(
         __name__,
@@ -45,19 +39,17 @@ else:
             "weft.core.microbatch": ("NoChunk",),
             "weft.core.schedule": ("Schedule",),
             "weft.core.spec": ("TensorSpec",),
-            "weft.experts.backend": ("ExpertBackend",),
+            "weft.experts": ("ExpertBackend", "Runtime"),
             "weft.experts.client": ("Connections", "GrpcTransport", "RemoteExpert", "create_remote_experts"),
             "weft.experts.mixture": ("RemoteMixtureOfExperts", "RemoteSwitchMixtureOfExperts"),
-            "weft.experts.runtime": ("Runtime",),
             "weft.experts.server": ("Server",),
-            "weft.pipeline.batchnorm": ("DeferredBatchNorm",),
-            "weft.pipeline.partition": ("balance_by_parameters", "balance_by_size", "balance_by_time"),
-            "weft.pipeline.pipe": ("Pipe",),
+            "weft.pipeline": (
+                *("DeferredBatchNorm", "Pipe", "balance_by_parameters", "balance_by_size", "balance_by_time"),
+            ),
             "weft.pipeline.skip": ("Namespace", "pop", "skippable", "stash", "verify_skippables"),
-            "weft.recurrent.functional": ("recurrent_net",),
-            "weft.recurrent.layers": ("GRU", "LSTM", "RNN", "Bidirectional", "Stack"),
-            "weft.recurrent.links": ("Window",),
-            "weft.recurrent.network": ("Recurrent",),
+            "weft.recurrent": (
+                *("GRU", "LSTM", "RNN", "Bidirectional", "Recurrent", "Stack", "Window", "recurrent_net"),
+            ),
         },
         modules=("compat", "errors", "experts", "pipeline", "recurrent", "report"),
     )

@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from weft.experts.errors import (
         AnomalyError,
         AwayError,
+        CertificateError,
         CheckpointError,
         ClosedError,
         CommitError,
         DamagedError,
         DeadlineError,
+        DeclaredError,
         DirectoryError,
         DrainingError,
         ExpertError,
@@ -79,21 +81,21 @@ if TYPE_CHECKING:
         WatchLostError,
         WireError,
     )
-    from weft.recurrent.backends import NoPlanWarning
-    from weft.recurrent.cell import InputWidthError
-    from weft.recurrent.layers.arguments import LayerInputError
+    from weft.recurrent import InputWidthError, LayerInputError, NoPlanWarning
 
 __all__ = [
     "AnomalyError",
     "AwayError",
     "BackwardTwiceError",
     "BatchError",
+    "CertificateError",
     "ChangedError",
     "CheckpointError",
     "ClosedError",
     "CommitError",
     "DamagedError",
     "DeadlineError",
+    "DeclaredError",
     "DeviceError",
     "DirectoryError",
     "DoubleBackwardError",
@@ -145,10 +147,6 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-    _RECURRENT = {
-        "weft.recurrent.backends": ["NoPlanWarning"],
-        "weft.recurrent.cell": ["InputWidthError"],
-        "weft.recurrent.layers.arguments": ["LayerInputError"],
-    }
-    _experts = [name for name in __all__ if name not in globals() and [name] not in _RECURRENT.values()]
-    __getattr__, __dir__ = attributes(__name__, {**_RECURRENT, "weft.experts.errors": _experts})
+    _recurrent = ("InputWidthError", "LayerInputError", "NoPlanWarning")
+    _experts = [name for name in __all__ if name not in globals() and name not in _recurrent]
+    __getattr__, __dir__ = attributes(__name__, {"weft.experts.errors": _experts, "weft.recurrent": _recurrent})

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from weft.experts.checkpoint.errors import CheckpointError, DamagedError, TornError
     from weft.experts.directory.errors import (
         AwayError,
+        DeclaredError,
         DirectoryError,
         FencedError,
         LeaseLostError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     )
     from weft.experts.mixture.errors import AnomalyError, MixtureCommitError, NoExpertsError, TooFewAnswersError
     from weft.experts.wire.errors import (
+        CertificateError,
         DeadlineError,
         DrainingError,
         ExpertFailedError,
@@ -65,12 +67,14 @@ else:
         {
             "weft.experts.checkpoint.errors": ("CheckpointError", "DamagedError", "TornError"),
             "weft.experts.directory.errors": (
-                *("AwayError", "DirectoryError", "FencedError", "LeaseLostError", "OwnedError", "WatchLostError"),
+                *("AwayError", "DeclaredError", "DirectoryError", "FencedError", "LeaseLostError", "OwnedError"),
+                "WatchLostError",
             ),
             "weft.experts.mixture.errors": (
                 *("AnomalyError", "MixtureCommitError", "NoExpertsError", "TooFewAnswersError"),
             ),
             "weft.experts.wire.errors": (
+                "CertificateError",
                 *("DeadlineError", "DrainingError", "ExpertFailedError", "ForbiddenError", "LimitError", "LostError"),
                 *("MalformedError", "NotOwnerError", "RemoteError", "TruncatedError", "UnknownExpertError"),
                 *("UnreachableError", "WireError"),
@@ -81,11 +85,13 @@ else:
 __all__ = [
     "AnomalyError",
     "AwayError",
+    "CertificateError",
     "CheckpointError",
     "ClosedError",
     "CommitError",
     "DamagedError",
     "DeadlineError",
+    "DeclaredError",
     "DirectoryError",
     "DrainingError",
     "ExpertError",
@@ -120,7 +126,6 @@ __all__ = [
     "UnreachableError",
     "WatchLostError",
     "WireError",
-    "reason_of",
 ]
 
 

@@ -17,8 +17,10 @@ A plan in place of the loop: conditions.py, draws.py   lengths and random number
 """
 
 from weft.recurrent.backends import NoPlanWarning
+from weft.recurrent.cell import InputWidthError
 from weft.recurrent.functional import recurrent_net
 from weft.recurrent.layers import GRU, LSTM, RNN, Bidirectional, Caffe2LSTM, Stack
+from weft.recurrent.layers.arguments import LayerInputError
 from weft.recurrent.links import Window
 from weft.recurrent.network import Recurrent
 from weft.recurrent.unrolling import Result
@@ -30,6 +32,8 @@ __all__ = [
     "RNN",
     "Bidirectional",
     "Caffe2LSTM",
+    "InputWidthError",
+    "LayerInputError",
     "NoPlanWarning",
     "Recurrent",
     "Result",
