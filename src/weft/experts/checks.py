@@ -1,4 +1,4 @@
-"""The rules of `weft.core.checks` for options, one for names of experts, and one for tokens.
+"""The rules of `weft.core.validation` for options, one for names of experts, and one for tokens.
 
 A token that no header can carry looks as if the server were not there. Addresses have a rule of their own, see
 `weft.experts.service.address`.
@@ -6,7 +6,7 @@ A token that no header can carry looks as if the server were not there. Addresse
 
 from typing import Any
 
-from weft.core.checks import LONGEST, count_fault, is_number, is_whole, kind_fault, seconds_fault, switch_fault
+from weft.core.validation import LONGEST, count_fault, is_number, is_whole, kind_fault, seconds_fault, switch_fault
 
 __all__ = [
     "LONGEST",

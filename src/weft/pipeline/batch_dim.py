@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from weft.core.checks import is_whole
 from weft.core.errors import UsageError, listed
 from weft.core.tree import nested_flatten
+from weft.core.validation import is_whole
 
 BatchDim = int | tuple[Any, ...] | dict[int | str, Any]
 OutputBatchDim = int | tuple[Any, ...] | list[Any] | dict[Any, Any]

@@ -13,13 +13,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from weft.core.checks import is_number
 from weft.core.errors import BatchError, SpecError
 from weft.core.leaves import forbid_hidden, leaf_of
 from weft.core.microbatch import SplitPlan, plan_split
 from weft.core.microbatch_join import JoinPlan, common_structure, plan_join
 from weft.core.segment import Gradients
 from weft.core.tree import LEAF, flatten, map_leaves, unflatten
+from weft.core.validation import is_number
 
 
 class Cargo:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.core.checks import is_number
 from weft.core.errors import SpecError, UsageError, listed
 from weft.core.segment import Visit
 from weft.core.tree import flatten, structure_paths
+from weft.core.validation import is_number
 from weft.pipeline.cargo import Cargo, checked_loss
 from weft.pipeline.stage import Call, Stage, Survey
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.core.checks import is_whole
 from weft.core.errors import PartitionError, listed
+from weft.core.validation import is_whole
 from weft.pipeline.profile import check_measured, parameter_bytes, profile_sizes, profile_times
 
 Skip = tuple[int, int, int | float]

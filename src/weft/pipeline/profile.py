@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.checks import count_fault, is_number, kind_fault, seconds_fault
 from weft.core.errors import UsageError, listed
 from weft.core.events import seeing_saved
 from weft.core.microbatch import NoChunk, split
 from weft.core.tree import flatten, map_leaves
+from weft.core.validation import count_fault, is_number, kind_fault, seconds_fault
 from weft.pipeline.skip.namespace import Key, Namespace
 from weft.pipeline.skip.tracker import SkipTracker, use_skip_tracker
 

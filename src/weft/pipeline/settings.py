@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from weft.core.checks import is_whole
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, WeftError, listed
 from weft.core.schedule import Schedule
+from weft.core.validation import is_whole
 from weft.pipeline.loss import own_reduction
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
 from weft.pipeline.schedules import SCHEDULES, build

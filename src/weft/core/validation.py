@@ -1,0 +1,157 @@
+"""Validation of what users give: all faults of one call are gathered and raised as one error.
+
+    with Validator("invalid pool options") as check:
+        check.count("max_batch_size", max_batch_size)
+        check.seconds("timeout", timeout, optional=True)
+        check.that(low <= high, f"low is {low}, wanted at most high, which is {high}")
+
+Seconds have an upper bound: ``float("inf")`` looks like "never", and NaN passes many a comparison, but both, like all
+beyond some three hundred years, fail much later, in a thread that works for others too (`threading.TIMEOUT_MAX`) or in
+gRPC's clock. True is an int, but nobody's number of anything.
+"""
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, TypeGuard
+
+from weft.core.errors import UsageError, WeftError, listed
+
+LONGEST = 1e9
+"""Seconds, about thirty years: stands for "for ever"."""
+
+
+class Validator:
+    """Gathers faults, and raises them as one error at the end of its block.
+
+    Args:
+        title: first line of the error, without a colon: "invalid pool options".
+        error: class of the error.
+
+    Each check returns whether the value is valid, for checks that depend on others. An exception raised inside of the
+    block passes through, and the faults with it are dropped. Raises ``error`` that lists all faults, if there are any.
+    """
+
+    def __init__(self, title: str, error: type[WeftError] = UsageError) -> None:
+        self.title = title
+        self.error = error
+        self.faults: list[str] = []
+
+    def __enter__(self) -> "Validator":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None and self.faults:
+            raise self.error(listed(f"{self.title}:", self.faults))
+
+    def add(self, *faults: str) -> None:
+        """Note faults that were found elsewhere."""
+        self.faults += faults
+
+    def that(self, valid: bool, fault: str) -> bool:
+        """Any condition, with the fault in words: name, what was seen, what was wanted."""
+        if not valid:
+            self.faults.append(fault)
+        return valid
+
+    def count(self, name: str, value: Any, *, least: int = 1, optional: bool = False) -> bool:
+        """An int of at least ``least``; or None where it is optional."""
+        valid = (value is None and optional) or (is_whole(value) and value >= least)
+        return self._expect(valid, name, value, f"an int of at least {least}", optional)
+
+    def number(
+        self, name: str, value: Any, *, least: float = 0.0, most: float | None = None, optional: bool = False
+    ) -> bool:
+        """An int or a float from ``least`` to ``most``, and not NaN."""
+        valid = (value is None and optional) or (
+            is_number(value) and value >= least and (most is None or value <= most)
+        )
+        return self._expect(valid, name, value, f"a number {_range(least, most)}", optional)
+
+    def seconds(self, name: str, value: Any, *, zero: bool = False, optional: bool = False) -> bool:
+        """A span of time for which a thread can wait."""
+        fits = is_number(value) and (0 < value <= LONGEST or (zero and value == 0))
+        wanted = f"seconds, {'at least' if zero else 'above'} 0 and at most {LONGEST:g}"
+        return self._expect(fits or (value is None and optional), name, value, wanted, optional)
+
+    def boolean(self, name: str, value: Any) -> bool:
+        """True or False."""
+        return self._expect(isinstance(value, bool), name, value, "True or False", False)
+
+    def instance(
+        self, name: str, value: Any, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False
+    ) -> bool:
+        """A value of this kind; ``wanted`` says how one gets it."""
+        valid = isinstance(value, kind) or (value is None and optional)
+        return self._expect(valid, name, value, wanted, optional)
+
+    def choice(self, name: str, value: Any, choices: Iterable[Any], *, optional: bool = False) -> bool:
+        """One of several values."""
+        known = list(choices)
+        valid = (value is None and optional) or any(value is each or value == each for each in known)
+        return self._expect(valid, name, value, f"one of {', '.join(map(repr, known))}", optional)
+
+    def known(self, names: Iterable[str], allowed: Iterable[str], what: str) -> bool:
+        """No name but those that are allowed."""
+        known = sorted(allowed)
+        strange = [name for name in names if name not in known]
+        self.add(*(f"{what} has {name!r}, known are {', '.join(known)}" for name in strange))
+        return not strange
+
+    def _expect(self, valid: bool, name: str, value: Any, wanted: str, optional: bool) -> bool:
+        plain = value is None or isinstance(value, str | bytes | int | float)
+        seen = repr(value) if plain else f"of type {type(value).__name__}"
+        return self.that(valid, f"{name} is {seen}, wanted {wanted}{', or None' * optional}")
+
+
+def _range(least: float, most: float | None) -> str:
+    return f"of at least {least:g}" if most is None else f"from {least:g} to {most:g}"
+
+
+def seconds_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
+    """What is wrong with so many seconds, in words; nothing, if a thread can wait for them.
+
+    Args:
+        name: what the user calls them.
+        value: what was given, of whatever type.
+        zero: whether 0 makes sense.
+        none: whether None does.
+    """
+    if value is None and none:
+        return []
+    if is_number(value) and (0 < value <= LONGEST or (zero and value == 0)):
+        return []
+    least = "at least 0" if zero else "above 0"
+    return [f"{name} is {value!r}, wanted seconds, {least} and at most {LONGEST:g}{', or None' * none}"]
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether this is an int or a float; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def count_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
+    """What is wrong with a count, in words; ``zero`` and ``none``: whether 0 and None make sense."""
+    least = 0 if zero else 1
+    if (value is None and none) or (is_whole(value) and value >= least):
+        return []
+    return [f"{name} is {value!r}, wanted an int of at least {least}{', or None' * none}"]
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether this is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def kind_fault(name: str, value: Any, kind: type, wanted: str, *, none: bool = False) -> list[str]:
+    """What is wrong with a value that must be of this kind, in words: ``wanted`` says how one gets it."""
+    if isinstance(value, kind) or (value is None and none):
+        return []
+    seen = repr(value) if value is None or isinstance(value, str | int | float) else f"of type {type(value).__name__}"
+    return [f"{name} is {seen}, wanted {wanted}{', or None' * none}"]
+
+
+def switch_fault(name: str, value: Any) -> list[str]:
+    """What is wrong with what should be True or False, in words."""
+    return [] if isinstance(value, bool) else [f"{name} is {value!r}, wanted True or False"]

@@ -1,0 +1,62 @@
+"""The validator gathers all faults of one call."""
+
+import math
+from typing import Any
+
+import pytest
+
+from weft.core.errors import SpecError, UsageError, unlisted
+from weft.core.validation import Validator
+
+
+def test_all_faults_are_raised_as_one_error() -> None:
+    with pytest.raises(UsageError) as caught, Validator("invalid options") as check:
+        check.count("rows", 0)
+        check.seconds("timeout", math.inf)
+        check.number("rate", 1.5, most=1.0)
+        check.boolean("keep", 1)
+        check.choice("mode", "fast", ["slow", "auto"])
+        check.instance("text", object(), str, "a text")
+        check.known(["rows", "colour"], ["rows"], "the table")
+        check.that(False, "low is above high")
+    assert str(caught.value).startswith("invalid options:")
+    assert unlisted(str(caught.value)) == [
+        "rows is 0, wanted an int of at least 1",
+        "timeout is inf, wanted seconds, above 0 and at most 1e+09",
+        "rate is 1.5, wanted a number from 0 to 1",
+        "keep is 1, wanted True or False",
+        "mode is 'fast', wanted one of 'slow', 'auto'",
+        "text is of type object, wanted a text",
+        "the table has 'colour', known are rows",
+        "low is above high",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("check", "valid", "invalid"),
+    [
+        ("count", [1, 10**9], [0, -1, True, 1.0, "1", None]),
+        ("seconds", [1, 0.5], [0, -1, math.nan, math.inf, 1e10, True, "1", None]),
+        ("number", [0, 1.5], [-1, math.nan, True, "1", None]),
+        ("boolean", [True, False], [0, 1, None, "yes"]),
+    ],
+)
+def test_what_is_valid(check: str, valid: list[Any], invalid: list[Any]) -> None:
+    validator = Validator("invalid")
+    assert [getattr(validator, check)("x", value) for value in valid] == [True] * len(valid)
+    assert [getattr(validator, check)("x", value) for value in invalid] == [False] * len(invalid)
+    assert len(validator.faults) == len(invalid)
+
+
+def test_none_is_valid_where_it_is_optional() -> None:
+    with Validator("invalid") as check:
+        assert check.count("a", None, optional=True) and check.seconds("b", None, optional=True)
+        assert check.choice("c", None, ["x"], optional=True) and check.instance("d", None, str, "a text", optional=True)
+
+
+def test_the_error_is_of_the_class_that_was_asked_for_and_others_pass_through() -> None:
+    with pytest.raises(SpecError), Validator("invalid", SpecError) as check:
+        check.add("no tensor")
+    with pytest.raises(ZeroDivisionError), Validator("invalid") as check:
+        check.add("a fault")
+        raise ZeroDivisionError
