@@ -248,8 +248,8 @@ def test_ages_go_on_in_another_process() -> None:
     assert [other.step_of("backward", "ann", key) for key in "kl"] == [None, 1]
 
 
-@pytest.mark.parametrize("state", [[], {}, {"now": 0.0, "keys": torch.zeros(3), "results": []}, {"now": "x"}])
-def test_what_is_no_state_is_refused_and_changes_nothing(state: dict[str, object]) -> None:
+@pytest.mark.parametrize("state", ["", {}, {"now": 0.0, "keys": torch.zeros(3), "results": []}, {"now": "x"}])
+def test_what_is_no_state_is_refused_and_changes_nothing(state: object) -> None:
     table = IdempotencyTable()
     recorded(table, "ann", "k")
     with pytest.raises(UsageError, match="no state of an idempotency table"):
@@ -270,6 +270,20 @@ def test_a_hundred_thousand_keys_are_small_and_loaded_quickly() -> None:
     assert time.thread_time() - before < 1.0 and table.statistics().keys == 100_000
     before = time.thread_time()
     assert torch.equal(table.state_dict()["keys"], many) and time.thread_time() - before < 1.0
+
+
+def test_the_keys_of_an_older_checkpoint_are_known() -> None:
+    backend = fussy_backend()
+    form = (None, (2, 4), (2, 4))
+    backend.records.load_state_dict([])
+    backend.records.load_state_dict(
+        [("backward", "ann", "k", 7, form, [rows(2, 0)]), ("commit", None, "m", 8, (), None)]
+    )
+    with pytest.raises(ResultEvictedError, match="applied in step 7"):
+        send(backend, "k")
+    assert backend.records.step_of("commit", None, "m") == 8 and not backend.steps
+    with pytest.raises(UsageError, match="no state of an idempotency table"):
+        backend.records.load_state_dict([1, 2])
 
 
 @pytest.mark.parametrize("size", [1, 3000])

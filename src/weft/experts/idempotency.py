@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -48,6 +48,7 @@ _RESULT_OVERHEAD = 512  # bytes of a result in a file, besides its tensors
 
 _VALUE = struct.Struct("<8sqQd")  # digest of the principal, step, fingerprint, time of recording
 _ROW = struct.Struct(f"<16s{_VALUE.size}s")  # digest of the request, and the value
+_UNKNOWN = 0  # in place of a fingerprint
 _DROPPED = -1  # in place of a step, for the name of a mini-batch that must not be continued
 
 
@@ -262,17 +263,20 @@ class IdempotencyTable:
     def load_state_dict(self, state: Any) -> None:
         """Replace all that is known by a `state_dict`, except the names of dropped mini-batches.
 
+        States that older checkpoints hold are lists: of their requests only keys and steps are loaded.
+
         Raises:
             UsageError: it is not the state of such a table; nothing was changed.
         """
         try:
-            keys, now = state["keys"], float(state["now"])
+            found: Any = _converted(cast("list[Any]", state), self._now()) if type(state) is list else state
+            keys, now = found["keys"], float(found["now"])
             if keys.dtype != torch.uint8 or keys.ndim != 2 or keys.shape[1] != _ROW.size:
                 raise ValueError(f"keys of {keys.dtype} and shape {tuple(keys.shape)}")
             applied: dict[bytes, bytes] = dict(_ROW.iter_unpack(_bytes(keys)))
             results = [
                 (bytes.fromhex(digest), float(seconds), list[torch.Tensor](tensors))
-                for digest, seconds, tensors in state["results"]
+                for digest, seconds, tensors in found["results"]
             ]
         except (TypeError, ValueError, KeyError, AttributeError, struct.error) as error:
             raise UsageError(f"this is no state of an idempotency table: {type(error).__name__}: {error}") from error
@@ -393,7 +397,7 @@ class IdempotencyTable:
 
     @staticmethod
     def _check_same(request: RequestId, known: int, given: int) -> None:
-        if known != given:
+        if known not in (given, _UNKNOWN):
             what = "payload" if known >> 32 == given >> 32 else "mini-batch, mode or shapes"
             raise KeyReusedError(
                 f"key {request.key!r} of client {request.client!r} was used for a {request.kind} with another {what}; "
@@ -461,6 +465,16 @@ def _state(
             break
         saved.append((digest.hex(), result.expires_at - now, result.tensors))
     return {"now": now, "keys": keys.view(-1, _ROW.size), "results": saved[::-1]}
+
+
+def _converted(rows: Iterable[Any], now: float) -> dict[str, Any]:
+    """The state of a table from that of its predecessor: kind, client, key, step, and more, for each request."""
+    packed = bytearray()
+    for kind, client, key, step, *_ in rows:
+        value = _VALUE.pack(_digest(client, 8), step, _UNKNOWN, now)
+        packed += _ROW.pack(_digest(RequestId(kind, client, key)), value)
+    keys = torch.frombuffer(packed, dtype=torch.uint8) if packed else torch.empty(0, dtype=torch.uint8)
+    return {"now": now, "keys": keys.view(-1, _ROW.size), "results": []}
 
 
 def _digest(value: tuple[str | None, ...] | str | None, size: int = 16) -> bytes:

@@ -81,6 +81,7 @@ class FolderLock:
     def __init__(self, disk: Disk, uid: str, folder: Path, make: Callable[[Path], None], shared: bool) -> None:
         self._disk, self._uid, self._folder, self._make, self._shared = disk, uid, folder, make, shared
         self._handle: int | None = None
+        self._warned = False
 
     def hold(self) -> None:
         """Take the lock if it is not held, or was removed with its folder.
@@ -101,12 +102,14 @@ class FolderLock:
                 "that one, or give this one another folder"
             ) from None
         except OSError as error:
-            _LOG.warning(
-                "the checkpoints of expert %r in %s cannot be locked: %s. See to it that no other server uses them",
-                self._uid,
-                self._folder,
-                error,
-            )
+            if not self._warned:
+                self._warned = True
+                _LOG.warning(
+                    "the checkpoints of expert %r in %s cannot be locked: %s. See to it that no other server uses them",
+                    self._uid,
+                    self._folder,
+                    error,
+                )
 
     def release(self) -> None:
         """Let the folder go. May be called twice."""
