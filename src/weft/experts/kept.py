@@ -9,12 +9,13 @@ not be sent again.
 A graph serves a batch of exactly the tasks that made it, with equal inputs. Otherwise the forward runs again, with the
 same result up to the random numbers that it draws. So this pays for one trainer, for several who keep step with each
 other (`weft.experts.linger`), or under mini-batches that are committed later.
-Held are at most so many bytes, inputs and what autograd saves, for so many seconds.
+Held are at most so many bytes, inputs and what autograd saves, for so many seconds. Beyond that, the oldest goes of the
+client that holds most.
 """
 
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ class _Kept:
     graph_bytes: int
     input_bytes: int  # until the last of them is gone: they may share memory
     born: float
+    principal: str | None  # of its first task
 
     def leads_to(self, parameters: Sequence[Tensor]) -> bool:
         """Whether just these had a gradient in its forward: layers may have been frozen or freed since."""
@@ -150,6 +152,8 @@ class KeptGraphs:
         self._all: OrderedDict[_Kept, None] = OrderedDict()
         self._graphs: dict[_Kept, None] = {}
         self._found: dict[Name, _Kept] = {}
+        self._shares: dict[str | None, OrderedDict[_Kept, None]] = {}  # by principal, oldest first
+        self._held: Counter[str | None] = Counter()  # bytes by principal
         self.nbytes = 0
         self.used = 0
 
@@ -161,7 +165,7 @@ class KeptGraphs:
         return self._budget is not None and all([task.keep and task.key is not None for task in tasks])
 
     def keep(self, tasks: Sequence[Task], graph: Graph, seed: int, saved: Saved) -> None:
-        """Keep a graph that saves so much beside its leaves, and the inputs, at the cost of the oldest ones.
+        """Keep a graph that saves so much beside its leaves, and the inputs, at the cost of the oldest of who has most.
 
         What is larger than the whole budget is not kept.
         """
@@ -175,12 +179,16 @@ class KeptGraphs:
             inputs = deal(leaves, [task.rows for task in tasks])
         else:
             inputs, nbytes = [list(task.tensors[: len(leaves)]) for task in tasks], nbytes + size
-        kept = _Kept(graph, saved, seed, dict(zip(names, inputs, strict=True)), nbytes, size, self._clock())
+        named, principal = dict(zip(names, inputs, strict=True)), tasks[0].principal
+        kept = _Kept(graph, saved, seed, named, nbytes, size, self._clock(), principal)
         total = nbytes + size
         if self._budget is None or total > self._budget.nbytes or len(kept.inputs) < len(names):
             return
         while self.nbytes + total > self._budget.nbytes:
-            self._drop(next(iter(self._all)))
+            largest = max(self._shares, key=self._held.__getitem__)
+            self._drop(next(iter(self._shares[largest])))
+        self._shares.setdefault(principal, OrderedDict())[kept] = None
+        self._held[principal] += total
         self._all[kept] = self._graphs[kept] = None
         self._found.update(dict.fromkeys(names, kept))
         self.nbytes += total
@@ -239,11 +247,15 @@ class KeptGraphs:
             del self._graphs[kept]
             kept.graph = None
             self.nbytes -= kept.graph_bytes
+            self._held[kept.principal] -= kept.graph_bytes
 
     def _drop(self, kept: _Kept) -> None:
         self._void(kept)
-        del self._all[kept]
+        del self._all[kept], self._shares[kept.principal][kept]
         self.nbytes -= kept.input_bytes
+        self._held[kept.principal] -= kept.input_bytes
+        if not self._shares[kept.principal]:
+            del self._shares[kept.principal], self._held[kept.principal]
         for name in kept.inputs:
             del self._found[name]
 

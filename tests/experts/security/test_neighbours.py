@@ -15,7 +15,7 @@ from tests.experts.expert_cases import fussy_backend, rows, work
 from tests.experts.gate import Gate
 from tests.experts.waiting import Clock, until
 from weft.core.errors import UsageError
-from weft.experts import ExpertBackend, IdempotencyOptions, PoolOptions, SumsOptions, TaskPool
+from weft.experts import ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, SumsOptions, TaskPool
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError, OverloadError, QuotaError
@@ -159,6 +159,21 @@ def test_one_client_leaves_connections_and_places_in_queues_to_others(monkeypatc
     with pytest.raises(QuotaError, match="it may have 2 tasks"):
         pool.submit_task(x, client="eve")
     pool.submit_task(x, client="ann")
+
+
+def test_graphs_that_one_client_has_kept_push_out_none_of_others() -> None:
+    backend, x = fussy_backend(keep_graphs=GraphBudget(2000)), rows(2, 0)
+
+    def forward(client: str, key: str) -> None:
+        assert backend.forward_pool.submit_task(x, client=client, key=key)
+        work(backend)
+
+    forward("ann", "mine")
+    for number in range(20):
+        forward("eve", str(number))
+    assert backend.kept_inputs("ann", "mine") is not None
+    assert backend.kept_inputs("eve", "0") is None and backend.kept_inputs("eve", "19") is not None
+    assert 0 < backend.statistics().kept_graph_bytes <= 2000
 
 
 def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
