@@ -65,7 +65,8 @@ def _outline(x: Scale, top: float, kind: str, action: Action, start: float, end:
 
 def _label(kind: str, action: Action, middle: float, width: float, y: float, role: str) -> Markup:
     """Kind and micro-batch, or the micro-batch alone, or nothing: what fits."""
-    label = next((s for s in (f"{kind}{action.micro_batch}", f"{action.micro_batch}") if len(s) * _LETTER < width), "")
+    room = width - 4  # to the words of the neighbours
+    label = next((s for s in (f"{kind}{action.micro_batch}", f"{action.micro_batch}") if len(s) * _LETTER < room), "")
     return tag("text", label, x=middle, y=y, class_=role) if label else Markup("")
 
 
