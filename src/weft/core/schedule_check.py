@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from .checks import is_whole
 from .schedule_action import KINDS, Action, Table, waits, walk
+from .validation import is_whole
 
 
 def faults(table: Table, stages: int | None, micro_batches: int | None) -> list[str]:
