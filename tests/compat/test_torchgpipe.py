@@ -8,19 +8,25 @@ import torch
 from torch import nn
 
 from tests.pipeline.pipe_cases import CHECKPOINTS, assert_close, assert_gradients_equal, backward, chain, rows
+from tests.unchecked import unchecked
 from weft import Pipe
 from weft.compat.torchgpipe import (
+    DeferredBatchNorm,
     GPipe,
     Namespace,
+    balance,
     balance_by_size,
     balance_by_time,
+    batchnorm,
     is_checkpointing,
     is_recomputing,
     pop,
+    skip,
     skippable,
     stash,
     verify_skippables,
 )
+from weft.core.errors import UsageError
 from weft.pipeline.settings import checkpoint_rules
 
 TWO = ["cpu", "cpu"]
@@ -155,6 +161,59 @@ def test_deferred_batch_norm_counts_the_mini_batch_once() -> None:
     model(x)
     assert model[0].num_batches_tracked == 1
     torch.testing.assert_close(model[0].running_mean, 0.1 * x.mean(0))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_partition_stays_the_same_module_and_its_hooks_fire(checkpoint: str) -> None:
+    layers = chain(4, 5, 3)
+    plain = copy.deepcopy(layers)
+    model = GPipe(layers, [2, 1], devices=TWO, chunks=2, checkpoint=checkpoint)
+    partitions = model.partitions
+    assert model.partitions is partitions and list(model.state_dict()) == list(plain.state_dict())
+    seen: list[str] = []
+    partitions[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    partitions[0].register_forward_hook(lambda *_: seen.append("after"))
+    partitions[1].register_full_backward_hook(lambda *_: seen.append("backward"))
+    for each in (model, plain):
+        backward(each, rows(6, 4))
+    assert_gradients_equal(model, plain)
+    calls = {"always": 4, "except_last": 3, "never": 2}[checkpoint]
+    assert [seen.count(each) for each in ("before", "after", "backward")] == [calls, calls, 2]
+    assert model.partitions is partitions
+    twin = copy.deepcopy(model)
+    assert twin.partitions[0][0] is twin[0] and twin.partitions[0] is not partitions[0]
+    model.balance = [1, 2]
+    assert [len(each) for each in model.partitions] == [1, 2]
+
+
+def test_the_import_paths_are_there() -> None:
+    assert balance.balance_by_time is balance_by_time and skip.skippable is skippable
+    assert batchnorm.DeferredBatchNorm is DeferredBatchNorm
+
+
+def test_a_deferred_batch_norm_counts_micro_batches_by_itself() -> None:
+    x = torch.randn(8, 4, 3)
+    plain = nn.Sequential(nn.BatchNorm1d(4))
+    deferred = DeferredBatchNorm.convert_deferred_batch_norm(copy.deepcopy(plain), chunks=2)
+    plain(x)
+    for piece in x.chunk(2):
+        assert deferred[0].num_batches_tracked == 0
+        deferred(piece)
+    torch.testing.assert_close(dict(deferred.state_dict()), dict(plain.state_dict()))
+    fresh = DeferredBatchNorm(4, chunks=2)
+    model = GPipe(nn.Sequential(fresh), [1], devices=["cpu"], chunks=4)
+    model(x)
+    torch.testing.assert_close(dict(fresh.state_dict()), dict(plain[0].state_dict()))
+    with pytest.raises(UsageError, match="chunks is 0"):
+        DeferredBatchNorm(4, chunks=0)
+    with pytest.raises(ValueError, match="at least 2 axes"):
+        fresh(torch.ones(4))
+
+
+def test_whole_floats_are_numbers_of_chunks() -> None:
+    assert GPipe(chain(4, 3), [1], devices=["cpu"], chunks=4.0).chunks == 4
+    with unchecked(), pytest.raises(ValueError, match=r"chunks is 4\.5"):
+        GPipe(chain(4, 3), [1], devices=["cpu"], chunks=4.5)
 
 
 def test_a_tuple_is_one_input() -> None:

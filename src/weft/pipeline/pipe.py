@@ -163,6 +163,7 @@ class Pipe(nn.Module):
         self._runtime: Runtime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit
         self._recipe: Any = None  # what the runtime was made of
+        self._partitions: tuple[Any, list[nn.Sequential]] = (None, [])
         where = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
         for (name, layer), device in zip(layers, where, strict=True):
             converted = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
@@ -213,9 +214,15 @@ class Pipe(nn.Module):
 
     @property
     def partitions(self) -> list[nn.Sequential]:
-        """The stages as `nn.Sequential` of the very same layers, under the same names."""
-        layers = iter(self._layers())
-        return [nn.Sequential(OrderedDict(islice(layers, size))) for size in self.balance]
+        """The stages as `nn.Sequential` of the very same layers, under the same names.
+
+        They are the same until layers or `balance` change. Hooks on one fire for every micro-batch.
+        """
+        made_of = (self._layers(), list(self.balance))
+        if self._partitions[0] != made_of:
+            layers = iter(made_of[0])
+            self._partitions = made_of, [nn.Sequential(OrderedDict(islice(layers, size))) for size in made_of[1]]
+        return self._partitions[1]
 
     def schedule_for(self, rows: int) -> Schedule:
         """The table that a mini-batch of so many rows is run by, all stages apart."""
@@ -327,6 +334,8 @@ class Pipe(nn.Module):
                 self._dims,
                 splits=splits,
             )
+            for stage, partition in zip(self._runtime.stages, self.partitions, strict=True):
+                stage.partition = partition
         self._checked, self._recipe = settings, recipe
         return self._runtime
 

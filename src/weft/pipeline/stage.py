@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import modules
 
+from weft.core.errors import UsageError
 from weft.core.rng import Dice
 from weft.core.segment import Visit
 from weft.core.tree import map_leaves
@@ -86,6 +87,8 @@ class Stage:
         self._skips = any(isinstance(module, Skippable) for module in modules)
         self._copies_input = _writes_early(modules)
         self._deferred = False
+        self.partition: nn.Module | None = None
+        """The same layers as a user sees them, who may have hung hooks on it."""
         self.replay = Replay(index, self.layers, device)
 
     def __call__(self, visit: Visit, main: Any, *skips: Tensor | None) -> tuple[Any, ...]:
@@ -171,6 +174,8 @@ class Stage:
             return self._layers(main), tracker.values
 
     def _layers(self, value: Any) -> Any:
+        if self.partition is not None and any(getattr(self.partition, table) for table in _HOOKS):
+            return self._hooked(self.partition, value)
         name, layer = self.layers[0]
         try:
             value = layer(*value.args, **value.kwargs) if type(value) is Call else layer(value)
@@ -180,6 +185,22 @@ class Stage:
             error.add_note(f"weft: in layer {name!r} ({type(layer).__name__}) of stage {self.index}")
             raise
         return value
+
+    def _hooked(self, partition: nn.Module, value: Any) -> Any:
+        """The layers by way of the module that has hooks, which takes one argument."""
+        if type(value) is Call:
+            raise UsageError(
+                "pipe.partitions[0] has hooks, and is called with one argument as any nn.Sequential; give the pipe one "
+                "(a tuple, say), or hang the hooks on its first layer"
+            )
+        try:
+            return partition(value)
+        except BaseException as error:
+            error.add_note(f"weft: in a layer of stage {self.index}")
+            raise
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _copied(leaf: Any) -> Any:

@@ -1,30 +1,19 @@
 """torchgpipe's names, on top of `weft.Pipe`: a program that used it changes one import.
 
-    from torchgpipe import GPipe                     from weft.compat.torchgpipe import (
-    from torchgpipe.balance import balance_by_time       GPipe, balance_by_time, skippable, stash, pop,
-    from torchgpipe.skip import skippable, ...       )
+    from torchgpipe import GPipe                     from weft.compat.torchgpipe import GPipe
+    from torchgpipe.balance import balance_by_time   from weft.compat.torchgpipe.balance import balance_by_time
+    from torchgpipe.skip import skippable, ...       from weft.compat.torchgpipe.skip import skippable, ...
 
-torchgpipe (Kim et al., arXiv 2004.09910) is the source of the design. What is different here:
-
-    state_dict()      has the keys of the wrapped nn.Sequential. A state that torchgpipe saved, whose keys begin
-                      with "partitions.<number>.", still loads
-    devices           may also be CPUs, also the same one several times; without any GPU they are the default
-    micro-batches     differ by one row at most (6 rows in 4 chunks: 2 2 1 1, where torchgpipe makes 2 2 2)
-    input, output     any nesting of tensors, and more than one argument
-    duplicates        a layer may occur twice, and stages on one device may share parameters
-    an empty model    is refused
-    batch_dim         must be given (0) for a model with modules that have their rows on axis 1, such as an `nn.LSTM`
-                      without batch_first, where torchgpipe cuts along axis 0 unasked
-    in evaluation     the checkpoint mode holds as in training, where gradients are wanted
-    second gradients  are refused (``weft.Pipe(..., executor="graph")`` has them)
+torchgpipe (Kim et al., arXiv 2004.09910) is the source of the design. docs/torchgpipe.md lists what is different here.
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
+from weft.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.errors import PartitionError, UsageError
 from weft.pipeline.partition import balance_by_size, balance_by_time
@@ -33,6 +22,7 @@ from weft.pipeline.settings import places_of, sizes_of
 from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __all__ = [
+    "DeferredBatchNorm",
     "GPipe",
     "Namespace",
     "balance_by_size",
@@ -56,7 +46,7 @@ class GPipe(Pipe):
         balance: how many layers each partition has. Must be given; `balance_by_time` and `balance_by_size`
             find one.
         devices: one per partition, all CUDA devices by default; what is too much is left out.
-        chunks: into how many micro-batches a mini-batch is cut.
+        chunks: into how many micro-batches a mini-batch is cut; a whole float will do.
         checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
         deferred_batch_norm: whether running statistics are those of the whole mini-batch.
         batch_dim: the axis of the rows, for a model with modules that may have theirs on another one: see `weft.Pipe`.
@@ -74,7 +64,7 @@ class GPipe(Pipe):
         balance: Iterable[int] | None = None,
         *,
         devices: Iterable[Device] | Device | None = None,
-        chunks: int = 1,
+        chunks: int | float = 1,
         checkpoint: Literal["always", "except_last", "never"] = "except_last",
         deferred_batch_norm: bool = False,
         batch_dim: int | None = None,
@@ -88,7 +78,7 @@ class GPipe(Pipe):
         try:
             super().__init__(
                 module,
-                chunks=chunks,
+                chunks=int(chunks) if isinstance(chunks, float) and chunks.is_integer() else cast(int, chunks),
                 devices=None if devices is None else places_of(devices)[: len(sizes)],
                 balance=sizes,
                 checkpoint=checkpoint,

@@ -1,0 +1,67 @@
+"""``torchgpipe.batchnorm``: a batch norm that counts the micro-batches of a mini-batch by itself."""
+
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from weft.core.ambient import is_recomputing
+from weft.core.errors import UsageError
+from weft.core.validation import is_whole
+from weft.pipeline import batchnorm
+
+__all__ = ["DeferredBatchNorm"]
+
+Module = TypeVar("Module", bound=nn.Module)
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
+    """`weft.DeferredBatchNorm` with torchgpipe's arguments.
+
+    In a pipe it updates its running statistics once per mini-batch. Elsewhere it does so after every `chunks` calls in
+    training. Raises UsageError if `chunks` is no whole number from 1 up.
+    """
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine)
+        self.chunks = _counted(chunks)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `weft.DeferredBatchNorm`."""
+        alone = self.training and batchnorm._current.step is None and not is_recomputing()
+        if alone and None not in self.gathered:
+            self.begin()
+        output = super().forward(input)
+        if alone and len(self.gathered[None]) >= self.chunks:
+            self.commit()
+        return output
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 axes, N x C, but got shape {tuple(input.shape)}")
+
+    @staticmethod
+    def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
+        """Replace every ``BatchNorm1d``, ``2d`` and ``3d`` in `module` that tracks running statistics, in place.
+
+        Returns `module`, or its replacement if it is a batch norm itself. Parameters and buffers are kept, not copied.
+        """
+        counted = _counted(chunks)
+        if isinstance(module, DeferredBatchNorm):
+            module.chunks = counted
+        elif type(module) in _PLAIN and getattr(module, "running_mean", None) is not None:
+            made = batchnorm._with_state_of(module, DeferredBatchNorm)
+            assert isinstance(made, DeferredBatchNorm)
+            made.chunks = counted
+            return made
+        for name, child in module.named_children():
+            module._modules[name] = DeferredBatchNorm.convert_deferred_batch_norm(child, counted)
+        return module
+
+
+def _counted(chunks: object) -> int:
+    if not is_whole(chunks) or chunks < 1:
+        raise UsageError(f"chunks is {chunks!r}, wanted a whole number of micro-batches from 1 up")
+    return chunks
