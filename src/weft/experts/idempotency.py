@@ -111,6 +111,8 @@ class _Share:
     keys: "OrderedDict[bytes, None]" = field(default_factory=OrderedDict["bytes", None])
     results: "OrderedDict[bytes, _Result]" = field(default_factory=OrderedDict["bytes", _Result])
     result_bytes: int = 0
+    # Until when retries are expected where that is later than `max_result_age` says; also of results that were evicted.
+    deadlines: dict[bytes, float] = field(default_factory=dict[bytes, float])
 
 
 class IdempotencyTable:
@@ -342,9 +344,8 @@ class IdempotencyTable:
         """The key that a full table forgets for a new one of a principal; None if it must not forget any."""
         largest = max(self._shares.values(), key=lambda share: len(share.keys))
         oldest = next(iter(largest.keys))
-        result = largest.results.get(oldest)
-        _, _, _, recorded_at = _VALUE.unpack(self._applied[oldest])
-        expected_until = recorded_at + self.options.max_result_age if result is None else result.expires_at
+        recorded_at: float = _VALUE.unpack(self._applied[oldest])[3]
+        expected_until = largest.deadlines.get(oldest, recorded_at + self.options.max_result_age)
         if expected_until <= self._now():
             return oldest
         return None if own is None else next(iter(own.keys))
@@ -352,6 +353,8 @@ class IdempotencyTable:
     def _store(self, digest: bytes, principal: bytes, result: _Result) -> None:
         share = self._shares[principal]
         share.results[digest] = result
+        if result.expires_at > self._now() + self.options.max_result_age:
+            share.deadlines[digest] = result.expires_at
         share.result_bytes += result.nbytes
         self._result_bytes += result.nbytes
         while self._result_bytes > self.options.max_result_bytes:
@@ -380,6 +383,7 @@ class IdempotencyTable:
             return
         share = self._shares[value[:8]]
         self._evict_result(share, digest)
+        share.deadlines.pop(digest, None)
         del share.keys[digest]
         if not share.keys:
             del self._shares[value[:8]]
