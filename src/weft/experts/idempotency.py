@@ -12,7 +12,7 @@ client can make another one's retry step twice. A key beyond a principal's own s
 full table forgets the oldest key of its largest holder once no retry of that request can come any more, and refuses
 newcomers until then. Within these bounds no optimizer step is applied twice, whatever the network loses or repeats.
 
-A key takes 48 bytes in a saved state and about 300 in memory: requests and principals are stored as digests. Of the
+A key takes 48 bytes in a saved state and about 500 in memory: requests and principals are stored as digests. Of the
 results, which a retry seldom asks for after a restart, the newest go into a saved state, up to `SAVED_RESULT_BYTES`.
 """
 

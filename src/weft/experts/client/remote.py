@@ -63,7 +63,8 @@ class RemoteExpert(Anchored):
 
     A call takes and returns what the server's module does, nested likewise; outputs come to the device of the first
     tensor of the inputs. Under `torch.no_grad` only forward happens. With gradients on, each backward is one call,
-    and the server's optimizer steps, also where no input wants a gradient. In a `weft.Pipe` that recomputes, forward
+    and the server's optimizer steps, also where no input wants a gradient. A call of more rows than the server takes at
+    a time is sent in parts, whose gradients are one step all the same. In a `weft.Pipe` that recomputes, forward
     is not asked again.
 
     Its parameters live at the server. Here there is a single zero, ``anchor``, through which autograd finds the expert.
