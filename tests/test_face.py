@@ -82,7 +82,7 @@ def test_every_error_that_reaches_a_caller_is_at_weft_errors() -> None:
     for each in pkgutil.walk_packages([str(SOURCE / "weft")], "weft."):
         if not each.name.startswith(("weft.__main__", "weft.demo")):
             importlib.import_module(each.name)
-    kinds, left = {WeftError}, [WeftError]
+    kinds, left = {WeftError}, [WeftError, UserWarning]
     while left:
         left = [each for kind in left for each in kind.__subclasses__()]
         kinds |= {each for each in left if each.__module__.startswith("weft.") and "demo" not in each.__module__}

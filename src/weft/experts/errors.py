@@ -118,6 +118,7 @@ __all__ = [
     "ReplayError",
     "ResultEvictedError",
     "StepError",
+    "StepsLostWarning",
     "TooFewAnswersError",
     "TooManyRowsError",
     "TornError",
