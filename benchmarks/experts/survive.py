@@ -4,7 +4,7 @@ survive_hostile.py    broken requests                 survive_crowd.py      canc
 survive_fuzz.py       bytes broken at random          survive_crash.py      SIGKILL, and the disk
 survive_replies.py    replies that are lost           survive_network.py    delays, cuts, silence
 survive_gradients.py  NaN, infinity, huge, raising    survive_directory.py  etcd away for a minute, where there is one
-survive_keys.py       many remembered requests
+survive_keys.py       many remembered requests        survive_attack.py     a stranger and a neighbour who attack
 survive_digits.py     the digits over a lossy network, by the trainers of survive_learners.py
 survive_steps.py, survive_common.py  what they share
 """
@@ -14,6 +14,7 @@ import sys
 from contextlib import ExitStack
 
 from benchmarks.experts import (
+    survive_attack,
     survive_crowd,
     survive_digits,
     survive_directory,
@@ -52,6 +53,8 @@ def run(quick: bool) -> Table:
         found.append(survive_crowd.vanished(times["vanish"]))
         progress("idle connections and slow readers")
         found += survive_crowd.crowded(times["idle"], times["slow"], times["calls"])
+        progress("a stranger and a neighbour who attack")
+        found.append(survive_attack.attacked(times["attack"]))
         progress("lost replies")
         found += [survive_replies.dropped(times["drop"]), survive_replies.cut(times["cut"])]
         progress("a bad network")
@@ -78,6 +81,7 @@ _WHOLE = {
     "idle": 1000,
     "slow": 10,
     "calls": 3000,
+    "attack": 3000,
     "drop": 10_000,
     "cut": 100,
     "rough": 2000,
@@ -99,6 +103,7 @@ _QUICK = {
     "idle": 20,
     "slow": 2,
     "calls": 100,
+    "attack": 40,
     "drop": 100,
     "cut": 2,
     "rough": 20,
