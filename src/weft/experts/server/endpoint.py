@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import grpc
+import numpy as np
 from grpc import aio
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -228,7 +229,7 @@ class Endpoint:
                 connection.take(call)
             await connection.has_room()
 
-    async def _frame(self, context: Any) -> bytes | bytearray | None:
+    async def _frame(self, context: Any) -> bytes | memoryview | None:
         """The next frame, whole; None at the end. Of one in parts the budget has all before the second is read.
 
         Raises ``WireError`` for what is no frame, ``OverloadError`` if there is no room for it.
@@ -241,7 +242,7 @@ class Endpoint:
             return part  # decoding it tells if it is cut off
         await self.budget.reserve(size, _ROOM_SECONDS)
         try:
-            frame, have = bytearray(size), 0
+            frame, have = np.empty(size, np.uint8).data, 0  # not zeroed: no page is there before its bytes are
             async with asyncio.timeout(self._options.longest_seconds):
                 while True:
                     frame[have : have + len(part)] = part
