@@ -41,7 +41,7 @@ STAMP = VENV / "installed.stamp"
 LOCK = ROOT / ".venv.lock"
 VERSION = sys.version.split()[0]
 USUAL = ("demo", "test")
-EXTRAS = {"demo": USUAL, "test": (*USUAL, "manifests"), "bench": (*USUAL, "bench"), "check": USUAL}
+EXTRAS = {"demo": USUAL, "test": (*USUAL, "manifests", "hf"), "bench": (*USUAL, "bench", "hf"), "check": USUAL}
 # Tests run in a process per core; files stay whole, since their tests share servers and compiled cells.
 TESTS = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 MODULES = {"demo": ("weft", "demo"), "test": TESTS, "bench": ("benchmarks",)}

@@ -143,7 +143,7 @@ def test_the_venv_of_this_python_fits_and_a_missing_or_broken_one_does_not(
 def test_more_extras_join_those_that_are_there(do: ModuleType, shell: Shell) -> None:
     do.main(["test"])
     do.main(["bench"])
-    assert shell.count("-e .[bench,demo,manifests,test]") == 1
+    assert shell.count("-e .[bench,demo,hf,manifests,test]") == 1
     do.main(["test"])
     do.main(["bench"])
     assert shell.count("pip install") == 2

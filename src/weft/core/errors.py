@@ -13,6 +13,8 @@
         ├── BackwardTwiceError (RuntimeError)    backward ran again over a step that was freed
         ├── RandomnessError (RuntimeError)   a recomputation did not draw the numbers of its forward
         ├── ChangedError (RuntimeError)      a layer changed between its forward and its recomputation
+        ├── SplitError (ValueError)          a model's forward() cannot be cut there
+        ├── GuardError (RuntimeError)        the code between blocks would go another way than was recorded
         ├── SkipError (RuntimeError)         a layer broke its own skip declaration while running
         └── SkipWiringError (TypeError)      the skips of a model do not fit together
 
@@ -73,6 +75,14 @@ class RandomnessError(WeftError, RuntimeError):
 
 class ChangedError(WeftError, RuntimeError):
     """A layer changed between its forward and its recomputation."""
+
+
+class SplitError(WeftError, ValueError):
+    """A model's forward() cannot be cut there. (No TypeError: operators take one for "not implemented".)"""
+
+
+class GuardError(WeftError, RuntimeError):
+    """The code between blocks would go another way than when it was recorded."""
 
 
 class SkipError(WeftError, RuntimeError):

@@ -62,19 +62,21 @@ def plan_join(
     axis: Any = 0,
     where: str = "output",
     rows: Sequence[int] | None = None,
+    flattened: bool = False,
 ) -> JoinPlan:
     """Plan how to join the flat leaves of the micro-batches' results, all nested as ``structure`` says.
 
     ``axis`` is an int, or nested as the results are. Raises ``BatchError`` that lists every leaf which cannot be
     joined. What is no tensor must be equal in all pieces; tensors must agree in dtype and in every axis but theirs of
-    ``axis``, and must have that one: of several pieces, each with the rows that ``rows`` says, where it is given.
+    ``axis``, and must have that one: of several pieces, each with the rows that ``rows`` says, where it is given, or
+    with as many for each of them along axis 0, where they may be ``flattened`` (a row per token, say).
     :func:`common_structure` checks the nesting. Raises ``SpecError`` if ``axis`` is not nested as the results are.
     """
     if not pieces_leaves:
         raise BatchError(f"{where}: there is no micro-batch to join")
     axes = tuple(spread(axis, structure, where))
     columns = zip(zip(*pieces_leaves, strict=True), axes, strict=True)
-    found = [_of_rows(_lengths(column, each), rows, each) for column, each in columns]
+    found = [_of_rows(_lengths(column, each), rows, each, flattened) for column, each in columns]
     lengths = tuple(each for each in found if not isinstance(each, str))
     if len(lengths) < len(found):
         named = zip(structure_paths(structure, where), found, strict=True)
@@ -124,10 +126,16 @@ def _lengths(column: Sequence[Any], axis: int) -> tuple[int, ...] | str | None:
 
 
 def _of_rows(
-    lengths: tuple[int, ...] | str | None, rows: Sequence[int] | None, axis: int
+    lengths: tuple[int, ...] | str | None, rows: Sequence[int] | None, axis: int, flattened: bool
 ) -> tuple[int, ...] | str | None:
     """The same lengths if they are those of the micro-batches; else the fault, since rows would be out of order."""
     if rows is None or len(rows) == 1 or not isinstance(lengths, tuple) or lengths == tuple(rows):
+        return lengths
+    if (
+        flattened
+        and axis == 0
+        and all(n * rows[0] == lengths[0] * r and n > r for n, r in zip(lengths, rows, strict=True))
+    ):
         return lengths
     return (
         f"has {_numbers(lengths)} rows along axis {axis} where the micro-batches have {_numbers(rows)}; let the layers "

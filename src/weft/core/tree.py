@@ -14,6 +14,7 @@ The idea of public ``nested_*`` functions is hivemind's; PyTorch's pytree does t
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,24 @@ def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
     if structure is LEAF:
         return leaves[0]
     return pytree.tree_unflatten(leaves, structure)
+
+
+def register_dataclasses(value: Any) -> None:
+    """Let PyTorch know the dataclasses among the leaves of ``value`` as containers, if they hold tensors."""
+    while True:
+        kinds = cast("set[type[Any]]", {type(leaf) for leaf in flatten(value)[0] if _opaque_dataclass(leaf)})
+        if not kinds:
+            return
+        for kind in kinds:
+            pytree.register_dataclass(kind)
+
+
+def _opaque_dataclass(leaf: Any) -> bool:
+    kind = cast("type[Any]", type(leaf))
+    if not hasattr(kind, "__dataclass_fields__") or not all(each.init for each in fields(kind)):
+        return False
+    inside = flatten([getattr(leaf, each.name) for each in fields(kind)])[0]
+    return any(isinstance(each, torch.Tensor) or _opaque_dataclass(each) for each in inside)
 
 
 def pack(leaves: Sequence[Any], like: Any) -> Any:

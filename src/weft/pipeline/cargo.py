@@ -127,12 +127,21 @@ class JoinedOutput:
 
     _where = "output"
 
-    def __init__(self, given: Sequence[Tensor] = (), axis: Any = 0, rows: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        given: Sequence[Tensor] = (),
+        axis: Any = 0,
+        rows: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
         """`given` are the tensors of the mini-batch, with which no output is to share memory; `axis` holds the rows:
-        an int, or nested as the output is; `rows` are those of the micro-batches, which outputs must have as well."""
+        an int, or nested as the output is; `rows` are those of the micro-batches, which outputs must have as well.
+        With `weights`, numbers that are one per micro-batch, such as a loss of the model, are added up by them."""
         self._given = given
         self._axis = axis
         self._rows = rows
+        self._number_weights = weights or ()
+        self._numbers: set[int] = set()
         self._plan: JoinPlan | None = None
         self._structure = LEAF
         self._rest: list[Any] = []
@@ -153,7 +162,8 @@ class JoinedOutput:
         pieces: list[Gradients] = [[None] * len(self._rest) for _ in range(self._pieces)]
         for k, gradient in zip(self._at, gradients, strict=True):
             if gradient is not None and self._plan is not None:
-                for piece, part in zip(pieces, self._plan.split_gradient(k, gradient), strict=True):
+                weighted = [gradient * weight for weight in self._number_weights] if k in self._numbers else None
+                for piece, part in zip(pieces, weighted or self._plan.split_gradient(k, gradient), strict=True):
                     piece[k] = part
         return pieces
 
@@ -174,9 +184,29 @@ class JoinedOutput:
         flat = [flatten(result) for result in results]
         columns = [leaves for leaves, _ in flat]
         self._structure = common_structure([structure for _, structure in flat], where=self._where)
-        self._plan = plan_join(columns, self._structure, axis=self._axis, where=self._where, rows=self._rows)
-        joined = self._plan.join(columns)
+        rest = self._without_numbers(columns)
+        self._plan = plan_join(
+            rest,
+            self._structure,
+            axis=self._axis,
+            where=self._where,
+            rows=self._rows,
+            flattened=bool(self._number_weights),
+        )
+        joined = self._plan.join(rest)
+        for k in self._numbers:
+            weighted = [leaves[k] * weight for leaves, weight in zip(columns, self._number_weights, strict=True)]
+            joined[k] = torch.stack(weighted).sum(0)
         return columns, joined if len(columns) > 1 else self._apart(joined)
+
+    def _without_numbers(self, columns: list[list[Any]]) -> list[list[Any]]:
+        """The leaves of every result, but for those that are added up."""
+        if self._number_weights:
+            first = enumerate(columns[0])
+            self._numbers = {k for k, x in first if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()}
+        if not self._numbers:
+            return columns
+        return [[None if k in self._numbers else x for k, x in enumerate(leaves)] for leaves in columns]
 
     def _apart(self, leaves: list[Any]) -> list[Any]:
         """The leaves of a single result, none of which shares memory with another one or with what was given.

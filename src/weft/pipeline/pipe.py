@@ -26,6 +26,7 @@ from weft.core.untraced import untraced
 from weft.pipeline.batch_dim import BatchDim, BatchDims, OutputBatchDim, check_batch_dims
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.loss import LossFunction, LossScale, LossWeight
+from weft.pipeline.plan import build_stages
 from weft.pipeline.runtime import Request, Runtime, on_meta
 from weft.pipeline.schedules import SCHEDULES, build
 from weft.pipeline.settings import (
@@ -45,11 +46,12 @@ from weft.pipeline.stage import Call
 
 
 class Pipe(nn.Module):
-    """An `nn.Sequential` cut into stages; micro-batches of one mini-batch are in different stages at one time.
+    """A model cut into stages; micro-batches of one mini-batch are in different stages at one time.
 
     Args:
-        module: the model. Its layers become the pipe's own children, under the same names; a skippable layer
-            may hand tensors to layers further on (see `weft.skippable`).
+        module: the model. Of an `nn.Sequential` the layers become the pipe's own children, under the same names; a
+            skippable layer may hand tensors to layers further on (see `weft.skippable`). Any other model is cut by
+            `split`; then parameters, keys, ties and hooks stay the model's own, and the pipe has its attributes too.
         chunks: into how many micro-batches a mini-batch is cut (fewer when it has fewer rows).
         batch_dim: the axis of the rows, 0 where nothing is said: an int for all tensors that go in and come out; or
             for what goes in a tuple with one entry per positional argument, or a dict by position and by keyword
@@ -88,10 +90,14 @@ class Pipe(nn.Module):
             down to a power of two, and rescale exactly; default: with the loss gradient of the last step.
         executor: ``"threads"`` (one worker per stage), ``"serial"``, ``"auto"`` (measures both on the first
             steps and keeps the faster) or ``"graph"`` (plain autograd, for gradients of gradients).
-        sample: an input, only to balance by.
+        sample: an input, only to balance by. With `split`: a micro-batch, as a dict of named arguments, a tuple of
+            positional ones, or the only one.
+        split: names of submodules; the model is cut before the first call of each (see docs/which_models.md). Or
+            ``"auto"``: a cut into one stage per device, by measured time for `sample`, or by parameters without one.
+        verify: compare every program that is recorded of the model's forward() once with forward() itself.
 
-    `chunks`, `balance`, `devices`, `checkpoint`, `schedule` and `executor` are attributes too, which every step reads
-    anew; a step raises what is wrong with them. Layers stay where they are when `balance` or `devices` change.
+    `chunks`, `balance`, `split`, `devices`, `checkpoint`, `schedule` and `executor` are attributes too, which each step
+    reads anew; a step raises what is wrong with them. Layers stay where they are when `balance` or `devices` change.
 
     All executors and schedules give the same gradients as the undivided model, to rounding; a layer's random
     numbers depend on stage and micro-batch only. Raises SpecError, SkipWiringError, PartitionError,
@@ -101,9 +107,16 @@ class Pipe(nn.Module):
     arXiv 2004.09910); 1F1B is PipeDream-Flush's (Narayanan et al., arXiv 2104.04473).
     """
 
-    def __init__(
+    def __new__(cls, *module: Any, split: Any = None, **settings: Any) -> "Pipe":
+        if cls is Pipe and split is not None:
+            from weft.pipeline.split.pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
+
+            return super().__new__(cast("type[Any]", SplitPipe))
+        return super().__new__(cls)
+
+    def __init__(  # pyright: ignore[reportInconsistentConstructor] - `__new__` looks at `split` alone
         self,
-        module: nn.Sequential,
+        module: nn.Module,
         *,
         chunks: int,
         batch_dim: BatchDim | None = None,
@@ -119,20 +132,22 @@ class Pipe(nn.Module):
         loss_scale: int | float | Callable[[], float] | None = None,
         executor: Literal["auto", "serial", "threads", "graph"] = "auto",
         sample: Any = None,
+        split: Sequence[str] | Literal["auto"] | None = None,
+        verify: bool = True,
     ) -> None:
         super().__init__()
         faults = Faults()
         layers = faults.of(layers_of, module)
         dims = faults.of(BatchDims, batch_dim, output_batch_dim)
         if layers is not None:
-            faults.of(verify_skippables, module)
+            faults.of(verify_skippables, cast(nn.Sequential, module))
             if dims is not None:
                 faults.of(check_batch_dims, layers, batch_dim, dims)
         sizes = None if balance is None else faults.of(sizes_of, balance)
         places = None if devices is None else faults.of(places_of, devices)
         layout = None
         if layers is not None and (sizes is None) == (balance is None) and (places is None) == (devices is None):
-            layout = faults.of(resolve_layout, module, sizes, places, sample)
+            layout = faults.of(resolve_layout, cast(nn.Sequential, module), sizes, places, sample)
         stages = len(layout[0] if layout else sizes or places or ())
         check_settings(
             faults, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
@@ -303,7 +318,7 @@ class Pipe(nn.Module):
 
     def _settings(self) -> tuple[Any, ...]:
         """All that a user may have set anew since the last step, with copies of the lists."""
-        lists = map(_frozen, (self.balance, self.devices, self.checkpoint))
+        lists = map(frozen, (self.balance, self.devices, self.checkpoint))
         return (type(self.chunks), self.chunks), self._layers(), self.executor, self.schedule, *lists
 
     def _made_runtime(self) -> Runtime:
@@ -324,9 +339,7 @@ class Pipe(nn.Module):
         recipe = (*settings[1:], splits)  # another number of chunks needs no other threads
         if self._runtime is None or self._recipe != recipe:  # such as another module in the place of a layer
             self._runtime = Runtime(
-                settings[1],
-                self.balance,
-                self.devices,
+                *build_stages(settings[1], self.balance, self.devices),
                 self.checkpoint,
                 self.executor,
                 *self._loss,
@@ -340,7 +353,7 @@ class Pipe(nn.Module):
         return self._runtime
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
     """A copy of a list, which may be changed in place."""
     lists = isinstance(value, Iterable) and not isinstance(value, str)
     return tuple(cast("Iterable[Any]", value)) if lists else cast(Any, value)

@@ -19,7 +19,7 @@ from weft.core.segment import Function, Visit
 from weft.pipeline.gate import Gate, Inlet
 from weft.pipeline.loss import LossStage
 from weft.pipeline.skip import inspect_skip_layout
-from weft.pipeline.stage import Skip, Stage, take_turns
+from weft.pipeline.stage import Skip, Stage
 from weft.pipeline.strangers import Searched
 
 
@@ -44,9 +44,13 @@ class Plan:
         return len(self.functions)
 
 
+Crossing = Sequence[tuple[Skip, int, tuple[int, ...]]]
+"""Every value that crosses between stages beside the main one, with its source and its readers."""
+
+
 def build_stages(
     layers: Sequence[tuple[str, nn.Module]], balance: Sequence[int], devices: Sequence[torch.device]
-) -> tuple[list[Stage], list[tuple[Skip, int, tuple[int, ...]]]]:
+) -> tuple[list[Stage], Crossing]:
     """The stages, and every skip that crosses between two of them as (skip, source, readers)."""
     blocks: list[list[tuple[str, nn.Module]]] = []
     start = 0
@@ -69,13 +73,12 @@ def build_stages(
         )
         for index, (block, device) in enumerate(zip(blocks, devices, strict=True))
     ]
-    take_turns(stages)
     return stages, crossing
 
 
 def staged_plan(
     stages: Sequence[Stage],
-    crossing: Sequence[tuple[Skip, int, tuple[int, ...]]],
+    crossing: Crossing,
     executor: Executor,
     loss: LossStage | None,
     *,

@@ -1,6 +1,6 @@
 """What a pipe needs to run and does not save: stages, plans, executors. Made anew after a copy or a load."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -26,14 +26,15 @@ from weft.pipeline.cargo import Cargo, JoinedOutput, Outcome, WeightedLoss
 from weft.pipeline.collectives import forbid_workers, talkers
 from weft.pipeline.layout import Layouts, needs_cuts
 from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights
-from weft.pipeline.plan import Plan, build_stages, staged_plan
+from weft.pipeline.plan import Crossing, Plan, staged_plan
 from weft.pipeline.schedules import build
 from weft.pipeline.settings import CheckpointRule, checkpoint_rules, never_recomputes
-from weft.pipeline.stage import Survey
+from weft.pipeline.stage import Stage, Survey, take_turns
 from weft.pipeline.step import Order, Step
 from weft.pipeline.visible import guarded, run_silent, run_visible
 
 _numbers = count()
+_NO_OWNERS: Mapping[int, torch.Tensor] = {}
 
 
 class Runtime:
@@ -41,9 +42,8 @@ class Runtime:
 
     def __init__(
         self,
-        layers: Sequence[tuple[str, nn.Module]],
-        balance: Sequence[int],
-        devices: Sequence[torch.device],
+        stages: Sequence[Stage],
+        crossing: Crossing,
         checkpoint: Any,
         executor: str,
         loss: LossFunction | None,
@@ -53,7 +53,9 @@ class Runtime:
         *,
         splits: bool,
     ) -> None:
-        self.stages, self._crossing = build_stages(layers, balance, devices)
+        self.stages, self._crossing = list(stages), crossing
+        take_turns(self.stages)
+        devices = [stage.device for stage in self.stages]
         self.uses = [RandomUse(generators([device])) for device in (*devices, devices[-1])]
         self.rules: list[CheckpointRule] = checkpoint_rules(checkpoint, len(self.stages))
         self.device_types = sorted({device.type for device in devices})
@@ -80,7 +82,7 @@ class Runtime:
             executor = "serial"
         one_device = len(set(devices)) == 1
         uncut = one_device and splits and never_recomputes(checkpoint)
-        self.layouts = Layouts(executor, len(balance), one_device=one_device, uncut=uncut)
+        self.layouts = Layouts(executor, len(devices), one_device=one_device, uncut=uncut)
 
     def plan(self, layout: str, loss: bool) -> Plan:
         """The plan for a layout; made when it is first needed."""
@@ -182,7 +184,9 @@ class Runtime:
         if request.targets:
             weights = self._weights.of(cargo, request.targets[0])
             return WeightedLoss(weights, cargo.given, self._dims.extras, cargo.rows)
-        return JoinedOutput(cargo.given, self._dims.outputs, cargo.rows)
+        whole = sum(cargo.rows) if request.scalars == "mean" else 1
+        weights = [(rows if request.scalars == "mean" else 1) / max(whole, 1) for rows in cargo.rows]
+        return JoinedOutput(cargo.given, self._dims.outputs, cargo.rows, weights if request.scalars else None)
 
     def _visible(self, order: Order) -> Any:
         """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
@@ -215,6 +219,7 @@ class Runtime:
             dice=partial(Dice, self.uses[: len(surveys)], [survey.configuration for survey in surveys]),
             watcher=request.watcher,
             scale=request.scale,
+            owners=request.owners,
         )
 
     def _keep(self, micro_batches: int, at_once: frozenset[tuple[int, int]], segment: int, micro_batch: int) -> Keep:
@@ -252,7 +257,9 @@ class Kind(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One call of a pipe: `targets` is empty, or holds the target."""
+    """One call of a pipe: `targets` is empty, or holds the target. `scalars` says how numbers of micro-batches in the
+    output are combined ("mean" or "sum"; None: not at all); `owners`, by the id() of a parameter's copy, whose it is.
+    """
 
     main: Any
     targets: tuple[Any, ...]
@@ -261,6 +268,8 @@ class Request(NamedTuple):
     schedule: str | Schedule
     watcher: Watcher | None
     scale: LossScale
+    scalars: str | None = None
+    owners: Mapping[int, torch.Tensor] = _NO_OWNERS
 
 
 def check_places(surveys: Sequence[Survey]) -> None:

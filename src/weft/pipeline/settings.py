@@ -61,7 +61,8 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
         what = "an nn.Sequential with a forward of its own" if sequential else "no nn.Sequential"
         raise SpecError(
             f"Pipe takes an nn.Sequential, whose layers it can spread over stages, but {type(module).__name__} is "
-            f"{what}; list its layers in an nn.Sequential, and use skippable layers for long connections"
+            f"{what}; say where to cut it (split=['name of a submodule', ...] or split='auto'), or list its layers in "
+            "an nn.Sequential, and use skippable layers for long connections"
         )
     if not len(module):
         raise SpecError("Pipe takes an nn.Sequential with at least one layer, but this one is empty")

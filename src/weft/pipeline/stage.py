@@ -91,12 +91,12 @@ class Stage:
         """The same layers as a user sees them, who may have hung hooks on it."""
         self.replay = Replay(index, self.layers, device)
 
-    def __call__(self, visit: Visit, main: Any, *skips: Tensor | None) -> tuple[Any, ...]:
+    def __call__(self, visit: Visit, main: Any, *skips: Any) -> tuple[Any, ...]:
         """Run the layers on one micro-batch: the function of this stage's segment."""
         result, stashed = self.run(visit, main, dict(zip(self.popped, skips, strict=True)))
         return (result, *(stashed[skip] for skip in self.stashed))
 
-    def run(self, visit: Visit, main: Any, skips: Mapping[Skip, Tensor | None]) -> tuple[Any, dict[Skip, Any]]:
+    def run(self, visit: Visit, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """As `__call__`, with the skips by name; the result holds also those that stay inside."""
         if self._copies_input:
             main = map_leaves(_copied, main)
@@ -105,10 +105,10 @@ class Stage:
         dice: Dice = visit.context
         around = self.replay.around(visit)
         if dice.quiet and around is None and not self._deferred:
-            return self._tracked(main, skips)
+            return self._tracked(visit, main, skips)
         draws = nullcontext() if dice.quiet else dice.scope(self.index, visit.micro_batch)
         with around or nullcontext(), gathering(dice) if self._deferred else nullcontext(), draws:
-            return self._tracked(main, skips)
+            return self._tracked(visit, main, skips)
 
     def survey(self) -> Survey:
         """Walk over all modules of the stage once, and note what a step needs to know of them.
@@ -165,7 +165,7 @@ class Stage:
             if each.device != self.device
         ]
 
-    def _tracked(self, main: Any, skips: Mapping[Skip, Tensor | None]) -> tuple[Any, dict[Skip, Any]]:
+    def _tracked(self, visit: Visit, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """Run the layers with a tracker for their skips, if they have any."""
         if not self._skips:
             return self._layers(main), _NO_SKIPS

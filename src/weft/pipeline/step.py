@@ -7,8 +7,8 @@
 A step is the `Journey` that the boundary takes. It holds what backward needs, and nothing that went out.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.core.ambient import Ambient
 from weft.core.boundary import quiet_hooks, without_gradient
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError
+from weft.core.gradient_sum import added
 from weft.core.place import Parcel, join_walk, leave_walk
 from weft.core.rng import Dice
 from weft.core.route import Address
@@ -40,7 +41,8 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class Order:
-    """What a step is asked to do. `parameters` are those of each segment that want a gradient."""
+    """What a step is asked to do. `parameters` are those of each segment that want a gradient; `owners` says, by its
+    id(), which of them is a copy of what for this step."""
 
     plan: Plan
     schedule: Schedule
@@ -53,6 +55,7 @@ class Order:
     dice: Callable[[], Dice]
     watcher: Watcher | None
     scale: LossScale
+    owners: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @property
     def fused(self) -> bool:
@@ -92,7 +95,8 @@ class Step:
     def __init__(self, order: Order, ambient: Ambient) -> None:
         self._order = order
         self._ambient = ambient
-        self._parameters = list({id(p): p for group in order.parameters for p in group}.values())
+        owned = [order.owners.get(id(p), p) for group in order.parameters for p in group]
+        self._parameters = list({id(p): p for p in owned}.values())
         self.tensors = [*order.cargo.tensors, *self._parameters]
         self._run: Run | None = None
         self._unchanged: Unchanged | None = None
@@ -172,6 +176,10 @@ class Step:
     def _collected(self, left: dict[Address, Parcel], run: Run) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
         by_id = run.parameter_gradients()
+        for copy, owner in self._order.owners.items():
+            if (gradient := by_id.pop(copy, None)) is not None:
+                gradient, seen = gradient.to(owner.device), by_id.get(id(owner))
+                by_id[id(owner)] = gradient if seen is None else added(seen, gradient)
         cargo = self._order.cargo
         inputs = cargo.gradients(self._order.plan.gate.gradients(left, cargo.micro_batches)) if cargo.tensors else []
         return [*inputs, *(by_id.get(id(each)) for each in self._parameters)]

@@ -1,0 +1,1 @@
+"""Any model in stages: an ordinary forward() is recorded between its blocks, laid over stages, and replayed."""

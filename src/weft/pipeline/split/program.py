@@ -1,0 +1,399 @@
+"""A recording, laid over stages: what each stage runs, and which values cross from where to whom.
+
+recording    %0 %1 %2 | %3 %4 | %5 %6         cuts: before the first step of a split point
+stage           0        1       2
+crossing     %1: 0 -> (1, 2)                  a value goes straight from its source to each stage that reads it
+made anew    %2 = mask(in1)                   of inputs alone, and larger than they: stages 1 and 2 make it again
+prelude      guards that inputs answer        asked before a step begins; they choose between programs
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.errors import GuardError, InPlaceError, SplitError
+from weft.core.tree import Structure, flatten, unflatten
+
+
+class Ref(NamedTuple):
+    """Where a value comes from: "in" with the number of an input leaf, "v" with the number of a value that was made,
+    "own" with the name of a parameter or buffer, "const" with the tensor itself."""
+
+    kind: str
+    key: Any
+
+
+HERE = object()
+"""Stands among the constants of a step for the device of the stage that runs it."""
+
+
+@dataclass(eq=False)
+class Step:
+    """One instruction. `leaves` are those of its arguments, with None where `reads` says where the value comes from.
+
+    The arguments are `leaves` in order, the last of them by `names`; or nested as `structure` says, if it is set.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    leaves: list[Any]
+    reads: list[tuple[int, Ref]]
+    names: tuple[str, ...] = ()
+    structure: Structure | None = None
+    where: str = ""  # file and line of the user's code
+    module: nn.Module | None = None
+    makes: list[int | None] = field(default_factory=list[int | None])  # by the leaves of the result, then by `writes`
+    # Leaves of a block's result that Python may go by, and shapes of result leaves that it went by:
+    plain: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
+    writes: list[int] = field(default_factory=list[int])  # which argument leaves it wrote into
+    stored: set[int] = field(default_factory=set[int])  # the storages that it wrote into
+    expects: tuple[Any] | None = None  # the answer of a guard
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    sizes: dict[int, int] = field(default_factory=dict[int, int])  # bytes of each value made
+    storages: dict[int, int] = field(default_factory=dict[int, int])
+    draws: bool = False
+    dynamic: bool = False  # the shape of its result depends on data
+    effect: bool = False  # has no result, and is for tensors that want a gradient
+    grad: bool | None = None  # another grad mode than that of the whole call
+    casts: tuple[tuple[str, torch.dtype, bool], ...] = ()  # another autocast than that of the whole call
+
+    @property
+    def pure(self) -> bool:
+        """Whether it may run again elsewhere: it needs nothing but its arguments, and makes the same of them."""
+        return self.module is None and not (self.writes or self.draws or self.effect)
+
+    def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The leaves as positional and named arguments."""
+        if self.structure is not None:
+            return unflatten(self.structure, leaves)
+        if not self.names:
+            return leaves, {}
+        count = len(leaves) - len(self.names)
+        return leaves[:count], dict(zip(self.names, leaves[count:], strict=True))
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Call it as it stood in forward()."""
+        args, kwargs = self.arguments(leaves)
+        if self.grad is None and not self.casts:
+            return self.call(*args, **kwargs)
+        with ExitStack() as stack:
+            if self.grad is not None:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype, enabled in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            return self.call(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.where})" if self.where else self.name
+
+
+@dataclass
+class Recording:
+    """What one run of forward() did."""
+
+    steps: list[Step]
+    cuts: dict[str, int]  # split point -> number of the first step at or after its first call
+    leaves: list[Any]  # of the result; None where `reads` says where the value comes from
+    reads: list[tuple[int, Ref]]
+    structure: Structure
+    scalars: list[int]  # which leaves of the result are one number per micro-batch
+    aliases: list[tuple[int, int]]  # read after a write through another tensor: who made, who wrote it (-1: input)
+    sizes: dict[Ref, int]  # bytes of the inputs
+    storages: dict[Ref, int]  # of the inputs
+    values: dict[int | None, Any]  # all that were made, if they were to be kept
+
+
+Values = dict[Ref, Any]
+Owned = Callable[[str], Tensor]
+"""The parameter or buffer of that name."""
+
+
+class OpenCode(nn.Module):
+    """The parameters and buffers of the model that the code between blocks of one stage reads."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self._sources = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names
+        }
+        for module in {module for module, _ in self._sources.values()}:
+            generators = [each for each in vars(module).values() if type(each) is torch.Generator]
+            vars(self).update({f"generator{id(each)}": each for each in generators})  # where a survey finds them
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the tensors that the model has now."""
+        for name, (module, key) in self._sources.items():
+            if key in module._parameters:
+                self._parameters[name] = module._parameters[key]
+            else:
+                self._buffers[name] = module._buffers[key]
+
+    def get(self, name: str) -> Tensor:
+        """A parameter or buffer by its name in the model."""
+        return cast(Tensor, self._parameters[name] if name in self._parameters else self._buffers[name])
+
+
+class CrossingValue(NamedTuple):
+    """A value that goes from one stage to others: `bytes` for one micro-batch, and which stages read it."""
+
+    name: str
+    bytes: int
+    source: int
+    readers: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Part:
+    """One stage's share of a program. `takes` and `gives` are by the stage at the other end."""
+
+    steps: list[tuple[Step, list[Any]]] = field(default_factory=list[tuple[Step, list[Any]]])
+    takes: dict[int, list[Ref]] = field(default_factory=dict[int, list[Ref]])
+    gives: dict[int, list[Ref]] = field(default_factory=dict[int, list[Ref]])
+    clones: set[Ref] = field(default_factory=set[Ref])  # that come in, and are written into here
+    done: dict[int, list[Ref]] = field(default_factory=dict[int, list[Ref]])  # after which step nobody here needs them
+
+
+class Program:
+    """What stages run for micro-batches of one key. It holds no tensor but constants of the model's code.
+
+    Raises SplitError where a stage would be empty or an object would hide tensors, InPlaceError for a write through a
+    view into a tensor of another stage.
+    """
+
+    def __init__(self, recording: Recording, devices: Sequence[torch.device]) -> None:
+        self.recording = recording
+        self.verified = False
+        self.anchors: Sequence[Any] = ()
+        self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
+        self.stages = len(devices)
+        self.parts = [Part() for _ in devices]
+        self._device = list(devices) if len(set(devices)) > 1 else None
+        steps = recording.steps
+        starts = self._starts()
+        self._stage_at = [max(s for s, start in enumerate(starts) if start <= k) for k in range(len(steps))]
+        self._maker = {value: k for k, step in enumerate(steps) for value in step.makes if value is not None}
+        self._sizes = {**recording.sizes, **{Ref("v", v): n for step in steps for v, n in step.sizes.items()}}
+        self._storages = {**recording.storages, **{Ref("v", v): n for step in steps for v, n in step.storages.items()}}
+        self._written = {storage for step in steps for storage in step.stored}
+        self._check_aliases()
+        members = [{k for k, at in enumerate(self._stage_at) if at == s} for s in range(self.stages)]
+        self.prelude = self._prelude(members)
+        taken = self._readers(members)
+        self._fill(members, taken)
+        self.routes = [self._route(ref, readers) for ref, readers in taken.items()]
+
+    def _starts(self) -> list[int]:
+        starts = [0, *(self.recording.cuts[name] for name in self.order)]
+        for name, start, before in zip(self.order, starts[1:], starts, strict=False):
+            if start == before:
+                where = "forward begins with it" if not start else "another split point comes right before it"
+                raise SplitError(f"nothing would run in the stage before {name!r}, for {where}; leave it out of split")
+        return starts
+
+    def _check_aliases(self) -> None:
+        for made, written in self.recording.aliases:
+            if self._stage_at[max(made, 0)] != self._stage_at[max(written, 0)]:
+                raise InPlaceError(
+                    f"{self.recording.steps[written]} writes through a view into a tensor of another stage "
+                    f"({self._stage_at[max(made, 0)]}), which is read afterwards; use the out-of-place form there, or "
+                    "split elsewhere"
+                )
+
+    def _prelude(self, members: Sequence[set[int]]) -> list[Step]:
+        """The guards that inputs alone answer, with what they need. Those that also need parameters or buffers, which a
+        step may change, are asked again in their stage."""
+        ahead: set[int] = set()
+        for k, step in enumerate(self.recording.steps):
+            if step.expects is None and not (step.shapes and step.dynamic):
+                continue
+            if (found := self._from_inputs(k, own=True)) is not None:
+                ahead |= found
+                if step.expects is not None and self._from_inputs(k) is not None:
+                    members[self._stage_at[k]].discard(k)
+        return [self.recording.steps[k] for k in sorted(ahead)]
+
+    def _from_inputs(self, last: int, *, own: bool = False) -> set[int] | None:
+        """The steps up to this one that make its result of inputs (and `own` parameters) alone, always the same way."""
+        found: set[int] = set()
+        todo = [last]
+        while todo:
+            k = todo.pop()
+            if k in found:
+                continue
+            step = self.recording.steps[k]
+            if not step.pure or self._written.intersection(step.storages.values()):
+                return None
+            found.add(k)
+            for _, ref in step.reads:
+                if ref.kind == "v":
+                    todo.append(self._maker[ref.key])
+                elif (ref.kind == "own" and not own) or (ref.kind == "in" and self._storages.get(ref) in self._written):
+                    return None
+        return found
+
+    def _readers(self, members: Sequence[set[int]]) -> dict[Ref, list[int]]:
+        """Every value that crosses, with its readers. Adds to `members` what a stage makes anew."""
+        crossing: dict[Ref, list[int]] = {}
+        for s in range(1, self.stages):
+            takes: dict[Ref, None] = {}
+            for ref in self._needs(members[s], s):
+                if not self._arrives(ref, s, members[s]) or ref in takes:
+                    continue
+                again = self._from_inputs(self._maker[ref.key]) if ref.kind == "v" else None
+                inputs = {r for k in again or () for _, r in self.recording.steps[k].reads if r.kind == "in"}
+                if again is not None and sum(self._sizes.get(r, 0) for r in inputs - takes.keys()) < self._sizes[ref]:
+                    members[s].update(again)
+                    takes.update(dict.fromkeys(sorted(inputs)))
+                else:
+                    takes[ref] = None
+            for ref in takes:
+                crossing.setdefault(ref, []).append(s)
+        return crossing
+
+    def _needs(self, members: Iterable[int], stage: int) -> list[Ref]:
+        needs = [ref for k in sorted(members) for _, ref in self.recording.steps[k].reads]
+        return needs + [ref for _, ref in self.recording.reads] * (stage == self.stages - 1)
+
+    def _arrives(self, ref: Ref, stage: int, members: set[int]) -> bool:
+        return (ref.kind == "in" and stage > 0) or (ref.kind == "v" and self._maker[ref.key] not in members)
+
+    def _source(self, ref: Ref) -> int:
+        return self._stage_at[self._maker[ref.key]] if ref.kind == "v" else 0
+
+    def _fill(self, members: Sequence[set[int]], crossing: Mapping[Ref, Sequence[int]]) -> None:
+        """What each stage runs, takes, gives, clones and drops."""
+        steps = self.recording.steps
+        for ref, readers in crossing.items():
+            source = self._source(ref)
+            for reader in readers:
+                self.parts[source].gives.setdefault(reader, []).append(ref)
+                self.parts[reader].takes.setdefault(source, []).append(ref)
+        for s, part in enumerate(self.parts):
+            device = None if self._device is None else self._device[s]
+            last: dict[Ref, int] = {}
+            for position, k in enumerate(sorted(members[s])):
+                leaves = [device if leaf is HERE else leaf for leaf in steps[k].leaves]
+                part.steps.append((steps[k], leaves))
+                last.update({ref: position for _, ref in steps[k].reads if ref.kind in ("in", "v")})
+                last.update({Ref("v", value): position for value in steps[k].makes if value is not None})
+            stays = {ref for refs in part.gives.values() for ref in refs}
+            if s == self.stages - 1:
+                stays |= {ref for _, ref in self.recording.reads}
+            for ref, position in last.items():
+                if ref not in stays:
+                    part.done.setdefault(position, []).append(ref)
+            stored = {storage for k in members[s] for storage in steps[k].stored}
+            comes = [ref for refs in part.takes.values() for ref in refs]
+            comes += [ref for ref in last if ref.kind == "in"] if s == 0 else []
+            part.clones = {ref for ref in comes if self._storages.get(ref) in stored}
+
+    def _route(self, ref: Ref, readers: Sequence[int]) -> CrossingValue:
+        name = f"input {ref.key}"
+        if ref.kind == "v":
+            step = self.recording.steps[self._maker[ref.key]]
+            several = len(step.makes) > 1 and ref.key in step.makes
+            name = f"{step}[{step.makes.index(ref.key)}]" if several else str(step)
+        return CrossingValue(name, self._sizes.get(ref, 0), self._source(ref), tuple(readers))
+
+    def blocks(self, stage: int) -> dict[nn.Module, str]:
+        """The blocks that a stage calls, with their names."""
+        return {step.module: step.name for step, _ in self.parts[stage].steps if step.module is not None}
+
+    def owned(self, stage: int) -> set[str]:
+        """The parameters and buffers that the code between blocks of a stage reads."""
+        reads = [read for step, _ in self.parts[stage].steps for read in step.reads]
+        reads += self.recording.reads if stage == self.stages - 1 else []
+        names = {ref.key for _, ref in reads if ref.kind == "own"}
+        return (
+            names | {r.key for step in self.prelude for _, r in step.reads if r.kind == "own"} if stage == 0 else names
+        )
+
+    def fits(self, leaves: Sequence[Any], owned: Owned) -> bool:
+        """Whether forward() would go the way of this program for these inputs, as far as they tell."""
+        if not self.prelude:
+            return True
+        values: Values = {Ref("in", k): leaf for k, leaf in enumerate(leaves)}
+        try:
+            with torch.no_grad():
+                for step in self.prelude:
+                    self.perform(step, step.leaves, values, owned)
+        except GuardError:
+            return False
+        return True
+
+    def run(self, stage: int, values: Values, owned: Owned) -> Values:
+        """Run one stage on what comes in. Returns the values that it has at its end."""
+        part = self.parts[stage]
+        device = None if self._device is None else self._device[stage]
+        for ref in part.clones:
+            values[ref] = values[ref].clone()
+        for position, (step, leaves) in enumerate(part.steps):
+            try:
+                self.perform(step, leaves, values, owned, device)
+            except BaseException as error:
+                what = f"block {step.name!r}" if step.module is not None else str(step)
+                error.add_note(f"weft: in {what} of stage {stage}")
+                raise
+            for ref in part.done.get(position, ()):
+                values.pop(ref, None)
+        return values
+
+    @staticmethod
+    def perform(
+        step: Step, constants: Sequence[Any], values: Values, owned: Owned, device: torch.device | None = None
+    ) -> None:
+        """Run one step on what is in `values`, and put there what it makes. Raises GuardError."""
+        leaves = list(constants)
+        for k, ref in step.reads:
+            leaves[k] = ref.key if ref.kind == "const" else owned(ref.key) if ref.kind == "own" else values[ref]
+        if device is not None:
+            leaves = [x.to(device) if isinstance(x, Tensor) and x.dim() and x.device != device else x for x in leaves]
+        if step.effect:
+            if leaves[0].requires_grad:
+                step.run(leaves)
+            return
+        result = step.run(leaves)
+        if step.expects is not None:
+            _agree(step, step.expects[0], result)
+            return
+        made = [result] if type(result) is Tensor else flatten(result)[0]
+        if step.writes:
+            made = [*made, *(leaves[k] for k in step.writes)]
+        if len(made) != len(step.makes):
+            _agree(step, f"{len(step.makes)} values", f"{len(made)} values")
+        for k, shape in step.shapes.items():
+            _agree(step, shape, tuple(made[k].shape))
+        for k, plain in step.plain:
+            _agree(step, plain, made[k])
+        values.update((Ref("v", value), x) for value, x in zip(step.makes, made, strict=True) if value is not None)
+
+    def replay(self, leaves: Sequence[Any], owned: Owned) -> Any:
+        """Run all stages, one after the other, on the leaves of the arguments."""
+        values: Values = {Ref("in", k): leaf for k, leaf in enumerate(leaves)}
+        sent: list[Values] = [{} for _ in self.parts]
+        for s, part in enumerate(self.parts):
+            values = self.run(s, values if s == 0 else sent[s], owned)
+            for reader, refs in part.gives.items():
+                sent[reader].update({ref: values[ref] for ref in refs})
+        return self.result(values, owned)
+
+    def result(self, values: Values, owned: Owned) -> Any:
+        """What forward() returns, of the values that the last stage has."""
+        leaves = list(self.recording.leaves)
+        for k, ref in self.recording.reads:
+            leaves[k] = ref.key if ref.kind == "const" else owned(ref.key) if ref.kind == "own" else values[ref]
+        return unflatten(self.recording.structure, leaves)
+
+
+def _agree(step: Step, before: Any, now: Any) -> None:
+    """Raise GuardError if Python would see something else than when the step was recorded."""
+    if type(now) is not type(before) or now != before:
+        raise GuardError(
+            f"the model's code between blocks went by {step}, which gave {before!r} when recorded and {now!r} now, so "
+            "forward() might go another way; move that decision into a submodule, which may decide as it likes"
+        )

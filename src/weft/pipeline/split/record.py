@@ -1,0 +1,598 @@
+"""Record one run of an ordinary model's forward() as a program: calls of whole blocks, and the torch functions between.
+
+    forward()     x = self.embed(ids);  for block in self.blocks: x = block(x, mask);  return self.head(x)
+    recording     %0 = embed(in0)    %1 = add(%0, own cls)    %2 = blocks.0(%1, in1)   ...
+
+A module without a split point inside is a *block*: it is called as it is at every step, whatever its Python does
+(hooks, dropout, routing on data, checkpointing). Modules around split points are *open*: of their forward() the torch
+functions are recorded, and what their Python decided is frozen. What it decided by is either part of the key that a
+program is looked up by (shapes, arguments, flags; see `model.py`), or a guard that every replay checks (a value that
+was read out of a tensor, a shape that depends on data).
+
+A `TorchFunctionMode` sees the functions, a patched ``__call__`` of the module classes the blocks, and a
+`TorchDispatchMode` every tensor that is made inside of blocks: one that comes out by another door than a result opens
+its block, and the recording is made again.
+"""
+
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.core.errors import SplitError, listed
+from weft.core.rng import generators
+from weft.core.segment import version
+from weft.core.tree import flatten, register_dataclasses, unflatten
+from weft.pipeline.split.program import HERE, Recording, Ref, Step
+
+_T = cast(Any, Tensor)
+_functorch = cast(Any, torch._C)._functorch
+_READS = {
+    *(_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.__contains__),
+    *(_T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
+}
+_SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
+_UNSEEN = {_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.__dlpack__}
+_SETTERS = {_T.data.__set__, _T.requires_grad.__set__, _T.grad.__set__}
+_DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, _T.backward}
+_EFFECTS = {_T.register_hook}
+PLAIN: tuple[type[Any], ...] = (
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.Size, slice, range),
+)
+"""What a key compares by value, and what a block may return for Python to go by."""
+_DYNAMIC = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+_LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, __file__))
+_CONTAINERS = (list, tuple, dict)
+_one_at_a_time = threading.RLock()  # what stands in PyTorch's places meanwhile is the process's
+
+
+class ForwardRecorder(TorchFunctionMode):
+    """Runs a model, and records what it does. The model is as before when `record` returns.
+
+    `fake`: nothing is computed, so parameters may be on the meta device, as those of other processes are.
+    Raises SplitError for names that are no modules.
+    """
+
+    def __init__(
+        self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device], *, fake: bool = False
+    ) -> None:
+        super().__init__()
+        self.model, self.fake = model, fake
+        modules = dict(named_modules(model, again=True))
+        if wrong := [name for name in split if not name or name not in modules]:
+            known = [name for name in modules if name]
+            near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
+            raise SplitError(listed(f"split names what is no module of {type(model).__name__}:", near))
+        self.split = {modules[name]: name for name in split}
+        parts = [name.split(".") for name in split]
+        self.open = {modules[".".join(each[:k])] for each in parts for k in range(len(each))}
+        self.names = {id(module): name for name, module in named_modules(model)}
+        self.devices = devices
+        self.mixed = len(set(devices)) > 1
+        self._inside = True
+        self._thread = 0
+        self._leaking: set[nn.Module] = set()
+        self._keep = False
+
+    def moving(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The plain forward of a model whose stages have several devices: tensors are moved as in a recording."""
+        with _one_at_a_time:
+            self._thread = threading.get_ident()
+            self._begin()
+            self._know_tables()
+            self._outer = torch.is_grad_enabled(), _casts()
+            return self._forward(args, kwargs)
+
+    def record(
+        self, args: Sequence[Any], kwargs: dict[str, Any], *, optional: bool = False, keep: bool = False
+    ) -> Recording:
+        """One run on these arguments, which are not written to. `optional`: split points may be never called; `keep`:
+        the recording gets copies of all values.
+
+        Raises SplitError for what cannot be recorded, with file and line. A block out of which a tensor came by another
+        door than its result, such as a hook that collects it, is opened, and recorded again.
+        """
+        with _one_at_a_time:
+            self._thread = threading.get_ident()
+            self._keep = keep
+            self._refuse_backward_hooks()
+            while True:
+                self._leaking = set()
+                found = self._record(args, kwargs, optional)
+                if not self._leaking:
+                    return found
+                self.open |= self._leaking
+
+    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], optional: bool) -> Recording:
+        self._begin()
+        leaves, structure = flatten((tuple(args), kwargs))
+        leaves = copies(leaves)
+        mode = FakeTensorMode(allow_non_fake_inputs=True) if self.fake else None
+        if mode is not None:
+            leaves = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in leaves]
+        tracked = torch.is_grad_enabled()  # with a graph, so that its autograd functions show; it keeps no tensor
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(tracked))
+            stack.enter_context(undisturbed(self.model, self.devices, mode))
+            stack.enter_context(mode or nullcontext())
+            if tracked:
+                stack.enter_context(saved_tensors_hooks(_nothing, _nothing))
+            for k, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) or not isinstance(leaf, PLAIN):
+                    self._know(leaf, Ref("in", k), -1)
+            self._know_tables()
+            tables = [(module, dict(module._buffers)) for module in self.model.modules() if module in self.open]
+            self._outer = torch.is_grad_enabled(), _casts()
+            result = self._forward(*unflatten(structure, leaves))
+            self._refuse_replaced_buffers(tables)
+            self._refuse_python_draws()
+            return self._result(result, leaves, optional)
+
+    def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        with self._patched(), _Births(self), self:
+            self._inside = False
+            try:
+                return self.model(*args, **kwargs)
+            finally:
+                self._inside = True
+
+    def _result(self, result: Any, inputs: Sequence[Any], optional: bool) -> Recording:
+        register_dataclasses(result)
+        leaves, structure = flatten(result)
+        reads = [(k, ref) for k, leaf in enumerate(leaves) if (ref := self._ref(leaf))]
+        missing = [] if optional or self._leaking else [name for name in self.split.values() if name not in self._cuts]
+        if missing:
+            raise SplitError(
+                f"forward of {type(self.model).__name__} never called the split points {missing}, so it cannot be cut "
+                "before them; name modules that it calls (a ModuleList is not called, its items are: 'h.6', not 'h')"
+            )
+        scalars = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()]
+        tensors = [(Ref("in", k), x) for k, x in enumerate(inputs) if isinstance(x, Tensor)]
+        found = Recording(
+            self._steps,
+            self._cuts,
+            _without(leaves, reads),
+            reads,
+            structure,
+            scalars,
+            self._aliases,
+            {ref: x.nbytes for ref, x in tensors},
+            {ref: _memory(x) for ref, x in tensors},
+            self._values,
+        )
+        self._begin()
+        return found
+
+    def _begin(self) -> None:
+        """Forget the run before."""
+        self._steps: list[Step] = []
+        self._cuts: dict[str, int] = {}
+        self._aliases: list[tuple[int, int]] = []
+        self._values: dict[int | None, Any] = {}
+        self._known: dict[int, tuple[Any, Ref, int]] = {}  # by id(): the value, its origin, its version then
+        self._maker: list[tuple[Step, int]] = []  # of each value: its step, and which leaf of the result (-1: a write)
+        self._made_at: dict[Ref, int] = {}
+        self._nodes: dict[int, Any] = {}  # of the graph, which blocks and autograd functions have made
+        self._written: dict[int, int] = {}  # storage -> the last step that wrote into it
+        self.births: dict[int, tuple[weakref.ref[Tensor], nn.Module | None]] = {}  # every tensor made meanwhile
+        self.block: nn.Module | None = None
+        self.drew = self.dynamic = False
+        self._python_draws = _python_draws()
+        self._device = self.devices[0]
+
+    # -- what is called ----------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        if func in _SETTERS:
+            raise _refusal(f"forward sets .{func.__self__.__name__} of a tensor")
+        self._inside = True
+        try:
+            return self._function(getattr(func, "__name__", str(func)), func, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _module(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._inside or id(module) not in self.names or threading.get_ident() != self._thread:
+            return plain(module, *args, **kwargs)
+        if module in self.split and self.split[module] not in self._cuts:
+            self._cuts[self.split[module]] = len(self._steps)
+            if self.mixed:
+                self._device = self.devices[min(len(self._cuts), len(self.devices) - 1)]
+        if module in self.open:
+            return plain(module, *args, **kwargs)
+        self._inside = True
+        try:
+            with _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext():
+                return self._block(plain, module, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _block(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        register_dataclasses((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
+        step = Step(self.names[id(module)], module, leaves, [], structure=structure, module=module)
+        self._refuse_python_draws(f" before {step.name}")
+        self.block = module
+        try:
+            return self._recorded(step, partial(plain, module))
+        finally:
+            self.block = None
+            self._python_draws = _python_draws()
+
+    def _function(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = [*args, *kwargs.values()]
+        if any(isinstance(each, _CONTAINERS) and _holds_values(each) for each in given):
+            leaves, structure = flatten((args, kwargs))
+            step = Step(name, func, leaves, [], structure=structure)
+        else:
+            step = Step(name, func, given, [], names=tuple(kwargs))
+        step.where = _site()
+        if func in _DERIVATIVES:
+            raise _refusal("torch.autograd is asked for a gradient")
+        if any(_functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
+            raise _refusal(f"{name} runs under vmap or grad")
+        return self._recorded(step, func)
+
+    def _recorded(self, step: Step, run: Callable[..., Any]) -> Any:
+        """Run a step, and record it."""
+        number, leaves = len(self._steps), step.leaves
+        step.reads = [(k, ref) for k, x in enumerate(leaves) if (ref := self._ref(x))]
+        given = [self._moved(x) for x in leaves] if self.mixed else leaves
+        versions = [version(x) if isinstance(x, Tensor) else 0 for x in given]
+        self.drew = self.dynamic = False
+        args, kwargs = step.arguments(given)
+        result = run(*args, **kwargs)
+        step.draws, step.dynamic = self.drew, self.dynamic or step.module is not None
+        if torch.is_grad_enabled() != self._outer[0]:
+            step.grad = torch.is_grad_enabled()
+        step.casts = tuple(each for each in _casts() if each not in self._outer[1])
+        wrote = [k for k, x in enumerate(given) if isinstance(x, Tensor) and version(x) != versions[k]]
+        register_dataclasses(result)
+        made = flatten(result)[0]
+        step.leaves = _without(leaves, step.reads)
+        if self.mixed:
+            step.leaves = _placeless(step)
+        step.effect = step.call in _EFFECTS
+        if step.module is None and not (wrote or step.effect or any(isinstance(x, Tensor) for x in made)):
+            return self._read(step, result, [x for x in leaves if isinstance(x, Tensor)])
+        if not step.effect:
+            self._note_results(step, number, made)
+            self._note_writes(step, number, leaves, wrote)
+        self._steps.append(step)
+        return result
+
+    def _note_results(self, step: Step, number: int, made: Sequence[Any]) -> None:
+        ours = step.module is not None or step.name.endswith(".apply")
+        for k, x in enumerate(made):
+            value = None
+            if isinstance(x, Tensor) or (ours and not isinstance(x, PLAIN)):
+                value = self._make(x, step, k, number)
+            elif ours:
+                step.plain.append((k, x))
+            if ours and isinstance(x, Tensor) and x.grad_fn is not None:
+                self._nodes[id(x.grad_fn)] = x.grad_fn
+            step.makes.append(value)
+
+    def _note_writes(self, step: Step, number: int, leaves: Sequence[Any], wrote: Iterable[int]) -> None:
+        for k, x in {id(leaves[k]): (k, leaves[k]) for k in wrote}.values():
+            step.writes.append(k)
+            step.stored.add(_memory(x))
+            self._written[_memory(x)] = number
+            ref = self._known[id(x)][1]
+            if ref.kind == "own":
+                self._know(x, ref, number)
+                step.makes.append(None)
+            else:
+                step.makes.append(self._make(x, step, -1, number))
+
+    def _read(self, step: Step, result: Any, tensors: Sequence[Tensor]) -> Any:
+        """A function that made no tensor: a guard if the answer came out of data, else nothing to repeat."""
+        if step.call in _UNSEEN:
+            raise _refusal(f"{step.name} takes a tensor out of PyTorch's sight")
+        if step.call in _READS:
+            step.expects = (result,)
+            self._steps.append(step)
+        elif step.call in _SHAPES and tensors and (ref := self._known[id(tensors[0])][1]).kind == "v":
+            maker, leaf = self._maker[cast(int, ref.key)]
+            if leaf >= 0:
+                maker.shapes[leaf] = tuple(tensors[0].size())
+        return result
+
+    def _moved(self, leaf: Any) -> Any:
+        """An argument, on the device of the stage that the recording has come to."""
+        away = isinstance(leaf, Tensor) and leaf.dim() and leaf.device != self._device
+        return leaf.to(self._device) if away else leaf
+
+    # -- where values come from ----------------------------------------------------------------------------------------
+
+    def _know(self, value: Any, ref: Ref, step: int) -> None:
+        self._known[id(value)] = (value, ref, version(value) if isinstance(value, Tensor) else 0)
+        self._made_at[ref] = step
+
+    def _know_tables(self) -> None:
+        for module in self.model.modules():
+            prefix = self.names[id(module)]
+            for key, each in (*module._parameters.items(), *module._buffers.items()):
+                if each is not None and id(each) not in self._known:
+                    self._know(each, Ref("own", f"{prefix}.{key}" if prefix else key), -1)
+
+    def _make(self, value: Any, step: Step, leaf: int, number: int) -> int:
+        made = len(self._maker)
+        self._maker.append((step, leaf))
+        self._know(value, Ref("v", made), number)
+        if self._keep:
+            self._values[made] = value.detach().clone() if isinstance(value, Tensor) else value
+        step.sizes[made] = value.nbytes if isinstance(value, Tensor) else 0
+        if isinstance(value, Tensor):
+            step.storages[made] = _memory(value)
+        return made
+
+    def _ref(self, leaf: Any) -> Ref | None:
+        """Where a leaf comes from; None for a constant that is no tensor."""
+        if not isinstance(leaf, Tensor):
+            known = None if isinstance(leaf, PLAIN) else self._known.get(id(leaf))
+            if known is None and not isinstance(leaf, PLAIN) and hides_tensors(leaf):
+                raise _refusal(
+                    f"a {type(leaf).__name__} carries tensors from block to block",
+                    "stages cannot see them (a cache of keys and values? use_cache=False); use a tuple, list or dict",
+                )
+            return known and known[1]
+        if id(leaf) not in self._known:
+            self._unknown(leaf)
+        _, ref, before = self._known[id(leaf)]
+        if ref.kind == "v" and isinstance(leaf.grad_fn, BackwardCFunction) and id(leaf.grad_fn) not in self._nodes:
+            name = type(leaf.grad_fn).__name__.removesuffix("Backward")
+            raise _refusal(
+                f"{name}.apply, whose own backward would be lost, was called through a name that holds the bound method"
+            )
+        if version(leaf) != before:
+            if ref.kind != "own":  # through a view of it, or its base
+                self._aliases.append((self._made_at[ref], self._written.get(_memory(leaf), -1)))
+            self._known[id(leaf)] = (leaf, ref, version(leaf))
+        return ref
+
+    def _unknown(self, leaf: Tensor) -> None:
+        """A tensor that no step has made: one of the user's constants, or made where a recorder does not look."""
+        made, block = self.births.get(id(leaf), (None, None))
+        ours = made is not None and made() is leaf
+        if ours and block is not None:
+            self._leaking.add(block)
+        elif ours and not self._leaking:
+            raise _refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
+        self._know(leaf, Ref("const", leaf if leaf.is_leaf else leaf.detach()), -1)
+
+    # -- what is refused -----------------------------------------------------------------------------------------------
+
+    def _refuse_python_draws(self, where: str = "") -> None:
+        if self._python_draws != _python_draws():
+            raise _refusal(
+                f"forward of {type(self.model).__name__} draws from Python's or NumPy's random numbers{where}",
+                "it would get the same ones for ever; draw from torch, or in a submodule",
+            )
+
+    def _refuse_backward_hooks(self) -> None:
+        if hooked := [self._called(each) for each in self.open if each._backward_hooks or each._backward_pre_hooks]:
+            raise SplitError(
+                listed(
+                    "no backward goes through a module that is cut as a whole; hook submodules that are not:", hooked
+                )
+            )
+
+    def _refuse_replaced_buffers(self, tables: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+        for module, before in tables:
+            if any(before.get(key) is not each for key, each in module._buffers.items()):
+                raise SplitError(
+                    f"forward of {self._called(module)} puts another tensor in the place of a buffer, which a stage "
+                    "could not see; write into the buffer in place (copy_), or do it in a submodule"
+                )
+
+    def _called(self, module: nn.Module) -> str:
+        return f"{self.names[id(module)] or 'the model'} ({type(module).__name__})"
+
+    # -- what stands in PyTorch's places meanwhile ---------------------------------------------------------------------
+
+    @contextmanager
+    def _patched(self) -> Generator[None]:
+        """Let calls of modules and of autograd functions come by here."""
+        recorder = self
+
+        def around(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return recorder._module(plain, module, args, kwargs)
+
+            return call
+
+        kinds = cast("set[Any]", {kind for module in self.model.modules() for kind in type(module).__mro__})
+        calls = {k: vars(k)["__call__"] for k in kinds if "__call__" in vars(k) and issubclass(k, nn.Module)}
+        function = cast(Any, torch.autograd.Function)
+        apply = cast(Any, vars(function)["apply"])
+
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = apply.__get__(None, cls)
+            if recorder._inside or threading.get_ident() != recorder._thread:
+                return bound(*args, **kwargs)
+            recorder._inside = True
+            try:
+                return recorder._function(f"{cls.__name__}.apply", bound, args, kwargs)
+            finally:
+                recorder._inside = False
+
+        try:
+            for kind, plain in calls.items():
+                kind.__call__ = around(plain)
+            function.apply = classmethod(applied)
+            yield
+        finally:
+            function.apply = apply
+            for kind, plain in calls.items():
+                kind.__call__ = plain
+
+
+class _Births(TorchDispatchMode):
+    """Notes of every tensor in which block it was made, and whether operators draw random numbers."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recorder: ForwardRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._tags: dict[Any, tuple[bool, bool]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result: Any = func(*args, **(kwargs or {}))
+        recorder = self._recorder
+        if func not in self._tags:
+            tags = getattr(func, "tags", ())
+            self._tags[func] = torch.Tag.nondeterministic_seeded in tags, any(tag in tags for tag in _DYNAMIC)
+        draws, dynamic = self._tags[func]
+        recorder.drew |= draws
+        recorder.dynamic |= dynamic
+        for x in cast("Iterable[Any]", result) if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor):
+                recorder.births[id(x)] = (weakref.ref(x), recorder.block)
+        return cast(Any, result)
+
+
+@contextmanager
+def undisturbed(
+    model: nn.Module, devices: Iterable[torch.device] = (), mode: FakeTensorMode | None = None
+) -> Generator[None]:
+    """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
+    that modules count in are put back. With `mode`, parameters are fake too."""
+    before = [(m, dict(m._parameters), dict(m._buffers), _numbers(m)) for m in model.modules()]
+    made: dict[int, Any] = {}
+
+    def stand_in(each: Tensor) -> Tensor:
+        if mode is None:
+            return each.detach().clone()
+        with mode:
+            empty = torch.empty(each.shape, dtype=each.dtype, device="cpu" if each.is_meta else each.device)
+        return nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
+
+    sources = generators(devices)
+    states = [source.get_state() for source in sources]
+    own = {
+        source: source.get_state() for *_, held in before for source in held.values() if type(source) is torch.Generator
+    }
+    try:
+        for module, parameters, buffers, _ in before:
+            for table, of in ((module._buffers, buffers), (module._parameters, parameters if mode else {})):
+                for key, each in of.items():
+                    if each is not None:
+                        table[key] = made[id(each)] if id(each) in made else made.setdefault(id(each), stand_in(each))
+        yield
+    finally:
+        for source, state in (*zip(sources, states, strict=True), *own.items()):
+            source.set_state(state)
+        for module, parameters, buffers, held in before:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module._parameters.update(parameters)
+            vars(module).update(held)
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    return {key: each for key, each in vars(module).items() if type(each) in (int, float)}
+
+
+def hides_tensors(value: Any, depth: int = 4) -> bool:
+    """Whether an object that is no container for PyTorch holds tensors, as far as one can see."""
+    if not depth or isinstance(value, (str, bytes, int, float, type, nn.Module, type(None))) or callable(value):
+        return False
+    inside: list[Any] = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, dict):
+        inside += cast("dict[Any, Any]", value).values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside += cast("Iterable[Any]", value)
+    return any(isinstance(each, Tensor) or hides_tensors(each, depth - 1) for each in inside)
+
+
+def copies(leaves: Sequence[Any]) -> list[Any]:
+    """The inputs again, so that what is written into them is not the caller's; one tensor stays one."""
+    made: dict[int, Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for x in leaves:
+            if isinstance(x, Tensor) and id(x) not in made:
+                made[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
+    return [made[id(x)] if isinstance(x, Tensor) else x for x in leaves]
+
+
+def _without(leaves: Sequence[Any], reads: Iterable[tuple[int, Ref]]) -> list[Any]:
+    kept = list(leaves)
+    for k, _ in reads:
+        kept[k] = None
+    return kept
+
+
+def _placeless(step: Step) -> list[Any]:
+    """The constants of a step, where a device stands for that of whatever stage runs it."""
+    of_to = step.call is _T.to
+    named = {len(step.leaves) - len(step.names) + k for k, name in enumerate(step.names) if name == "device"}
+
+    def place(k: int, leaf: Any) -> Any:
+        text = isinstance(leaf, str) and (k in named or of_to)
+        return HERE if (isinstance(leaf, torch.device) and leaf.type != "meta") or text else leaf
+
+    return [place(k, leaf) for k, leaf in enumerate(step.leaves)]
+
+
+def _holds_values(container: Any) -> bool:
+    """Whether a container has to be rebuilt at every call, for what is inside changes."""
+    inside = cast("Iterable[Any]", container.values() if isinstance(container, dict) else container)
+    return any(_holds_values(x) if isinstance(x, _CONTAINERS) else not isinstance(x, PLAIN) for x in inside)
+
+
+def _site() -> str:
+    """File and line of the user's code that is running."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _refusal(what: str, instead: str = "move that into a submodule") -> SplitError:
+    """An error that says where in the user's code something cannot be recorded."""
+    return SplitError(f"{_site()}: {what} between blocks, where the model is cut; {instead}")
+
+
+def _python_draws() -> Any:
+    numpy: Any = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), state and (state[1].tobytes(), state[2])
+
+
+def _casts() -> list[tuple[str, torch.dtype, bool]]:
+    return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
+
+
+def _nothing(_: Any) -> Any:
+    """In the place of what autograd saves: a recording has no backward."""
+
+
+def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":
+    """All modules with their names, and with all their names `again`, if they have several."""
+    return cast(Any, model).named_modules(remove_duplicate=not again)
+
+
+def _memory(tensor: Tensor) -> int:
+    """A number that tensors have in common if they share memory."""
+    return cast(Any, tensor.untyped_storage())._cdata if tensor.layout is torch.strided else id(tensor)

@@ -1,0 +1,122 @@
+"""Compare a program with the plain forward, once: the net under all that a recording cannot see.
+
+An attribute that changes between steps, a C extension, an environment variable, data of Python: what forward() goes by
+without PyTorch's knowledge would be frozen in silence. So every new program is run on another micro-batch than the one
+it was recorded on, beside the model itself: outputs, and gradients where there are some, must agree to rounding.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.boundary import quiet_hooks
+from weft.core.errors import SplitError
+from weft.core.tree import flatten, structure_paths, unflatten
+from weft.pipeline.split.program import OpenCode, Program, Ref, Values
+from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
+
+_SEED = 20
+
+
+def verify(
+    recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any], code: OpenCode
+) -> None:
+    """Raise SplitError, which names the first value that differs, if the program is not what the model does."""
+    leaves, structure = flatten((tuple(args), kwargs))
+    model = recorder.model
+
+    def plain(given: list[Any]) -> Any:
+        args, kwargs = unflatten(structure, given)
+        return recorder.moving(args, kwargs) if recorder.mixed else model(*args, **kwargs)
+
+    def replayed(given: list[Any]) -> Any:
+        return program.replay(given, code.get)
+
+    parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    learning = [each for _, each in parameters]
+    wanted, gradients = _run(recorder, plain, leaves, learning, code)
+    seen, found = _run(recorder, replayed, leaves, learning, code)
+    names = structure_paths(program.recording.structure, "output")
+    names += structure_paths(structure, "the gradient of input") + [f"the gradient of {name}" for name, _ in parameters]
+    pairs = zip(names, [*wanted, *gradients], [*seen, *found], strict=False)
+    for name, one, other in pairs:
+        if (fault := _difference(one, other)) is not None:
+            where = (
+                _first(recorder, program, leaves, structure, code) or f"{name} differs, {fault}, and no value before it"
+            )
+            raise SplitError(
+                f"{type(model).__name__} does not compute what its recorded program does; {where}. What the code "
+                "between blocks goes by must be an argument, a tensor, a flag or number of the module or its config; "
+                "move into a submodule what goes by anything else. verify=False switches this comparison off"
+            )
+
+
+def _run(
+    recorder: ForwardRecorder,
+    call: Callable[..., Any],
+    leaves: Sequence[Any],
+    parameters: Sequence[Tensor],
+    code: OpenCode,
+) -> tuple[list[Any], list[Tensor | None]]:
+    """The leaves of the result, and the gradients of inputs and parameters for fixed ones of the result."""
+    given = copies(leaves)
+    tracked = torch.is_grad_enabled() and not recorder.mixed
+    with undisturbed(recorder.model, recorder.devices), torch.inference_mode(False), torch.set_grad_enabled(tracked):
+        code.refresh()
+        result = flatten(call(given))[0]
+        inputs = [x if isinstance(x, Tensor) and x.requires_grad else None for x in given]
+        wanted = [x for x in inputs if x is not None] + list(parameters)
+        roots = [x for x in result if isinstance(x, Tensor) and x.requires_grad]
+        found: list[Tensor | None] = [None] * len(wanted)
+        if tracked and roots and wanted:
+            random = torch.Generator().manual_seed(_SEED)
+            seeds = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in roots]
+            with quiet_hooks(wanted):
+                found = list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+    code.refresh()
+    rest = iter(found)
+    of_inputs = [None if x is None else next(rest) for x in inputs]
+    return [x.detach() if isinstance(x, Tensor) else x for x in result], [*of_inputs, *rest]
+
+
+def _first(
+    recorder: ForwardRecorder, program: Program, leaves: Sequence[Any], structure: Any, code: OpenCode
+) -> str | None:
+    """Where forward() and the program part, in words: the forward is recorded again, with all its values."""
+    args, kwargs = unflatten(structure, copies(leaves))
+    steps = program.recording.steps
+    again = recorder.record(args, kwargs, keep=True)
+    for before, now in zip(steps, again.steps, strict=False):
+        if (before.name, before.where) != (now.name, now.where):
+            return f"it went another way: to {now} now, and to {before} when it was recorded"
+    values: Values = {Ref("in", k): leaf for k, leaf in enumerate(copies(leaves))}
+    with undisturbed(recorder.model, recorder.devices), torch.no_grad():
+        code.refresh()
+        for step, now in zip(steps, again.steps, strict=False):
+            program.perform(step, step.leaves, values, code.get)
+            for value, other in zip(step.makes, now.makes, strict=False):
+                pair = values.get(Ref("v", value)), again.values.get(other)
+                if value is not None and (fault := _difference(pair[1], pair[0])) is not None:
+                    code.refresh()
+                    return f"the first value that differs, {fault}, is that of {step}"
+    code.refresh()
+    return None
+
+
+def _difference(wanted: Any, seen: Any) -> str | None:
+    """In words how far apart two leaves are, if it is more than rounding."""
+    if not isinstance(wanted, Tensor) or not isinstance(seen, Tensor):
+        return None if type(wanted) is type(seen) else f"by {seen!r} for {wanted!r}"
+    if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
+        return f"by {seen.dtype} {tuple(seen.shape)} for {wanted.dtype} {tuple(wanted.shape)}"
+    if wanted.is_meta or not wanted.numel() or torch.equal(wanted, seen):
+        return None
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return f"at {int((wanted != seen).sum())} of {wanted.numel()} places"
+    one, other = wanted.to(torch.complex128), seen.to(wanted.device, torch.complex128)
+    apart = torch.where(one.isnan() & other.isnan() | (one == other), 0, (one - other).abs()).max().item()
+    scale = one[one.isfinite()].abs().max().item() if bool(one.isfinite().any()) else 0.0
+    within = apart <= torch.finfo(wanted.dtype).eps ** 0.5 * max(scale, 1e-3)
+    return None if within else f"by {apart:.1e} (its largest is {scale:.1e})"

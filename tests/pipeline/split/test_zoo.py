@@ -1,0 +1,120 @@
+"""Whatever the model: loss and gradients of a plain loop over the same micro-batches, under its own keys and ties."""
+
+import copy
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.pipeline.pipe_cases import assert_close
+from tests.pipeline.split.zoo import HUGGING, OWN, Dropping, Entry, gpt2
+from weft.core.microbatch import plan_split
+from weft.core.tree import flatten, unflatten
+
+CHUNKS = 4
+ROWS = (8, 7, 5, 4)
+absent = importlib.util.find_spec("transformers") is None
+needs_transformers = pytest.mark.skipif(absent, reason="there is no transformers; the extra `hf` brings it")
+# Pairwise over executors, recomputation and schedules; 1f1b has the loss inside.
+WAYS: tuple[dict[str, Any], ...] = (
+    {"executor": "serial", "checkpoint": "never"},
+    {"executor": "threads", "checkpoint": "always"},
+    {"executor": "graph", "checkpoint": "never"},
+    {"executor": "threads", "checkpoint": "never", "schedule": "1f1b"},
+    {"executor": "serial", "checkpoint": "always", "schedule": "1f1b"},
+)
+
+
+def entry(name: str) -> Entry:
+    return OWN[name] if name in OWN else HUGGING[name]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def looped(model: nn.Module, of: Entry, inputs: dict[str, Any]) -> Tensor:
+    """The same micro-batches in a plain loop: the loss, with gradients left in the model."""
+    plan, leaves = plan_split(inputs, CHUNKS)
+    total = torch.zeros(())
+    for rows, piece in zip(plan.sizes, plan.split(leaves), strict=True):
+        loss = of.loss(model(**unflatten(plan.structure, piece))) * rows / sum(plan.sizes)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def piped(pipe: weft.Pipe, of: Entry, inputs: dict[str, Any]) -> Tensor:
+    """The loss of the pipe, as the model itself or a loss inside gives it, or of its output piece by piece."""
+    if pipe.schedule == "1f1b":
+        (rows,) = {len(x) for x in inputs.values() if isinstance(x, Tensor)}
+        return pipe(**inputs, target=torch.zeros(rows))
+    output = pipe(**inputs)
+    if "labels" in inputs:
+        return of.loss(output)
+    plan, _ = plan_split(inputs, CHUNKS)
+    leaves, structure = flatten(output)
+    columns = [x.split(plan.sizes) if isinstance(x, Tensor) else [x] * len(plan.sizes) for x in leaves]
+    losses = [of.loss(unflatten(structure, list(piece))) for piece in zip(*columns, strict=True)]
+    return sum(
+        (loss * rows / sum(plan.sizes) for loss, rows in zip(losses, plan.sizes, strict=True)), start=torch.zeros(())
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [*OWN, *(pytest.param(name, marks=needs_transformers) for name in HUGGING)], ids=[*OWN, *HUGGING]
+)
+def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str) -> None:
+    of = entry(name)
+    torch.manual_seed(0)
+    original = of.make().train()
+    torch.manual_seed(1)
+    batches = [of.inputs(rows) for rows in ROWS]
+    plain = copy.deepcopy(original)
+    wanted: list[tuple[Tensor, list[Tensor | None], list[Tensor]]] = []
+    for inputs in batches:
+        plain.zero_grad()
+        loss = looped(plain, of, inputs)
+        wanted.append((loss, [each.grad for each in plain.parameters()], [each.clone() for each in plain.buffers()]))
+    for way in WAYS:
+        model = copy.deepcopy(original)
+        inside = {"loss": lambda output, _: of.loss(output)} if way.get("schedule") == "1f1b" else {}
+        pipe = weft.Pipe(model, chunks=CHUNKS, split=of.split, devices=["cpu"] * (len(of.split) + 1), **way, **inside)
+        assert list(pipe.state_dict()) == list(original.state_dict())
+        assert [id(each) for each in pipe.parameters()] == [id(each) for each in model.parameters()]
+        for inputs, (loss, gradients, buffers) in zip(batches, wanted, strict=True):
+            model.zero_grad()
+            found = piped(pipe, of, inputs)
+            found.backward()
+            assert_close(found.detach(), loss)
+            for (key, each), gradient in zip(pipe.named_parameters(), gradients, strict=True):
+                assert (each.grad is None) == (gradient is None), key
+                if gradient is not None:
+                    assert_close(each.grad, gradient)
+            assert_close(list(model.buffers()), buffers)
+
+
+@pytest.mark.parametrize("make", [Dropping, pytest.param(lambda: gpt2(0.3), marks=needs_transformers)])
+def test_dropout_is_the_same_to_the_bit_however_it_runs(make: Any) -> None:
+    torch.manual_seed(0)
+    original = make()
+    inputs = {"x": torch.randn(7, 8)} if isinstance(original, Dropping) else {"input_ids": torch.randint(0, 50, (7, 9))}
+    split = ["blocks.1", "blocks.3"] if isinstance(original, Dropping) else ["transformer.h.2"]
+    found: list[list[Tensor | None]] = []
+    for way in ({"executor": "serial"}, {"executor": "threads"}, {"executor": "threads", "checkpoint": "always"}):
+        model = copy.deepcopy(original)
+        pipe = weft.Pipe(model, chunks=3, split=split, devices=["cpu"] * (len(split) + 1), **way)
+        torch.manual_seed(3)
+        output = pipe(**inputs)
+        main = output if isinstance(output, Tensor) else output.logits
+        main.square().sum().backward()
+        found.append([main.detach(), *(each.grad for each in model.parameters())])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True) if a is not None and b is not None)

@@ -1,0 +1,329 @@
+"""Small models with an ordinary forward(), and Hugging Face ones of tiny random configs: each with inputs, split
+points, and the loss of an output."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY = 50
+
+
+class Entry(NamedTuple):
+    """A model of the zoo. `loss` is of one micro-batch's output; `inputs` takes the number of rows."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int], dict[str, Any]]
+    split: tuple[str, ...]
+    loss: Callable[[Any], Tensor]
+
+
+def block(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+
+class Residual(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = nn.Conv2d(inputs, outputs, 1, stride) if stride > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.down is None else self.down(x)
+        y = self.second(self.relu(self.norm(self.first(x))))
+        y += shortcut
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.relu = nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(Residual(8, 8), Residual(8, 8))
+        self.layer2 = nn.Sequential(Residual(8, 16, 2), Residual(16, 16))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer2(self.layer1(self.relu(self.stem(x))))
+        return self.head(torch.flatten(functional.adaptive_avg_pool2d(x, 1), 1))
+
+
+class UNet(nn.Module):
+    """Long skips in local variables, and a nested output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.middle = block(3, 6), block(6, 8), block(8, 8)
+        self.up2, self.up1, self.out = block(16, 6), block(12, 6), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        fine = self.down1(x)
+        coarse = self.down2(functional.max_pool2d(fine, 2))
+        middle = self.middle(functional.max_pool2d(coarse, 2))
+        up = self.up2(torch.cat([functional.interpolate(middle, size=coarse.shape[2:]), coarse], 1))
+        up = self.up1(torch.cat([functional.interpolate(up, size=fine.shape[2:]), fine], 1))
+        return {"logits": self.out(up) * scale, "deep": [middle.mean((1, 2, 3)), None]}
+
+
+class ShapeDriven(nn.Module):
+    """Python that goes by shapes, a parameter and a counter of the root, in-place glue, a checkpointed block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls = nn.Parameter(torch.randn(1, 1, 8))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        rows, length, _ = x.shape
+        x = torch.cat([self.cls.expand(rows, -1, -1), x], 1)
+        if length > 6:
+            x = x[:, :7]
+        first = x
+        for i, each in enumerate(self.blocks):
+            x = x + (torch.utils.checkpoint.checkpoint(each, x, use_reentrant=False) if i == 1 else each(x))
+            x += first / (i + 1)
+            if rows % 2 == 0:
+                x = x * 1.5
+        self.calls += 1
+        if mask is not None:
+            x = x * mask[:, None, None]
+        return self.head(x[:, 0])
+
+
+class Router(nn.Module):
+    """Goes by its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) if x.mean() > 0 else self.b(x).tanh()
+
+
+class DataDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Router() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = x + each(x)
+        return x
+
+
+@dataclass
+class State:
+    """No container that PyTorch knows."""
+
+    main: Tensor
+    early: Tensor
+    steps: int = 0
+
+
+class Advance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, state: State) -> State:
+        return State(self.linear(state.main).tanh() + state.early, state.early, state.steps + 1)
+
+
+class Shared(nn.Module):
+    """One block called in several places, tied weights, a dataclass between blocks and as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8, bias=False)
+        self.block, self.other = Advance(), Advance()
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> State:
+        state = State(self.embed(x), x)
+        state = self.block(self.other(self.block(state)))
+        return State(self.head(state.main), state.early, state.steps)
+
+
+class Dropping(nn.Module):
+    """Dropout in blocks and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = x + functional.dropout(each(x), 0.2, self.training)
+        return x
+
+
+def _square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+OWN = {
+    "resnet": Entry(ResNet, lambda n: {"x": torch.randn(n, 3, 8, 8)}, ("layer1.1", "layer2"), _square),
+    "unet": Entry(
+        UNet,
+        lambda n: {"x": torch.randn(n, 3, 9, 9), "scale": 2.0},
+        ("middle", "up2", "up1"),
+        lambda output: output["logits"].square().mean() + output["deep"][0].mean(),
+    ),
+    "shapes": Entry(
+        ShapeDriven,
+        lambda n: {"x": torch.randn(n, 5 + n % 4, 8), "mask": torch.rand(n)},
+        ("blocks.1", "blocks.3"),
+        _square,
+    ),
+    "data": Entry(DataDependent, lambda n: {"x": torch.randn(n, 8)}, ("blocks.2",), _square),
+    "shared": Entry(
+        Shared, lambda n: {"x": torch.randn(n, 8)}, ("other", "head"), lambda output: output.main.square().mean()
+    ),
+}
+
+
+def ids(rows: int, length: int = 12) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length))
+
+
+def text(rows: int) -> dict[str, Any]:
+    """Token ids, some rows with padding, and labels that all count."""
+    tokens = ids(rows)
+    mask = torch.ones_like(tokens)
+    mask[::2, -3:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.clone()}
+
+
+def pairs(rows: int) -> dict[str, Any]:
+    return {"input_ids": ids(rows), "attention_mask": torch.ones(rows, 12, dtype=torch.long), "labels": ids(rows, 7)}
+
+
+def image(rows: int) -> dict[str, Any]:
+    return {"pixel_values": torch.randn(rows, 3, 16, 16), "labels": torch.randint(0, 5, (rows,))}
+
+
+def sound(rows: int) -> dict[str, Any]:
+    return {"input_features": torch.randn(rows, 8, 20), "labels": ids(rows, 7)}
+
+
+def _causal(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def hugging(name: str, kind: str, **config: Any) -> Callable[[], nn.Module]:
+    """A maker of a model by the names of its classes; in float64 its loss stays float64 as well."""
+
+    def make() -> nn.Module:
+        import transformers  # noqa: PLC0415 - an extra
+
+        model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(vocab_size=VOCABULARY, **config))
+        if kind.endswith(("LMHeadModel", "CausalLM")):
+            model.loss_function = _causal
+        return model
+
+    return make
+
+
+_SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+_LLAMA: dict[str, Any] = {**_SMALL, "num_key_value_heads": 1, "use_cache": False}
+_PAIR: dict[str, Any] = {
+    **{"d_model": 16, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "use_cache": False, "pad_token_id": 0},
+}
+_ENDS = ("model.encoder.layers.2", "model.decoder.layers.0", "model.decoder.layers.2")
+
+
+def gpt2(drop: float = 0.0, layers: int = 4) -> nn.Module:
+    drops = {"resid_pdrop": drop, "embd_pdrop": drop, "attn_pdrop": drop}
+    size = {"n_positions": 32, "n_embd": 16, "n_layer": layers, "n_head": 2}
+    return hugging("GPT2", "GPT2LMHeadModel", use_cache=False, **size, **drops)()
+
+
+def _of_model(output: Any) -> Tensor:
+    return output.loss
+
+
+HUGGING = {
+    "gpt2": Entry(gpt2, text, ("transformer.h.2",), _of_model),
+    "llama": Entry(hugging("Llama", "LlamaForCausalLM", **_LLAMA), text, ("model.layers.2",), _of_model),
+    "qwen3": Entry(
+        hugging("Qwen3", "Qwen3ForCausalLM", **_LLAMA, head_dim=8, tie_word_embeddings=True),
+        text,
+        ("model.layers.1", "model.layers.3"),
+        _of_model,
+    ),
+    "gemma": Entry(hugging("Gemma", "GemmaForCausalLM", **_LLAMA, head_dim=8), text, ("model.layers.2",), _of_model),
+    "bert": Entry(
+        hugging("Bert", "BertForMaskedLM", **_SMALL, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+        text,
+        ("bert.encoder.layer.2",),
+        _of_model,
+    ),
+    "t5": Entry(
+        hugging(
+            *("T5", "T5ForConditionalGeneration"),
+            **{"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2},
+            **{"dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0},
+        ),
+        pairs,
+        ("encoder.block.2", "decoder.block.0", "decoder.block.2"),
+        _of_model,
+    ),
+    "bart": Entry(
+        hugging("Bart", "BartForConditionalGeneration", **_PAIR, max_position_embeddings=32, dropout=0.0),
+        pairs,
+        _ENDS,
+        _of_model,
+    ),
+    "vit": Entry(
+        hugging("ViT", "ViTForImageClassification", **_SMALL, image_size=16, patch_size=4, num_labels=5),
+        image,
+        ("vit.layers.2",),
+        _of_model,
+    ),
+    "whisper": Entry(
+        hugging(
+            *("Whisper", "WhisperForConditionalGeneration"),
+            **_PAIR,
+            **{"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32, "dropout": 0.0},
+            **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+        ),
+        sound,
+        _ENDS,
+        _of_model,
+    ),
+    "mixtral": Entry(
+        hugging(
+            *("Mixtral", "MixtralForCausalLM"),
+            **_LLAMA,
+            **{"num_local_experts": 4, "output_router_logits": True, "experts_implementation": "eager"},
+        ),
+        lambda n: {key: value for key, value in text(n).items() if key != "attention_mask"},
+        ("model.layers.2",),
+        _of_model,
+    ),
+    "mamba": Entry(
+        hugging("Mamba", "MambaForCausalLM", hidden_size=16, state_size=4, num_hidden_layers=4, use_cache=False),
+        lambda n: {"input_ids": ids(n)},
+        ("backbone.layers.2",),
+        lambda output: output.logits.double().square().mean(),  # it makes float32 of them
+    ),
+    "rwkv": Entry(
+        hugging(
+            "Rwkv", "RwkvForCausalLM", hidden_size=16, attention_hidden_size=16, num_hidden_layers=4, use_cache=False
+        ),
+        lambda n: {key: value for key, value in text(n).items() if key != "attention_mask"},
+        ("rwkv.blocks.2",),
+        _of_model,
+    ),
+}
