@@ -17,6 +17,7 @@ from tests.experts.security.served import ADMITTED, Served, served
 from tests.experts.server.raw import raw
 from tests.experts.waiting import until
 from weft.experts.client import GrpcTransport, RemoteExpert
+from weft.experts.errors import QuotaError
 from weft.experts.server import Access, Grant, Server, ServerOptions
 from weft.experts.service.names import INFO, MESSAGE_BYTES, STATE, STATUS, STREAM
 from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode, read_fault
@@ -163,6 +164,20 @@ def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPat
         (answer,) = stream.receive()
         assert "not sent to its end in time" in str(read_fault(answer.header.data))
         until(lambda: server._endpoint.budget.held == 0)
+
+
+def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.experts.server.endpoint._ROOM_SECONDS", 0.05)
+    first = long_frame()[:MESSAGE_BYTES]  # of 1.3 MB
+    with Server([fussy_backend()], options=ServerOptions(total_bytes=13 * MB)) as server, ExitStack() as stack:
+        streams = [stack.enter_context(raw(server.address)) for _ in range(8)]
+        for stream in streams[:7]:
+            stream.send(first)
+        until(lambda: server._endpoint.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
+        streams[7].send(first)
+        (answer,) = streams[7].receive()
+        assert isinstance(read_fault(answer.header.data), QuotaError)
+    until(lambda: server._endpoint.budget.held == 0)
 
 
 def test_a_stream_too_many_for_the_budget_is_turned_away() -> None:

@@ -35,13 +35,13 @@ class Budget:
         self.streams -= nbytes
         self._freed.set()
 
-    async def reserve(self, nbytes: int, seconds: float) -> None:
+    async def reserve(self, nbytes: int, client: str, seconds: float) -> None:
         """`admit`, as soon as there is room within ``seconds``."""
         end = asyncio.get_running_loop().time() + seconds
         while True:
             try:
-                return self.admit(nbytes)
-            except OverloadError:
+                return self.admit(nbytes, client)
+            except (OverloadError, QuotaError):
                 self._freed.clear()
                 try:
                     await asyncio.wait_for(self._freed.wait(), end - asyncio.get_running_loop().time())

@@ -27,7 +27,7 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from weft.core.errors import UsageError, listed
-from weft.experts.errors import OverloadError
+from weft.experts.errors import OverloadError, QuotaError
 from weft.experts.replica import Feed
 from weft.experts.server.access import Caller, Role
 from weft.experts.server.budget import Budget
@@ -216,11 +216,11 @@ class Endpoint:
         """Until the client ends its side, or breaks the format."""
         while True:
             try:
-                frame = await self._frame(context)
+                frame = await self._frame(connection.caller.principal, context)
                 if frame is None:
                     return
                 calls = decode(frame, self._options.limits)
-            except (WireError, OverloadError) as error:
+            except (WireError, OverloadError, QuotaError) as error:
                 self.broken += isinstance(error, WireError)
                 connection.answer(fault(0, error))
                 return
@@ -229,10 +229,10 @@ class Endpoint:
                 connection.take(call)
             await connection.has_room()
 
-    async def _frame(self, context: Any) -> bytes | memoryview | None:
+    async def _frame(self, client: str, context: Any) -> bytes | memoryview | None:
         """The next frame, whole; None at the end. Of one in parts the budget has all before the second is read.
 
-        Raises ``WireError`` for what is no frame, ``OverloadError`` if there is no room for it.
+        Raises ``WireError`` for what is no frame, ``OverloadError`` or ``QuotaError`` if there is no room for it.
         """
         part = await context.read()
         if part is _aio.EOF:
@@ -240,7 +240,7 @@ class Endpoint:
         size = frame_size(memoryview(part), self._options.limits)
         if len(part) != MESSAGE_BYTES or size <= MESSAGE_BYTES:
             return part  # decoding it tells if it is cut off
-        await self.budget.reserve(size, _ROOM_SECONDS)
+        await self.budget.reserve(size, client, _ROOM_SECONDS)
         try:
             frame, have = np.empty(size, np.uint8).data, 0  # not zeroed: no page is there before its bytes are
             async with asyncio.timeout(self._options.longest_seconds):
@@ -257,7 +257,7 @@ class Endpoint:
         except TimeoutError:
             raise TruncatedError(f"a frame of {size} bytes was not sent to its end in time", reason="time") from None
         finally:
-            self.budget.leave(size)  # its calls are admitted next, before anything else runs
+            self.budget.leave(size, client)  # its calls are admitted next, before anything else runs
 
     async def _info(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "info") as caller:
