@@ -1,7 +1,7 @@
 """What runs a sequence: the eager loop, or a plan that was derived from the cell.
 
     "auto"      the fastest of those below that can
-    "c"         the derived plan as a compiled loop; on the CPU, in float32 and float64, if there is a C++ compiler
+    "c"         the derived plan as a compiled loop; on the CPU, if there is a C++ compiler and C knows what is carried
     "inductor"  the derived plan with compiled steps; any operator and device; on CUDA a chunk is launched as a whole
     "python"    the derived plan: bulk operators around two minimal loops, run by Python
     "eager"     every step by plain autograd; whatever the cell does

@@ -25,6 +25,8 @@ _LINEAR_VIEWS = (
     _aten.neg.default,
 )
 
+_ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
+
 
 class Bulk:
     """Values of a graph for a whole sequence: `env` holds them by node, stacked where `varies` says so."""
@@ -60,6 +62,8 @@ class Bulk:
         if node not in inside:
             return self.env[node].sum(0)
         args = node.args
+        if summed_at_once(node):
+            return self._rows_added(node, inside)
         if node.target in _LINEAR_VIEWS:
             return cast(Any, node.target)(self.summed(cast(fx.Node, args[0]), inside), *args[1:])
         if node.target is _aten.sum.dim_IntList:
@@ -88,11 +92,42 @@ class Bulk:
         left, right = self._stacked(one, inside), self._stacked(other, inside)
         return left.permute(1, 0, 2).reshape(left.shape[1], -1) @ right.reshape(-1, right.shape[2])
 
+    def _rows_added(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        """Rows of all steps, added at their indices to a table of zeros."""
+        if node.target is _aten.embedding_dense_backward.default:
+            rows, index, count, padding, by_frequency = node.args
+        else:
+            (_, (index,), rows, _), shape = cast("tuple[Any, Any, Any, Any]", node.args), _shape(node)
+            count, padding, by_frequency = shape[0], -1, False
+        rows, index = (self._each(cast(fx.Node, each), inside) for each in (rows, index))
+        flat, at = rows.reshape(index.numel(), -1), index.reshape(-1)
+        at = at if node.target is _aten.embedding_dense_backward.default else at.remainder(cast(int, count))
+        found = _aten.embedding_dense_backward.default(flat, at, count, padding, by_frequency)
+        return found.reshape(_shape(node))
+
+    def _each(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        """The value for all steps, also of what is the same in each."""
+        value = self._stacked(node, inside)
+        return value if self.varies(node) else value.expand(self.steps, *value.shape)
+
     def _stacked(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
         """The value for all steps, computed when it is first asked for."""
         if node not in self.env:
             self.evaluate([each for each in inside if each not in self.env], [node])
         return self.env[node]
+
+
+def summed_at_once(node: fx.Node) -> bool:
+    """Whether an operator, given what it reads of all steps, yields the sum of what it yields in each step."""
+    if node.target is _aten.embedding_dense_backward.default:
+        return not node.args[4]  # by frequency, it counts within a step
+    if node.target is not _aten.index_put.default or node.args[3:] != (True,):
+        return False
+    table, indices, rows, _ = cast("tuple[fx.Node, list[fx.Node | None], fx.Node, bool]", node.args)
+    (index, *others), width = indices, _shape(table)[1:]
+    whole = index is not None and not others and _shape(rows) == (*_shape(index), *width)
+    small = rows.meta["val"].dtype not in (torch.float32, torch.float64)
+    return whole and not small and table.target in _ZEROS
 
 
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -97,6 +97,11 @@ class Captured:
         found = getattr(self.module, str(node.target))
         return _lent(cast("weakref.ref[Tensor]", found)) if type(found) is weakref.ref else found
 
+    def value(self, node: fx.Node) -> Any:
+        """What a node yielded when the step was captured; of a reference, the tensor behind it."""
+        found = node.meta.get("val")
+        return self.reference(node) if node.op == "get_attr" and not isinstance(found, Tensor) else found
+
     @property
     def constants(self) -> list[Tensor]:
         """The references that want no gradient: frozen parameters and buffers."""

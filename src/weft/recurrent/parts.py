@@ -36,8 +36,11 @@ class Parts:
     after_back: list[fx.Node]
 
 
-def dependences(captured: Captured) -> dict[fx.Node, frozenset[str]]:
-    """For every node, what it depends on of INPUT, STATE, CARRIED and GIVEN; nothing for references."""
+def dependences(captured: Captured, passing: str = STATE) -> dict[fx.Node, frozenset[str]]:
+    """For every node, what it depends on of INPUT, STATE, CARRIED and GIVEN; nothing for references.
+
+    A state that every step hands on as it is counts as `passing`.
+    """
     roles = captured.roles
     found: dict[fx.Node, frozenset[str]] = {node: frozenset() for node in captured.module.graph.nodes}
     starts = [
@@ -48,6 +51,7 @@ def dependences(captured: Captured) -> dict[fx.Node, frozenset[str]]:
     ]
     for name, nodes in starts:
         found.update({node: frozenset([name]) for node in nodes})
+    found.update({roles.states[k]: frozenset([passing]) for k in captured.passing})
     for node in captured.nodes:
         found[node] = frozenset[str]().union(*(found[each] for each in node.all_input_nodes))
     return found

@@ -5,6 +5,7 @@ t(t(x))                     x
 the same thing said twice   once
 view                        reshape: stacked over time, a value may have other strides
 fill(x, v)                  full_like(x, v), which vmap knows
+prims.mul(x, y)             mul(x, y): vmap knows none of what decompositions are made of
 index_put(x, [mask], v)     where(mask, v, x), for one number v: vmap knows no truth values as an index
 copy(x, y)                  y in the shape and dtype of x
 slice_scatter(x, y, -1)     slice_scatter(x, y, 1, 0, 4, 1): vmap takes axis and ends as they are
@@ -20,9 +21,22 @@ from torch import fx
 from weft.recurrent.draws import is_random
 from weft.recurrent.strided import by_elements
 
-_aten = cast(Any, torch.ops.aten)
+_aten, _prims = cast(Any, torch.ops.aten), cast(Any, torch.ops.prims)
 _CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}
 """Operators that read memory as if it were contiguous. PyTorch sees to it before it calls them, by a clone."""
+
+_PRIMS: dict[Any, tuple[Any, ...]] = {
+    _prims.add.default: (_aten.add.Tensor,),
+    _prims.sub.default: (_aten.sub.Tensor,),
+    _prims.mul.default: (_aten.mul.Tensor,),
+    _prims.div.default: (_aten.div.Tensor,),
+    _prims.tan.default: (_aten.tan.default,),
+    _prims.squeeze.default: (_aten.squeeze.dims,),
+    _prims.sum.default: (_aten.sum.dim_IntList,),
+    _prims.var.default: (_aten.var.correction, "dim", "correction"),
+    _prims.convert_element_type.default: (_aten._to_copy.default, "dtype"),
+}
+"""What decompositions are made of, and the operator that is the same, with names of its arguments."""
 
 
 def tidy(module: fx.GraphModule) -> None:
@@ -36,6 +50,8 @@ def tidy(module: fx.GraphModule) -> None:
             node.target = _aten.reshape.default  # stacked over time, a value may have other strides
         elif node.target is _aten.fill.Scalar:
             node.target = _aten.full_like.default  # without writes it is that, and vmap of older PyTorch knows it
+        elif node.target in _PRIMS:
+            _rename(node, *_PRIMS[node.target])
         elif node.target is _aten.slice_scatter.default:
             _name_ends(node)
         elif node.target is _aten.index_put.default:
@@ -60,6 +76,13 @@ def tidy(module: fx.GraphModule) -> None:
     _make_contiguous(graph)
     graph.eliminate_dead_code()
     module.recompile()
+
+
+def _rename(node: fx.Node, target: Any, *names: str) -> None:
+    """Another operator in the place of one; arguments behind the first are named, where names are given."""
+    rest = dict(zip(names, node.args[1:], strict=False))
+    node.target = target
+    node.args, node.kwargs = (node.args[:1], rest) if names else (node.args, {})
 
 
 def _separate(graph: fx.Graph) -> None:

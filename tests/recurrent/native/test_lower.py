@@ -56,10 +56,12 @@ def test_a_reshape_that_needs_a_copy_makes_one() -> None:
 @pytest.mark.parametrize(
     ("function", "name"),
     [
-        (lambda x: x.cumsum(0), "aten.cumsum"),
+        (lambda x: x.cumprod(0), "aten.cumprod"),
+        (lambda x: x.gather(1, x.long()), "constant indices, not such as are computed in a step"),
+        (lambda x: x.index_select(0, x[:2, 0].long()), "constant indices"),
         (lambda x: torch.as_strided(x.t(), (2, 2), (1, 2)), "aten.as_strided"),
         (lambda x: x.view(torch.int32), "aten.view.dtype"),
-        (lambda x: x.to(torch.bfloat16), "bfloat16"),
+        (lambda x: x.to(torch.complex64), "complex64"),
         (lambda x: x.long() ** 5, "powers 0 to 3"),
         (lambda x: x.long() @ x.long().t(), "multiply matrices"),
         (lambda x: torch.slice_scatter(x, x[:, :2], 1, 0, 4, 2), "whole pieces"),

@@ -130,8 +130,7 @@ def test_a_result_is_right_to_a_few_digits_less_than_its_dtype_over_many_steps()
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Any], torch.dtype, str]] = {
-    "an operator": (lambda x, h: (torch.fft.fft(x).real, h), torch.float32, "_fft"),
-    "a dtype": (lambda x, h: (x + h, h + x), torch.bfloat16, "bfloat16"),
+    "an operator": (lambda x, h: (x, torch.fft.fft(h).real), torch.float32, "_fft"),
     "complex numbers": (lambda x, h: (x + h, h + x), torch.complex64, "complex64"),
 }
 

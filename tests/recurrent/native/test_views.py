@@ -29,20 +29,42 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean over rows": lambda x: x - x.mean(0),
     "a convolution": lambda x: nn.functional.conv1d(x.unsqueeze(1), 0.1 * torch.ones(2, 1, 3).to(x), padding=1).sum(1),
 }
-EITHER: dict[str, Callable[[Tensor], Tensor]] = {
+VIEWS |= {
     "every second": lambda x: torch.cat([x[:, ::2], x[:, 1::2]], 1),
-    "a select": lambda x: x.select(1, -1).unsqueeze(1) + x,
+    "a select": lambda x: x.select(1, -1).unsqueeze(1) + x * x[:, 2].unsqueeze(1),
     "padding": lambda x: nn.functional.pad(x, (1, 1))[:, :4],
     "padding by a number": lambda x: nn.functional.pad(x, (2, -1, 1, -1), value=0.5)[:, 1:],
-    "repeated": lambda x: x[:, :2].repeat(1, 2),
-    "rolled": lambda x: x.roll(1, 1) - x.flip(1),
-    "gathered": lambda x: x[:, [2, 0, 1, 1]],
+    "padding by the other end": lambda x: nn.functional.pad(x.unsqueeze(1), (1, 1), mode="circular")[:, 0, :4],
+    "repeated": lambda x: x[:, :2].repeat(1, 2) + x[:, :1].repeat(1, 4),
+    "rolled": lambda x: x.roll((1, -3), (0, 1)) - x.roll(3),
+    "flipped": lambda x: x.flip([0, 1]) * x,
+    "gathered": lambda x: x[:, [2, 0, 1, -1]] + x.index_select(0, torch.tensor([1, 0])),
+    "gathered where it is largest": lambda x: x + x.gather(1, x.argmax(1, keepdim=True)) + 0.1 * x.argmin(),
     "the lower triangle": lambda x: x.view(2, 2, 2).tril().reshape(2, 4),
-    "sorted": lambda x: x.sort(1).values,
-    "cumulated": lambda x: x.cumsum(1),
+    "cumulated": lambda x: x.cumsum(1) + x.view(2, 2, 2).cumsum(1).reshape(2, 4),
+    "the largest along an axis": lambda x: x * x.max(1, keepdim=True).values + x.max(0).values,
+    "the smallest along an axis": lambda x: x * x.view(2, 2, 2).min(1).values.repeat(1, 2),
+    "the first of the largest": lambda x: x + x.relu().max(1, keepdim=True).values,
     "a tangent": lambda x: torch.tan(0.3 * x),
+    "written in place": lambda x: replaced(x) + 0.0,
+    "added at an index": lambda x: x.clone().index_add(1, torch.tensor([0, 0, 3]), x[:, :3]),
+    "scattered": lambda x: torch.zeros_like(x).scatter(1, torch.tensor([[1, 0, 2, 3], [0, 3, 2, 1]]), x),
+}
+
+
+def replaced(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 0] = 2 * x[:, 1]
+    y[:, [1, 2]] = x[:, [2, 3]]
+    y[:, 1::2] = x[:, ::2]
+    return y
+
+
+EITHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "sorted": lambda x: x.sort(1).values,
     "a remainder": lambda x: torch.remainder(x, 0.7) + x.fmod(0.6),
-    "written in place": lambda x: x.clone().index_fill_(1, torch.tensor([1]), 0.0),
+    "filled at an index": lambda x: x.clone().index_fill_(1, torch.tensor([1]), 0.0),
+    "places of another's": lambda x: x.gather(1, x.sort(1).indices),
 }
 """Some of these loops in C know, some they hand on; either way the numbers are right, without any check."""
 

@@ -4,10 +4,12 @@
     again      x, h (rows t and t+1)   ->  saved             nothing is carried, so products are of all steps at once
     backward   x, h, y, saved, dy, dh  ->  dx, dh, and added to the parameters' gradients
 
-What depends on the references only (`constants`) is made by PyTorch, once for each call. Arguments are called
+What depends on the references only (`constants`) is made by PyTorch, once for each call; what C does not know, for each
+chunk (halves.py). Arguments are called
 
     x inputs   h states   y outputs   v saved   c constants   dy, dx, dh their gradients   dp those of parameters
     a          gradients of the states after each step, that are added to the carried one
+    u          made by PyTorch, read here   g   made here, read by PyTorch after backward
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +20,11 @@ import torch
 from torch import Tensor, fx
 
 from weft.recurrent.captured import Captured
-from weft.recurrent.native.c_types import Unsupported, check_dtype
+from weft.recurrent.native.c_types import Unsupported, check_dtype, computed_in
 from weft.recurrent.native.function import Argument, Function
-from weft.recurrent.native.halves import Halves, is_view
+from weft.recurrent.native.halves import Halves
 from weft.recurrent.native.lower import Lowering
+from weft.recurrent.native.operators import is_view
 from weft.recurrent.native.place import Row
 from weft.recurrent.native.totals import Sought
 from weft.recurrent.native.values import Product, Reduce, Ref, Total, Value, seen
@@ -31,9 +34,13 @@ from weft.recurrent.native.values import Product, Reduce, Ref, Total, Value, see
 class Build:
     """The functions, and what their arguments mean."""
 
-    captured: Captured
+    halves: Halves
     constants: list[fx.Node] = field(default_factory=list[fx.Node])
     saved: list[fx.Node] = field(default_factory=list[fx.Node])
+    outside: list[fx.Node] = field(default_factory=list[fx.Node])
+    """What PyTorch makes and the functions read."""
+    made: list[fx.Node] = field(default_factory=list[fx.Node])
+    """What `backward` makes and PyTorch reads."""
     forward: Function = field(default_factory=partial(Function, "forward"))
     again: Function = field(default_factory=partial(Function, "again"))
     backward: Function = field(default_factory=partial(Function, "backward", backward=True))
@@ -49,10 +56,10 @@ def build(captured: Captured) -> Build:
     written = [str(node.target) for node in captured.nodes if _writes(node)]
     if written:
         raise Unsupported(f"loops in C are made of pure operators, but this step writes by {', '.join(written)}")
-    halves, build = Halves(captured), Build(captured)
-    build.saved = halves.saved
+    halves = Halves(captured)
+    build = Build(halves, saved=halves.saved, made=halves.made)
     for maker in (_Forward, _Again, _Backward):
-        maker(halves, build).make()
+        maker(build).make()
     return build
 
 
@@ -67,10 +74,10 @@ class _Maker:
 
     function: Function
 
-    def __init__(self, halves: Halves, build: Build) -> None:
-        self.halves, self.build = halves, build
-        self.captured, self.roles = build.captured, build.captured.roles
-        self.passing = build.captured.passing
+    def __init__(self, build: Build) -> None:
+        self.halves, self.build = build.halves, build
+        self.captured = captured = build.halves.captured
+        self.roles, self.passing = captured.roles, captured.passing
         """The states that a step hands on as they are."""
         self.refs: dict[fx.Node, Ref] = {}
         """What the function is given."""
@@ -79,16 +86,18 @@ class _Maker:
     # -- what it reads ----------------------------------------------------------------------------------------------
 
     def given(self, name: str, node: fx.Node, row: Row) -> Value:
-        """The node's value is an argument."""
+        """The node's value is an argument. Constants come in the dtype that C computes in: products pack them."""
         shape, dtype = _look(node, self.captured)
         check_dtype(dtype, name)
+        dtype = dtype if self.halves.varies(node) else computed_in(dtype)
         value = self.function.given(name, shape, dtype, row)
         self.refs[node] = seen(value)
         return value
 
     def give_inputs(self) -> None:
         for i, node in enumerate(self.roles.inputs):
-            self.given(f"x{i}", node, "step")
+            if not self.halves.outside(node):
+                self.given(f"x{i}", node, "step")
 
     def give_states(self) -> list[Value]:
         """The states before the step; of those that change from step to step, the values."""
@@ -117,13 +126,13 @@ class _Maker:
         for node in self.captured.nodes:
             if node in nodes:
                 for each in node.all_input_nodes:
-                    self._constant(each)
+                    self._from_outside(each)
                 self.lower.run(node)
 
     def end(self, node: fx.Node) -> Ref:
         """The view that a node is."""
-        self._constant(node)
-        return self.lower.ref(node)
+        self._from_outside(node)
+        return self.lower.as_dtype(self.lower.ref(node), _look(node, self.captured)[1])
 
     def want(self, name: str, node: fx.Node, row: Row = "step") -> None:
         """Write a node's value into a new argument."""
@@ -136,9 +145,24 @@ class _Maker:
         for j, node in enumerate(self.build.saved):
             self.want(f"v{j}", node)
 
+    def _from_outside(self, node: fx.Node) -> None:
+        """Give what PyTorch makes, for all steps or for each."""
+        if node in self.lower.refs:
+            return
+        if not self.halves.varies(node):
+            self._constant(node)
+        elif node in self.halves.torch:
+            self.lower.refs[node] = seen(self._given_as("u", self.build.outside, node, "step"))
+
+    def _given_as(self, letter: str, known: list[fx.Node], node: fx.Node, row: Row) -> Value:
+        """The node's value is an argument with a number in a list that all functions share."""
+        if node not in known:
+            known.append(node)
+        return self.given(f"{letter}{known.index(node)}", node, row)
+
     def _constant(self, node: fx.Node) -> None:
         """Give a value that is the same in all steps: as a view of another such, or as an argument."""
-        if self.halves.varies(node) or node in self.lower.refs:
+        if node in self.lower.refs:
             return
         if is_view(node) and not self.halves.varies(node.all_input_nodes[0]):
             self._constant(node.all_input_nodes[0])
@@ -149,10 +173,7 @@ class _Maker:
                 pass  # PyTorch makes it, then
         if isinstance(node.meta.get("val"), list | tuple):
             raise Unsupported(f"{node.target} on weights yields several tensors")
-        if node not in self.build.constants:
-            self.build.constants.append(node)
-        value = self.given(f"c{self.build.constants.index(node)}", node, "same")
-        self.lower.refs[node] = seen(value)
+        self.lower.refs[node] = seen(self._given_as("c", self.build.constants, node, "same"))
 
 
 class _Forward(_Maker):
@@ -169,8 +190,9 @@ class _Forward(_Maker):
                 argument = Argument(f"h{k}", dtype, torch.Size(shape).numel(), "next")
                 self.function.wanted.append((self.end(cast(fx.Node, node)), argument))
         for i, node in enumerate(self.roles.outputs):
-            if i not in same:  # an output that is a new state as well is stored once
-                self.want(f"y{i}", cast(fx.Node, node))
+            output = cast(fx.Node, node)
+            if i not in same and not self.halves.outside(output):  # one that is a new state as well is stored once
+                self.want(f"y{i}", output)
         self.want_saved()
         self.function.settle(self.lower.store.made)
 
@@ -181,7 +203,7 @@ class _Again(_Maker):
         self.give_inputs()
         self.give_states()
         self.give_new_states(self.halves.front)
-        self.run(self.halves.leading(self.build.saved, {*self.refs}))
+        self.run(self.halves.leading(self.build.saved, {*self.refs} | self.halves.torch))
         self.want_saved()
         self.function.settle(self.lower.store.made)
 
@@ -196,9 +218,12 @@ class _Backward(_Maker):
         self.run(self.halves.back | self.halves.views)
         self._want_carried(carried)
         for i, node in enumerate(self.roles.input_gradients):
-            if node is not None:
+            if node is not None and not self.halves.outside(node):
                 self.want(f"dx{i}", node)
-        self.function.settle([*self.lower.store.made, *self._totals()])
+        for j, node in enumerate(self.build.made):
+            self.want(f"g{j}", node)
+        totals = self._totals()
+        self.function.settle([*self.lower.store.made, *totals])
 
     def _give_kept(self) -> None:
         """What forward left behind: states, outputs, and what was saved."""
@@ -213,7 +238,8 @@ class _Backward(_Maker):
     def _give_gradients(self) -> list[tuple[int, Value]]:
         """Gradients of outputs, and of the states after the step: the carried ones, with their numbers."""
         for i, node in enumerate(self.roles.output_gradients):
-            self.given(f"dy{i}", node, "step")
+            if not self.halves.outside(node):
+                self.given(f"dy{i}", node, "step")
         carried: list[tuple[int, Value]] = []
         for k, node in enumerate(self.roles.new_state_gradients):
             _, dtype = _look(self.roles.states[k], self.captured)
@@ -238,7 +264,7 @@ class _Backward(_Maker):
         made: list[Value] = []
         for j, pieces in enumerate(self.halves.totals):
             node = self.roles.parameter_gradients[j]
-            if node is not None:
+            if node is not None and pieces:
                 shape, dtype = _look(node, self.captured)
                 into = self.function.given(f"dp{j}", shape, dtype, "same")
                 for piece in pieces:
@@ -248,7 +274,7 @@ class _Backward(_Maker):
         return made
 
     def _of(self, piece: Sought) -> Product | Reduce | Ref:
-        sides = [self.end(each) for each in piece.read]
+        sides = [self.lower.as_dtype(self.end(each), piece.at.dtype) for each in piece.read]
         match piece.kind:
             case "product":
                 live = self.halves.live
@@ -262,7 +288,5 @@ class _Backward(_Maker):
 
 def _look(node: fx.Node, captured: Captured) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a node's value; a reference's is that of the tensor behind it."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        value = captured.reference(node)
+    value: Tensor = captured.value(node)
     return tuple(value.shape), value.dtype

@@ -13,6 +13,8 @@ from weft.core.errors import WeftError
 TYPES = {
     torch.float32: "float",
     torch.float64: "double",
+    torch.bfloat16: "w_bfloat16",
+    torch.float16: "w_float16",
     torch.bool: "boolean",
     torch.uint8: "uint8_t",
     torch.int8: "int8_t",
@@ -21,6 +23,15 @@ TYPES = {
     torch.int64: "int64_t",
 }
 """The dtypes that loops can hold, and their names in C."""
+
+
+SMALL = (torch.bfloat16, torch.float16)
+"""Held, but computed with in float32, as PyTorch does on a CPU: each operator's result is rounded."""
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which C computes what is of this one."""
+    return torch.float32 if dtype in SMALL else dtype
 
 
 class Unsupported(WeftError, RuntimeError):

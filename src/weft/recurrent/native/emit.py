@@ -20,9 +20,9 @@ from weft.recurrent.native.nest import copy_nest, group_nest
 from weft.recurrent.native.order import order
 from weft.recurrent.native.packs import ALIGN, Packs, aligned
 from weft.recurrent.native.products import Products
-from weft.recurrent.native.reductions import reduce_nest
+from weft.recurrent.native.reductions import axis_nest, reduce_nest
 from weft.recurrent.native.sums import Sums
-from weft.recurrent.native.values import Cat, Point, Product, Reduce, Total, Value
+from weft.recurrent.native.values import AxisOp, Cat, Point, Product, Reduce, Total, Value
 
 _MEET = "kernels.meet(gate, threads);"
 
@@ -166,6 +166,9 @@ class Emitter:
                     source, own = self.function.place(value.made.source), self.function.homes[value]
                     # What every thread computes for itself, it may not build up in memory that they share.
                     lines += reduce_nest(value, source, own, axis, in_register=split and axis is None)
+                case AxisOp():
+                    places = [self.function.place(each) for each in value.made.operands]
+                    lines += axis_nest(value, places, self.function.homes[value], axis)
                 case Cat():
                     lines += self._cat(value, value.made, axis)
                 case Product():

@@ -1,16 +1,18 @@
-"""Operators that are more than one C expression: sums with a factor, fills, reductions, products, concatenations."""
+"""Operators that are more than one C expression: sums with a factor, fills, shapes, indices, reductions, products."""
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.native.c_types import Unsupported
+from weft.recurrent.native.c_types import Unsupported, computed_in
 from weft.recurrent.native.maker import Maker, arguments, value_of
-from weft.recurrent.native.operators import FILL, RESHAPES, aten, prims
-from weft.recurrent.native.values import Cat, Product, Reduce, Ref
+from weft.recurrent.native.operators import FILL, RESHAPES, aten, is_view
+from weft.recurrent.native.values import AxisOp, Cat, Product, Reduce, Ref
+from weft.recurrent.parts import leading_to
 
 Handler = Callable[[Maker, fx.Node], Ref | list[Ref]]
 
@@ -102,7 +104,11 @@ def _fill(maker: Maker, node: fx.Node) -> Ref:
 
 
 def _reshape(maker: Maker, node: fx.Node) -> Ref:
-    source, shape = maker.ref(cast(fx.Node, node.args[0])), tuple(value_of(node).shape)
+    return _shaped(maker, maker.ref(cast(fx.Node, node.args[0])), tuple(value_of(node).shape))
+
+
+def _shaped(maker: Maker, source: Ref, shape: tuple[int, ...]) -> Ref:
+    """The same elements in another shape; a copy where a view cannot be."""
     if source.shape == shape:
         return source
 
@@ -136,10 +142,233 @@ def _slice_scatter(maker: Maker, node: fx.Node) -> Ref:
     begin, end, _ = slice(given["start"], given["end"]).indices(size)
     if given["step"] != 1:
         raise Unsupported(f"loops in C replace whole pieces only, not every {given['step']}th element ({node.target})")
+    return _with_piece(maker, maker.ref(given["self"]), maker.ref(given["src"]), axis, begin, end)
+
+
+def _select_scatter(maker: Maker, node: fx.Node) -> Ref:
+    given = arguments(node)
     whole, piece = maker.ref(given["self"]), maker.ref(given["src"])
-    before, behind = (Ref(whole.value, whole.at.narrow(axis, i, n)) for i, n in ((0, begin), (end, size - end)))
-    pieces = [each for each in (before, piece, behind) if each.shape[axis]]
-    return maker.store.add(value.shape, value.dtype, Cat(pieces, axis))
+    axis = cast(int, given["dim"]) % len(whole.shape)
+    begin = cast(int, given["index"]) % whole.shape[axis]
+    return _with_piece(maker, whole, Ref(piece.value, piece.at.unsqueeze(axis)), axis, begin, begin + 1)
+
+
+def _with_piece(maker: Maker, whole: Ref, piece: Ref, axis: int, begin: int, end: int) -> Ref:
+    """A tensor with another piece from `begin` to `end`."""
+    piece = maker.as_dtype(piece, whole.value.dtype)
+    pieces = [_narrow(whole, axis, 0, begin), piece, _narrow(whole, axis, end, whole.shape[axis])]
+    return _joined(maker, pieces, axis)
+
+
+def _narrow(ref: Ref, axis: int, begin: int, end: int) -> Ref:
+    return Ref(ref.value, ref.at.narrow(axis, begin, end - begin))
+
+
+def _joined(maker: Maker, pieces: Sequence[Ref], axis: int) -> Ref:
+    """Pieces of one dtype, one behind the other; those that are empty are left out."""
+    pieces = [each for each in pieces if each.shape[axis]]
+    shape = list(pieces[0].shape)
+    shape[axis] = sum(each.shape[axis] for each in pieces)
+    return maker.store.add(shape, pieces[0].value.dtype, Cat(pieces, axis))
+
+
+def _pad(maker: Maker, node: fx.Node) -> Ref:
+    """A number all around; less where a width is negative."""
+    given = arguments(node)
+    found, widths = maker.ref(given["self"]), cast("list[int]", given["pad"])
+    for axis, low, high in zip(range(len(found.shape) - 1, -1, -1), widths[::2], widths[1::2], strict=False):
+        found = _narrow(found, axis, max(-low, 0), found.shape[axis] - max(-high, 0))
+        around = [list(found.shape) for _ in range(2)]
+        around[0][axis], around[1][axis] = max(low, 0), max(high, 0)
+        dtype = found.value.dtype
+        edges = [maker.point("{0}", [maker.operand(given["value"])], s, dtype) if s[axis] else None for s in around]
+        pieces = [each for each in (edges[0], found, edges[1]) if each is not None]
+        found = _joined(maker, pieces, axis) if len(pieces) > 1 else found
+    return found
+
+
+def _roll(maker: Maker, node: fx.Node) -> Ref:
+    given, shape = arguments(node), value_of(node).shape
+    shifts, axes = cast("list[int]", given["shifts"]), cast("list[int]", given["dims"])
+    found = maker.ref(given["self"])
+    if not axes:  # of all elements in a row
+        found, axes = _shaped(maker, found, (shape.numel(),)), [0]
+    for shift, axis in zip(shifts, axes, strict=True):
+        axis %= len(found.shape)
+        size = found.shape[axis]
+        at = size - shift % size
+        found = _joined(maker, [_narrow(found, axis, at, size), _narrow(found, axis, 0, at)], axis)
+    return _shaped(maker, found, tuple(shape))
+
+
+def _repeat(maker: Maker, node: fx.Node) -> Ref:
+    given = arguments(node)
+    source, times = maker.ref(given["self"]), cast("list[int]", given["repeats"])
+    sizes = [*[1] * (len(times) - len(source.shape)), *source.shape]
+
+    def view(at: Tensor) -> Tensor:
+        at = at[(None,) * (len(times) - at.dim())]
+        for axis in range(len(times)):
+            at = at.unsqueeze(2 * axis)
+        return at.expand([each for pair in zip(times, sizes, strict=True) for each in pair])
+
+    return _shaped(maker, cast(Ref, maker.look(source, view)), tuple(value_of(node).shape))
+
+
+# -- along an axis, and at an index ------------------------------------------------------------------------------
+
+
+def _cumsum(maker: Maker, node: fx.Node) -> Ref:
+    given, value = arguments(node), value_of(node)
+    wide = computed_in(value.dtype)
+    source = maker.as_dtype(maker.ref(given["self"]), wide)
+    if not source.shape:
+        return maker.as_dtype(source, value.dtype)
+    made = maker.store.add(value.shape, wide, AxisOp("cumsum", [source], given["dim"] % len(source.shape)))
+    return maker.as_dtype(made, value.dtype)
+
+
+def _extreme(maker: Maker, node: fx.Node) -> list[Ref]:
+    """The largest or smallest along an axis, and where the first of them is."""
+    given, (value, _) = arguments(node), cast("tuple[Tensor, Tensor]", node.meta["val"])
+    source, kind = maker.ref(given["self"]), "max" if node.target is aten.max.dim else "min"
+    if not source.shape:
+        raise Unsupported(f"loops in C look for it along an axis, not in a single number ({node.target})")
+    axis = given["dim"] % len(source.shape)
+    found = maker.store.add(value.shape, value.dtype, Reduce(kind, source, (axis,), given["keepdim"]))
+    return [found, _where_first(maker, source, f"arg{kind}", axis, tuple(value.shape))]
+
+
+def _arg(maker: Maker, node: fx.Node) -> Ref:
+    given, shape = arguments(node), tuple(value_of(node).shape)
+    source = maker.ref(given["self"])
+    if given["dim"] is None or not source.shape:
+        source, axis = _shaped(maker, source, (source.at.numel(),)), 0
+    else:
+        axis = given["dim"] % len(source.shape)
+    return _where_first(maker, source, "argmax" if node.target is aten.argmax.default else "argmin", axis, shape)
+
+
+def _where_first(maker: Maker, source: Ref, kind: Any, axis: int, shape: tuple[int, ...]) -> Ref:
+    along = tuple(1 if i == axis else size for i, size in enumerate(source.shape))
+    return _shaped(maker, maker.store.add(along, torch.int64, AxisOp(kind, [source], axis)), shape)
+
+
+_EXTREMES = (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)
+
+
+def _index(maker: Maker, given: fx.Node, of: torch.dtype, node: fx.Node) -> Ref:
+    """An index that is known to be within range: one that does not change, or the place of an extreme.
+
+    PyTorch raises an error for others. A constant that went out of range since gives NaN, where the dtype has one.
+    """
+    ref, at = maker.ref(given), given
+    if ref.value.dtype not in (torch.int64, torch.int32):
+        raise Unsupported(f"loops in C take indices of int64 and int32, not of {ref.value.dtype} ({node.target})")
+    while is_view(at) or at.target is operator.getitem:
+        at = at.all_input_nodes[0]
+    fixed = not any(each.op == "get_attr" for each in leading_to([given]))
+    if at.target in _EXTREMES or (ref.value.still and (of.is_floating_point or fixed)):
+        return ref
+    raise Unsupported(f"loops in C take constant indices, not such as are computed in a step ({node.target})")
+
+
+def _spread(index: Ref, over: Sequence[int], axis: int) -> Ref:
+    """An index of one axis, over all elements that it selects."""
+    shape = [-1 if i == axis else 1 for i in range(len(over))]
+    wanted = [index.shape[0] if i == axis else size for i, size in enumerate(over)]
+    return Ref(index.value, index.at.view(shape).expand(wanted))
+
+
+def _one_index(maker: Maker, node: fx.Node) -> tuple[Ref, Ref, int, tuple[int, ...]]:
+    """What x[:, index] reads: x, the index along one axis, the axis, and the index's own shape."""
+    given = arguments(node)
+    source, indices = maker.ref(given["self"]), cast("list[fx.Node | None]", given["indices"])
+    several = [(i, each) for i, each in enumerate(indices) if each is not None]
+    if len(several) > 1:
+        raise Unsupported(f"loops in C take one index at a time ({node.target})")
+    ((axis, one),) = several
+    index = _index(maker, one, source.value.dtype, node)
+    return source, _shaped(maker, index, (index.at.numel(),)), axis, index.shape
+
+
+def _gathered(maker: Maker, source: Ref, index: Ref, axis: int, shape: Sequence[int]) -> Ref:
+    made = AxisOp("gather", [source, index], axis)
+    return _shaped(maker, maker.store.add(index.shape, source.value.dtype, made), tuple(shape))
+
+
+def _index_select(maker: Maker, node: fx.Node) -> Ref:
+    given, shape = arguments(node), tuple(value_of(node).shape)
+    source = maker.ref(given["self"])
+    axis = given["dim"] % max(len(source.shape), 1)
+    index = _index(maker, given["index"], source.value.dtype, node)
+    if not source.shape or len(index.shape) != 1:
+        raise Unsupported(f"loops in C select along an axis by a list of indices ({node.target})")
+    return _gathered(maker, source, _spread(index, source.shape, axis), axis, shape)
+
+
+def _index_by_tensor(maker: Maker, node: fx.Node) -> Ref:
+    source, index, axis, _ = _one_index(maker, node)
+    return _gathered(maker, source, _spread(index, source.shape, axis), axis, value_of(node).shape)
+
+
+def _gather(maker: Maker, node: fx.Node) -> Ref:
+    given = arguments(node)
+    source = maker.ref(given["self"])
+    index = _index(maker, given["index"], source.value.dtype, node)
+    if not source.shape or len(index.shape) != len(source.shape):
+        raise Unsupported(f"loops in C gather along an axis ({node.target})")
+    axis = given["dim"] % len(source.shape)
+    for i, size in enumerate(index.shape):
+        source = source if i == axis else _narrow(source, i, 0, size)
+    return _gathered(maker, source, index, axis, index.shape)
+
+
+def _scattered(maker: Maker, kind: Any, start: Ref, index: Ref, source: Ref, axis: int) -> Ref:
+    """All in the dtype of the start, which is computed with as wide as PyTorch does."""
+    dtype = start.value.dtype
+    wide = computed_in(dtype) if kind == "scatter_add" else dtype
+    operands = [maker.as_dtype(start, wide), index, maker.as_dtype(source, wide)]
+    return maker.as_dtype(maker.store.add(start.shape, wide, AxisOp(kind, operands, axis)), dtype)
+
+
+def _scatter(maker: Maker, node: fx.Node) -> Ref:
+    given = arguments(node)
+    start, index = maker.ref(given["self"]), _index(maker, given["index"], value_of(node).dtype, node)
+    if not start.shape or len(index.shape) != len(start.shape):
+        raise Unsupported(f"loops in C scatter along an axis ({node.target})")
+    axis = given["dim"] % len(start.shape)
+    if any(index.shape[i] != size for i, size in enumerate(start.shape) if i != axis):
+        raise Unsupported(f"loops in C scatter over whole axes only ({node.target})")
+    if "src" in given:
+        source = maker.ref(given["src"])
+        for i, size in enumerate(index.shape):
+            source = _narrow(source, i, 0, size)
+    else:
+        source = maker.point("{0}", [maker.operand(given["value"])], index.shape, start.value.dtype)
+    kind = "scatter_add" if node.target is aten.scatter_add.default else "scatter"
+    return _scattered(maker, kind, start, index, source, axis)
+
+
+def _index_add(maker: Maker, node: fx.Node) -> Ref:
+    given = arguments(node)
+    start, source = maker.ref(given["self"]), maker.ref(given["source"])
+    index = _index(maker, given["index"], value_of(node).dtype, node)
+    if not start.shape or len(index.shape) != 1 or given["alpha"] != 1:
+        raise Unsupported(f"loops in C add along an axis, by a list of indices, without a factor ({node.target})")
+    axis = given["dim"] % len(start.shape)
+    return _scattered(maker, "scatter_add", start, _spread(index, start.shape, axis), source, axis)
+
+
+def _index_put(maker: Maker, node: fx.Node) -> Ref:
+    start, index, axis, shape = _one_index(maker, node)
+    given = arguments(node)
+    values = maker.ref(given["values"])
+    written = (*start.shape[:axis], *shape, *start.shape[axis + 1 :])
+    values = Ref(values.value, values.at.expand(written))
+    flat = _shaped(maker, values, (*start.shape[:axis], index.shape[0], *start.shape[axis + 1 :]))
+    kind = "scatter_add" if given["accumulate"] else "scatter"
+    return _scattered(maker, kind, start, _spread(index, start.shape, axis), flat, axis)
 
 
 # -- sums and products ------------------------------------------------------------------------------------------------
@@ -154,45 +383,51 @@ def _axes(given: object, dims: int) -> tuple[int, ...]:
 def _reduced(maker: Maker, node: fx.Node, kind: Any) -> tuple[Ref, int]:
     """A reduction, and of how many numbers each."""
     given, value = arguments(node), value_of(node)
-    source = maker.as_dtype(maker.ref(cast(fx.Node, node.args[0])), value.dtype)
-    axes = _axes(given.get("dim", given.get("dims")), len(source.shape))
+    wide = computed_in(value.dtype)
+    source = maker.as_dtype(maker.ref(cast(fx.Node, node.args[0])), wide)
+    axes = _axes(given.get("dim"), len(source.shape))
     if not axes:
-        return source, 1
+        return maker.as_dtype(source, value.dtype), 1
     keep = len(value.shape) == len(source.shape)
-    made = maker.store.add(value.shape, value.dtype, Reduce(kind, source, axes, keep))
+    made = maker.store.add(value.shape, wide, Reduce(kind, source, axes, keep))
     return made, math.prod(source.shape[axis] for axis in axes)
 
 
 def _sum(maker: Maker, node: fx.Node) -> Ref:
-    return _reduced(maker, node, "sum")[0]
+    return maker.as_dtype(_reduced(maker, node, "sum")[0], value_of(node).dtype)
 
 
 def _mean(maker: Maker, node: fx.Node) -> Ref:
     total, count = _reduced(maker, node, "sum")
-    return total if count == 1 else maker.like(node, "({0}/{1})", [total, float(count)])
+    return (
+        maker.as_dtype(total, value_of(node).dtype)
+        if count == 1
+        else maker.like(node, "({0}/{1})", [total, float(count)])
+    )
 
 
 def _greatest(maker: Maker, node: fx.Node) -> Ref:
-    return _reduced(maker, node, "max")[0]
+    return maker.as_dtype(_reduced(maker, node, "max")[0], value_of(node).dtype)
 
 
 def _least(maker: Maker, node: fx.Node) -> Ref:
-    return _reduced(maker, node, "min")[0]
+    return maker.as_dtype(_reduced(maker, node, "min")[0], value_of(node).dtype)
 
 
 def _var(maker: Maker, node: fx.Node) -> Ref:
     """As the mean of the squared distances from the mean: two passes, so that nothing cancels."""
     given, value = arguments(node), value_of(node)
-    source = maker.ref(cast(fx.Node, node.args[0]))
-    axes = _axes(given.get("dim", given.get("dims")), len(source.shape))
+    wide = computed_in(value.dtype)
+    source = maker.as_dtype(maker.ref(cast(fx.Node, node.args[0])), wide)
+    axes = _axes(given.get("dim"), len(source.shape))
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(source.shape))
     count = math.prod(source.shape[axis] for axis in axes)
     correction = 1.0 if given["correction"] is None else float(given["correction"])
-    total = maker.store.add(kept, value.dtype, Reduce("sum", source, axes, True))
-    mean = maker.point("({0}/{1})", [total, float(count)], kept, value.dtype)
-    apart = maker.point("({0}-{1})", [source, mean], source.shape, value.dtype)
-    square = maker.point("({0}*{0})", [apart], source.shape, value.dtype)
-    summed = maker.store.add(value.shape, value.dtype, Reduce("sum", square, axes, len(value.shape) == len(kept)))
+    total = maker.store.add(kept, wide, Reduce("sum", source, axes, True))
+    mean = maker.point("({0}/{1})", [total, float(count)], kept, wide)
+    apart = maker.point("({0}-{1})", [source, mean], source.shape, wide)
+    square = maker.point("({0}*{0})", [apart], source.shape, wide)
+    summed = maker.store.add(value.shape, wide, Reduce("sum", square, axes, len(value.shape) == len(kept)))
     return maker.like(node, "({0}/{1})", [summed, max(count - correction, 0.0)])
 
 
@@ -201,15 +436,16 @@ _FACTORS = ("self", "mat1", "batch1", "mat2", "batch2")
 
 def _product(maker: Maker, node: fx.Node) -> Ref:
     value, given = value_of(node), arguments(node)
-    if value.dtype not in (torch.float32, torch.float64):
-        raise Unsupported(f"loops in C multiply matrices of float32 and float64, not of {value.dtype}")
-    *start, left, right = (maker.ref(given[name]) for name in _FACTORS if name in given)
+    wide = computed_in(value.dtype)
+    if not wide.is_floating_point:
+        raise Unsupported(f"loops in C multiply matrices of floating numbers, not of {value.dtype}")
+    *start, left, right = (maker.as_dtype(maker.ref(given[name]), wide) for name in _FACTORS if name in given)
     alpha, beta = given.get("alpha", 1), given.get("beta", 1)
     plain = alpha == 1 and beta == 1
     begin = Ref(start[0].value, start[0].at.expand(value.shape)) if start and plain else None
-    made = maker.store.add(value.shape, value.dtype, Product(left, right, begin, maker.live.get(node)))
+    made = maker.store.add(value.shape, wide, Product(left, right, begin, maker.live.get(node)))
     if plain:
-        return made
+        return maker.as_dtype(made, value.dtype)
     scaled = maker.like(node, "({0}*{1})", [made, maker.operand(alpha)])
     if beta == 0:  # whatever the start is, be it NaN
         return scaled
@@ -229,10 +465,23 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys([aten.contiguous.default, aten.detach.default, aten.alias.default], _same),
     aten.cat.default: _cat,
     aten.slice_scatter.default: _slice_scatter,
-    **dict.fromkeys([aten.sum.dim_IntList, aten.sum.default, prims.sum.default], _sum),
+    aten.select_scatter.default: _select_scatter,
+    aten.constant_pad_nd.default: _pad,
+    aten.roll.default: _roll,
+    aten.repeat.default: _repeat,
+    aten.cumsum.default: _cumsum,
+    **dict.fromkeys([aten.max.dim, aten.min.dim], _extreme),
+    **dict.fromkeys([aten.argmax.default, aten.argmin.default], _arg),
+    aten.index_select.default: _index_select,
+    aten.index.Tensor: _index_by_tensor,
+    aten.gather.default: _gather,
+    **dict.fromkeys([aten.scatter.src, aten.scatter.value, aten.scatter_add.default], _scatter),
+    aten.index_add.default: _index_add,
+    aten.index_put.default: _index_put,
+    **dict.fromkeys([aten.sum.dim_IntList, aten.sum.default], _sum),
     **dict.fromkeys([aten.mean.dim, aten.mean.default], _mean),
     **dict.fromkeys([aten.amax.default, aten.max.default], _greatest),
     **dict.fromkeys([aten.amin.default, aten.min.default], _least),
-    **dict.fromkeys([aten.var.correction, prims.var.default], _var),
+    aten.var.correction: _var,
     **dict.fromkeys([aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default], _product),
 }

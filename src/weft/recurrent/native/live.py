@@ -25,18 +25,18 @@ from torch import Tensor, fx
 
 from weft.recurrent.captured import Captured
 from weft.recurrent.native.maker import arguments, value_of
-from weft.recurrent.native.operators import FILL, RESHAPES, aten, prims
+from weft.recurrent.native.operators import FILL, RESHAPES, aten
 
 _TAME = {
     *(getattr(getattr(aten, name), kind) for name in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")),
     *(aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.relu.default, aten.where.self),
     *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
-    *(aten._to_copy.default, prims.convert_element_type.default, aten.clone.default),
+    *(aten._to_copy.default, aten.clone.default),
 }
 """Elementwise, and finite with finite derivatives wherever the operands are finite."""
 _FIRST = {
     *(aten.neg.default, aten.relu.default, aten.tanh.default, aten._to_copy.default, aten.clone.default),
-    *(prims.convert_element_type.default, aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor),
+    *(aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor),
     *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
 }
 """Zero where their first operand is."""
@@ -56,7 +56,9 @@ class Live:
 
 
 def live(captured: Captured, varies: Callable[[fx.Node], bool]) -> Live:
-    """What may be skipped, by the mask that allows most."""
+    """What may be skipped, by the mask that allows most; nothing where float16 could turn what is finite infinite."""
+    if any(isinstance(v := node.meta["val"], Tensor) and v.dtype == torch.float16 for node in captured.nodes):
+        return Live()
     masks = [each for each in captured.roles.inputs if value_of(each).dtype == torch.bool and value_of(each).dim() == 1]
     found = [_Rows(captured, mask).found(varies) for mask in masks]
     return max(found, key=lambda each: len(each.products) + len(each.totals), default=Live())

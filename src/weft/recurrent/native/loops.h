@@ -4,6 +4,7 @@
 // There are no headers to read, since they would take longer than all of this.
 
 #define F static inline __attribute__((always_inline))
+#define METHOD inline __attribute__((always_inline))
 #define NAN __builtin_nan("")
 #define INFINITY __builtin_inf()
 #define memcpy __builtin_memcpy
@@ -14,10 +15,52 @@ typedef __INT16_TYPE__ int16_t;
 typedef __INT32_TYPE__ int32_t;
 typedef __INT64_TYPE__ int64_t;
 typedef __UINT8_TYPE__ uint8_t;
+typedef __UINT16_TYPE__ uint16_t;
 typedef __UINT32_TYPE__ uint32_t;
 typedef __UINT64_TYPE__ uint64_t;
 typedef __UINTPTR_TYPE__ uintptr_t;
 typedef uint8_t boolean;  // 0 or 1
+
+// Numbers of 16 bits: each is a float as soon as it is read, and rounded to the nearest, ties to even, when written.
+F uint32_t w_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+F float w_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+struct w_bfloat16 {
+    uint16_t bits;
+    w_bfloat16() = default;
+    METHOD w_bfloat16(float x) {
+        const uint32_t b = w_bits(x);
+        bits = x != x ? 0x7fc0 : (b + 0x7fff + (b >> 16 & 1)) >> 16;
+    }
+    METHOD operator float() const { return w_float((uint32_t)bits << 16); }
+    METHOD w_bfloat16 &operator+=(float x) { return *this = w_bfloat16((float)*this + x); }
+};
+struct w_float16 {  // by additions that round where the bits shall end, as Maratyszcza's FP16 library does
+    uint16_t bits;
+    w_float16() = default;
+    METHOD w_float16(float x) {
+        const uint32_t b = w_bits(x), sign = b & 0x80000000u;
+        const float y = __builtin_fabsf(x) * 0x1p+112f * 0x1p-110f;
+        uint32_t bias = (b << 1) & 0xff000000u;
+        bias = bias < 0x71000000u ? 0x71000000u : bias;
+        const uint32_t c = w_bits(w_float((bias >> 1) + 0x07800000u) + y);
+        bits = sign >> 16 | ((b << 1) > 0xff000000u ? 0x7e00 : (c >> 13 & 0x7c00) + (c & 0x0fff));
+    }
+    METHOD operator float() const {
+        const uint32_t w = (uint32_t)bits << 16, two = w + w;
+        const float normal = w_float((two >> 4) + 0x70000000u) * 0x1p-112f;
+        const float small = w_float(two >> 17 | 0x3f000000u) - 0.5f;
+        return w_float((w & 0x80000000u) | w_bits(two < 0x08000000u ? small : normal));
+    }
+    METHOD w_float16 &operator+=(float x) { return *this = w_float16((float)*this + x); }
+};
 
 F float w_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 F double w_fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
@@ -123,6 +166,7 @@ LIBRARY(log10, log10)
 LIBRARY(log1p, log1p)
 LIBRARY(sin, sin)
 LIBRARY(cos, cos)
+LIBRARY(tan, tan)
 LIBRARY(asin, asin)
 LIBRARY(acos, acos)
 LIBRARY(atan, atan)

@@ -5,22 +5,24 @@
     ARITHMETIC, COMPARISON   one C expression
     otherwise                a view, if the operator's schema says so
 
-What is not known here raises `Unsupported`, and another backend runs the cell.
+What is not known here raises `Unsupported`. PyTorch runs it, if it is not needed step by step; else another backend
+runs the cell.
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, fx
 
+from weft.recurrent.captured import Captured
 from weft.recurrent.native.c_types import Unsupported, check_dtype
-from weft.recurrent.native.halves import views
 from weft.recurrent.native.handlers import HANDLERS
 from weft.recurrent.native.maker import Maker, promoted, value_of
-from weft.recurrent.native.operators import ARITHMETIC, COMPARISON, NARROWING, RESTRIDING
-from weft.recurrent.native.values import Operand, Ref
+from weft.recurrent.native.operators import ARITHMETIC, COMPARISON, NARROWING, RESTRIDING, views
+from weft.recurrent.native.values import Operand, Ref, Value, seen
 
-__all__ = ["Lowering", "Unsupported"]
+__all__ = ["Lowering", "Unsupported", "refusal"]
 
 
 class Lowering(Maker):
@@ -66,3 +68,25 @@ class Lowering(Maker):
         if seen is None:
             raise Unsupported(f"loops in C cannot view a tensor by {node.target}")
         return seen
+
+
+def refusal(node: fx.Node, captured: Captured, varies: Callable[[fx.Node], bool]) -> str | None:
+    """Why an operator cannot be lowered, whatever it reads; None if it can."""
+    if node.target is operator.getitem:
+        return None
+    try:
+        given: dict[fx.Node, Ref | list[Ref]] = {}
+        for each in node.all_input_nodes:
+            value = captured.value(each)
+            several = isinstance(value, list | tuple)
+            tensors = cast("list[Any]", value) if several else [value]
+            for tensor in tensors:
+                if not isinstance(tensor, Tensor):
+                    raise Unsupported(f"loops in C do not know the operator {node.target}, which reads no tensor")
+                check_dtype(tensor.dtype, f"what {node.target} reads")
+            refs = [seen(Value("", tuple(tensor.shape), tensor.dtype, None, varies(each))) for tensor in tensors]
+            given[each] = refs if several else refs[0]
+        Lowering(given).run(node)
+    except Unsupported as error:
+        return str(error)
+    return None

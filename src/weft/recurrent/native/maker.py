@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.native.c_types import Unsupported
+from weft.recurrent.native.c_types import Unsupported, computed_in
 from weft.recurrent.native.operators import CHEAP
 from weft.recurrent.native.values import Operand, Point, Ref, Store, Value, natural, shares
 
@@ -22,7 +22,7 @@ View = Callable[[Tensor], Any]
 class Maker:
     """Holds what was given and what was made, by node."""
 
-    def __init__(self, given: Mapping[fx.Node, Ref], live: Mapping[fx.Node, Ref] | None = None) -> None:
+    def __init__(self, given: Mapping[fx.Node, Ref | list[Ref]], live: Mapping[fx.Node, Ref] | None = None) -> None:
         self.store = Store()
         self.live = live or {}
         """By product, a mask of the only rows that anybody wants."""
@@ -52,7 +52,7 @@ class Maker:
         type: torch.dtype | None = None,
     ) -> Ref:
         """A new elementwise value, computed in `type`, which is its own dtype if not given."""
-        return self.store.add(shape, dtype, Point(expression, list(operands), type or dtype))
+        return self.store.add(shape, dtype, Point(expression, list(operands), computed_in(type or dtype)))
 
     def like(self, node: fx.Node, expression: str, operands: Sequence[Operand]) -> Ref:
         """A new elementwise value that looks like the node's."""

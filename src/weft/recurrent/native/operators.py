@@ -7,26 +7,21 @@ for a comparison, the one that its operands promote to. Functions named `w_...` 
 """
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, _decomp
+from torch import Tensor, _decomp, fx
 
 from weft.recurrent.native.convolution import convolution, convolution_backward
 
 aten = cast(Any, torch.ops.aten)
-prims = cast(Any, torch.ops.prims)
 
 _BINARY: dict[Any, str] = {
     aten.mul.Tensor: "({0}*{1})",
     aten.mul.Scalar: "({0}*{1})",
     aten.div.Tensor: "({0}/{1})",
     aten.div.Scalar: "({0}/{1})",
-    prims.add.default: "({0}+{1})",
-    prims.sub.default: "({0}-{1})",
-    prims.mul.default: "({0}*{1})",
-    prims.div.default: "({0}/{1})",
     aten.maximum.default: "w_max({0},{1})",
     aten.minimum.default: "w_min({0},{1})",
     aten.clamp_min.Tensor: "w_max({0},{1})",
@@ -54,7 +49,7 @@ _UNARY: dict[Any, str] = {
     getattr(aten, name).default: f"w_{name}({{0}})"
     for name in (
         *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "sigmoid"),
-        *("sin", "cos", "asin", "acos", "atan", "sinh", "cosh", "erf", "erfc"),
+        *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "erf", "erfc"),
     )
 }
 
@@ -66,7 +61,6 @@ _BACKWARD: dict[Any, str] = {
 
 _CONVERSIONS: dict[Any, str] = {
     aten._to_copy.default: "{0}",
-    prims.convert_element_type.default: "{0}",
     aten.lift_fresh_copy.default: "{0}",
 }
 
@@ -121,11 +115,28 @@ RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 RESTRIDING = {aten.as_strided.default, aten._reshape_alias.default, aten.view.dtype}
 """Views by the strides or the bytes that a tensor had when the step was captured: here it may lie otherwise."""
 
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operator only looks at another's value, or at one of its several."""
+    if node.op != "call_function":
+        return False
+    if getattr(node.target, "__name__", "") == "getitem":
+        return views(node.all_input_nodes[0])
+    return node.target in RESHAPES or views(node)
+
+
+def views(node: fx.Node) -> bool:
+    """Whether an operator's schema says that it views its first argument, and does not write into it."""
+    schema = getattr(node.target, "_schema", None)
+    info = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
+    return info is not None and not info.is_write
+
+
 _ACTIVATIONS = """
     silu silu_backward gelu gelu_backward softplus softplus_backward log_sigmoid_forward log_sigmoid_backward
     elu elu_backward celu selu hardtanh hardtanh_backward hardsigmoid hardsigmoid_backward
     hardswish hardswish_backward mish mish_backward leaky_relu leaky_relu_backward glu glu_backward
-    threshold softshrink softshrink_backward hardshrink logit logit_backward tan tan_backward
+    threshold softshrink softshrink_backward hardshrink logit logit_backward tan_backward
 """
 _NORMS = """
     native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
@@ -135,7 +146,7 @@ _NORMS = """
 _PRODUCTS = "addmv addr mv dot vdot outer baddbmm addcmul addcdiv lerp xlogy rsub"
 _SHAPES = """
     select_backward slice_backward stack unsafe_split unsafe_chunk narrow narrow_copy
-    diff unsqueeze_copy squeeze masked_fill fill new_empty nan_to_num
+    diff unsqueeze_copy squeeze masked_fill fill new_empty nan_to_num tril triu index_fill
 """
 _SIXTH = struct.unpack("f", struct.pack("f", 1 / 6))[0]
 
@@ -146,9 +157,28 @@ def composed() -> dict[Any, Callable[..., Any]]:
     known = [getattr(aten, name) for name in names if hasattr(aten, name)]
     table: dict[Any, Callable[..., Any]] = dict(cast(Any, _decomp).get_decompositions(known))
     table[aten.hardsigmoid_backward.default] = _hardsigmoid_backward
+    table[aten.flip.default] = _flip
+    table[aten.slice_scatter.default] = _slice_scatter
     table[aten.convolution.default] = convolution
     table[aten.convolution_backward.default] = convolution_backward
     return table
+
+
+def _flip(x: Tensor, axes: Sequence[int]) -> Tensor:
+    for axis in axes:
+        x = x.index_select(axis, torch.arange(x.shape[axis] - 1, -1, -1, device=x.device))
+    return x.clone() if not axes else x
+
+
+def _slice_scatter(
+    x: Tensor, piece: Tensor, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """Every nth element, by index; NotImplemented for whole pieces, which are joined."""
+    if step == 1:
+        return NotImplemented
+    shape = [-1 if i == axis % x.dim() else 1 for i in range(x.dim())]
+    index = torch.arange(*slice(start, end, step).indices(x.shape[axis]), device=x.device)
+    return x.scatter(axis, index.view(shape).expand(piece.shape), piece)
 
 
 def _hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:

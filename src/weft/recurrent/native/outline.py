@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from weft.recurrent.native.function import Function
 from weft.recurrent.native.order import Order, Step
-from weft.recurrent.native.values import Cat, Operand, Point, Product, Reduce, Ref, Total, Value
+from weft.recurrent.native.values import AxisOp, Cat, Operand, Point, Product, Reduce, Ref, Total, Value
 
 _WIDTH = 28
 """Where formulas begin."""
@@ -56,7 +56,7 @@ def _bulk(function: Function, value: Value) -> list[str]:
 
 
 def _pass(function: Function, group: Sequence[Value]) -> list[str]:
-    kinds = {Point: "pass", Reduce: "reduction", Cat: "join", Product: "product"}
+    kinds = {Point: "pass", Reduce: "reduction", AxisOp: "axis", Cat: "join", Product: "product"}
     kind = next(name for made, name in kinds.items() if isinstance(group[0].made, made))
     return _line(kind, group[0], *(f"{_name(function, each)} = {_formula(function, each)}" for each in group))
 
@@ -77,6 +77,8 @@ def _formula(function: Function, value: Value) -> str:
             return text[1:-1] if text.startswith("(") else text
         case Reduce(kind=kind, source=source, axes=axes):
             return f"{kind} of {name(source)} along {', '.join(map(str, axes))}"
+        case AxisOp(kind=kind, operands=operands, axis=axis):
+            return f"{kind} of {', '.join(map(name, operands))} along {axis}"
         case Product(left=left, right=right, start=start):
             return f"{name(left)} @ {name(right)}" + ("" if start is None else f" + {name(start)}")
         case Cat(pieces=pieces, axis=axis):

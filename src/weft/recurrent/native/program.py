@@ -101,7 +101,20 @@ class Program:
         kept = sum(each.numel() * each.element_size() for each in saved)
         head = f"chunks of {steps} steps; kept for backward: {len(saved)} values, {kept} bytes a step"
         parts = [outline(each.function, each.emitter.order) for each in (self.forward, self.again, self.backward)]
-        return "\n\n".join([head, *parts])
+        return "\n\n".join([head, *parts, *self._outside()])
+
+    def _outside(self) -> list[str]:
+        """What PyTorch runs, since C does not know it."""
+        halves = self.build.halves
+        sums = [f"sum of {node} over all steps" for node in halves.summed]
+        runs = {
+            "before forward": halves.before,
+            "after forward": halves.after,
+            "before backward": halves.before_back,
+            "after backward": [*halves.after_back, *sums],
+        }
+        lines = [f"  {when}: {', '.join(map(str, nodes))}" for when, nodes in runs.items() if nodes]
+        return ["\n".join(["by PyTorch, all steps of a chunk at once", *lines])] if lines else []
 
 
 @cache

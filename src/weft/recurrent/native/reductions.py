@@ -1,13 +1,13 @@
-"""Nests of C loops that take many elements to one: along axes of a step, or added up over all steps."""
+"""Nests of C loops that work along axes of a step: many elements to one, one after the other, or at an index."""
 
 from collections.abc import Sequence
 
 import torch
 
 from weft.recurrent.native.c_types import TYPES, literal
-from weft.recurrent.native.nest import axes_of, element, nest, opened
+from weft.recurrent.native.nest import axes_of, copy_nest, element, nest, opened
 from weft.recurrent.native.place import Place
-from weft.recurrent.native.values import Reduce, Value
+from weft.recurrent.native.values import AxisOp, Reduce, Value
 
 _STEP = {"sum": "{0} + {1}", "max": "w_max({0}, {1})", "min": "w_min({0}, {1})"}
 
@@ -53,6 +53,56 @@ def reduce_nest(
         *nest(outer, [f"{element(to, outer, 1)} = {begin};"]),
         *nest(turned, [f"{here} = {step.format(here, element(source, turned, 0))};"]),
     ]
+
+
+def axis_nest(value: Value, places: Sequence[Place], own: Place, row_axis: int | None) -> list[str]:
+    """What works along one axis; `places` are those of its operands."""
+    made = value.made
+    assert isinstance(made, AxisOp)
+    if made.kind == "gather" or made.kind.startswith("scatter"):
+        return _indexed_nest(value, made, places, own, row_axis)
+    (source,), (place,), axis = made.operands, places, made.axis
+    others = [i for i in range(len(value.shape)) if i != axis]
+    rows = None if row_axis is None else others.index(row_axis)
+    loops = axes_of([source.shape[i] for i in others], [place.only(others), own.only(others)], rows)
+    item, to = (_further(element(each, loops, i), "j", each.strides[axis]) for i, each in enumerate((place, own)))
+    head = f"for (long j = 0; j < {source.shape[axis]}L; j++) {{"
+    if made.kind == "cumsum":
+        kind = "double" if value.dtype.is_floating_point else TYPES[value.dtype]  # as PyTorch adds them up
+        return nest(loops, [f"{kind} sum = 0;", head, f"sum += {item}; {to} = sum;", "}"], free=False)
+    worse = "<=" if made.kind == "argmax" else ">="  # the first that is NaN stays
+    body = [
+        f"long at = 0; {TYPES[source.value.dtype]} best = {element(place, loops, 0)};",
+        *(head, f"if (!({item} {worse} best) && best == best) best = {item}, at = j;", "}"),
+        f"{element(own, loops, 1)} = at;",
+    ]
+    return nest(loops, body, free=False)
+
+
+def _indexed_nest(value: Value, made: AxisOp, places: Sequence[Place], own: Place, row_axis: int | None) -> list[str]:
+    """At an index: an index out of range touches no memory but gives NaN; where that is possible, handlers see to it
+    that the dtype has one."""
+    writes, (begin, index, *rest) = made.kind != "gather", places
+    source, target = (rest[0], own) if writes else (begin, own)
+    indexed, size = (target, value.shape[made.axis]) if writes else (source, made.operands[0].shape[made.axis])
+    fixed = indexed.seen(tuple(0 if i == made.axis else n for i, n in enumerate(indexed.strides)), indexed.offset)
+    plain = source if writes else target
+    axes = axes_of(made.operands[1].shape, [index, fixed, plain], row_axis)
+    here, other = element(fixed, axes, 1), element(plain, axes, 2)
+    there = _further(here, "at", indexed.strides[made.axis])
+    nan = f"({TYPES[value.dtype]})" + ("NAN" if value.dtype.is_floating_point else "0")
+    body = [f"long at = {element(index, axes, 0)};", f"at += at < 0 ? {size}L : 0;"]
+    found = f"(unsigned long)at < {size}"
+    if not writes:
+        return nest(axes, [*body, f"{other} = {found} ? {there} : {nan};"])
+    sign = "+=" if made.kind == "scatter_add" else "="
+    body.append(f"if ({found}) {there} {sign} {other}; else {here} = {nan};")
+    return [*copy_nest(value.shape, begin, own, row_axis), *nest(axes, body, free=False)]
+
+
+def _further(element: str, index: str, stride: int) -> str:
+    """An element so many strides on."""
+    return f"{element[:-1]} + {index} * {stride}L]"
 
 
 def total_nest(shape: Sequence[int], axes: Sequence[int], keep: bool, source: Place, to: Place) -> list[str]:

@@ -10,7 +10,7 @@ Values that are given, or depend on such only, are there for every thread: they 
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from weft.recurrent.native.values import Cat, Point, Product, Reduce, Ref, Value, refs
+from weft.recurrent.native.values import AxisOp, Cat, Point, Product, Reduce, Ref, Value, refs
 
 Axes = Mapping[Value, int | None]
 """The row axis of each value of a loop; None for one that every thread computes for itself."""
@@ -27,6 +27,8 @@ def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> Axes | None:
         axes = {_through(value, ref, axis_in_view(ref, axis, rows)) for ref, axis in bound}
         if len(axes) > 1 or None in axes:
             return None
+        if not axes and isinstance(value.made, AxisOp) and value.made.kind.startswith("scatter"):
+            return None  # it is built up in memory, which threads that all compute it would share
         found[value] = axes.pop() if axes else None
     return found
 
@@ -62,6 +64,8 @@ def _through(value: Value, ref: Ref, axis: int | None) -> int | None:
             return axis + len(value.shape) - len(ref.shape)
         case Reduce(axes=axes, keep=keep):
             return None if axis in axes else axis if keep else axis - sum(each < axis for each in axes)
+        case AxisOp(axis=along):
+            return None if axis == along else axis
         case Cat(axis=joined):
             return None if axis == joined else axis
         case Product() as made:

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, fx
 
 from weft.recurrent.captured import alike
+from weft.recurrent.native.c_types import SMALL, computed_in
 from weft.recurrent.native.operators import aten
 from weft.recurrent.native.values import natural, shares
 
@@ -69,6 +70,8 @@ def sought(
         before = _reshaped(at, tuple(source.meta["val"].shape))
         if before is not None:
             return sought(source, before, varies, made)
+    if node.target is aten._to_copy.default and isinstance(source, fx.Node) and _widens(source, node):
+        return sought(source, at, varies, made)
     if node.target is aten.add.Tensor and not node.kwargs and alike(node):
         return [piece for each in node.args for piece in sought(cast(fx.Node, each), at, varies, made)]
     if node.target is aten.mm.default and all(varies(each) for each in node.all_input_nodes):
@@ -88,6 +91,12 @@ def _reshaped(at: Tensor, shape: tuple[int, ...]) -> Tensor | None:
     """The place in another shape, if it needs no copy."""
     seen = at.reshape(shape)
     return seen if at.shape == shape or shares(seen, at) else None
+
+
+def _widens(source: fx.Node, node: fx.Node) -> bool:
+    """Whether a value is only held in a wider dtype: so is its sum, then, which is the better for it."""
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    return before in SMALL and computed_in(before) == after
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

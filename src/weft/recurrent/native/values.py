@@ -1,6 +1,6 @@
 """What a generated loop is about: values of one step, how each is made, and how each is looked at.
 
-    Value   shape and dtype of one step's tensor; made by Point, Reduce, Product or Cat, or given (Start)
+    Value   shape and dtype of one step's tensor; made by Point, Reduce, AxisOp, Product or Cat, or given (Start)
     Ref     a view of a value: where its elements lie in the value's natural, contiguous layout
 
 A view costs nothing: PyTorch itself works out its strides, on a tensor of the "meta" device that has no memory.
@@ -85,6 +85,22 @@ class Reduce:
 
 
 @dataclass(frozen=True, eq=False)
+class AxisOp:
+    """Along one axis, in order; the other axes of all operands are those of the value.
+
+    cumsum       of (source,)                  running sums
+    argmax, -min of (source,)                  where the first of the largest or smallest is; the axis stays with size 1
+    gather       of (source, index)            source at the index
+    scatter      of (start, index, source)     start, with source written at the index
+    scatter_add  of (start, index, source)     start, with source added at the index
+    """
+
+    kind: Literal["cumsum", "argmax", "argmin", "gather", "scatter", "scatter_add"]
+    operands: Sequence[Ref]
+    axis: int
+
+
+@dataclass(frozen=True, eq=False)
 class Product:
     """A matrix product, ... x M x K by ... x K x N, plus what its sums start with.
 
@@ -119,7 +135,7 @@ class Total:
     of: "Product | Reduce | Ref"
 
 
-Made = Point | Reduce | Product | Cat | Total
+Made = Point | Reduce | AxisOp | Product | Cat | Total
 
 
 def refs(made: Made | None) -> list[Ref]:
@@ -131,6 +147,8 @@ def refs(made: Made | None) -> list[Ref]:
             return [each for each in operands if isinstance(each, Ref)]
         case Reduce(source=source):
             return [source]
+        case AxisOp(operands=operands):
+            return list(operands)
         case Product(left=left, right=right, start=start):
             return [each for each in (left, right, start) if each is not None]
         case Cat(pieces=pieces):
@@ -167,6 +185,8 @@ def replaced(made: Made, old: Value, new: Value) -> Made:
             return replace(made, operands=[ref(each) if isinstance(each, Ref) else each for each in operands])
         case Reduce(source=source):
             return replace(made, source=ref(source))
+        case AxisOp(operands=operands):
+            return replace(made, operands=[ref(each) for each in operands])
         case Product(left=left, right=right, start=start):
             return replace(made, left=ref(left), right=ref(right), start=None if start is None else ref(start))
         case Cat(pieces=pieces):
