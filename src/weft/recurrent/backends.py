@@ -45,11 +45,6 @@ COMPUTED = (
     "it reads a tensor that was computed from others, as by torch.func.functional_call, which is another one at every "
     "call, so that no plan could be kept; hand it over as an input, a state, or one of references="
 )
-_SLOW = (
-    "takes several times as long under autocast to {dtype}: its loops are not compiled, since those in C compute in "
-    'float32 and float64; run it outside, by `with torch.autocast("cpu", enabled=False):` around it and inputs made '
-    "float32, or choose a backend yourself"
-)
 _Key = tuple[Hashable, Hashable]
 
 
@@ -196,7 +191,7 @@ class Plans:
 
     def _made(self, call: PlannedCall) -> Choice:
         refused: list[str] = []
-        wrong, slow = False, False
+        wrong = False
         candidates: dict[str, Engine] = {}
         automatic = ("inductor", "python") if call.on_cuda else ("c", "python")
         names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
@@ -210,7 +205,6 @@ class Plans:
                 return Choice(call.kind, None, "eager", str(error))
             except (Unsupported, CompileError) as error:
                 refused.append(f"not {name}: {error}")
-                slow = slow or (call.cast_to is not None and str(call.cast_to) in str(error))
             except PlanError as error:
                 refused.append(f"not {name}: {error}")
                 wrong = True  # worth a word, even where another plan is right
@@ -226,8 +220,6 @@ class Plans:
         if wrong or not candidates:
             way = "the eager loop" if choice.engine is None else f"the {choice.backend} plan"
             return replace(choice, warning=f"cell {call.cell.name} runs by {way}: {why}")
-        if slow and self._backend == "auto":
-            return replace(choice, warning=f"cell {call.cell.name} {_SLOW.format(dtype=call.cast_to)}")
         return choice
 
     def _chosen(self, call: PlannedCall, candidates: dict[str, Engine], refused: list[str]) -> Choice:

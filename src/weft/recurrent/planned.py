@@ -246,11 +246,6 @@ class PlannedCall:
         return ours, loop
 
     @property
-    def cast_to(self) -> torch.dtype | None:
-        """The dtype of autocast on the CPU, if that is on and the sequence is there."""
-        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") and not self.on_cuda else None
-
-    @property
     def on_cuda(self) -> bool:
         """Whether the sequence is on a GPU."""
         return bool(self._devices())
