@@ -11,8 +11,8 @@
     └── WireError, CheckpointError, DirectoryError  bytes, files, and who serves what
 
 Each also derives from the built-in error that PyTorch or Python would have raised at that place. `weft.core.errors` and
-`weft.experts.errors` say what each of them means. Those of other machines are loaded when they are first touched, since
-some need the extra ``experts``.
+`weft.experts.errors` say what each of them means. Those of experts and recurrent networks are loaded on first access,
+so that importing this stays cheap.
 """
 
 from typing import TYPE_CHECKING

@@ -17,7 +17,7 @@ checkpoint/                                     what survives the process
 directory/                                      who serves what, with leases
 replica/                                        one expert at several servers: one steps, the others follow
 server/, client/, service/                      over gRPC: Server, RemoteExpert, and what both know
-panel/, tracing/                                what people and their tools see of it
+panel/, telemetry.py                            what people and their tools see of it
 mixture/                                        the best k of many experts for each row
 optimizers.py, counts.py, errors.py             fused steps, statistics, what can go wrong
 extras.py                                       what more than torch is needed, and how to install it

@@ -1,133 +1,63 @@
-"""Every error that an expert answers with, so that who asked can tell what to do next.
+"""Errors and warnings of experts: what an expert answers, and what fails on the way to it.
 
     WeftError
-    └── ExpertError (RuntimeError)
-        ├── RefusedError                     nothing ran, nothing changed
-        │   ├── TooManyRowsError (ValueError)    one task alone is larger than the largest batch: send less
-        │   ├── OverloadError                    the queue is full: come back later, or ask a replica
-        │   ├── QuotaError                       this client has too much waiting: wait for own answers first
-        │   ├── ExpiredError (TimeoutError)      the deadline passed before its turn came
-        │   ├── ClosedError                      the pool takes no more tasks: ask elsewhere
-        │   ├── ResultEvictedError               this key was applied already, but its result is no longer stored
-        │   ├── KeyReusedError (ValueError)      this key was used with another payload: use a new one
-        │   ├── CommitError                      the mini-batch is not there, or was committed before
-        │   └── InputsGoneError                  the inputs of a backward that came without them are not here: send them
-        ├── GradientError                    a gradient is not finite or too large; the weights are as before
-        ├── StepError                        the optimizer itself raised; the weights may have changed
-        ├── ModuleExitError                  the module tried to end the process
-        └── ReplayError                      a log does not fit the expert that it is replayed on
+    ├── ExpertError (RuntimeError)
+    │   ├── RefusedError                     nothing ran, nothing changed
+    │   │   ├── TooManyRowsError (ValueError)    one task alone is larger than the largest batch: send less
+    │   │   ├── OverloadError                    the queue is full: retry later, or ask a replica
+    │   │   ├── QuotaError                       too much of this client waits: wait for own answers first
+    │   │   ├── ExpiredError (TimeoutError)      the deadline passed while the task was queued
+    │   │   ├── ClosedError                      the pool takes no more tasks: ask elsewhere
+    │   │   ├── ResultEvictedError               this key was applied already, but its result is no longer stored
+    │   │   ├── KeyReusedError (ValueError)      this key was used with another payload: use a new one
+    │   │   ├── CommitError                      the mini-batch does not exist, or was committed before
+    │   │   │   └── MixtureCommitError               experts that did not step with their mini-batch, and why
+    │   │   └── InputsGoneError                  a backward came without inputs that are no longer stored: send them
+    │   ├── GradientError                    a gradient is not finite or too large; the weights are as before
+    │   ├── StepError                        the optimizer itself raised; the weights may have changed
+    │   ├── ModuleExitError                  the module tried to end the process
+    │   ├── ReplayError                      a log does not fit the expert that it is replayed on
+    │   ├── RemoteError                      an error on the way, or no answer
+    │   │   ├── UnknownExpertError               the server has no expert of this name
+    │   │   ├── ForbiddenError (PermissionError) the certificate or its role does not allow the call
+    │   │   ├── ExpertFailedError                the expert's own module raised; `details["type"]` is the class
+    │   │   ├── DeadlineError (TimeoutError)     no answer before the deadline; whether the call ran is unknown
+    │   │   ├── LostError (ConnectionError)      the connection ended first; whether the call ran is unknown
+    │   │   ├── UnreachableError (ConnectionError)   no connection, so the request was not sent
+    │   │   │   └── CertificateError                 because one end rejects the other's certificate
+    │   │   ├── DrainingError                    the server is shutting down and takes no new work
+    │   │   └── NotOwnerError                    another server owns the expert; `details["address"]` if known
+    │   ├── NoExpertsError                   a mixture: the directory lists no expert of the grid
+    │   ├── TooFewAnswersError (TimeoutError)    a mixture: samples without enough answers, and who failed
+    │   └── AnomalyError (ValueError)        a mixture: the caller's own numbers are not finite
+    ├── WireError (ValueError)               bytes that are no frame, or a call that cannot become one
+    │   ├── MalformedError                       not the format, or a header that contradicts itself
+    │   ├── TruncatedError                       fewer or more bytes than the header says
+    │   └── LimitError                           over the limits; seen in the header, nothing was allocated
+    ├── DirectoryError (RuntimeError)
+    │   ├── AwayError (ConnectionError)          no answer now; a snapshot still serves
+    │   ├── LeaseLostError                       the lease ended with all entries under it: declare again
+    │   ├── OwnedError                           another server owns the expert: follow it
+    │   ├── DeclaredError                        another server lists the expert, and it is no replica
+    │   ├── FencedError                          this owner was replaced: stop writing
+    │   └── WatchLostError                       events were missed: take a new snapshot
+    └── CheckpointError (RuntimeError)       it cannot be written, or there are some and none can be read
+        ├── TornError                            the value changed while it was copied
+        └── DamagedError                         a file is not what was once written
 
     UserWarning
-    └── StepsLostWarning                 a server came back with older weights than the client had heard of
+    └── StepsLostWarning                 a server came back with older weights than the client has seen
 
-A tensor that does not look as the schema says is a ``SpecError``, as everywhere. Errors of the user's own module
-are never wrapped: they keep their type and get a note that names the expert and the client.
-`reason_of` gives the short word under which statistics count an error.
-
-The errors of wire/, directory/, checkpoint/ and mixture/ can be imported from here as well. They are loaded when they
-are first touched, since all but those of a directory need the extra ``experts``.
+A tensor that does not match the schema raises `SpecError`, as everywhere. Errors of the user's own module keep their
+type in the process that runs it, with a note that names the expert and the client. Most of these are the same class
+on both sides of a connection; `weft.experts.wire.fault` has the number of each. `reason_of` gives the short word under
+which statistics count an error.
 """
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 from weft.core.errors import SpecError, UsageError, WeftError
-from weft.core.lazy import attributes
-
-if TYPE_CHECKING:
-    from weft.experts.checkpoint.errors import CheckpointError, DamagedError, TornError
-    from weft.experts.directory.errors import (
-        AwayError,
-        DeclaredError,
-        DirectoryError,
-        FencedError,
-        LeaseLostError,
-        OwnedError,
-        WatchLostError,
-    )
-    from weft.experts.mixture.errors import AnomalyError, MixtureCommitError, NoExpertsError, TooFewAnswersError
-    from weft.experts.wire.errors import (
-        CertificateError,
-        DeadlineError,
-        DrainingError,
-        ExpertFailedError,
-        ForbiddenError,
-        LimitError,
-        LostError,
-        MalformedError,
-        NotOwnerError,
-        RemoteError,
-        TruncatedError,
-        UnknownExpertError,
-        UnreachableError,
-        WireError,
-    )
-else:
-    __getattr__, __dir__ = attributes(
-        __name__,
-        {
-            "weft.experts.checkpoint.errors": ("CheckpointError", "DamagedError", "TornError"),
-            "weft.experts.directory.errors": (
-                *("AwayError", "DeclaredError", "DirectoryError", "FencedError", "LeaseLostError", "OwnedError"),
-                "WatchLostError",
-            ),
-            "weft.experts.mixture.errors": (
-                *("AnomalyError", "MixtureCommitError", "NoExpertsError", "TooFewAnswersError"),
-            ),
-            "weft.experts.wire.errors": (
-                "CertificateError",
-                *("DeadlineError", "DrainingError", "ExpertFailedError", "ForbiddenError", "LimitError", "LostError"),
-                *("MalformedError", "NotOwnerError", "RemoteError", "TruncatedError", "UnknownExpertError"),
-                *("UnreachableError", "WireError"),
-            ),
-        },
-    )
-
-__all__ = [
-    "AnomalyError",
-    "AwayError",
-    "CertificateError",
-    "CheckpointError",
-    "ClosedError",
-    "CommitError",
-    "DamagedError",
-    "DeadlineError",
-    "DeclaredError",
-    "DirectoryError",
-    "DrainingError",
-    "ExpertError",
-    "ExpertFailedError",
-    "ExpiredError",
-    "FencedError",
-    "ForbiddenError",
-    "GradientError",
-    "InputsGoneError",
-    "KeyReusedError",
-    "LeaseLostError",
-    "LimitError",
-    "LostError",
-    "MalformedError",
-    "MixtureCommitError",
-    "ModuleExitError",
-    "NoExpertsError",
-    "NotOwnerError",
-    "OverloadError",
-    "OwnedError",
-    "QuotaError",
-    "RefusedError",
-    "RemoteError",
-    "ReplayError",
-    "ResultEvictedError",
-    "StepError",
-    "StepsLostWarning",
-    "TooFewAnswersError",
-    "TooManyRowsError",
-    "TornError",
-    "TruncatedError",
-    "UnknownExpertError",
-    "UnreachableError",
-    "WatchLostError",
-    "WireError",
-]
 
 
 class ExpertError(WeftError, RuntimeError):
@@ -218,6 +148,165 @@ class ReplayError(ExpertError):
     """A log of batches does not fit the expert that it is replayed on."""
 
     reason: ClassVar[str] = "replay"
+
+
+class RemoteError(ExpertError):
+    """The other side answered with an error or not at all. ``details`` are words by name, such as an address."""
+
+    reason: ClassVar[str] = "remote"
+
+    def __init__(self, message: str, details: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.details: dict[str, str] = dict(details or {})
+
+
+class UnknownExpertError(RemoteError):
+    """There is no expert of this name."""
+
+    reason: ClassVar[str] = "unknown"
+
+
+class ForbiddenError(RemoteError, PermissionError):
+    """The caller's certificate, or the role that it stands for, does not allow the call."""
+
+    reason: ClassVar[str] = "forbidden"
+
+
+class ExpertFailedError(RemoteError):
+    """The expert's own module raised; ``details["type"]`` names the class of what it raised."""
+
+    reason: ClassVar[str] = "module"
+
+
+class DeadlineError(RemoteError, TimeoutError):
+    """The deadline passed before the answer came. Whether the work was done is not known."""
+
+    reason: ClassVar[str] = "deadline"
+
+
+class LostError(RemoteError, ConnectionError):
+    """The connection ended before the answer came. Whether the work was done is not known."""
+
+    reason: ClassVar[str] = "lost"
+
+
+class UnreachableError(RemoteError, ConnectionError):
+    """There is no connection, and so the request never left."""
+
+    reason: ClassVar[str] = "unreachable"
+
+
+class CertificateError(UnreachableError):
+    """No connection, for one end does not believe the other's certificate. Asking again would not help."""
+
+    reason: ClassVar[str] = "certificate"
+
+
+class DrainingError(RemoteError):
+    """The server is going away and takes no new work."""
+
+    reason: ClassVar[str] = "draining"
+
+
+class NotOwnerError(RemoteError):
+    """Another server owns this expert; ``details["address"]`` says which, where it is known."""
+
+    reason: ClassVar[str] = "owner"
+
+
+class NoExpertsError(ExpertError):
+    """No expert of the grid lives."""
+
+    reason: ClassVar[str] = "nobody"
+
+
+class TooFewAnswersError(ExpertError, TimeoutError):
+    """Samples without enough answers. ``faults`` says, by expert, what came instead."""
+
+    reason: ClassVar[str] = "answers"
+
+    def __init__(self, message: str, faults: Mapping[str, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.faults = dict(faults or {})
+
+
+class AnomalyError(ExpertError, ArithmeticError, ValueError):
+    """NaN or Inf in what the caller gave, with ``detect_anomalies``. Nothing was sent."""
+
+    reason: ClassVar[str] = "anomaly"
+
+
+class MixtureCommitError(CommitError):
+    """Too few experts have their whole mini-batch, or stepped with it. ``faults`` says, by expert, what went wrong."""
+
+    def __init__(self, message: str, faults: Mapping[str, BaseException] | None = None) -> None:
+        super().__init__(message)
+        self.faults = dict(faults or {})
+
+
+class WireError(WeftError, ValueError):
+    """Bytes that are no valid frame. ``reason`` is one word for counting, ``call_id`` the call at fault if known."""
+
+    def __init__(self, message: str, *, reason: str = "unspecified", call_id: int | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.call_id = call_id
+
+
+class MalformedError(WireError):
+    """Not this format, or a header that contradicts itself."""
+
+
+class TruncatedError(WireError):
+    """The bytes end before, or go on after, what their header says."""
+
+
+class LimitError(WireError):
+    """The header asks for more than the limits allow. Nothing was allocated for it."""
+
+
+class DirectoryError(WeftError, RuntimeError):
+    """A directory cannot do what was asked."""
+
+
+class AwayError(DirectoryError, ConnectionError):
+    """The directory does not answer, or was closed."""
+
+
+class LeaseLostError(DirectoryError):
+    """The lease ended before it was renewed; what was declared and claimed under it is gone."""
+
+
+class OwnedError(DirectoryError):
+    """Another server owns this expert. ``address`` says which."""
+
+    def __init__(self, message: str, address: str = "") -> None:
+        super().__init__(message)
+        self.address = address
+
+
+class DeclaredError(DirectoryError):
+    """Another server lists this expert, and neither says that it has replicas."""
+
+
+class FencedError(DirectoryError):
+    """A newer owner exists, and so this one's writes are refused."""
+
+
+class WatchLostError(DirectoryError):
+    """Events were missed, since the watch was too far behind."""
+
+
+class CheckpointError(WeftError, RuntimeError):
+    """A checkpoint cannot be written, or there are checkpoints and none of them can be read."""
+
+
+class TornError(CheckpointError):
+    """A tensor was written to while it was copied, so the copy would be of two steps at once."""
+
+
+class DamagedError(CheckpointError):
+    """A file is not what was once written into it."""
 
 
 class StepsLostWarning(UserWarning):

@@ -12,7 +12,6 @@ that is given back between two batches is paged in anew, which took a quarter of
 module runs under the autocast in which its backend was made.
 """
 
-import sys
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from weft.core.segment import Segment, Tape, Visit
 from weft.core.spec import TensorSpec
 from weft.experts.batch import storages
 from weft.experts.effects import Effects
-from weft.experts.errors import ExpertError
+from weft.experts.errors import ExpertError, WireError
 from weft.experts.gradients import nbytes
 from weft.experts.schema import Nest, described, outputs_nest
 
@@ -192,9 +191,7 @@ def _of_its_own() -> Generator[None]:
     try:
         yield
     except WeftError as error:
-        wire: Any = sys.modules.get("weft.experts.wire.errors")  # which needs more packages than a pool does
-        foreign: tuple[type[Exception], ...] = (ExpertError,) if wire is None else (ExpertError, wire.WireError)
-        if isinstance(error, foreign):
+        if isinstance(error, ExpertError | WireError):
             raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
         raise
 

@@ -14,10 +14,10 @@ from weft.core.errors import SpecError, UsageError
 from weft.experts import ExpertBackend
 from weft.experts.client import GrpcTransport, LocalTransport, Transport
 from weft.experts.compression import Compression
+from weft.experts.errors import UnreachableError
 from weft.experts.server import Server
 from weft.experts.service import read_description, read_receipt
 from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
-from weft.experts.wire.errors import UnreachableError
 
 pytestmark = pytest.mark.timeout(30)
 PATIENCE = 10.0

@@ -6,8 +6,8 @@ disk.py      write, rename, sync    names.py     an expert's name as a safe fold
 
 from weft.experts import extras as extras  # says what is not installed
 from weft.experts.checkpoint.disk import Disk
-from weft.experts.checkpoint.errors import CheckpointError, DamagedError, TornError
 from weft.experts.checkpoint.store import Checkpoint, CheckpointStore, FolderLock, Taken
+from weft.experts.errors import CheckpointError, DamagedError, TornError
 
 __all__ = [
     "Checkpoint",

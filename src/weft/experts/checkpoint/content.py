@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
-from weft.experts.checkpoint.errors import DamagedError, TornError
+from weft.experts.errors import DamagedError, TornError
 from weft.experts.wire.dtypes import CODES
 
 FORMAT = "weft-1"

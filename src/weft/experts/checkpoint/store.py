@@ -33,8 +33,8 @@ from typing import Any, cast
 from weft.core.errors import UsageError, escaped, listed
 from weft.experts.checkpoint.content import from_file, to_file
 from weft.experts.checkpoint.disk import Disk
-from weft.experts.checkpoint.errors import CheckpointError, DamagedError
 from weft.experts.checkpoint.names import folder_name
+from weft.experts.errors import CheckpointError, DamagedError
 
 _NAME = re.compile(r"(\d{12,})-(\d{12,})-([0-9a-f]{32})\.safetensors")
 _DRAFT = ".new-"

@@ -54,7 +54,7 @@ class GrpcTransport:
         token: who this client is, where certificates do not say it.
         limits: of a frame; the server's are kept to as well.
         trace: asked for a traceparent, in the thread of the caller, whenever a stream is opened; its calls belong to
-            that trace. Such as ``current`` of a `weft.experts.tracing.Observer`.
+            that trace. Such as ``current`` of a `weft.experts.telemetry.Observer`.
 
     Raises ``UsageError`` for an address that is none or not one of ``tls.servers``, a token that no header can carry,
     and a token without TLS to another machine.

@@ -3,11 +3,15 @@
 protocol.py   what every directory can do      local.py      one in this process
 snapshot.py   the directory of one moment      mirror.py     a snapshot that follows the directory
 fence.py      refuses replaced owners          token.py      what the fence compares
-errors.py     the tree of errors
 etcd.py       one for several machines, in an etcd cluster (with etcd_*.py)
 """
 
-from weft.experts.directory.errors import (
+from weft.experts.directory.fence import Fence
+from weft.experts.directory.local import LocalDirectory
+from weft.experts.directory.mirror import Mirror
+from weft.experts.directory.protocol import Directory, Event, Lease, Watch
+from weft.experts.directory.snapshot import Ownership, Snapshot
+from weft.experts.errors import (
     AwayError,
     DeclaredError,
     DirectoryError,
@@ -16,11 +20,6 @@ from weft.experts.directory.errors import (
     OwnedError,
     WatchLostError,
 )
-from weft.experts.directory.fence import Fence
-from weft.experts.directory.local import LocalDirectory
-from weft.experts.directory.mirror import Mirror
-from weft.experts.directory.protocol import Directory, Event, Lease, Watch
-from weft.experts.directory.snapshot import Ownership, Snapshot
 
 __all__ = [
     "AwayError",

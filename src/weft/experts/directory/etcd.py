@@ -20,7 +20,6 @@ from typing import Any
 from weft.core.errors import UsageError, listed
 from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed)
 from weft.experts.checks import seconds_fault
-from weft.experts.directory.errors import AwayError, LeaseLostError, OwnedError
 from weft.experts.directory.etcd_endpoints import Endpoints, EtcdTls, RefusedByEtcdError
 from weft.experts.directory.etcd_keys import Keys, life_told
 from weft.experts.directory.etcd_messages import (
@@ -39,6 +38,7 @@ from weft.experts.directory.etcd_watch import EtcdWatch
 from weft.experts.directory.protocol import Lease
 from weft.experts.directory.snapshot import Ownership, Snapshot
 from weft.experts.directory.token import new_life, number_of, token_of
+from weft.experts.errors import AwayError, LeaseLostError, OwnedError
 
 _PUTS = 100  # of one transaction; etcd takes 128 unless told otherwise
 _TRIES = 100  # of a claim that others keep changing

@@ -16,8 +16,8 @@ import grpc
 from weft.core.errors import UsageError, listed
 from weft.core.process import Home
 from weft.experts.checks import seconds_fault
-from weft.experts.directory.errors import AwayError
 from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
+from weft.experts.errors import AwayError
 from weft.experts.service.address import address_fault
 from weft.experts.service.certificates import Certificates
 from weft.experts.service.crew import Crew

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import grpc
 
-from weft.experts.directory.errors import AwayError, WatchLostError
 from weft.experts.directory.etcd_endpoints import Endpoints
 from weft.experts.directory.etcd_keys import Keys
 from weft.experts.directory.etcd_messages import RANGE, WATCH
 from weft.experts.directory.protocol import Event, Watch
+from weft.experts.errors import AwayError, WatchLostError
 
 _grpc = cast("Any", grpc)
 _JOIN = 5.0

@@ -10,8 +10,8 @@ A write never changes which life of the directory counts; see token.py. Only wha
 
 import threading
 
-from weft.experts.directory.errors import FencedError
 from weft.experts.directory.token import later, life_of, number_of, replaced
+from weft.experts.errors import FencedError
 
 
 class Fence:

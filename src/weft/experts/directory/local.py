@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import seconds_fault
-from weft.experts.directory.errors import AwayError, LeaseLostError, OwnedError, WatchLostError
 from weft.experts.directory.protocol import Event, EventKind, Lease, Watch
 from weft.experts.directory.snapshot import Ownership, Snapshot
 from weft.experts.directory.token import new_life, token_of
+from weft.experts.errors import AwayError, LeaseLostError, OwnedError, WatchLostError
 
 
 @dataclass(slots=True)

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from weft.experts.directory.errors import AwayError, WatchLostError
 from weft.experts.directory.protocol import Directory, Event, Watch
 from weft.experts.directory.snapshot import Snapshot
+from weft.experts.errors import AwayError, WatchLostError
 
 _JOIN = 0.2  # seconds that `close` waits for a try; it ends with its call of the directory, at the latest
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
-from weft.experts.directory.errors import AwayError
 from weft.experts.directory.snapshot import Ownership, Snapshot
+from weft.experts.errors import AwayError
 
 Each = TypeVar("Each", bound="Watch")
 EventKind = Literal["joined", "left", "owned", "released"]

@@ -9,11 +9,11 @@ calls.py      calls, sent again by rule         link.py       who lives, how to 
 keys.py       of each forward and backward   recall.py     recomputation calls nobody
 minibatch.py  gradients that wait              commit.py     one step for all of them
 terms.py      the arguments about waiting      arguments.py  what is wrong with any
-tally.py, errors.py
+tally.py
 """
 
 from weft.experts import extras as extras  # says what is not installed
-from weft.experts.mixture.errors import AnomalyError, MixtureCommitError, NoExpertsError, TooFewAnswersError
+from weft.experts.errors import AnomalyError, MixtureCommitError, NoExpertsError, TooFewAnswersError
 from weft.experts.mixture.mixture import RemoteMixtureOfExperts
 from weft.experts.mixture.switch import RemoteSwitchMixtureOfExperts
 from weft.experts.mixture.tally import MixtureStatistics

@@ -15,9 +15,8 @@ import torch
 
 from weft.core.errors import listed
 from weft.experts.client.accumulation import Accumulation
-from weft.experts.errors import CommitError, GradientError, StepError
+from weft.experts.errors import CommitError, GradientError, MixtureCommitError, StepError
 from weft.experts.mixture.calls import Calls
-from weft.experts.mixture.errors import MixtureCommitError
 from weft.experts.mixture.gathering import Patience, gather
 from weft.experts.mixture.minibatch import MiniBatch
 from weft.experts.mixture.tally import Tally

@@ -12,7 +12,7 @@ answers any more, waiting for the others makes sense only if that is no error.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -21,10 +21,18 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
+from weft.core.errors import listed
 from weft.core.turns import waiting
-from weft.experts.errors import InputsGoneError, StepsLostWarning
+from weft.experts.client.retry import Retry
+from weft.experts.errors import (
+    AnomalyError,
+    CommitError,
+    InputsGoneError,
+    StepsLostWarning,
+    TooFewAnswersError,
+    UnreachableError,
+)
 from weft.experts.mixture.calls import Calls, Request
-from weft.experts.mixture.errors import AnomalyError
 from weft.experts.wire import DeadlineError, Received
 
 Accept = Callable[[int, Received], Tensor | None]
@@ -185,3 +193,32 @@ class _Wait:
 
     def _hopeless(self) -> Tensor:
         return self._hopes < self._needed
+
+
+_LISTED = 10  # faults that a message names; there may be as many as experts
+
+
+def few_live(living: int, needed: int) -> TooFewAnswersError:
+    """The error where every sample needs more answers than there are experts. Nobody was asked."""
+    return TooFewAnswersError(
+        f"forward of a mixture: every sample needs {needed} answers (k_min), but the directory knows only {living} "
+        "living experts of the grid. Start more, need fewer (k_min), or let such samples be zero (allow_zero_outputs)."
+    )
+
+
+def too_few(
+    what: str, samples: int, short: int, needed: int, faults: Mapping[str, BaseException], retry: Retry
+) -> TooFewAnswersError:
+    """The error for ``short`` of ``samples`` that have fewer than ``needed`` answers, asked for by this rule."""
+    lines = [f"{uid}: {type(error).__name__}: {error}" for uid, error in list(faults.items())[:_LISTED]]
+    lines += [f"and {len(faults) - _LISTED} more"] * (len(faults) > _LISTED)
+    head = (
+        f"{what}: {short} of {samples} samples have fewer than {needed} answers. Wait longer, ask more experts "
+        "(k_best), need fewer (k_min), or let such samples be zero (allow_zero_outputs)."
+    )
+    if any(isinstance(error, CommitError) for error in faults.values()):
+        head += " Where a mini-batch has ended, as by a commit that was interrupted, discard() begins a new one."
+    away = bool(faults) and all(isinstance(error, UnreachableError) for error in faults.values())
+    if away and retry.attempts is not None:
+        head += " Where servers are being started again, retry=Retry() waits for them, until the timeout of the call."
+    return TooFewAnswersError(listed(f"{head} Who failed:", lines) if lines else head, faults)

@@ -17,9 +17,9 @@ from weft.experts.client.fencing import client_name
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
 from weft.experts.directory import Snapshot
+from weft.experts.errors import NoExpertsError
 from weft.experts.mixture.calls import Calls
-from weft.experts.mixture.errors import NoExpertsError, too_few
-from weft.experts.mixture.gathering import Patience, gather
+from weft.experts.mixture.gathering import Patience, gather, too_few
 from weft.experts.mixture.grid import Crowd, Grid
 from weft.experts.mixture.layout import Layout
 from weft.experts.mixture.recall import Recall

@@ -139,7 +139,7 @@ class RemoteMixtureOfExperts(Anchored):
 
         Raises ``SpecError`` for arguments that the experts do not take, ``UsageError`` where trained experts are frozen
         here and an input wants a gradient, ``NoExpertsError``, ``TooFewAnswersError`` and ``AnomalyError``; see
-        `weft.experts.mixture.errors`.
+        `weft.experts.errors`.
         """
         return untraced(self._forward, (input, *args), kwargs)
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from weft.core.errors import TWICE, BackwardTwiceError, listed
 from weft.experts.client.journey import AT_ITS_SERVER
+from weft.experts.errors import AnomalyError, NoExpertsError
 from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.commit import Committer
 from weft.experts.mixture.dispatch import Dispatch, Span
-from weft.experts.mixture.errors import AnomalyError, NoExpertsError, few_live, too_few
-from weft.experts.mixture.gathering import Accept, Patience, gather
+from weft.experts.mixture.gathering import Accept, Patience, few_live, gather, too_few
 from weft.experts.mixture.keys import Keys, is_walked_back
 from weft.experts.mixture.layout import Layout
 from weft.experts.mixture.minibatch import Addition, MiniBatch

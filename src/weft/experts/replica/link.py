@@ -19,9 +19,9 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import WeftError
-from weft.experts.checkpoint.errors import DamagedError
 from weft.experts.client.channel import open_channel
 from weft.experts.client.tls import check_address
+from weft.experts.errors import DamagedError
 from weft.experts.replica.mark import Ask, News, Told, read_told
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.replica.refusal import refusal

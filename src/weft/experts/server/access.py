@@ -23,8 +23,8 @@ from urllib.parse import unquote
 
 from weft.core.errors import UsageError, escaped, listed
 from weft.experts.checks import token_fault
+from weft.experts.errors import ForbiddenError
 from weft.experts.task import CallerStream
-from weft.experts.wire.errors import ForbiddenError
 
 _LOG = logging.getLogger("weft.experts.audit")
 _REMEMBERED = 256

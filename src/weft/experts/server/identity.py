@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from weft.experts.errors import ForbiddenError
 from weft.experts.server.access import Access, Caller, name_fault
 from weft.experts.service.names import AUTHORIZATION, BEARER, TRACEPARENT
-from weft.experts.wire.errors import ForbiddenError
 
 _FORM = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 

@@ -1,4 +1,4 @@
-"""A desk that tells an observer what becomes of a call; see `weft.experts.tracing`.
+"""A desk that tells an observer what becomes of a call; see `weft.experts.telemetry`.
 
     take ── weft.receive ──> future, and the trace it belongs to ──┐
     batch of tasks, whose waiters are such futures <───────────────┘ ── weft.queue each ── weft.batch ── weft.step
@@ -18,7 +18,7 @@ from weft.experts.server.access import Access, Audit, Caller
 from weft.experts.server.desk import Desk, Reply
 from weft.experts.server.served import Served
 from weft.experts.task import Answer, Results, Task
-from weft.experts.tracing.spans import Observer, Shielded
+from weft.experts.telemetry import Observer, SafeObserver
 from weft.experts.wire import Received
 
 
@@ -32,7 +32,7 @@ def make_desk(
     """The desk of a server; an observed one is to be released at its end, which ``own`` is told."""
     if observer is None:
         return Desk(access, audit, longest)
-    desk = ObservedDesk(Shielded(observer), access, audit, longest)
+    desk = ObservedDesk(SafeObserver(observer), access, audit, longest)
     own(desk.release)
     return desk
 

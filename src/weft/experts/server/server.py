@@ -42,7 +42,7 @@ from weft.experts.server.runtimes import Runtimes
 from weft.experts.server.served import restore_all, save_all
 from weft.experts.server.statistics import Reporter, ServerStatistics
 from weft.experts.service.address import is_loopback, split
-from weft.experts.tracing.spans import Observer
+from weft.experts.telemetry import Observer
 from weft.experts.wire import Received
 
 _LOG = logging.getLogger("weft.experts.server")
@@ -68,7 +68,7 @@ class Server:
             None: none. See `weft.experts.replica`.
         panel: host and port of a status page and metrics, see `weft.experts.panel`; port 0 takes a free one, see
             `panel_url`. Beyond loopback it wants `PanelOptions`, with a token. None: no panel.
-        observer: hears of calls, queues, batches and steps; see `weft.experts.tracing`.
+        observer: hears of calls, queues, batches and steps; see `weft.experts.telemetry`.
 
     Raises ``UsageError`` for two experts of one name, schemas that cannot be told, replicas without a directory, and
     addresses that are none, that the directory would list and nobody could call (0.0.0.0 without ``advertise``), or

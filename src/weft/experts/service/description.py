@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from weft.core.errors import UsageError, listed
 from weft.core.spec import TensorSpec
+from weft.experts.errors import MalformedError
 from weft.experts.wire.dtypes import CODES
-from weft.experts.wire.errors import MalformedError
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 _MOST_DEPTH = 64

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 
-from weft.experts.wire.errors import MalformedError
+from weft.experts.errors import MalformedError
 
 _FORMAT = struct.Struct("<QQQ")
 _NEVER = (1 << 64) - 1

@@ -3,11 +3,11 @@
 frame.py     calls <-> message                  header.py    the format, and writing it
 parse.py     reading it, believing nothing      tensors.py   tensors <-> bytes, without copies
 limits.py    caps, checked before allocation    fault.py     errors <-> bytes
-errors.py    the tree of errors                 dtypes.py    which dtypes travel
+dtypes.py    which dtypes travel
 """
 
 from weft.experts import extras as extras  # says what is not installed
-from weft.experts.wire.errors import (
+from weft.experts.errors import (
     CertificateError,
     DeadlineError,
     DrainingError,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.core.errors import UsageError
 from weft.experts.compression import Compression
-from weft.experts.wire.errors import LimitError
+from weft.experts.errors import LimitError
 from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION, Descriptor, Header, Kind, aligned, write_call
 from weft.experts.wire.limits import LIMITS, Limits
 from weft.experts.wire.parse import parse

@@ -23,8 +23,8 @@ import torch
 
 from weft.core.errors import UsageError, listed
 from weft.experts.compression import Compression
+from weft.experts.errors import LimitError
 from weft.experts.wire.dtypes import CODES
-from weft.experts.wire.errors import LimitError
 from weft.experts.wire.limits import Limits
 
 MAGIC = b"WEFT"

@@ -18,8 +18,8 @@ from itertools import product
 import torch
 
 from weft.experts.compression import Compression, packed_bytes
+from weft.experts.errors import LimitError, MalformedError, TruncatedError, WireError
 from weft.experts.wire.dtypes import DTYPES
-from weft.experts.wire.errors import LimitError, MalformedError, TruncatedError, WireError
 from weft.experts.wire.header import (
     CALL,
     MAGIC,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from weft.core.errors import SpecError, UsageError, listed
 from weft.experts.compression import Compression, compress, expand
+from weft.experts.errors import MalformedError
 from weft.experts.wire.dtypes import CODES, NUMPY
-from weft.experts.wire.errors import MalformedError
 from weft.experts.wire.header import ALIGNMENT, Descriptor
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

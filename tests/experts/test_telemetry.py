@@ -13,10 +13,10 @@ import torch
 from tests.experts.panel.panel_cases import layer, train
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
+from weft.experts import telemetry as adapter
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.server import Server
-from weft.experts.tracing import Attributes, Observer, OpenTelemetryObserver, Shielded
-from weft.experts.tracing import opentelemetry as adapter
+from weft.experts.telemetry import Attributes, Observer, OpenTelemetryObserver, SafeObserver
 
 pytestmark = pytest.mark.timeout(40)
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -58,7 +58,7 @@ class Notes:
 
 def test_a_backward_is_received_waits_runs_and_steps() -> None:
     notes = Notes()
-    assert isinstance(notes, Observer) and isinstance(Shielded(notes), Observer)
+    assert isinstance(notes, Observer) and isinstance(SafeObserver(notes), Observer)
     with Server([layer("a")], observer=notes) as server:
         train(server, "a", 2)
     received, queued = notes.called("receive"), notes.called("queue")
@@ -150,7 +150,10 @@ class Faulty:
 
 @pytest.mark.parametrize("place", ["enter", "leave", "current"])
 def test_an_observer_that_fails_is_logged_and_hurts_nobody(place: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.ERROR, "weft.experts.tracing"), Server([layer("a")], observer=Faulty(place)) as server:
+    with (
+        caplog.at_level(logging.ERROR, "weft.experts.telemetry"),
+        Server([layer("a")], observer=Faulty(place)) as server,
+    ):
         train(server, "a")
         assert server.statistics().experts["a"].steps == 1
     assert f"in {place}" in caplog.text
@@ -158,7 +161,7 @@ def test_an_observer_that_fails_is_logged_and_hurts_nobody(place: str, caplog: p
 
 @pytest.mark.parametrize("place", ["enter", "leave", "nowhere"])
 def test_what_the_work_raises_goes_through(place: str) -> None:
-    with pytest.raises(ValueError, match="mine"), Shielded(Faulty(place)).span("weft.batch", {}):
+    with pytest.raises(ValueError, match="mine"), SafeObserver(Faulty(place)).span("weft.batch", {}):
         raise ValueError("mine")
 
 

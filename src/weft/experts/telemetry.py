@@ -1,0 +1,138 @@
+"""Telemetry: spans for the work of a server, told to an `Observer`, such as OpenTelemetry's API.
+
+    client          | network thread        | runtime thread
+    trace ──────────┼─> weft.receive ───────┼─> weft.queue (arrival to now) ─> weft.batch ── weft.step within it
+      traceparent, in the metadata of the   |       one for each task             one for all of them, which links
+      connection: its trace, or none        |                                     to every task that it joined
+
+``Server(..., observer=...)`` opens the spans; ``GrpcTransport(..., trace=observer.current)`` propagates the trace. A
+trace is a W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. Without an observer none of this
+runs. opentelemetry-api is optional: without it only the constructor of `OpenTelemetryObserver` fails. Which SDK exports
+the spans, and where to, is the application's choice.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, cast, runtime_checkable
+
+from weft.core.errors import UsageError
+
+try:
+    from opentelemetry import context, propagate, trace  # pyright: ignore[reportMissingImports]
+except ImportError:  # it is optional
+    context = propagate = trace = None
+
+_context, _propagate, _trace = cast("Any", context), cast("Any", propagate), cast("Any", trace)
+_LOG = logging.getLogger("weft.experts.telemetry")
+Attributes = Mapping[str, str | int | float]
+"""``weft.expert``, ``weft.direction``, ``weft.client``, ``weft.tasks``, ``weft.rows``, ``weft.steps``."""
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Is called in the thread that does the work, and must not block."""
+
+    def span(
+        self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
+    ) -> AbstractContextManager[object]:
+        """A context around a piece of work, whose errors pass through it.
+
+        ``parents`` are traceparents: one is the parent, several are links; without any, the span that is open in this
+        thread is the parent. The work began ``waited`` seconds ago.
+        """
+        ...
+
+    def current(self) -> str | None:
+        """The traceparent of the span that is open in this thread."""
+        ...
+
+
+class SafeObserver:
+    """An observer whose errors are logged at ``weft.experts.telemetry`` and do not reach the work."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    @contextmanager
+    def span(
+        self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
+    ) -> Generator[None]:
+        """See `Observer.span`."""
+        around = self._entered(name, attributes, parents, waited)
+        try:
+            yield
+        except BaseException:
+            self._leave(around, failed=True)
+            raise
+        self._leave(around, failed=False)
+
+    def current(self) -> str | None:
+        """See `Observer.current`."""
+        try:
+            return self._observer.current()
+        except Exception:
+            _LOG.exception("an observer failed to return its traceparent")
+            return None
+
+    def _entered(
+        self, name: str, attributes: Attributes, parents: Sequence[str], waited: float
+    ) -> AbstractContextManager[object] | None:
+        try:
+            around = self._observer.span(name, attributes, parents=parents, waited=waited)
+            around.__enter__()
+        except Exception:
+            _LOG.exception("an observer failed at the start of %s", name)
+            return None
+        return around
+
+    def _leave(self, around: AbstractContextManager[object] | None, *, failed: bool) -> None:
+        if around is None:
+            return
+        what = sys.exc_info() if failed else (None, None, None)
+        try:
+            around.__exit__(*what)
+        except Exception as error:
+            if error is not what[1]:  # a context manager may raise again what it was told
+                _LOG.exception("an observer failed at the end of a span")
+
+
+class OpenTelemetryObserver:
+    """An `Observer`. ``tracer``: of `opentelemetry.trace.get_tracer`; by default the one called ``weft.experts``.
+
+    Raises ``UsageError`` if opentelemetry-api is not installed.
+    """
+
+    def __init__(self, tracer: Any = None) -> None:
+        if _trace is None:
+            raise UsageError("OpenTelemetryObserver needs opentelemetry-api: pip install opentelemetry-api")
+        self._tracer = tracer or _trace.get_tracer("weft.experts")
+
+    @contextmanager
+    def span(
+        self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
+    ) -> Generator[None]:
+        """See `Observer.span`."""
+        known = [_extracted(parent) for parent in parents]
+        links = [_trace.Link(_trace.get_current_span(each).get_span_context()) for each in known]
+        with self._tracer.start_as_current_span(
+            name,
+            context=None if not known else known[0] if len(known) == 1 else _context.Context(),
+            links=links if len(links) > 1 else None,
+            attributes=dict(attributes),
+            start_time=time.time_ns() - int(waited * 1e9),
+        ):
+            yield
+
+    def current(self) -> str | None:
+        """See `Observer.current`."""
+        carrier: dict[str, str] = {}
+        _propagate.inject(carrier)
+        return carrier.get("traceparent")
+
+
+def _extracted(traceparent: str) -> Any:
+    """The context that a traceparent names; an empty one if it names none."""
+    return _propagate.extract({"traceparent": traceparent}, context=_context.Context())
