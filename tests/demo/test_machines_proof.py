@@ -11,8 +11,8 @@ pytest.importorskip("grpc", reason="the act needs the extra `experts`")
 from weft.demo import machines_proof
 from weft.demo.machines_model import digit_expert, mixture
 from weft.demo.machines_proof import LIMIT, largest_difference
-from weft.experts.backend import ExpertBackend
 from weft.experts.client import Connections
+from weft.experts.expert import ExpertBackend
 from weft.experts.mixture import RemoteSwitchMixtureOfExperts
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from tests.experts.expert_cases import X, adam, rows, seeded, task
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, GraphBudget, Guards, Journal
-from weft.experts.arguments import one_of
+from weft.experts.expert import one_of
 
 NOTHING = dict.fromkeys(
     [

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from tests.experts.expert_cases import task
 from weft.core.spec import TensorSpec
-from weft.experts.batch import BatchBuffers, deal, released
+from weft.experts.executor import BatchBuffers, released
 from weft.experts.schema import Column, Columns
+from weft.experts.task import split_rows
 
 COLUMNS = Columns(
     [Column("x", TensorSpec((None, None), torch.float32)), Column("g", TensorSpec((None,), torch.float32), casts=True)]
@@ -23,7 +24,7 @@ def test_rows_come_out_as_they_went_in_and_buffers_only_grow(history: list[tuple
         tasks = [task(torch.randn(width, n).T, torch.randn(n, dtype=torch.float64)) for n in rows]
         joined = buffers.gather(tasks)
         assert [tensor.dtype for tensor in joined] == [torch.float32] * 2
-        dealt = deal(joined, rows)
+        dealt = split_rows(joined, rows)
         for each, (x, g) in zip(tasks, dealt, strict=True):
             assert torch.equal(x, each.tensors[0]) and torch.equal(g, each.tensors[1].float())
         assert buffers.nbytes >= max(seen, sum(tensor.nbytes for tensor in joined))

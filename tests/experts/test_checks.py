@@ -11,20 +11,20 @@ import torch
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.experts import GraphBudget, Guards, IdempotencyOptions, SumsOptions
+from weft.experts.batching import PoolOptions
 from weft.experts.checks import LONGEST
 from weft.experts.client.asking import CallOptions
 from weft.experts.client.pending import Pending
 from weft.experts.client.retry import Retry
 from weft.experts.directory import LocalDirectory
 from weft.experts.directory.etcd import EtcdDirectory
-from weft.experts.limits import PoolOptions
 from weft.experts.mixture.terms import Terms
-from weft.experts.pool import TaskPool
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, Columns
 from weft.experts.server.options import ServerOptions
 from weft.experts.task import Answer, Task
+from weft.experts.task_pool import TaskPool
 from weft.experts.wire import Call, Header, Kind
 
 CALL = Call(Header(kind=Kind.FORWARD, call_id=1, uid="a"))

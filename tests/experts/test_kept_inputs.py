@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.experts.expert_cases import WIDTH, X, adam, fussy_backend, rows, weights, work
 from weft.experts import ExpertBackend, GraphBudget, TensorSpec
-from weft.experts.kept import KeptGraphs
+from weft.experts.graph_cache import KeptGraphs
 
 BUDGET = GraphBudget(1 << 20)
 BYTES = 2 * WIDTH * 8

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.experts.lanes import Lanes
+from weft.experts.batching import Lanes
 from weft.experts.task import Task
 
 MIN, MAX, PATIENCE = 4, 6, 10.0

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
-from weft.experts.limits import PoolOptions
-from weft.experts.linger import Company, Linger
-from weft.experts.pool import TaskPool
+from weft.experts.batching import Company, Linger, PoolOptions
 from weft.experts.schema import Column, Columns
 from weft.experts.task import Answer, Task
+from weft.experts.task_pool import TaskPool
 
 COLUMNS = Columns([Column("x", TensorSpec((None, 1), torch.float32))])
 ROW = torch.zeros(1, 1)

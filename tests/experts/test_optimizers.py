@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.experts.expert_cases import work
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.optimizers import make_optimizer, make_schedule
+from weft.experts.optimizer_step import make_optimizer, make_schedule
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.apart import python
 from weft.core.errors import SpecError, UsageError
 from weft.core.spec import TensorSpec
+from weft.experts.batching import PoolOptions
 from weft.experts.errors import ClosedError, ExpiredError, OverloadError, QuotaError, RefusedError, TooManyRowsError
-from weft.experts.limits import PoolOptions
-from weft.experts.pool import TaskPool
 from weft.experts.schema import Column, Columns
 from weft.experts.task import Answer, Task
+from weft.experts.task_pool import TaskPool
 
 COLUMNS = Columns(
     [Column("x", TensorSpec((None, 3), torch.float32)), Column("n", TensorSpec((None, None), torch.int64))]
@@ -163,8 +163,8 @@ FLOOD = """
 import gc, sys, time
 import torch
 from weft.core.spec import TensorSpec
-from weft.experts.limits import PoolOptions
-from weft.experts.pool import TaskPool
+from weft.experts.batching import PoolOptions
+from weft.experts.task_pool import TaskPool
 from weft.experts.schema import Column, Columns
 columns = Columns([Column("x", TensorSpec((None, 3), torch.float32))])
 pool = TaskPool("p", lambda tasks: [], columns, PoolOptions(max_tasks=50, max_client_tasks=100))

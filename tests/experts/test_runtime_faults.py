@@ -12,12 +12,11 @@ import torch
 from tests.experts.gate import Gate, X, same
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
+from weft.experts.batching import PoolOptions
 from weft.experts.errors import ClosedError, ExpertError, RefusedError
-from weft.experts.limits import PoolOptions
-from weft.experts.pool import TaskPool
 from weft.experts.runtime import Runtime
-from weft.experts.task import Task, answer
-from weft.experts.words import check_words
+from weft.experts.task import Task, answer, check_words
+from weft.experts.task_pool import TaskPool
 
 ROW = torch.ones(1)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.experts.layers import FeedForward
+from weft.experts.registry import FeedForward
 
 
 def feed_forward(width: int, seed: int = 0) -> nn.Module:

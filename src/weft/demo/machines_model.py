@@ -22,9 +22,8 @@ from torch.nn import functional
 from weft.core.spec import TensorSpec
 from weft.demo.unet import bundled
 from weft.experts.client import Connections
-from weft.experts.layers import FeedForward
 from weft.experts.mixture import RemoteSwitchMixtureOfExperts
-from weft.experts.registry import Blueprint, register_expert
+from weft.experts.registry import Blueprint, FeedForward, register_expert
 
 KIND = "demo.digits"
 PREFIX = "digits"

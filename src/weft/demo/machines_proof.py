@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from weft.demo.machines_model import GRID, UIDS, digit_expert, mixture
 from weft.demo.stage import ProofError
-from weft.experts.backend import ExpertBackend
 from weft.experts.client import Connections
 from weft.experts.directory import LocalDirectory
+from weft.experts.expert import ExpertBackend
 from weft.experts.server import Server
 
 Middle = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -31,19 +31,17 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # with a server may abort. Without, a fork must leave gRPC alone: see `weft.experts.service.forks`.
 
 from weft.core.spec import TensorSpec
-from weft.experts.backend import ExpertBackend
-from weft.experts.entry import Entry, Member
-from weft.experts.guards import Guards
+from weft.experts.accumulation import SumsOptions
+from weft.experts.batching import PoolOptions
+from weft.experts.expert import ExpertBackend
+from weft.experts.gradient_guards import Guards
+from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
-from weft.experts.journal import Journal, journal_lines, read_journal
-from weft.experts.kept import GraphBudget
-from weft.experts.layers import FeedForward, TransformerLayer
-from weft.experts.limits import PoolOptions
-from weft.experts.pool import TaskPool
-from weft.experts.registry import Blueprint, expert_kinds, make_expert, register_expert
+from weft.experts.journal import Entry, Journal, Member, journal_lines, read_journal
+from weft.experts.registry import Blueprint, FeedForward, TransformerLayer, expert_kinds, make_expert, register_expert
 from weft.experts.replay import replay
 from weft.experts.runtime import Runtime
-from weft.experts.sums import SumsOptions
+from weft.experts.task_pool import TaskPool
 
 __all__ = [
     "Blueprint",

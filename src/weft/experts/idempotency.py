@@ -32,8 +32,8 @@ import torch
 
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import count_fault, seconds_fault
-from weft.experts.counts import RecordsStatistics
 from weft.experts.errors import KeyReusedError, OverloadError, ResultEvictedError
+from weft.experts.statistics import RecordsStatistics
 from weft.experts.task import Results, Task
 
 Kind = Literal["backward", "commit"]

@@ -1,31 +1,288 @@
-"""The log of an expert: which tasks made which batch, in which order.
+"""Journal of an expert: the log of its batches, in order, enough to compute the same weights again.
+
+{"kind": "backward", "step": 7, "seed": 123, "members": [{"client": "a", "key": "k1", "rows": 4}, ...], ...}
 
 The weights of an expert depend on its backward batches alone: their tensors, their order, their random seed, and
-nothing else (see `weft.experts.effects`). So this log and the tasks' tensors, wherever those are kept, are enough to
+nothing else (see `weft.experts.runner`). So this log and the tasks' tensors, wherever those are kept, are enough to
 compute the same bytes again; `weft.experts.replay` does. Batches that were taken apart are logged as they finally ran.
 
     1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 led to nothing
 
-Who goes on from an older state leaves batches behind that did not lead to what came after. A line says so, and
-`read_journal` drops them. Both runs have a state of step 5: what ran from one load to the next is a branch with a name,
-which entries and states carry, so that none is taken for the other, nor for one that another server made.
+An expert that goes on from an older state leaves batches behind that did not lead to what came after. A line says so,
+and `read_journal` drops them. Both runs have a state of step 5: what ran from one load to the next is a branch with a
+name, which entries and states carry, so that none is taken for the other, nor for one that another server made.
+
+Lines are only added to the file, and a torn line never joins the next one. What is read is checked: anybody may have
+written it.
+
+crash amid a line      ... entry 6 ⏎ {"kind": "ba          the next opening cuts it off
+disk full amid a line  ... entry 6 ⏎ {"kind": "ba          cut off at once; the writer gets the error
+file too large         log ──> log.1 ──> log.2 ──> ...     a new file is begun, and the oldest one removed
 """
 
+import json
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields
+from io import FileIO
 from os import PathLike
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 
 from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault
-from weft.experts.entry import BEGINS, Entry, is_line, is_torn
+from weft.experts.checks import count_fault, is_whole
 from weft.experts.errors import ClosedError
-from weft.experts.logfile import LogFile, numbered
 from weft.experts.task import Task
+
+BEGINS = '{"kind": '
+"""What each line begins with: its first field is always the same."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One task of a batch. ``number`` tells tasks of one process apart."""
+
+    client: str | None
+    key: str | None
+    rows: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One batch that counted: ``step`` is the number of optimizer steps after it, ``threads`` the intra-op threads.
+
+    ``failed`` says that the optimizer raised on it: what came after cannot be replayed. ``batch`` is the number of
+    backward batches after it. A ``state_dict`` lies where its ``steps`` and ``backward_batches`` are those of an entry.
+    ``restored`` is no batch: a state that lies there was loaded. Nor is ``dropped``: the sum of this mini-batch was
+    discarded, refused or too old. ``evaluation``: the module ran as after ``eval()``. ``terms``: the number of backward
+    batches in the sum of a ``commit``; 0 where it is not known.
+    ``branch`` is the name of what ran from one load of a state to the next, by which histories are told apart that have
+    a place in common; empty where it is not known.
+    """
+
+    kind: Literal["backward", "commit", "dropped", "restored"]
+    step: int
+    seed: int
+    mini_batch: str | None
+    members: tuple[Member, ...]
+    threads: int
+    failed: bool = False
+    batch: int = 0
+    evaluation: bool = False
+    branch: str = ""
+    terms: int = 0
+
+    @staticmethod
+    def of(
+        kind: Literal["backward", "commit"],
+        tasks: Sequence[Task],
+        step: int,
+        seed: int,
+        failed: bool = False,
+        batch: int = 0,
+        branch: str = "",
+        terms: int = 0,
+    ) -> "Entry":
+        """What is to be said of these tasks."""
+        members = tuple(Member(task.client, task.key, task.rows, task.number) for task in tasks)
+        one, threads = tasks[0], torch.get_num_threads()
+        return Entry(kind, step, seed, one.mini_batch, members, threads, failed, batch, one.evaluation, branch, terms)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the expert was after it: ``step`` and ``batch``."""
+        return (self.step, self.batch)
+
+    def ends_at(self, state: "Entry") -> bool:
+        """Whether the expert was in that ``restored`` state after it."""
+        known = self.branch and state.branch
+        return self.place == state.place and not (known and self.branch != state.branch)
+
+    def to_json(self) -> str:
+        """One line. What has its default is left out: there are many lines."""
+        return json.dumps(
+            {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name, MISSING)}
+        )
+
+    @staticmethod
+    def from_json(line: str) -> "Entry":
+        """The inverse of `to_json`. Raises ``UsageError`` that lists all that is wrong, if the line is none."""
+        found, faults = _parsed(line)
+        if faults:
+            raise UsageError(listed(f"this is no line of an expert's journal: {line[:80]!r}", faults))
+        members = tuple(Member(**member) for member in found.pop("members"))
+        return Entry(members=members, **found)
+
+
+_DEFAULTS = {one.name: one.default for one in fields(Entry) if one.default is not MISSING}
+
+_KINDS = ("backward", "commit", "dropped", "restored")
+
+
+def is_torn(line: str) -> bool:
+    """Whether a line may be the beginning of one, and is not a whole one."""
+    start = line.rstrip("\0")
+    begins = start.startswith(BEGINS) or BEGINS.startswith(start)
+    return begins and not line.endswith("\n") and _loaded(line) is None
+
+
+def is_line(line: str) -> bool:
+    """Whether a text is one, but for its end."""
+    return not _parsed(line)[1]
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return is_whole(value) and value >= least
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "kind": (f"one of {', '.join(map(repr, _KINDS))}", lambda value: value in _KINDS),
+    "step": ("an int of at least 0", lambda value: _is_int(value, 0)),
+    "seed": ("an int from 0 to 2 ** 64 - 1", lambda value: _is_int(value, 0) and value < 1 << 64),
+    "mini_batch": ("a str or null", _is_word),
+    "members": ("a list", lambda value: isinstance(value, list)),
+    "threads": ("an int of at least 1", lambda value: _is_int(value, 1)),
+    "failed": ("true or false", lambda value: isinstance(value, bool)),
+    "batch": ("an int of at least 0", lambda value: _is_int(value, 0)),
+    "evaluation": ("true or false", lambda value: isinstance(value, bool)),
+    "branch": ("a str", lambda value: isinstance(value, str)),
+    "terms": ("an int of at least 0", lambda value: _is_int(value, 0)),
+    "client": ("a str or null", _is_word),
+    "key": ("a str or null", _is_word),
+    "rows": ("an int of at least 1", lambda value: _is_int(value, 1)),
+    "number": ("an int of at least 0", lambda value: _is_int(value, 0)),
+}
+
+
+def _loaded(line: str) -> Any:
+    """The value of a line of JSON; None if it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parsed(line: str) -> tuple[Any, list[str]]:
+    """The fields of a line, and what is wrong with them."""
+    found = _loaded(line)
+    faults = _field_faults(Entry, found, "")
+    if not faults:
+        for place, member in enumerate(found["members"]):
+            faults += _field_faults(Member, member, f"members[{place}]")
+    return found, faults
+
+
+def _field_faults(kind: type[Entry | Member], value: Any, where: str) -> list[str]:
+    if not isinstance(value, dict):
+        return [f"{where or 'it'} is no JSON object"]
+    given = cast("Mapping[str, Any]", value)
+    known = {one.name: one.default is MISSING for one in fields(kind)}
+    at = f"{where}." if where else ""
+    faults = [f"{at}{name} is missing" for name, needed in known.items() if needed and name not in given]
+    faults += [f"{at}{name} is too much: nothing is called so" for name in given if name not in known]
+    for name in [name for name in known if name in given]:
+        wanted, fits = _CHECKS[name]
+        if not fits(given[name]):
+            faults.append(f"{at}{name} is {given[name]!r}, wanted {wanted}")
+    return faults
+
+
+_BLOCK = 1 << 16
+
+
+class LogFile:
+    """Args:
+    path: of the file; made if there is none, for the user of this process alone to read.
+    begins: what every line begins with, so that nobody's other file is written to.
+    is_whole: whether a text is a line that lacks nothing but its end.
+    max_bytes: the size at which a new file is begun; None: never.
+    max_files: the number of files that stay, with the one that is written to.
+
+    Raises ``UsageError`` if the file holds something else, and what opening it raises.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        begins: str,
+        is_whole: Callable[[str], bool],
+        *,
+        max_bytes: int | None = None,
+        max_files: int = 2,
+    ) -> None:
+        self._path, self._max_bytes, self._max_files = path, max_bytes, max_files
+        if path.is_file():
+            _mend(path, begins.encode(), is_whole)
+        self._file = _opened(path)
+        self._seekable = self._file.seekable()
+
+    def append(self, lines: str) -> None:
+        """Write all of that, or nothing and raise."""
+        rest = lines.encode()
+        end = self._file.seek(0, os.SEEK_END) if self._seekable else 0
+        if self._max_bytes is not None and self._seekable and end and end + len(rest) > self._max_bytes:
+            self._rotate()
+            end = 0
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except BaseException:
+            if self._seekable:
+                self._file.truncate(end)
+            raise
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        self._file.close()
+
+    def _rotate(self) -> None:
+        """Begin a new file. If that raises, what is there stays, and is written to as before."""
+        os.fsync(self._file.fileno())  # only the newest file may end with a torn line
+        files = [self._path, *(numbered(self._path, number) for number in range(1, self._max_files))]
+        for new, old in zip(files[:0:-1], files[-2::-1], strict=True):
+            if old.exists():
+                os.replace(old, new)
+        before, self._file = self._file, _opened(self._path)
+        before.close()
+
+
+def numbered(path: Path, number: int) -> Path:
+    """The file that was written to so many files before the one at ``path``."""
+    return path.with_name(f"{path.name}.{number}") if number else path
+
+
+def _opened(path: Path) -> FileIO:
+    return FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def _mend(path: Path, begins: bytes, is_whole: Callable[[str], bool]) -> None:
+    """Have the file end with a whole line, and without what was torn."""
+    with path.open("r+b") as file:
+        head = file.read(len(begins)).rstrip(b"\0")  # after a loss of power, some disks hold zeros where they were full
+        if not begins.startswith(head):
+            raise UsageError(f"{path} is no journal, for it begins with {head!r}; give the path of another file")
+        size = end = file.seek(0, os.SEEK_END)
+        tail = b""
+        while end and b"\n" not in tail:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            tail, end = file.read(end - start) + tail, start
+        tail = tail[tail.rfind(b"\n") + 1 :]
+        if is_whole(tail.decode(errors="replace")):
+            file.seek(size)
+            file.write(b"\n")
+        elif tail:
+            file.truncate(size - len(tail))
+
 
 _Owners = frozenset[tuple[str | None, str | None]]
 """Clients, and the names of their mini-batches."""

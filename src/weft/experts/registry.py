@@ -1,10 +1,10 @@
-"""Kinds of experts by name, so that a command line or a configuration file can ask for them.
+"""Registry of kinds of experts by name, so that a command line or a configuration file can ask for them.
 
     @register_expert("ffn")                       make_expert("ffn", hidden=512)
-    def ffn(hidden: int) -> tuple[module, args]   -> Blueprint: the module, and what a call of it looks like
+    def ffn(hidden: int) -> Blueprint             -> Blueprint: the module, and the schemas of its call
 
-A kind is a function or class that makes a module of keyword arguments. Its schemas come with it, since who
-asks for it by name cannot know them.
+A kind is a function that makes a module of keyword arguments. Its schemas come with it, since a configuration cannot
+know them. Two kinds come with weft, ``ffn`` and ``transformer``; they are ordinary users of `register_expert`.
 """
 
 import inspect
@@ -12,11 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from weft.core.errors import UsageError
-from weft.experts.backend import ExpertBackend
-from weft.experts.optimizers import OptimizerLike
+from weft.core.errors import UsageError, listed
+from weft.core.spec import TensorSpec
+from weft.experts.checks import count_fault, is_number
+from weft.experts.expert import ExpertBackend
+from weft.experts.optimizer_step import OptimizerLike
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,60 @@ def make_expert(kind: str, **arguments: Any) -> Blueprint:
 def expert_kinds() -> list[str]:
     """The names of all registered kinds, in order of the alphabet."""
     return sorted(_kinds)
+
+
+class FeedForward(nn.Module):
+    """The position-wise layer of a transformer: N x hidden to N x hidden, ``x + W2 gelu(W1 norm(x))``."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.expand = nn.Linear(hidden, inner)
+        self.contract = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.contract(nn.functional.gelu(self.expand(self.norm(x))))
+
+
+@register_expert("ffn")
+def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
+    """Rows x ``hidden``, float32; ``inner`` is 4 times that unless given. Raises ``UsageError`` for sizes below 1."""
+    faults = count_fault("hidden", hidden) + count_fault("inner", inner, none=True)
+    if faults:
+        raise UsageError(listed("a feed-forward layer cannot be made like this:", faults))
+    return Blueprint(
+        FeedForward(hidden, 4 * hidden if inner is None else inner), (TensorSpec((None, hidden), torch.float32),)
+    )
+
+
+class TransformerLayer(nn.Module):
+    """Self-attention and a feed-forward layer: N x length x hidden to the same, with an optional padding mask."""
+
+    def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(
+            hidden, heads, inner, dropout, activation="gelu", batch_first=True, norm_first=True
+        )
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.layer(x, src_key_padding_mask=padding)
+
+
+@register_expert("transformer")
+def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: float = 0.0) -> Blueprint:
+    """Rows x length x ``hidden``, float32, of any length; keyword ``padding``: rows x length bool, True where padded.
+
+    Raises ``UsageError`` for sizes below 1, a dropout that is none, and if ``hidden`` is no multiple of ``heads``.
+    """
+    faults = count_fault("hidden", hidden) + count_fault("heads", heads) + count_fault("inner", inner, none=True)
+    if not (is_number(dropout) and 0 <= dropout <= 1):
+        faults.append(f"dropout is {dropout!r}, wanted a number from 0 to 1")
+    if faults:
+        raise UsageError(listed("a transformer layer cannot be made like this:", faults))
+    if hidden % heads:
+        raise UsageError(f"a transformer layer of width {hidden} cannot have {heads} heads: wanted a divisor of it")
+    return Blueprint(
+        TransformerLayer(hidden, heads, 4 * hidden if inner is None else inner, dropout),
+        (TensorSpec((None, None, hidden), torch.float32),),
+        {"padding": TensorSpec((None, None), torch.bool)},
+    )

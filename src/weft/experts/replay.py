@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import listed
-from weft.experts.backend import ExpertBackend
-from weft.experts.entry import Entry, Member
+from weft.experts.accumulation import Owner
 from weft.experts.errors import CommitError, ReplayError
-from weft.experts.isolation import Offence
-from weft.experts.sums import Owner
+from weft.experts.executor import Offence
+from weft.experts.expert import ExpertBackend
+from weft.experts.journal import Entry, Member
 from weft.experts.task import Task
 
 Fetch = Callable[[Member], Sequence[Tensor]]

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 from weft.core.errors import UsageError
 from weft.experts.checks import LONGEST
-from weft.experts.counts import RuntimeStatistics
 from weft.experts.errors import ExpertError
-from weft.experts.pool import TaskPool
+from weft.experts.statistics import RuntimeStatistics
+from weft.experts.task_pool import TaskPool
 
 _holders: "WeakKeyDictionary[TaskPool, Runtime]" = WeakKeyDictionary()  # which runtime that runs has which pool
 _holding = threading.Lock()

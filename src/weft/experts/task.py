@@ -1,11 +1,11 @@
-"""One task of one client: flat tensors, and those who wait for the answer.
+"""Task: the request of one client, flat tensors, and the futures that wait for the answer.
 
     submit ──> waiting ──> taken ──> answered       every waiter gets the results, or the error
                   |
                   +──> cancelled by all its waiters, or expired: it leaves the queue and holds nothing
 
-Usually one future waits. A task with an idempotency key may be asked for again while it is under way; then the
-second asker joins as one more waiter, and may give up without hurting the first.
+Usually one future waits. A request with an idempotency key may be repeated while it is under way; then the repetition
+joins as one more waiter, and may be cancelled without hurting the first.
 """
 
 import ctypes
@@ -16,12 +16,15 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Protocol, cast, runtime_checkable
+from math import isnan
+from typing import Any, Protocol, cast, runtime_checkable
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from weft.core.errors import UsageError
+from weft.experts.checks import is_number
 from weft.experts.errors import ExpertError
 
 Results = list[Tensor]
@@ -51,7 +54,7 @@ class Task:
     ``key`` makes a repetition known, ``mini_batch`` names the sum that its gradient is added to, both within one
     ``client``. Quotas and shares go by ``principal``, which several clients may have. It came by ``stream``. Tasks of
     one ``lane`` may share a batch. ``evaluation``: the module runs as after ``eval()``; ``keep``: what its forward
-    leaves may be kept, see `weft.experts.kept`.
+    leaves may be kept, see `weft.experts.graph_cache`.
     """
 
     tensors: tuple[Tensor, ...]
@@ -185,6 +188,14 @@ def complete(answers: object, wanted: int, where: str) -> Sequence[Answer]:
     )
 
 
+def split_rows(batch: Sequence[Tensor], rows: Sequence[int]) -> list[Results]:
+    """The results of every task: views of its own rows."""
+    if len(rows) == 1:
+        return [list(batch)]
+    parts: list[Sequence[Tensor]] = [torch.split(tensor, list(rows)) for tensor in batch]
+    return [[part[place] for part in parts] for place in range(len(rows))]
+
+
 def answered(results: Results) -> "Future[Results]":
     """A future that has them already."""
     future: Future[Results] = Future()
@@ -227,3 +238,25 @@ class Ledger(Protocol):
     def abandon(self, task: Task) -> None:
         """Remove this task, which is not running any more; what was recorded stays."""
         ...
+
+
+def check_words(pool: str, client: Any, key: Any, mini_batch: Any, deadline: Any, *, splits: bool) -> None:
+    """Raise ``UsageError`` for words that mean nothing to the pool of this name; quick, for the many that do.
+
+    ``splits``: whether its tasks may name a mini-batch.
+    """
+    usual = mini_batch is None and (deadline is None or (type(deadline) is float and not isnan(deadline)))
+    if usual and all([word is None or (word and type(word) is str) for word in (client, key)]):
+        return
+    words = {"client": client, "key": key, "mini_batch": mini_batch}
+    wrong = [
+        f"{name} is {word!r}, wanted None or a non-empty str"
+        for name, word in words.items()
+        if not isinstance(word, str | None) or word == ""
+    ]
+    if deadline is not None and (not is_number(deadline) or (isinstance(deadline, float) and isnan(deadline))):
+        wrong.append(f"deadline is {deadline!r}, wanted None or a time of `time.monotonic`")
+    if wrong:
+        raise UsageError(f"pool {pool!r}: {'; '.join(wrong)}")
+    if mini_batch is not None and not splits:
+        raise UsageError(f"pool {pool!r} adds up no gradients, so mini_batch={mini_batch!r} means nothing here")

@@ -9,10 +9,10 @@ import torch
 from tests.experts.client.test_transport import gated
 from tests.experts.expert_cases import WIDTH, fussy_backend, rows
 from tests.experts.security.raw_http2 import raw_http2
-from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.directory import LocalDirectory
+from weft.experts.expert import ExpertBackend
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, Header, Kind

@@ -17,18 +17,17 @@ from tests.apart import python
 from tests.experts.waiting import until
 from weft.__main__ import main
 from weft.core.errors import UsageError
+from weft.experts.accumulation import SumsOptions
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert, Retry
 from weft.experts.client.command import status
-from weft.experts.entry import Entry
 from weft.experts.errors import ClosedError
+from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
-from weft.experts.journal import journal_lines, read_journal
-from weft.experts.kept import GraphBudget
+from weft.experts.journal import Entry, journal_lines, read_journal
 from weft.experts.server import Role, Server
 from weft.experts.server.command import serve
 from weft.experts.server.config import build, parse_expert, read_config
-from weft.experts.sums import SumsOptions
 from weft.experts.wire import RemoteError
 
 pytestmark = pytest.mark.timeout(60)

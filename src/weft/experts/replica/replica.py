@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.checkpoint.content import from_file, to_file
 from weft.experts.directory import Fence, Lease, Ownership
 from weft.experts.directory.token import replaced
+from weft.experts.expert import ExpertBackend
 from weft.experts.replica.mark import Mark, newer
 from weft.experts.replica.standing import Standing
 

@@ -11,16 +11,16 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from weft.core.errors import UsageError
-from weft.experts.backend import ExpertBackend
+from weft.experts.accumulation import SumsOptions
 from weft.experts.checkpoint.names import folder_name
-from weft.experts.guards import Guards
+from weft.experts.expert import ExpertBackend
+from weft.experts.gradient_guards import Guards
+from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal
-from weft.experts.kept import GraphBudget
 from weft.experts.registry import make_expert
 from weft.experts.server.config_faults import Faults
 from weft.experts.server.config_form import names_of
-from weft.experts.sums import SumsOptions
 
 Options = TypeVar("Options")
 

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, cast
 
+from weft.experts.accumulation import SumsOptions
+from weft.experts.batching import PoolOptions
 from weft.experts.checks import count_fault
 from weft.experts.client.channel import ClientTls
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.idempotency import IdempotencyOptions
-from weft.experts.limits import PoolOptions
 from weft.experts.server.access import Role
 from weft.experts.server.options import ServerOptions, ServerTls
 from weft.experts.server.place import place_faults
 from weft.experts.service.address import address_fault, is_loopback, split
-from weft.experts.sums import SumsOptions
 from weft.experts.wire.limits import Limits
 
 _NUMBER = (int, float)

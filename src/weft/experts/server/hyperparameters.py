@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from weft.experts.backend import ExpertBackend
+from weft.experts.expert import ExpertBackend
 
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # not what is computed, but how
 

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from weft.experts.backend import ExpertBackend
-from weft.experts.pool import Process, TaskPool
+from weft.experts.expert import ExpertBackend
 from weft.experts.server.access import Access, Audit, Caller
 from weft.experts.server.desk import Desk, Reply
 from weft.experts.server.served import Served
 from weft.experts.task import Answer, Results, Task
 from weft.experts.telemetry import Observer, SafeObserver
+from weft.experts.task_pool import Process, TaskPool
+from weft.experts.tracing.spans import Observer, Shielded
 from weft.experts.wire import Received
 
 

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, listed
-from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client.tls import directory_faults
 from weft.experts.directory import Directory, Lease
+from weft.experts.expert import ExpertBackend
 from weft.experts.replica import Feed, Keeper, ReplicaOptions, ReplicaStatistics
 from weft.experts.server.presence import Presence
 from weft.experts.server.served import Served

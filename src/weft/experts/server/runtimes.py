@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from weft.experts.backend import ExpertBackend
+from weft.experts.expert import ExpertBackend
 from weft.experts.runtime import Runtime
 
 

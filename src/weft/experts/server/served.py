@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from weft.core.errors import UsageError, escaped, listed
-from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore, FolderLock
 from weft.experts.checks import LONGEST
 from weft.experts.directory import Lease
 from weft.experts.errors import ExpertError
+from weft.experts.expert import ExpertBackend
 from weft.experts.replica import Replica
 from weft.experts.server.hyperparameters import changed, hyperparameters
 from weft.experts.service import Description, Receipt, describe, read_description, read_receipt

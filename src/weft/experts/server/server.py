@@ -8,7 +8,7 @@
     end     leave the directory ── refuse new work ── finish what was accepted ── save ── answer ── close
 
 Continuous batching over all clients, steps exactly once, checkpoints that restart by themselves: see
-`weft.experts.pool`, `weft.experts.idempotency` and `weft.experts.checkpoint`. Nothing outlives the ``with`` block.
+`weft.experts.task_pool`, `weft.experts.idempotency` and `weft.experts.checkpoint`. Nothing outlives the ``with`` block.
 """
 
 import logging
@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 from weft.core.errors import UsageError, WeftError, escaped
 from weft.core.process import Home
-from weft.experts.backend import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import DeclaredError, Directory
+from weft.experts.expert import ExpertBackend
 from weft.experts.panel.http import Panel, PanelOptions
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server.access import OPEN, Access, Audit, Caller

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, cast
 
-from weft.experts.backend import ExpertBackend
-from weft.experts.counts import BackendStatistics, RuntimeStatistics
+from weft.experts.expert import ExpertBackend
 from weft.experts.replica import ReplicaStatistics
 from weft.experts.runtime import Runtime
 from weft.experts.server.desk import Desk
@@ -20,6 +19,7 @@ from weft.experts.server.endpoint import Endpoint
 from weft.experts.server.neighbours import DirectoryStatistics, Neighbours
 from weft.experts.server.presence import LeaseStatistics, Presence
 from weft.experts.server.repeat import Repeat
+from weft.experts.statistics import BackendStatistics, RuntimeStatistics
 
 
 @dataclass(frozen=True)

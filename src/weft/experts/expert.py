@@ -10,32 +10,31 @@ The two kinds of task and the schemas are hivemind's. Beyond it: a client's faul
 with a key steps once however often it is sent, and the log of the batches replays to the same bytes.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from weft.core.errors import UsageError
-from weft.experts.arguments import one_of
-from weft.experts.counts import BackendStatistics
-from weft.experts.engine import Engine, Parts
-from weft.experts.guards import Guards
+from weft.core.errors import UsageError, listed
+from weft.experts.accumulation import Sums, SumsOptions
+from weft.experts.batching import Company, PoolOptions
+from weft.experts.checks import is_number
+from weft.experts.executor import Engine, Parts
+from weft.experts.gradient_guards import Guards
+from weft.experts.graph_cache import GraphBudget, KeptGraphs
 from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from weft.experts.journal import Journal
-from weft.experts.kept import GraphBudget, KeptGraphs
-from weft.experts.limits import PoolOptions
-from weft.experts.linger import Company
-from weft.experts.loading import load
-from weft.experts.optimizers import OptimizerLike, ScheduleLike, make_stepping
-from weft.experts.pool import TaskPool
+from weft.experts.optimizer_step import OptimizerLike, ScheduleLike, Stepper, make_stepping
 from weft.experts.runner import Runner
 from weft.experts.schema import Columns, call_nest
-from weft.experts.state import check_state, state_of
-from weft.experts.stepping import Stepper
-from weft.experts.sums import Sums, SumsOptions
+from weft.experts.state import check_state, load, state_of
+from weft.experts.statistics import BackendStatistics
 from weft.experts.task import Results
+from weft.experts.task_pool import TaskPool
 
 
 class ExpertBackend:
@@ -58,7 +57,7 @@ class ExpertBackend:
         guards: which gradients are refused; see `Guards`.
         records: how long idempotency keys are known; see `IdempotencyOptions`.
         mini_batches: how many sums of gradients may be open for `commit`; see `SumsOptions`.
-        keep_graphs: keep graph and inputs of forwards that have a key for their backward; see `weft.experts.kept`.
+        keep_graphs: keep graph and inputs of forwards that have a key for their backward; see `GraphBudget`.
         journal: logs every batch that counts, for `weft.experts.replay`.
         pool_options: the fields of `PoolOptions`.
 
@@ -283,3 +282,49 @@ class ExpertBackend:
                 records=self.records.statistics(),
                 pools={pool.name: pool.statistics() for pool in self.pools},
             )
+
+
+_PARTS: dict[str, type[Any]] = {
+    "guards": Guards,
+    "records": IdempotencyOptions,
+    "mini_batches": SumsOptions,
+    "keep_graphs": GraphBudget,
+    "journal": Journal,
+}
+
+
+def one_of(name: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[nn.Module, OptimizerLike | None]:
+    """The module and the optimizer, by whichever of their names they came.
+
+    Raises ``UsageError`` that lists what is missing, twice there, of a wrong kind, or no option of a pool.
+    """
+    faults: list[str] = []
+    if not isinstance(name, str) or not name:
+        seen = "empty" if name == "" else repr(name)
+        faults.append(f"name is {seen}, wanted what clients call the expert by")
+    for first, second in (("module", "expert"), ("optimizer", "opt")):
+        if given[first] is not None and given[second] is not None:
+            faults.append(f"{first}= and {second}= are two names of one thing, and both were given; give one")
+    module = given["expert"] if given["module"] is None else given["module"]
+    optimizer = given["opt"] if given["optimizer"] is None else given["optimizer"]
+    if not isinstance(module, nn.Module):
+        faults.append(f"module is of type {type(module).__name__}, wanted a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        faults.append(f"optimizer is of type {type(optimizer).__name__}, wanted an optimizer or what makes one")
+    clip = given["clip_grad_norm"]
+    if clip is not None and not (is_number(clip) and clip > 0):
+        faults.append(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
+    elif clip is not None and optimizer is None:
+        faults.append("clip_grad_norm was given, but no optimizer whose steps it would bound")
+    faults += [
+        f"{part} is of type {type(given[part]).__name__}, wanted a {kind.__name__}, or None"
+        for part, kind in _PARTS.items()
+        if given[part] is not None and not isinstance(given[part], kind)
+    ]
+    known = [each.name for each in fields(PoolOptions)]
+    faults += [
+        f"{option} is no option; those of a pool are {', '.join(known)}" for option in options if option not in known
+    ]
+    if faults:
+        raise UsageError(listed(f"expert {name!r} cannot be made:", faults))
+    return cast("nn.Module", module), cast("OptimizerLike | None", optimizer)

@@ -8,7 +8,7 @@ applied that was not looked at:
     running statistics           what the batch makes of them: finite, where they were
 
 A gradient of the outputs tells by itself whose it is. For those of the parameters the batch is taken apart; see
-`weft.experts.isolation`. A norm that overflows its dtype counts as not finite: the optimizer would square it too.
+`weft.experts.executor`. A norm that overflows its dtype counts as not finite: the optimizer would square it too.
 """
 
 import math
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import is_number, switch_fault
-from weft.experts.effects import Snapshot
 from weft.experts.errors import GradientError
+from weft.experts.runner import Snapshot
 
 
 @dataclass(frozen=True)

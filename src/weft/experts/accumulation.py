@@ -21,7 +21,7 @@ from weft.core.errors import UsageError, listed
 from weft.core.gradient_sum import GradientSum
 from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.errors import CommitError, OverloadError, QuotaError
-from weft.experts.gradients import nbytes
+from weft.experts.optimizer_step import nbytes
 from weft.experts.task import CallerStream, Task
 
 Owner = tuple[str | None, str]

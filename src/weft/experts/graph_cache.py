@@ -8,7 +8,7 @@ not be sent again.
 
 A graph serves a batch of exactly the tasks that made it, with equal inputs. Otherwise the forward runs again, with the
 same result up to the random numbers that it draws. So this pays for one trainer, for several who keep step with each
-other (`weft.experts.linger`), or under mini-batches that are committed later.
+other (`weft.experts.batching`), or under mini-batches that are committed later.
 Held are at most so many bytes, inputs and what autograd saves, for so many seconds. Beyond that, the oldest goes of the
 client that holds most.
 """
@@ -25,11 +25,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.core.errors import UsageError, listed
 from weft.core.segment import version
-from weft.experts.batch import deal
 from weft.experts.checks import count_fault, seconds_fault
-from weft.experts.gradients import strided
+from weft.experts.optimizer_step import strided
 from weft.experts.runner import Graph
-from weft.experts.task import Task
+from weft.experts.task import Task, split_rows
 
 Name = tuple[str | None, str]
 """A client, and its key."""
@@ -176,7 +175,7 @@ class KeptGraphs:
         leaves = [leaf.detach() for leaf in graph.leaves]
         size, nbytes = sum([leaf.nbytes for leaf in leaves]), saved.nbytes
         if all([leaf.is_cpu for leaf in leaves]):  # the graph's own, so that nothing is held twice
-            inputs = deal(leaves, [task.rows for task in tasks])
+            inputs = split_rows(leaves, [task.rows for task in tasks])
         else:
             inputs, nbytes = [list(task.tensors[: len(leaves)]) for task in tasks], nbytes + size
         named, principal = dict(zip(names, inputs, strict=True)), tasks[0].principal

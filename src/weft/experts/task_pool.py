@@ -7,7 +7,7 @@
 
 Everything that can be wrong with a task by itself is found in `submit_task`, in its author's thread. Batching is
 continuous: a batch is what waits when the device is free, and a moment longer only where that has been seen to pay
-(`weft.experts.linger`) or was asked for (``min_batch_size``). The pool whose oldest task waits longest goes first: an
+(`weft.experts.batching`) or was asked for (``min_batch_size``). The pool whose oldest task waits longest goes first: an
 idea of hivemind's task pools.
 """
 
@@ -19,14 +19,22 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from weft.experts.counts import PoolStatistics, Tally
+from weft.experts.batching import Company, Lanes, Linger, Load, PoolOptions
 from weft.experts.errors import ClosedError, ExpertError, ExpiredError, reason_of
-from weft.experts.lanes import Lanes
-from weft.experts.limits import Load, PoolOptions
-from weft.experts.linger import Company, Linger
 from weft.experts.schema import Columns
-from weft.experts.task import Answer, CallerStream, Ledger, Results, Task, answer, answered, brought, complete
-from weft.experts.words import check_words
+from weft.experts.statistics import PoolStatistics, Tally
+from weft.experts.task import (
+    Answer,
+    CallerStream,
+    Ledger,
+    Results,
+    Task,
+    answer,
+    answered,
+    brought,
+    check_words,
+    complete,
+)
 
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
 """Works on a batch: one answer per task, in order. What it raises, all of them get."""
@@ -106,7 +114,7 @@ class TaskPool:
             key: idempotency key; a repetition gets the answer of the first, and nothing runs twice.
             mini_batch: adds the gradient to this sum instead of stepping; see `ExpertBackend.commit`.
             evaluation: the module runs as after ``eval()``; forward and backward of one key should agree in it.
-            keep: of a forward with a key: what it leaves may be kept for its backward, see `weft.experts.kept`.
+            keep: of a forward with a key: what it leaves may be kept for its backward, see `weft.experts.graph_cache`.
             principal: the owner of the quotas and shares that this task counts against; None: ``client``.
             stream: by which it came; when that has ended, its open mini-batch is dropped, see `SumsOptions`.
 

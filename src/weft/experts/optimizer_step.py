@@ -1,0 +1,344 @@
+"""Optimizer step of an expert: gradients in memory of their own, hooks, clipping, optimizer, schedule, journal.
+
+gradients ── own ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
+                                 '────────raises──> StepError                    whatever happens
+
+What users give is an optimizer, or a factory of one:
+
+    torch.optim.Adam                       called with the parameters, and fused=True where that can work
+    partial(torch.optim.AdamW, lr=1e-3)    the same; what is bound stays as it is, also fused=False
+    lambda parameters: SGD(parameters, .1) takes no ``fused``
+    torch.optim.Adam(module.parameters())  used as it is
+
+A fused step is one kernel over all parameters: for an Adam step on two layers of 1024 x 4096 it takes a tenth of the
+time, and small batches wait for that time. PyTorch refuses complex parameters and sparse gradients only in the step
+itself, when a part of the weights has changed already. So the former are not asked to be fused, and at the first of
+the latter, which cannot be foreseen, the optimizer goes on without, before it has changed anything.
+
+`torch.autograd.grad` returns gradients that autograd would have copied before putting them into ``.grad``:
+
+    y = x @ (a + b)                  one gradient, and it is that of a and that of b
+    y = (x + p) * 2, one row         the gradient of p is the answer to the client as well
+    y = x + p.sum()                  one number, expanded: its strides are 0
+    y = x @ torch.cat([q, k], 1)     the gradients of q and k are columns of one matrix
+
+Clipping would scale the first twice and the client's own numbers, and fused steps walk raw memory, and so past the end
+of the others. What fits already is not copied: on the CPU a copy of all gradients takes as long as a step.
+"""
+
+import inspect
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from secrets import token_hex
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from weft.core.errors import UsageError, listed
+from weft.experts.errors import StepError
+from weft.experts.journal import Entry, Journal, Member
+from weft.experts.task import Task
+
+
+def strided(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold its memory: itself, or what a sparse one is made of."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []  # memory that nobody can look into
+
+
+def nbytes(tensor: Tensor) -> int:
+    """How much memory its numbers take. A sparse tensor does not say so itself."""
+    return tensor.nbytes if tensor.layout is torch.strided else sum([part.nbytes for part in strided(tensor)])
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of their storages."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def own(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> list[Tensor | None]:
+    """The gradients, each in memory that nobody else has; ``held``: the addresses of storages that others have."""
+    seen = set(held)
+    return [
+        None if gradient is None else _owned(parameter, gradient, seen)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+
+
+def _owned(parameter: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
+    """The gradient or a copy; its memory is seen from now on."""
+    if gradient.layout is not torch.strided:
+        there = {part.untyped_storage().data_ptr() for part in strided(gradient)}
+        gradient = gradient.clone() if there & seen else gradient
+        seen.update(there)
+        return gradient
+    address = gradient.untyped_storage().data_ptr()
+    if address in seen:
+        return _copied(parameter, gradient)
+    found = laid_out(parameter, gradient)
+    if found is gradient:
+        seen.add(address)
+    return found
+
+
+def laid_out(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor of the shape of a parameter, or a copy where its memory is in another order."""
+    return tensor if fits(parameter, tensor) else _copied(parameter, tensor)
+
+
+def _copied(parameter: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def fits(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether a kernel that walks both memories from end to end meets the same elements, and all of them."""
+    if parameter.is_contiguous():
+        return gradient.is_contiguous()
+    dense = torch.empty_like(parameter, device="meta")  # that of optimizers, whose states are made so
+    return gradient.stride() == dense.stride()
+
+
+OptimizerLike = Optimizer | Callable[..., Optimizer]
+"""An optimizer, or what makes one out of a list of parameters."""
+ScheduleLike = LRScheduler | Callable[[Optimizer], LRScheduler]
+"""A schedule, or what makes one out of an optimizer."""
+
+
+def make_stepping(
+    name: str,
+    parameters: Sequence[nn.Parameter],
+    optimizer: OptimizerLike | None,
+    schedule: ScheduleLike | None,
+    *,
+    plainly: bool,
+) -> tuple[Optimizer | None, LRScheduler | None]:
+    """An optimizer of these parameters and its schedule, which can do what they are there for.
+
+    Args:
+        name: of the expert.
+        parameters: of its module, frozen ones too: an optimizer steps those alone that have a gradient.
+        optimizer, schedule: see `make_optimizer` and `make_schedule`.
+        plainly: whether both are stepped without arguments; who overrides ``apply_gradients`` may give them some.
+
+    Raises ``UsageError`` that lists why they can never do that, and what these two raise.
+    """
+    could = [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
+    made = None if optimizer is None else make_optimizer(optimizer, could)
+    steered = make_schedule(schedule, made)
+    faults: list[str] = []
+    if made is not None:
+        own = {id(parameter) for parameter in parameters}
+        if not any(id(each) in own for group in made.param_groups for each in group["params"]):
+            faults.append("optimizer has none of the module's parameters; make it of module.parameters()")
+    for word, part in (("optimizer", made), ("schedule", steered)):
+        wanted = _wanted(type(part).step) if part is not None and plainly else []
+        if wanted:
+            faults.append(
+                f"{word} is a {type(part).__name__}, whose step wants {', '.join(wanted)}, and nobody gives that; take "
+                "another, or override apply_gradients in a class of your own"
+            )
+    if faults:
+        raise UsageError(listed(f"expert {name!r} cannot take steps:", faults))
+    return made, steered
+
+
+def make_optimizer(given: OptimizerLike, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The optimizer that was given, or that the factory makes of these parameters.
+
+    Raises ``UsageError`` if it is none; what the factory itself raises comes through.
+    """
+    if isinstance(given, Optimizer):
+        return given
+    made: Any = None
+    if _takes_fused(given) and all(_may_fuse(parameter) for parameter in parameters):
+        try:
+            made = given(list(parameters), fused=True)
+            if isinstance(made, Optimizer):
+                _watch(made)
+        except RuntimeError:  # this device, dtype or option has no fused step
+            made = given(list(parameters))
+    else:
+        made = given(list(parameters))
+    if not isinstance(made, Optimizer):
+        raise UsageError(
+            f"optimizer made a {type(made).__name__}, wanted a torch.optim.Optimizer, or a function that makes one of "
+            "a list of parameters"
+        )
+    return made
+
+
+def make_schedule(given: ScheduleLike | None, optimizer: Optimizer | None) -> LRScheduler | None:
+    """The schedule that was given, or that the factory makes for this optimizer. Raises ``UsageError``."""
+    if given is None:
+        return None
+    if optimizer is None:
+        raise UsageError("a schedule was given, but no optimizer that it could steer")
+    made: Any = given if isinstance(given, LRScheduler) else given(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise UsageError(f"schedule made a {type(made).__name__}, wanted a torch.optim.lr_scheduler.LRScheduler")
+    if made.optimizer is not optimizer:
+        raise UsageError("the schedule steers another optimizer than the one that was given; pass a function of it")
+    return made
+
+
+def _wanted(method: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that it cannot be called without. Of a class: schedules wrap that of the instance."""
+    known = list(inspect.signature(method).parameters.values())[1:]
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in known if each.default is inspect.Parameter.empty and each.kind not in free]
+
+
+def _may_fuse(parameter: nn.Parameter) -> bool:
+    """Whether a fused step can be right: it walks the raw memory of real numbers."""
+    return not parameter.is_complex() and fits(parameter, parameter)
+
+
+def _watch(optimizer: Optimizer) -> None:
+    """Before each step, give up the fused one where it would refuse. The states of both kinds are alike.
+
+    For good at a sparse gradient. For once where momentum begins for some parameters, which were frozen or not used
+    before, while others have it.
+    """
+    paused: list[dict[str, Any]] = []
+
+    def before(*_: object) -> None:
+        for group in optimizer.param_groups:
+            stepped = [each for each in group["params"] if each.grad is not None] if group.get("fused") else []
+            if any([each.grad.is_sparse for each in stepped]):
+                for other in optimizer.param_groups:
+                    other["fused"] = None
+            elif group.get("momentum"):
+                moving = {optimizer.state.get(each, {}).get("momentum_buffer") is None for each in stepped}
+                if len(moving) == 2:
+                    group["fused"] = None
+                    paused.append(group)
+
+    def after(*_: object) -> None:
+        while paused:
+            paused.pop()["fused"] = True
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _takes_fused(factory: Callable[..., Optimizer]) -> bool:
+    """Whether a factory has a keyword ``fused`` by name that is not bound yet."""
+    if isinstance(factory, partial) and "fused" in factory.keywords:
+        return False
+    try:
+        return "fused" in inspect.signature(cast("Callable[..., Any]", factory)).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+Kind = Literal["backward", "commit"]
+
+
+class Stepper:
+    """Applies gradients to ``parameters``, asked for anew each time. Belongs to whoever holds the expert's lock."""
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Callable[[], Iterable[nn.Parameter]],
+        apply: Callable[[], None] | None,
+        journal: Journal | None,
+    ) -> None:
+        self.steps = self.batches = 0
+        self.branch = self._next_branch = ""
+        self.journal_failures = 0
+        self._name = name
+        self._parameters = parameters
+        self._apply = apply
+        self.journal = journal
+        if journal is not None:
+            journal.own(name)
+        self.restored(0, "")
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything that applies gradients."""
+        return self._apply is not None
+
+    def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> None:
+        """One optimizer step. Raises `StepError` if the optimizer does, or a hook; then it does not count.
+
+        ``held``: the addresses of the storages that others go on using. What looks into them is not written to.
+        """
+        self._clear()  # of what was left there by others: the optimizer may hold parameters that are frozen now
+        try:
+            for parameter, gradient in zip(parameters, own(parameters, gradients, held), strict=True):
+                parameter.grad = gradient
+                if gradient is not None and parameter._post_accumulate_grad_hooks:
+                    _hear(parameter)
+            if self._apply is not None:
+                self._apply()
+        except Exception as error:
+            raise StepError(
+                f"applying the gradients of expert {self._name!r} raised {type(error).__name__}: {error}. The weights "
+                "may have changed in part; load a checkpoint"
+            ) from error
+        finally:
+            self._clear()
+        self.steps += 1
+
+    def _clear(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def restored(self, batches: int, branch: str) -> None:
+        """The expert goes on after so many backward batches, the last of this branch, and now from there."""
+        self.batches, self.branch, self._next_branch = batches, branch, token_hex(8)
+        if self.journal is not None:
+            self.journal.restored(self.steps, batches, branch)
+
+    @contextmanager
+    def replaying(self, branch: str) -> Generator[None]:
+        """What runs within is of this branch, which ran before."""
+        self._next_branch = branch
+        try:
+            yield
+        finally:
+            self._next_branch = token_hex(8)
+
+    def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False, terms: int = 0) -> None:
+        """Put a batch into the journal. ``terms``: of the sum that a commit applied."""
+        if failed:  # a commit stays at its place: what a state of there has in it is told by its branch
+            self._next_branch = token_hex(8)
+        self.branch = self._next_branch
+        self._write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches, self.branch, terms), tasks)
+
+    def log_dropped(self, client: str | None, mini_batch: str) -> None:
+        """Put into the journal that the sum of a mini-batch is gone, and was not applied."""
+        members = (Member(client, None, 1, 0),)
+        entry = Entry("dropped", self.steps, 0, mini_batch, members, torch.get_num_threads(), batch=self.batches)
+        self._write(replace(entry, branch=self.branch), ())
+
+    def _write(self, entry: Entry, tasks: Sequence[Task]) -> None:
+        """A full disk must not make a step that was taken look like one that was not."""
+        if self.journal is None:
+            return
+        try:
+            self.journal.write(entry, tasks)
+        except Exception:
+            self.journal_failures += 1
+
+
+def _hear(parameter: nn.Parameter) -> None:
+    """Its post-accumulate hooks: autograd calls them only where it puts the gradient there itself."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    with torch.no_grad():
+        for hook in list(hooks.values()):
+            hook(parameter)
