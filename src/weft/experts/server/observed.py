@@ -17,9 +17,8 @@ from weft.experts.server.access import Access, Audit, Caller
 from weft.experts.server.desk import Desk, Reply
 from weft.experts.server.served import Served
 from weft.experts.task import Answer, Results, Task
-from weft.experts.telemetry import Observer, SafeObserver
 from weft.experts.task_pool import Process, TaskPool
-from weft.experts.tracing.spans import Observer, Shielded
+from weft.experts.telemetry import Observer, SafeObserver
 from weft.experts.wire import Received
 
 
