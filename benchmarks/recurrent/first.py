@@ -28,7 +28,7 @@ from benchmarks.recurrent.zoo import WIDTH, ZOO
 from benchmarks.table import Row, Table, at_most
 from weft.core.tree import flatten
 from weft.recurrent import Recurrent, cells
-from weft.recurrent.native.program import kernels
+from weft.recurrent.cpp.backend import kernels
 
 STEPS, ROWS = (50, 1000), 8
 WANTED = 1.5

@@ -8,7 +8,7 @@ import torch
 
 from weft.demo import characters
 from weft.demo.stage import Options, ProofError, Stagehand
-from weft.recurrent.native import compiler
+from weft.recurrent.cpp import compiler
 from weft.report import page
 
 

@@ -8,7 +8,7 @@ from weft.demo.keeping import LOOP, MEMORIES, Planned, curves
 from weft.demo.speller import IntegratingCell
 from weft.demo.stage import ProofError
 from weft.recurrent import engine
-from weft.recurrent.native.compiler import compiler
+from weft.recurrent.cpp.compiler import compiler
 
 BACKENDS = [
     "python",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.recurrent.capture import capture
+from weft.recurrent.cpp.backend import NativeEngine
+from weft.recurrent.cpp.decompositions import composed
 from weft.recurrent.engine import Engine
-from weft.recurrent.native.engine import NativeEngine
-from weft.recurrent.native.operators import composed
 from weft.recurrent.python_engine import PythonEngine
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from weft.core.tree import flatten, map_leaves
 from weft.recurrent import Recurrent
-from weft.recurrent.native.compiler import compiler
+from weft.recurrent.cpp.compiler import compiler
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 by_plan = pytest.mark.parametrize("backend", ["python", pytest.param("c", marks=needs_compiler)])

@@ -13,7 +13,7 @@ from tests.recurrent.recurrent_cases import by_plan, close, eagerly, needs_compi
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import KINDS, NoPlanWarning, Plans
-from weft.recurrent.native.engine import NativeEngine
+from weft.recurrent.cpp.backend import NativeEngine
 from weft.recurrent.network import _check
 from weft.recurrent.planned import PlannedCall
 from weft.recurrent.verify import PlanError

@@ -16,9 +16,9 @@ from weft.core.errors import UsageError
 from weft.core.tree import flatten
 from weft.recurrent import cells, workspace
 from weft.recurrent.cell import adapt
+from weft.recurrent.cpp.backend import NativeEngine
 from weft.recurrent.engine import Chunk, borders
 from weft.recurrent.memory import Keeping, Size, keeping, size_of
-from weft.recurrent.native.engine import NativeEngine
 from weft.recurrent.workspace import pool
 
 TOLD = 0.1  # how far a prediction may be off

@@ -19,10 +19,10 @@ from weft.demo.speller import IntegratingCell
 from weft.demo.stage import ProofError
 from weft.recurrent import Recurrent
 from weft.recurrent.capture import capture
+from weft.recurrent.cpp.backend import NativeEngine
+from weft.recurrent.cpp.decompositions import composed
 from weft.recurrent.engine import Engine
 from weft.recurrent.memory import Memory, keeping, size_of
-from weft.recurrent.native.engine import NativeEngine
-from weft.recurrent.native.operators import composed
 from weft.recurrent.python_engine import PythonEngine
 
 Planned = Literal["c", "python"]

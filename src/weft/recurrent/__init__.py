@@ -10,7 +10,7 @@ A plan in place of the loop: conditions.py, draws.py   lengths and random number
                              capture.py, tidy.py  the graph of one step and its backward
                              parts.py             what must run step by step, and what need not
                              engine.py            a stretch of time, whichever way it is run:
-                             native/              as a loop in C++
+                             cpp/                 as a loop in C++
                              python_engine.py, plan.py, code.py, bulk.py  as loops in Python
                              derived.py, room.py, memory.py, workspace.py  a whole sequence, as one node of autograd
                              verify.py, backends.py, owned.py  the check against the loop, and who runs what

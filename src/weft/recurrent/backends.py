@@ -24,11 +24,11 @@ import torch
 from weft.core.errors import WeftError
 from weft.recurrent import eager
 from weft.recurrent.capture import MisfitError
+from weft.recurrent.cpp.compiler import CompileError
+from weft.recurrent.cpp.operators import Unsupported
 from weft.recurrent.engine import Engine
 from weft.recurrent.memory import NAMES as MEMORY
 from weft.recurrent.memory import Memory
-from weft.recurrent.native.compiler import CompileError
-from weft.recurrent.native.lower import Unsupported
 from weft.recurrent.planned import RACE_STEPS, PlannedCall, unfit
 from weft.recurrent.trial import unobserved
 from weft.recurrent.verify import PlanError

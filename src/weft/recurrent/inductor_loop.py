@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from weft.recurrent.code import CompiledLoop, Loop
-from weft.recurrent.native.compiler import CompileError
+from weft.recurrent.cpp.compiler import CompileError
 
 _aten = cast(Any, torch.ops.aten)
 

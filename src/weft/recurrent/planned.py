@@ -18,6 +18,9 @@ from weft.recurrent.as_it_was import as_it_was
 from weft.recurrent.capture import CaptureError, capture
 from weft.recurrent.captured import Captured
 from weft.recurrent.conditions import check_number, conditions_of, held_inputs, more_inputs, nested
+from weft.recurrent.cpp.backend import NativeEngine
+from weft.recurrent.cpp.decompositions import composed
+from weft.recurrent.cpp.operators import Unsupported
 from weft.recurrent.derived import run_derived
 from weft.recurrent.double_backward import Again
 from weft.recurrent.draws import drawn, lies
@@ -25,9 +28,6 @@ from weft.recurrent.engine import Engine
 from weft.recurrent.inductor_engine import InductorEngine
 from weft.recurrent.links import Linked
 from weft.recurrent.memory import Memory
-from weft.recurrent.native.engine import NativeEngine
-from weft.recurrent.native.lower import Unsupported
-from weft.recurrent.native.operators import composed
 from weft.recurrent.owned import Owned, owned
 from weft.recurrent.pure import made_in_the_step
 from weft.recurrent.python_engine import PythonEngine

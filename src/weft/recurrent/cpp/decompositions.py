@@ -1,0 +1,147 @@
+"""Convolutions as matrix products, for cells such as ConvLSTM's.
+
+    x (N, C, H, W)  -> padded, windows as a view (N, H', W', C, kh, kw) -> copied to columns -> W columns
+
+    gradient of x          the same with the kernel turned round, where the stride is 1
+    gradient of the kernel one product of the output's gradient and the columns, over all rows and places
+
+Grouped, transposed and strided backward ones are left as they are, and another backend runs the cell. Columns are those
+of `im2col` (Chellapilla et al., 2006).
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, _decomp
+
+from weft.recurrent.cpp.operators import aten
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
+    """aten.convolution out of smaller operators; NotImplemented where that is not known."""
+    if transposed or groups != 1 or x.dim() != weight.dim():
+        return NotImplemented
+    windows = _windows(x, weight.shape[2:], stride, padding, dilation)  # N, places ..., C, kernel ...
+    dims = weight.dim() - 2
+    places = list(windows.shape[1 : dims + 1])
+    columns = windows.reshape(-1, weight[0].numel())
+    flat = weight.reshape(weight.shape[0], -1).t()
+    out = columns @ flat if bias is None else torch.addmm(bias, columns, flat)
+    return out.reshape(x.shape[0], *places, weight.shape[0]).movedim(-1, 1).contiguous()
+
+
+def convolution_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """aten.convolution_backward out of smaller operators; NotImplemented where that is not known."""
+    if transposed or groups != 1 or any(step != 1 for step in stride) or x.dim() != weight.dim():
+        return NotImplemented
+    axes = list(range(2, weight.dim()))
+    dx = dw = db = None
+    if output_mask[0]:
+        turned = weight.flip(axes).transpose(0, 1).contiguous()
+        around = [d * (k - 1) - p for k, p, d in zip(weight.shape[2:], padding, dilation, strict=True)]
+        if any(each < 0 for each in around):
+            return NotImplemented
+        zeros = [0] * len(axes)
+        dx = convolution(gradient, turned, None, stride, around, dilation, False, zeros, 1)
+    rows = gradient.movedim(1, -1).reshape(-1, weight.shape[0])
+    if output_mask[1]:
+        columns = _windows(x, weight.shape[2:], stride, padding, dilation).reshape(-1, weight[0].numel())
+        dw = (rows.t() @ columns).reshape(weight.shape)
+    if output_mask[2]:
+        db = rows.sum(0)
+    return dx, dw, db
+
+
+def _windows(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """What the kernel sees at every place: N, places ..., C, kernel ..., a view of the padded input."""
+    for axis, pad in enumerate(padding, 2):
+        if pad:
+            edge = x.new_zeros([pad if i == axis else size for i, size in enumerate(x.shape)])
+            x = torch.cat([edge, x, edge], axis)
+    dims = len(kernel)
+    for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
+        x = x.unfold(axis, (size - 1) * apart + 1, step)
+    for axis, apart in enumerate(dilation, 2 + dims):
+        if apart != 1:
+            x = x[(slice(None),) * axis + (slice(None, None, apart),)]
+    return x.movedim(1, dims + 1)
+
+
+_ACTIVATIONS = """
+    silu silu_backward gelu gelu_backward softplus softplus_backward log_sigmoid_forward log_sigmoid_backward
+    elu elu_backward celu selu hardtanh hardtanh_backward hardsigmoid hardsigmoid_backward
+    hardswish hardswish_backward mish mish_backward leaky_relu leaky_relu_backward glu glu_backward
+    threshold softshrink softshrink_backward hardshrink logit logit_backward tan_backward
+"""
+_NORMS = """
+    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+    _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data logsumexp logaddexp
+    norm linalg_vector_norm var_mean std aminmax nansum mse_loss huber_loss
+"""
+_PRODUCTS = "addmv addr mv dot vdot outer baddbmm addcmul addcdiv lerp xlogy rsub"
+_SHAPES = """
+    select_backward slice_backward stack unsafe_split unsafe_chunk narrow narrow_copy
+    diff unsqueeze_copy squeeze masked_fill fill new_empty nan_to_num tril triu index_fill
+"""
+_SIXTH = struct.unpack("f", struct.pack("f", 1 / 6))[0]
+
+
+def composed() -> dict[Any, Callable[..., Any]]:
+    """For operators that are made of smaller ones, PyTorch's own functions that make them so."""
+    names = " ".join((_ACTIVATIONS, _NORMS, _PRODUCTS, _SHAPES)).split()
+    known = [getattr(aten, name) for name in names if hasattr(aten, name)]
+    table: dict[Any, Callable[..., Any]] = dict(cast(Any, _decomp).get_decompositions(known))
+    table[aten.hardsigmoid_backward.default] = _hardsigmoid_backward
+    table[aten.flip.default] = _flip
+    table[aten.slice_scatter.default] = _slice_scatter
+    table[aten.convolution.default] = convolution
+    table[aten.convolution_backward.default] = convolution_backward
+    return table
+
+
+def _flip(x: Tensor, axes: Sequence[int]) -> Tensor:
+    for axis in axes:
+        x = x.index_select(axis, torch.arange(x.shape[axis] - 1, -1, -1, device=x.device))
+    return x.clone() if not axes else x
+
+
+def _slice_scatter(
+    x: Tensor, piece: Tensor, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """Every nth element, by index; NotImplemented for whole pieces, which are joined."""
+    if step == 1:
+        return NotImplemented
+    shape = [-1 if i == axis % x.dim() else 1 for i in range(x.dim())]
+    index = torch.arange(*slice(start, end, step).indices(x.shape[axis]), device=x.device)
+    return x.scatter(axis, index.view(shape).expand(piece.shape), piece)
+
+
+def _hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """As PyTorch's kernels have it: in float64, too, they multiply by a sixth of float32."""
+    return torch.where((x > -3) & (x < 3), gradient * _SIXTH, 0.0)

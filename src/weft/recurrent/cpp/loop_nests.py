@@ -1,0 +1,265 @@
+"""Nests of C loops over the elements of one step: elementwise groups in one pass, copies, reductions, indexing.
+
+    for (long i0 = r0; i0 < r1; i0++)          axes of size 1 are left out; axes that lie one behind the other
+        #pragma GCC ivdep                      in all operands are one loop
+        for (long i1 = 0; i1 < 128; i1++) { ... }
+
+That a loop has no dependence (`ivdep`) is true because every value has memory of its own: what a pass stores, no value
+of the same pass reads from memory. Members of a group read each other as variables.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.recurrent.cpp.ir import (
+    TYPES,
+    AxisOp,
+    Operand,
+    Place,
+    Point,
+    Reduce,
+    Ref,
+    Value,
+    natural,
+)
+
+
+def literal(value: bool | int | float, dtype: torch.dtype) -> str:
+    """A number as C, exactly."""
+    kind = TYPES[dtype]
+    if dtype == torch.bool:
+        return f"({kind}){int(bool(value))}"
+    if isinstance(value, int):
+        if value == -(2**63):  # C has no such literal
+            return f"({kind})({value + 1}LL - 1)"
+        return f"({kind}){int(value)}" + ("LL" if abs(value) > 2**31 - 1 else "")
+    if math.isnan(value):
+        return f"({kind})NAN"
+    if math.isinf(value):
+        return f"({kind}){'-' if value < 0 else ''}INFINITY"
+    return f"({kind}){float(value).hex()}"
+
+
+def converted(text: str, to: torch.dtype, of: torch.dtype) -> str:
+    """An expression of one dtype, in another."""
+    if to == of:
+        return text
+    return f"({text} != 0)" if to == torch.bool else f"({TYPES[to]}){text}"
+
+
+@dataclass
+class Axis:
+    """One loop: its size, and each operand's stride along it. `rows` marks the row axis."""
+
+    size: int
+    strides: list[int]
+    rows: bool = False
+
+
+def axes_of(shape: Sequence[int], places: Sequence[Place], row_axis: int | None) -> list[Axis]:
+    """The loops over a shape, as few as possible."""
+    found: list[Axis] = []
+    for i, size in enumerate(shape):
+        axis = Axis(size, [place.strides[i] for place in places], i == row_axis)
+        if size == 1 and not axis.rows:
+            continue
+        last = found[-1] if found else None
+        joins = last is not None and not last.rows and not axis.rows
+        if last is not None and joins and all(a == b * size for a, b in zip(last.strides, axis.strides, strict=True)):
+            last.size, last.strides = last.size * size, axis.strides
+        else:
+            found.append(axis)
+    return found
+
+
+def opened(axes: Sequence[Axis], *, free: bool = True, begin: int = 0) -> list[str]:
+    """The heads of loops, with variables from i<begin> on; the innermost is `free` of dependences, or not."""
+    lines: list[str] = []
+    for i, axis in enumerate(axes, begin):
+        low, high = ("r0", "r1") if axis.rows else ("0", str(axis.size))
+        if free and axis is axes[-1] and not axis.rows:
+            lines.append("#pragma GCC ivdep")
+        lines.append(f"for (long i{i} = {low}; i{i} < {high}; i{i}++) {{")
+    return lines
+
+
+def element(place: Place, axes: Sequence[Axis], which: int) -> str:
+    """The element of the operand of that number, within the loops."""
+    terms = [f"i{i} * {axis.strides[which]}L" for i, axis in enumerate(axes) if axis.strides[which]]
+    terms = [each.replace(" * 1L", "") for each in terms]
+    return f"({place.here})[{' + '.join([str(place.offset), *terms])}]"
+
+
+def nest(axes: Sequence[Axis], body: Sequence[str], *, free: bool = True) -> list[str]:
+    """Statements within loops; a block if there are none."""
+    return [*(opened(axes, free=free) or ["{"]), *body, "}" * max(len(axes), 1)]
+
+
+def group_nest(
+    group: Sequence[Value],
+    place: Callable[[Ref], Place],
+    stored: Callable[[Value, Sequence[Value]], bool],
+    row_axis: int | None,
+) -> list[str]:
+    """Elementwise values of one shape in one pass; `stored` tells which of them need memory."""
+    shape, members = group[0].shape, set(group)
+    read: dict[Ref, Place] = {}
+    for value in group:
+        for each in _operands(value):
+            if isinstance(each, Ref) and each.value not in members:
+                read[each] = place(each).spread(each.shape, shape)
+    kept = {each: place(Ref(each, natural(each.shape, each.dtype))) for each in group if stored(each, group)}
+    axes = axes_of(shape, [*read.values(), *kept.values()], row_axis)
+    lines: list[str] = []
+    names: dict[Ref, str] = {}
+    for n, (ref, where) in enumerate(read.items()):
+        names[ref] = f"e{n}"
+        lines.append(f"const {TYPES[ref.value.dtype]} e{n} = {element(where, axes, n)};")
+    lines += [_line(value, names) for value in group]
+    lines += [f"{element(where, axes, len(read) + n)} = {value};" for n, (value, where) in enumerate(kept.items())]
+    return nest(axes, lines)
+
+
+def _line(value: Value, names: dict[Ref, str]) -> str:
+    """One value's variable; `names` are those of what is read from memory."""
+    made = value.made
+    assert isinstance(made, Point)
+
+    def text(operand: Operand) -> str:
+        if not isinstance(operand, Ref):
+            return literal(operand, made.type)
+        return converted(names.get(operand, str(operand.value)), made.type, operand.value.dtype)
+
+    return f"const {TYPES[value.dtype]} {value} = {made.expression.format(*(text(each) for each in made.operands))};"
+
+
+def _operands(value: Value) -> Sequence[Operand]:
+    assert isinstance(value.made, Point)
+    return value.made.operands
+
+
+def copy_nest(shape: Sequence[int], source: Place, to: Place, row_axis: int | None) -> list[str]:
+    """Elements from one place to another."""
+    axes = axes_of(shape, [source, to], row_axis)
+    return nest(axes, [f"{element(to, axes, 1)} = {element(source, axes, 0)};"])
+
+
+_STEP = {"sum": "{0} + {1}", "max": "w_max({0}, {1})", "min": "w_min({0}, {1})"}
+
+
+def _begin(kind: str, dtype: torch.dtype) -> str:
+    """What a reduction of nothing gives, so that one more number is that number."""
+    if kind == "sum":
+        return literal(0, dtype)
+    if dtype.is_floating_point:
+        return literal(float("-inf" if kind == "max" else "inf"), dtype)
+    if dtype == torch.bool:
+        return literal(kind == "min", dtype)
+    return literal(torch.iinfo(dtype).min if kind == "max" else torch.iinfo(dtype).max, dtype)
+
+
+def reduce_nest(
+    value: Value, source: Place, own: Place, row_axis: int | None, *, in_register: bool = False
+) -> list[str]:
+    """A reduction: along what lies one behind the other into a register, else row by row into the result.
+
+    With `in_register`, the result is stored once in any case, so that several threads may all compute it.
+    """
+    made = value.made
+    assert isinstance(made, Reduce)
+    shape, kind = made.source.shape, TYPES[value.dtype]
+    to = _unreduced(shape, made.axes, made.keep, own)
+    kept = [i for i in range(len(shape)) if i not in made.axes]
+    rows = None if row_axis is None else kept.index(row_axis) if made.keep else row_axis
+    outer = axes_of([shape[i] for i in kept], [source.only(kept), to.only(kept)], rows)
+    inner = axes_of([shape[i] for i in made.axes], [source.only(made.axes), to.only(made.axes)], None)
+    step, begin = _STEP[made.kind], _begin(made.kind, value.dtype)
+    near = bool(inner) and inner[-1].strides[0] == 1
+    if in_register or not inner or near or not outer or outer[-1].strides[0] != 1:
+        loops, item = inner, element(source, [*outer, *inner], 0)
+        if near and made.kind == "sum" and value.dtype.is_floating_point:
+            loops, item = inner[:-1], f"w_sum({inner[-1].size}L, &{element(source, [*outer, *inner[:-1]], 0)})"
+        body = [f"{kind} sum = {begin};", *opened(loops, free=False, begin=len(outer))]
+        body += [f"sum = {step.format('sum', item)};", "}" * len(loops)]
+        return nest(outer, [*body, f"{element(to, outer, 1)} = sum;"], free=False)
+    turned = [*inner, *outer]
+    here = element(to, turned, 1)
+    return [
+        *nest(outer, [f"{element(to, outer, 1)} = {begin};"]),
+        *nest(turned, [f"{here} = {step.format(here, element(source, turned, 0))};"]),
+    ]
+
+
+def axis_nest(value: Value, places: Sequence[Place], own: Place, row_axis: int | None) -> list[str]:
+    """What works along one axis; `places` are those of its operands."""
+    made = value.made
+    assert isinstance(made, AxisOp)
+    if made.kind == "gather" or made.kind.startswith("scatter"):
+        return _indexed_nest(value, made, places, own, row_axis)
+    (source,), (place,), axis = made.operands, places, made.axis
+    others = [i for i in range(len(value.shape)) if i != axis]
+    rows = None if row_axis is None else others.index(row_axis)
+    loops = axes_of([source.shape[i] for i in others], [place.only(others), own.only(others)], rows)
+    item, to = (_further(element(each, loops, i), "j", each.strides[axis]) for i, each in enumerate((place, own)))
+    head = f"for (long j = 0; j < {source.shape[axis]}L; j++) {{"
+    if made.kind == "cumsum":
+        kind = "double" if value.dtype.is_floating_point else TYPES[value.dtype]  # as PyTorch adds them up
+        return nest(loops, [f"{kind} sum = 0;", head, f"sum += {item}; {to} = sum;", "}"], free=False)
+    worse = "<=" if made.kind == "argmax" else ">="  # the first that is NaN stays
+    body = [
+        f"long at = 0; {TYPES[source.value.dtype]} best = {element(place, loops, 0)};",
+        *(head, f"if (!({item} {worse} best) && best == best) best = {item}, at = j;", "}"),
+        f"{element(own, loops, 1)} = at;",
+    ]
+    return nest(loops, body, free=False)
+
+
+def _indexed_nest(value: Value, made: AxisOp, places: Sequence[Place], own: Place, row_axis: int | None) -> list[str]:
+    """At an index: an index out of range touches no memory but gives NaN; where that is possible, handlers see to it
+    that the dtype has one."""
+    writes, (begin, index, *rest) = made.kind != "gather", places
+    source, target = (rest[0], own) if writes else (begin, own)
+    indexed, size = (target, value.shape[made.axis]) if writes else (source, made.operands[0].shape[made.axis])
+    fixed = indexed.seen(tuple(0 if i == made.axis else n for i, n in enumerate(indexed.strides)), indexed.offset)
+    plain = source if writes else target
+    axes = axes_of(made.operands[1].shape, [index, fixed, plain], row_axis)
+    here, other = element(fixed, axes, 1), element(plain, axes, 2)
+    there = _further(here, "at", indexed.strides[made.axis])
+    nan = f"({TYPES[value.dtype]})" + ("NAN" if value.dtype.is_floating_point else "0")
+    body = [f"long at = {element(index, axes, 0)};", f"at += at < 0 ? {size}L : 0;"]
+    found = f"(unsigned long)at < {size}"
+    if not writes:
+        return nest(axes, [*body, f"{other} = {found} ? {there} : {nan};"])
+    sign = "+=" if made.kind == "scatter_add" else "="
+    body.append(f"if ({found}) {there} {sign} {other}; else {here} = {nan};")
+    return [*copy_nest(value.shape, begin, own, row_axis), *nest(axes, body, free=False)]
+
+
+def _further(element: str, index: str, stride: int) -> str:
+    """An element so many strides on."""
+    return f"{element[:-1]} + {index} * {stride}L]"
+
+
+def total_nest(shape: Sequence[int], axes: Sequence[int], keep: bool, source: Place, to: Place) -> list[str]:
+    """Adds one step's elements, summed along axes, to what is there."""
+    into = _unreduced(shape, axes, keep, to)
+    order = [*axes, *(i for i in range(len(shape)) if i not in axes)]
+    loops = axes_of([shape[i] for i in order], [source.only(order), into.only(order)], None)
+    return nest(loops, [f"{element(into, loops, 1)} += {element(source, loops, 0)};"], free=not axes)
+
+
+def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: Place) -> Place:
+    """The result's place over the source's shape: no stride along the axes that are gone."""
+    strides = iter(to.strides)
+    found: list[int] = []
+    for i in range(len(shape)):
+        if i in axes:
+            found.append(0)
+            if keep:
+                next(strides)
+        else:
+            found.append(next(strides))
+    return to.seen(tuple(found), to.offset)

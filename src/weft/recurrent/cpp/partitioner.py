@@ -1,0 +1,474 @@
+"""A parameter's gradient: the sum over all steps of what one step yields, without ever making that for every step.
+
+The sum goes through what is linear, down to a product of two values that both change from step to step, which becomes
+one product whose inner axis runs over all steps, or to a sum over rows:
+
+    total of t(x)       =  t(total of x)             total of x + y  =  total of x, then total of y
+    total of a b        =  one product               total of sum x  =  one sum
+
+Rows that do not count need no products: which of a step's products may skip the rows of which a mask is false.
+
+    z = x W + h U            skipped: a row past its length gets only what the sum starts with ...
+    new = cell(z, h)         ... which flows through tame functions, elementwise, and stays finite
+    h' = where(valid, new, h)                ... to end here
+
+    d new = where(valid, d h', 0)            zeros in such a row, and so is what is made of it by products:
+    d z = d new * ...                        elementwise, d z W' by rows, and d z' h as the row's share of a sum
+
+Two properties of a node's value, of the rows along its first axis where the mask is false:
+
+    zero        it is zero there
+    unwanted    whatever finite is there, no end of the graph depends on it
+
+A product by rows may skip them if it is unwanted, or if its left side is zero there; a sum over rows of products if one
+side is zero. Batches of padded sequences are where most of the time of a recurrent net goes to waste without.
+
+Which operators run forward and which backward, in C or by PyTorch, and what forward saves for backward.
+
+    inputs, states --> [ front ] --> new states, outputs
+                           |
+                     saved | bases: what `back` reads of `front`, before any views of it
+                           v
+    gradients      --> [ back  ] --> gradients of inputs and states, and what is summed over time for parameters
+
+New states and outputs are kept anyway; only other bases are saved.
+
+C must know what is carried from step to step. An operator beside that which it does not know runs by PyTorch, for all
+steps of a chunk at once, before or after the loops in C; with it go the operators that it waits for, or that wait for
+it:
+
+    before        on inputs only                             before_back   not on the gradient of the step t+1
+    front         in C                                       back          in C
+    after         leads to outputs, or to backward, only     after_back    leads to gradients of inputs and parameters
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, fx
+
+from weft.recurrent.captured import Captured, alike
+from weft.recurrent.cpp.ir import SMALL, TYPES, Unsupported, arguments, computed_in, natural, shares, value_of
+from weft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, refusal
+from weft.recurrent.parts import CARRIED, INPUT, STATE, dependences, leading_to
+
+_TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
+    aten.t.default: lambda at, args: at.t(),
+    aten.transpose.int: lambda at, args: at.transpose(args[1], args[2]),
+    aten.permute.default: lambda at, args: at.permute(_inverse(args[1])),
+    aten.unsqueeze.default: lambda at, args: at.squeeze(args[1]),
+}
+"""For a view, how the place of the sum looks before it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sought:
+    """One piece of a sum over time: of a node's value, or of its product or reduction; and where it is added to."""
+
+    node: fx.Node
+    kind: Literal["value", "product", "sum"]
+    at: Tensor
+
+    @property
+    def read(self) -> list[fx.Node]:
+        """What must be made in every step."""
+        if self.kind == "value":
+            return [self.node]
+        return cast("list[fx.Node]", list(self.node.args[: 2 if self.kind == "product" else 1]))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """For a sum: along which axes."""
+        dims = cast(fx.Node, self.node.args[0]).meta["val"].dim()
+        return tuple(sorted(axis % dims for axis in cast("list[int]", self.node.args[1])))
+
+    @property
+    def keep(self) -> bool:
+        """For a sum: whether the axes stay, with size 1."""
+        return bool(len(self.node.args) > 2 and self.node.args[2])
+
+
+def sought(
+    node: fx.Node, at: Tensor, varies: Callable[[fx.Node], bool], made: Callable[[fx.Node], bool]
+) -> list[Sought]:
+    """What must be summed over time to add the node's total to `at`, a meta tensor of its shape.
+
+    `made` tells of nodes whose values exist anyway, in forward.
+    """
+    if not varies(node) or made(node):
+        return [Sought(node, "value", at)]
+    source = node.args[0] if node.args else None
+    if node.target in _TURNED and isinstance(source, fx.Node):
+        return sought(source, _TURNED[node.target](at, node.args), varies, made)
+    if node.target is aten.reshape.default and isinstance(source, fx.Node):
+        before = _reshaped(at, tuple(source.meta["val"].shape))
+        if before is not None:
+            return sought(source, before, varies, made)
+    if node.target is aten._to_copy.default and isinstance(source, fx.Node) and _widens(source, node):
+        return sought(source, at, varies, made)
+    if node.target is aten.add.Tensor and not node.kwargs and alike(node):
+        return [piece for each in node.args for piece in sought(cast(fx.Node, each), at, varies, made)]
+    if node.target is aten.mm.default and all(varies(each) for each in node.all_input_nodes):
+        return [Sought(node, "product", at)]
+    if node.target is aten.sum.dim_IntList and node.args[1] and not node.kwargs:
+        return [Sought(node, "sum", at)]
+    return [Sought(node, "value", at)]
+
+
+def place_of(node: fx.Node) -> Tensor:
+    """The place of a sum as a meta tensor, contiguous."""
+    value = node.meta["val"]
+    return natural(value.shape, value.dtype)
+
+
+def _reshaped(at: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    """The place in another shape, if it needs no copy."""
+    seen = at.reshape(shape)
+    return seen if at.shape == shape or shares(seen, at) else None
+
+
+def _widens(source: fx.Node, node: fx.Node) -> bool:
+    """Whether a value is only held in a wider dtype: so is its sum, then, which is the better for it."""
+    before, after = source.meta["val"].dtype, node.meta["val"].dtype
+    return before in SMALL and computed_in(before) == after
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    order = [axis % len(order) for axis in order]
+    return [order.index(i) for i in range(len(order))]
+
+
+_TAME = {
+    *(getattr(getattr(aten, name), kind) for name in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")),
+    *(aten.neg.default, aten.sigmoid.default, aten.tanh.default, aten.relu.default, aten.where.self),
+    *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
+    *(aten._to_copy.default, aten.clone.default),
+}
+"""Elementwise, and finite with finite derivatives wherever the operands are finite."""
+_FIRST = {
+    *(aten.neg.default, aten.relu.default, aten.tanh.default, aten._to_copy.default, aten.clone.default),
+    *(aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor),
+    *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
+}
+"""Zero where their first operand is."""
+_REDUCED = (aten.sum.dim_IntList, aten.mean.dim)
+_ALONG = {*_REDUCED, aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.select.int, *RESHAPES}
+"""They leave the first axis as it is, unless it is among their axes."""
+_ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+
+
+@dataclass
+class Live:
+    """The mask, an input of the step; the products that may skip rows, and those whose sum over rows may."""
+
+    mask: fx.Node | None = None
+    products: set[fx.Node] = field(default_factory=set[fx.Node])
+    totals: set[fx.Node] = field(default_factory=set[fx.Node])
+
+
+def live(captured: Captured, varies: Callable[[fx.Node], bool]) -> Live:
+    """What may be skipped, by the mask that allows most; nothing where float16 could turn what is finite infinite."""
+    if any(isinstance(v := node.meta["val"], Tensor) and v.dtype == torch.float16 for node in captured.nodes):
+        return Live()
+    masks = [each for each in captured.roles.inputs if value_of(each).dtype == torch.bool and value_of(each).dim() == 1]
+    found = [_Rows(captured, mask).found(varies) for mask in masks]
+    return max(found, key=lambda each: len(each.products) + len(each.totals), default=Live())
+
+
+class _Rows:
+    """What is known of the rows where one mask is false."""
+
+    def __init__(self, captured: Captured, mask: fx.Node) -> None:
+        self._mask, self._rows = mask, value_of(mask).shape[0]
+        self._nodes = captured.nodes
+        self._zero: set[fx.Node] = set()
+        for node in self._nodes:
+            if self._is_zero(node):
+                self._zero.add(node)
+        self._unwanted: set[fx.Node] = set()
+        for node in reversed(self._nodes):
+            if node.users and all(self._bears(node, user) for user in node.users):
+                self._unwanted.add(node)
+
+    def found(self, varies: Callable[[fx.Node], bool]) -> Live:
+        """The products that may skip those rows."""
+        found = Live(self._mask)
+        for node in self._nodes:
+            if node.target not in (aten.mm.default, aten.addmm.default):
+                continue
+            left, right = cast("list[fx.Node]", node.args[-2:])
+            by_rows = self._has_rows(node) and not varies(right)
+            if by_rows and (node in self._unwanted or self._zero_along(left, node)):
+                found.products.add(node)
+            turned = node.target is aten.mm.default and left.target is aten.t.default
+            if turned and (self._zero_rows(left.args[0]) or self._zero_rows(right)):
+                found.totals.add(node)
+        return found if found.products or found.totals else Live()
+
+    # -- zero -------------------------------------------------------------------------------------------------------
+
+    def _is_zero(self, node: fx.Node) -> bool:
+        args = node.args
+        if node.target in _ZEROS:
+            return True
+        if node.target in (aten.full.default, aten.full_like.default, aten.scalar_tensor.default):
+            return bool(args[0 if node.target is aten.scalar_tensor.default else 1] == 0)
+        if node.target is aten.where.self:
+            condition, yes, no = args
+            return self._zero_along(no, node) and (self._by_mask(condition, node) or self._zero_along(yes, node))
+        if node.target is aten.mul.Tensor:
+            return any(self._zero_along(each, node) for each in args)
+        if node.target in (aten.add.Tensor, aten.sub.Tensor):
+            return all(self._zero_along(each, node) for each in args)
+        if node.target in _FIRST:
+            return self._zero_along(args[0], node)
+        if node.target is aten.cat.default:
+            return _axis(node) != 0 and all(self._zero_along(each, node) for each in cast("list[object]", args[0]))
+        if node.target is aten.mm.default:
+            return self._zero_along(args[0], node)
+        if node.target is aten.addmm.default:
+            return not node.kwargs and self._zero_along(args[0], node) and self._zero_along(args[1], node)
+        return self._keeps_rows(node) and args[0] in self._zero
+
+    def _zero_along(self, given: object, node: fx.Node) -> bool:
+        """Whether an operand is zero in those rows of what is made of it."""
+        if not isinstance(given, fx.Node) or given not in self._zero:
+            return False
+        return (
+            given.target in _ZEROS or value_of(given).dim() == 0 or (self._has_rows(given) and _same_axes(given, node))
+        )
+
+    def _zero_rows(self, given: object) -> bool:
+        """Whether those rows of a value are zero."""
+        return isinstance(given, fx.Node) and given in self._zero and self._has_rows(given)
+
+    # -- unwanted ---------------------------------------------------------------------------------------------------
+
+    def _bears(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether those rows of a value may be anything, as far as this reader goes."""
+        if user.op != "call_function" or not (isinstance(node.meta["val"], list | tuple) or self._has_rows(node)):
+            return False
+        if user.target in FILL:  # it reads a shape only
+            return True
+        if user.target in (aten.mm.default, aten.addmm.default):
+            return self._product_bears(node, user)
+        if user.target is aten.t.default:
+            readers = [*user.users]
+            return all(
+                each.target is aten.mm.default and each.args[0] is user and self._zero_rows(each.args[1])
+                for each in readers
+            )
+        if user.target is aten.where.self and self._by_mask(user.args[0], user):
+            return user.args[2] is not node and _same_axes(node, user)
+        settled = user in self._unwanted or user in self._zero
+        if user.target in _TAME:
+            return settled and _same_axes(node, user)
+        if user.target is aten.cat.default:
+            return settled and _axis(user) != 0
+        return settled and self._keeps_rows(user)
+
+    def _product_bears(self, node: fx.Node, user: fx.Node) -> bool:
+        *start, left, right = user.args
+        if right is node:  # its rows are summed over
+            turned = cast(fx.Node, left)
+            return turned is not node and turned.target is aten.t.default and self._zero_rows(turned.args[0])
+        by_rows = left is node or (start == [node] and _same_axes(node, user))
+        return by_rows and (user in self._unwanted or user in self._zero)
+
+    # -- looks ------------------------------------------------------------------------------------------------------
+
+    def _by_mask(self, condition: object, node: fx.Node) -> bool:
+        """Whether a condition is the mask, spread over the rows of the result."""
+        if not isinstance(condition, fx.Node) or value_of(condition).shape[:1] != (self._rows,):
+            return False
+        narrow = all(size == 1 for size in value_of(condition).shape[1:])
+        if not narrow or value_of(condition).dim() != value_of(node).dim():
+            return False
+        while condition is not self._mask and condition.target in (*RESHAPES, aten.unsqueeze.default):
+            condition = cast(fx.Node, condition.args[0])
+        return condition is self._mask
+
+    def _has_rows(self, node: object) -> bool:
+        if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
+            return False
+        return value_of(node).shape[:1] == (self._rows,)
+
+    def _keeps_rows(self, node: fx.Node) -> bool:
+        """Whether the first axis of an operator's operand is that of its result, or of its results."""
+        if getattr(node.target, "__name__", "") == "getitem":
+            return self._has_rows(node)
+        if node.target not in _ALONG or not self._has_rows(node.args[0]):
+            return False
+        if node.target in RESHAPES:
+            return self._has_rows(node)
+        axes = node.args[1] if node.target in _REDUCED else [_axis(node)]
+        dims = value_of(cast(fx.Node, node.args[0])).dim()
+        return bool(axes) and all(axis % dims for axis in cast("list[int]", axes))
+
+
+def _same_axes(node: fx.Node, other: fx.Node) -> bool:
+    return value_of(node).dim() == value_of(other).dim()
+
+
+def _axis(node: fx.Node) -> int:
+    """The axis that an operator works along, from the front."""
+    first = node.args[0]
+    source = cast(fx.Node, cast("list[object]", first)[0] if isinstance(first, list | tuple) else first)
+    return int(arguments(node)["dim"]) % value_of(source).dim()
+
+
+class Halves:
+    """A captured step, cut in two. Raises Unsupported if what is carried needs an operator that C does not know."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self._on = dependences(captured, passing=INPUT)
+        roles, nodes = captured.roles, captured.nodes
+        ends = [each for each in (*roles.outputs, *roles.new_states) if each is not None]
+        front = self.leading(ends, {*roles.inputs, *roles.states})
+        pieces = [self._pieces(node, front) for node in roles.parameter_gradients]
+        gradients = [each for each in (*roles.input_gradients, *roles.state_gradients) if each is not None]
+        wanted = {*gradients, *(each for some in pieces for piece in some for each in piece.read)}
+        given = {*roles.inputs, *roles.states, *roles.new_state_gradients, *roles.output_gradients}
+        back = self.leading(wanted, given | front)
+        results = {user for node in front for user in node.users if user in back and _is_result(user)}
+        front, back = front | results, back - results  # what one operator yields is made at one time
+        unknown = self._unknown(front, back)
+        early = _with_waited(unknown, front, lambda node: STATE not in self._on[node])
+        late = _with_waiting(unknown, front, lambda node: STATE in self._on[node])
+        early_back = _with_waited(unknown, back, lambda node: CARRIED not in self._on[node])
+        late_back = _with_waiting(unknown, back, lambda node: CARRIED in self._on[node])
+        self.before, self.after, self.before_back, self.after_back = (
+            [node for node in nodes if node in some] for some in (early, late, early_back, late_back)
+        )
+        self.torch = early | late | early_back | late_back
+        """All that PyTorch runs; the lists are in order of running."""
+        self.front: set[fx.Node] = front - self.torch
+        self.back: set[fx.Node] = back - self.torch
+        self.totals = [[piece for piece in some if not self._sums(piece, late_back)] for some in pieces]
+        """For each parameter, what C must sum over time."""
+        self.sums = [(j, piece) for j, some in enumerate(pieces) for piece in some if self._sums(piece, late_back)]
+        """What PyTorch sums over time, with the number of the parameter."""
+        self.views: set[fx.Node] = set()
+        """Operators of `front` that only view what is saved: backward views it once more."""
+        self.torch_views: set[fx.Node] = set()
+        """Likewise, of what PyTorch reads."""
+        self.bases: list[fx.Node] = []
+        """Of `front`, what `back` and PyTorch read; to be saved, unless it is a new state or an output."""
+        self.kept: list[fx.Node] = []
+        """Of what PyTorch makes forward, what backward reads."""
+        self._read(wanted)
+        self.live = live(captured, self.varies)
+        stored = {*roles.new_states, *roles.outputs}
+        self.saved = [node for node in self.bases if node not in stored]
+
+    def varies(self, node: fx.Node) -> bool:
+        """Whether a node's value is another in each step."""
+        return bool(self._on[node])
+
+    def leading(self, ends: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:
+        """The operators that lead to the ends, but for constants."""
+        found: set[fx.Node] = set()
+        stack = list(ends)
+        while stack:
+            node = stack.pop()
+            if node in found or node in stops or node.op != "call_function" or not self.varies(node):
+                continue
+            found.add(node)
+            stack += node.all_input_nodes
+        return found
+
+    def _pieces(self, node: fx.Node | None, front: set[fx.Node]) -> list[Sought]:
+        return [] if node is None else sought(node, place_of(node), self.varies, front.__contains__)
+
+    # -- by PyTorch -------------------------------------------------------------------------------------------------
+
+    def _unknown(self, front: set[fx.Node], back: set[fx.Node]) -> set[fx.Node]:
+        """Operators that C does not know. Raises Unsupported if what is carried needs one."""
+        roles, on = self.captured.roles, self._on
+        carried = {node for node in leading_to(roles.new_states) if STATE in on[node]}
+        carried |= {node for node in leading_to(roles.state_gradients) if CARRIED in on[node]}
+        needed = [node for node in self.captured.nodes if node in front or node in back]
+        reasons = {node: why for node in needed if (why := refusal(node, self.captured, self.varies)) is not None}
+        stuck = dict.fromkeys(why for node, why in reasons.items() if node in carried)
+        if stuck:
+            raise Unsupported(f"{'; '.join(stuck)}; what is carried from step to step needs it")
+        return {*reasons}
+
+    def _sums(self, piece: Sought, late: set[fx.Node]) -> bool:
+        """Whether PyTorch sums it: what it makes itself, what is made of what it makes last, and small dtypes."""
+        if piece.kind == "value" and piece.node in self.torch:
+            return True
+        small = piece.at.dtype not in (torch.float32, torch.float64)
+        return small or any(each in late for each in piece.read)
+
+    @property
+    def summed(self) -> list[fx.Node]:
+        """The nodes that PyTorch sums, and makes anew for it."""
+        return list(dict.fromkeys(piece.node for _, piece in self.sums))
+
+    @property
+    def made(self) -> list[fx.Node]:
+        """What PyTorch reads of what C makes backward, or carries there."""
+        last = [*self.after_back, *(node for node in self.summed if node not in self.torch)]
+        read = inputs_of(last) | {node for node in self.summed if node in self.back}
+        carried = [node for node in self.captured.roles.new_state_gradients if node in read]
+        return [*carried, *(node for node in self.captured.nodes if node in read and node in self.back)]
+
+    def outside(self, node: fx.Node) -> bool:
+        """Whether C cannot tell a value: PyTorch makes it, or it is given in a dtype that C does not have."""
+        return node in self.torch or node.meta["val"].dtype not in TYPES
+
+    # -- what is saved ----------------------------------------------------------------------------------------------
+
+    def _read(self, wanted: set[fx.Node]) -> None:
+        """Find what is read of forward, by whom."""
+        by_c = wanted | inputs_of(self.back)
+        by_torch_back = {*self.summed} | inputs_of([*self.before_back, *self.after_back, *self.summed])
+        by_torch = by_torch_back | inputs_of(self.after)
+        made = {*self.before, *self.after}
+        bases: dict[fx.Node, None] = {}
+        kept: dict[fx.Node, None] = {}
+        for node in [each for each in self.captured.nodes if each in self.front or each in made]:
+            views: list[fx.Node] = []
+            base = node
+            while base in self.front and is_view(base):
+                views.append(base)
+                base = base.all_input_nodes[0]
+            for readers, seen in ((by_c, self.views), (by_torch, self.torch_views)):
+                if node in readers:
+                    seen.update(views)
+                    bases.update({base: None} if base in self.front else {})
+            if base in made and (node in by_c or node in by_torch_back):
+                kept[base] = None
+        self.bases, self.kept = [*bases], [*kept]
+
+
+def _with_waited(unknown: set[fx.Node], half: set[fx.Node], early: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Operators that run before the loops in C, with what they wait for; several results of one go together."""
+    found = leading_to([node for node in unknown if node in half and early(node)], half)
+    return found | {user for node in found for user in node.users if user in half and _is_result(user)}
+
+
+def _with_waiting(unknown: set[fx.Node], half: set[fx.Node], late: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Operators that run after the loops in C, with what waits for them."""
+    found: set[fx.Node] = set()
+    stack = [node for node in unknown if node in half and late(node)]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += [user for user in node.users if user in half]
+    return found
+
+
+def inputs_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What these nodes read."""
+    return {each for node in nodes for each in node.all_input_nodes}
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is one of an operator's several results."""
+    return getattr(node.target, "__name__", "") == "getitem"

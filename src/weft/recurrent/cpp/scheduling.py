@@ -1,0 +1,465 @@
+"""When each value is made: in bulk for all steps, or in which loop over time.
+
+    level 0   bulk: products of inputs            x W for T x N rows at once
+              loop: what they wait for
+    level 1   bulk, loop ...
+    main      the one loop whose steps depend on each other: the carried values, and what is cheap beside them
+    later     bulk: products of the main loop's values; sums over time for parameters
+
+Only matrix products and sums over time are done in bulk; elementwise values go into the loop that reads them, where
+they are made of numbers that are still in the cache.
+
+One generated function: what it is given, what it makes, and where every value lives.
+
+argument   memory of the caller's, one row per step (states one row more), or the same for all steps
+stack      one row per step, in the workspace: read in another phase than made
+local      one row, for each thread: read in the loop that makes it
+nowhere    only within one group of elementwise operators: a variable
+
+slot       a piece of a concatenation: made where it shall lie, so that nothing is copied
+
+Whether the rows of a batch never meet within a step, so that threads may take rows of their own through all steps.
+
+A value's *row axis* is the axis along which its elements depend only on the same row of what was computed before:
+
+    h (N, H) axis 0    h W  axis 0    (h W).t()  axis 1    softmax(h, 1)  axis 0    h.mean(0)  rows meet: none
+
+Values that are given, or depend on such only, are there for every thread: they put no constraint.
+
+The order of work in one step: elementwise values of one shape together, so that they are one pass over memory.
+
+A value joins a group if all that it reads is there: made before the group, or a member of it, read whole. Products and
+reductions go first as soon as they can, so that groups grow.
+
+In which order a settled function runs, and which of its loops threads may share: what text and explanation tell.
+
+split    every thread takes rows of the batch through all steps, and never waits for another
+shared   rows meet within a step: the first thread computes, and only products are by all
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from weft.recurrent.cpp.ir import (
+    AxisOp,
+    Cat,
+    Place,
+    Point,
+    Product,
+    Reduce,
+    Ref,
+    Row,
+    Total,
+    Value,
+    leading,
+    natural,
+    refs,
+    replaced,
+    seen,
+    sources,
+)
+
+
+@dataclass
+class Phase:
+    """Bulk work, then a loop. `main` marks the loop that carries."""
+
+    bulk: list[Value] = field(default_factory=list[Value])
+    loop: list[Value] = field(default_factory=list[Value])
+    main: bool = False
+
+
+@dataclass
+class Phases:
+    """In order of running; `at` says of a value in which phase's loop or bulk it is made."""
+
+    phases: list[Phase]
+    at: dict[Value, int]
+    bulk: set[Value]
+
+    def apart(self, value: Value, readers: Iterable[Value]) -> bool:
+        """Whether a value must be kept for all steps, as it is read in another phase or in bulk, or made in bulk."""
+        return value in self.bulk or any(self.at[each] != self.at[value] or each in self.bulk for each in readers)
+
+    def late(self, value: Value, main: int) -> bool:
+        """Whether a value is made when the main loop, of this number, is over."""
+        return self.at[value] != main or value in self.bulk
+
+    def begin(self, value: Value, phase: int) -> None:
+        """Make a new value first of all in a loop."""
+        self.at[value] = phase
+        self.phases[phase].loop.insert(0, value)
+
+    def finish(self, value: Value, phase: int) -> None:
+        """Make a new value last of all in a loop."""
+        self.at[value] = phase
+        self.phases[phase].loop.append(value)
+
+
+def arrange(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Value]) -> Phases:
+    """Give every value its phase. `values` are in order of making, `carried` come from the step before, `ends` are what
+    that step becomes."""
+    from_carry = _reached(values, carried)
+    ends = list(ends)
+    to_ends = leading(ends)
+    recurrent = {each for each in values if each in from_carry and each in to_ends}
+    heavy = {v for v in values if isinstance(v.made, Total) or (isinstance(v.made, Product) and v not in recurrent)}
+    level: dict[Value, int] = {}
+
+    def after(value: Value) -> int:
+        return max((level.get(each, -1) for each in sources(value.made)), default=-1)
+
+    early = [each for each in values if each not in from_carry]
+    for value in early:
+        level[value] = after(value) + (value in heavy)
+    ready = [*ends, *(s for v in recurrent for s in sources(v.made))]
+    main = max([0, *(level.get(each, -1) for each in ready)])
+    level.update(dict.fromkeys(carried, main))
+    for value in values:
+        if value in from_carry:
+            level[value] = main if value in recurrent else max(main, after(value)) + (value in heavy)
+    _as_late_as_can_be(early, values, heavy, level, main)
+    found = [Phase() for _ in range(max([main, *level.values()]) + 2)]
+    for value in values:
+        phase = found[level[value] + 1]
+        (phase.bulk if value in heavy else phase.loop).append(value)
+    found[main + 1].main = bool(carried)
+    return Phases(found, {value: level[value] + 1 for value in values}, heavy)
+
+
+def _as_late_as_can_be(
+    early: Sequence[Value], values: Sequence[Value], heavy: set[Value], level: dict[Value, int], main: int
+) -> None:
+    """Move what is cheap and made before the main loop to the loop that reads it first."""
+    readers: dict[Value, list[Value]] = {}
+    for value in values:
+        for each in sources(value.made):
+            readers.setdefault(each, []).append(value)
+    for value in reversed(early):
+        if value not in heavy:
+            limits = [level[each] - (each in heavy) for each in readers.get(value, [])]
+            level[value] = min(limits, default=max(level[value], main))
+
+
+def _reached(values: Sequence[Value], starts: Sequence[Value]) -> set[Value]:
+    found = set(starts)
+    for value in values:
+        if any(each in found for each in sources(value.made)):
+            found.add(value)
+    return found - set(starts)
+
+
+@dataclass(eq=False)
+class Argument:
+    """Memory that the caller gives, by position."""
+
+    name: str
+    dtype: torch.dtype
+    size: int
+    row: Row
+
+
+@dataclass(eq=False)
+class Function:
+    """What is to be generated. Fill in, then `settle`."""
+
+    name: str
+    backward: bool = False
+    arguments: list[Argument] = field(default_factory=list[Argument])
+    homes: dict[Value, Place] = field(default_factory=dict[Value, Place])
+    """Where each value lies as a whole."""
+    carried: list[tuple[Value, Value | None]] = field(default_factory=list["tuple[Value, Value | None]"])
+    """What comes from the step before, and what it becomes; None for zeros."""
+    added: list[tuple[Value, Argument]] = field(default_factory=list["tuple[Value, Argument]"])
+    """What the caller adds to a carried value before a step reads it."""
+    wanted: list[tuple[Ref, Argument]] = field(default_factory=list["tuple[Ref, Argument]"])
+    """What is to be written, and where."""
+    totals: list[tuple[Value, Ref]] = field(default_factory=list["tuple[Value, Ref]"])
+    """Sums over all steps, and what they are added to."""
+    values: list[Value] = field(default_factory=list[Value])
+    """All that is made, in order."""
+    readers: dict[Value, list[Value]] = field(default_factory=dict[Value, list[Value]])
+    stacks: list[Value] = field(default_factory=list[Value])
+    locals: dict[Value, None] = field(default_factory=dict[Value, None])
+    slots: set[Value] = field(default_factory=set[Value])
+    phases: Phases = field(default_factory=lambda: Phases([], {}, set()))
+
+    # -- filling in -------------------------------------------------------------------------------------------------
+
+    def argument(self, name: str, dtype: torch.dtype, size: int, row: Row) -> Argument:
+        """A new argument, behind those that there are."""
+        self.arguments.append(Argument(name, dtype, size, row))
+        return self.arguments[-1]
+
+    def given(self, name: str, shape: Sequence[int], dtype: torch.dtype, row: Row) -> Value:
+        """A new argument that is read as a value."""
+        value = Value(name, tuple(shape), dtype, None, row != "same")
+        self.argument(name, dtype, value.size, row)
+        self.live(value, name, row)
+        return value
+
+    def live(self, value: Value, base: str, row: Row) -> None:
+        """Give a value memory of its own."""
+        self.homes[value] = Place(base, row, value.size, natural(value.shape, value.dtype).stride())
+
+    # -- places -----------------------------------------------------------------------------------------------------
+
+    def place(self, ref: Ref) -> Place:
+        """The elements of a view."""
+        home = self.homes[ref.value]
+        if ref.value in self.slots:
+            assert ref.whole
+            return home
+        return home.seen(tuple(ref.at.stride()), int(ref.at.storage_offset()))
+
+    def stored(self, value: Value, group: Sequence[Value]) -> bool:
+        """Whether a value of a group is read outside of it, and so needs memory."""
+        return value not in self.locals or any(each not in group for each in self.readers[value])
+
+    # -- settling ---------------------------------------------------------------------------------------------------
+
+    def settle(self, made: Sequence[Value]) -> None:
+        """Decide on copies, phases and homes. `made` are all values in order of making."""
+        values = list(made)
+        targets = self._targets(values)
+        ends = [value for value, argument in targets.items() if argument.row in ("next", "out")]
+        wanted = leading([*targets, *(total for total, _ in self.totals)])
+        values = [value for value in values if value in wanted]
+        self.phases = arrange(values, [start for start, _ in self.carried], ends)
+        self._copy_carried(values)
+        self.values = values = self._copies_of_passing(values, targets)
+        self.readers = {value: [] for value in values}
+        for value in values:
+            for each in sources(value.made):
+                self.readers.setdefault(each, []).append(value)
+        for value, argument in targets.items():
+            self.live(value, argument.name, argument.row)
+        for value in values:
+            if not isinstance(value.made, Total):
+                self._house(value)
+
+    def _targets(self, values: list[Value]) -> dict[Value, Argument]:
+        """What is made right where it is wanted; copies, added to the values, of all that cannot be."""
+        targets: dict[Value, Argument] = {}
+        for ref, argument in self.wanted:
+            value = ref.value
+            if not ref.whole or value.made is None or value in targets or isinstance(value.made, Total):
+                value = _copy(f"{argument.name}_copy", ref)
+                values.append(value)
+            targets[value] = argument
+        return targets
+
+    def _copy_carried(self, values: list[Value]) -> None:
+        """A carried value in memory of two rows is gone when bulk work reads it: that reads a copy, a row per step."""
+        main = next((i for i, each in enumerate(self.phases.phases) if each.main), 0)
+        for start, _ in self.carried:
+            late = [each for each in values if start in sources(each.made) and self.phases.late(each, main)]
+            if late and not self.homes[start].lasting:
+                copy = _copy(f"{start}_copy", seen(start))
+                values.insert(0, copy)
+                self.phases.begin(copy, main)
+                for each in late:
+                    assert each.made is not None
+                    each.made = replaced(each.made, start, copy)
+
+    def _copies_of_passing(self, values: list[Value], targets: dict[Value, Argument]) -> list[Value]:
+        """A carried value that bulk work reads needs a row per step beside the two rows that it passes through; into
+        these only the main loop writes, which reads them."""
+        found = list(values)
+        main = next((i for i, each in enumerate(self.phases.phases) if each.main), 0)
+        for value, argument in list(targets.items()):
+            readers = [each for each in values if value in sources(each.made)]
+            elsewhere = self.phases.late(value, main) or self.phases.apart(value, readers)
+            if argument.row == "out" and elsewhere:
+                copy = _copy(f"{argument.name}_copy", seen(value))
+                found.insert(found.index(value) + 1, copy)
+                self.phases.finish(copy, main)
+                targets[copy] = targets.pop(value)
+        return found
+
+    def _house(self, value: Value) -> None:
+        """Find memory for a value: an argument's, within a concatenation, a stack or a local."""
+        if value in self.homes:
+            return
+        readers = self.readers[value]
+        cat = self._slotted(value, readers)
+        if cat is not None:
+            self.slots.add(value)
+            self._house(cat)
+            self.homes[value] = self._slot(value, cat)
+        elif self.phases.apart(value, readers):
+            self.stacks.append(value)
+            self.live(value, f"s_{value}", "step")
+        else:
+            self.locals[value] = None
+            self.live(value, f"l_{value}", "same")
+
+    def _slotted(self, value: Value, readers: list[Value]) -> Value | None:
+        """The concatenation in which a value is made: if it is read there whole, once, and nowhere as a view."""
+        at, cats = self.phases.at, [each for each in readers if isinstance(each.made, Cat)]
+        if len(cats) != 1 or not isinstance(value.made, Point):
+            return None
+        if any(at[each] != at[value] or each in self.phases.bulk for each in readers):
+            return None
+        views = [ref for each in readers for ref in refs(each.made) if ref.value is value]
+        return cats[0] if all(ref.whole for ref in views) else None
+
+    def _slot(self, value: Value, cat: Value) -> Place:
+        """Its place in there."""
+        assert isinstance(cat.made, Cat)
+        home, before = self.homes[cat], 0
+        for piece in cat.made.pieces:
+            if piece.value is value:
+                break
+            before += piece.shape[cat.made.axis]
+        return home.seen(home.strides, home.offset + before * home.strides[cat.made.axis])
+
+
+def _copy(name: str, ref: Ref) -> Value:
+    return Value(name, ref.shape, ref.value.dtype, Point("{0}", [ref], ref.value.dtype))
+
+
+Axes = Mapping[Value, int | None]
+"""The row axis of each value of a loop; None for one that every thread computes for itself."""
+
+
+def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> Axes | None:
+    """The row axis of every value in the loop, or None if the rows cannot be parted."""
+    if not carried or any(not each.shape or each.shape[0] != carried[0].shape[0] for each in carried):
+        return None
+    rows = carried[0].shape[0]
+    found: dict[Value, int | None] = dict.fromkeys(carried, 0)
+    for value in loop:
+        bound = [(ref, axis) for ref in refs(value.made) if (axis := found.get(ref.value)) is not None]
+        axes = {_through(value, ref, axis_in_view(ref, axis, rows)) for ref, axis in bound}
+        if len(axes) > 1 or None in axes:
+            return None
+        if not axes and isinstance(value.made, AxisOp) and value.made.kind.startswith("scatter"):
+            return None  # it is built up in memory, which threads that all compute it would share
+        found[value] = axes.pop() if axes else None
+    return found
+
+
+def axis_in_view(ref: Ref, axis: int, rows: int) -> int | None:
+    """Where a value's row axis went in a view of it; None if it is split, joined with another, shifted or cut.
+
+    value (A, rows, B)   one element:  a * rows * B + row * B + b        stride B, and what moves b stays below B,
+                                                                         what moves a is a multiple of rows * B
+    """
+    stride = prod(ref.value.shape[axis + 1 :])
+    sizes, strides, offset = ref.at.shape, ref.at.stride(), int(ref.at.storage_offset())
+    at = [i for i, size in enumerate(sizes) if size == rows and strides[i] == stride]
+    if len(at) != 1 or offset // max(stride, 1) % rows:
+        return None
+    inner = offset % max(stride, 1)
+    for i, (size, step) in enumerate(zip(sizes, strides, strict=True)):
+        if i == at[0] or size == 1 or step == 0:
+            continue
+        if step < stride:
+            inner += (size - 1) * step
+        elif step % (rows * stride):
+            return None
+    return at[0] if inner < stride else None
+
+
+def _through(value: Value, ref: Ref, axis: int | None) -> int | None:
+    """Where the row axis of an operand is in the result; None if the operator mixes rows."""
+    if axis is None:
+        return None
+    match value.made:
+        case Point():
+            return axis + len(value.shape) - len(ref.shape)
+        case Reduce(axes=axes, keep=keep):
+            return None if axis in axes else axis if keep else axis - sum(each < axis for each in axes)
+        case AxisOp(axis=along):
+            return None if axis == along else axis
+        case Cat(axis=joined):
+            return None if axis == joined else axis
+        case Product() as made:
+            return _through_product(made, ref, axis)
+        case _:
+            return None
+
+
+def _through_product(made: Product, ref: Ref, axis: int) -> int | None:
+    """Batches stay what they are; else rows must be rows on the left, or columns on the right.
+
+    Threads cannot share the columns of a packed weight by rows of the batch.
+    """
+    dims = len(ref.shape)
+    rows, columns = dims - 2, dims - 1
+    if axis < rows:
+        return axis
+    if ref is made.start:
+        return None if made.fixed is not None and axis == (columns if made.fixed == "right" else rows) else axis
+    return axis if axis == (rows if ref is made.left else columns) else None
+
+
+def grouped(loop: Sequence[Value], axes: Axes | None) -> list[list[Value]]:
+    """The values of one loop in an order in which they can be made, elementwise ones in groups."""
+    pending: list[Value] = list(loop)
+    found: list[list[Value]] = []
+    while pending:
+        waiting = set(pending)
+        ready = [each for each in pending if not any(ref.value in waiting for ref in refs(each.made))]
+        whole = [[each] for each in ready if not isinstance(each.made, Point)]
+        groups = whole or [_group(pending, waiting, ready[0], axes)]
+        done = {each for group in groups for each in group}
+        found += groups
+        pending = [each for each in pending if each not in done]
+    return found
+
+
+def _group(pending: Sequence[Value], waiting: set[Value], first: Value, axes: Axes | None) -> list[Value]:
+    """All that can be made in one pass with `first`."""
+    members: list[Value] = []
+    inside: set[Value] = set()
+    for value in pending:
+        same = value.shape == first.shape and (axes is None or axes.get(value) == axes.get(first))
+        if not same or not isinstance(value.made, Point):
+            continue
+        if all((ref.value in inside and ref.whole) or ref.value not in waiting for ref in refs(value.made)):
+            members.append(value)
+            inside.add(value)
+    return members
+
+
+ROWS = 4
+"""A batch of fewer rows is not shared out."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A phase: bulk work, then a loop, whose values are in groups, each of which is one pass over memory."""
+
+    bulk: Sequence[Value]
+    groups: Sequence[Sequence[Value]]
+    main: bool
+
+
+@dataclass(frozen=True)
+class Order:
+    """All phases that do something; `axes` is given if rows are split in the main loop."""
+
+    steps: Sequence[Step]
+    axes: Axes | None
+    rows: int
+
+
+def order(function: Function) -> Order:
+    """How a settled function runs."""
+    rows, axes = 1, None
+    main = next((each for each in function.phases.phases if each.main), None)
+    if main is not None:
+        first = function.carried[0][0].shape
+        rows = first[0] if first else 1
+        axes = row_axes(main.loop, [start for start, _ in function.carried]) if rows >= ROWS else None
+    steps = [
+        Step(each.bulk, grouped(each.loop, axes if each.main else None), each.main)
+        for each in function.phases.phases
+        if each.bulk or each.loop or each.main
+    ]
+    return Order(steps, axes, rows)

@@ -1,0 +1,125 @@
+"""Views, products and reductions in loops in C, with their gradients; and what loops do not know is never wrong."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import close, eagerly, gradients, needs_compiler, planned, run_by
+from weft.recurrent import Recurrent
+from weft.recurrent.capture import capture
+from weft.recurrent.cpp.decompositions import composed
+from weft.recurrent.cpp.ir import Unsupported
+from weft.recurrent.cpp.lowering import build
+from weft.recurrent.cpp.operators import aten
+
+pytestmark = needs_compiler
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slices from behind": lambda x: torch.cat([x[:, -3:-1], x[:, -4:-2]], 1),
+    "a permuted sum": lambda x: torch.cat([x.view(2, 2, 2).permute(2, 0, 1).sum(0)] * 2, 1),
+    "a transposed product": lambda x: (x.t() @ x)[:2] @ x.t() @ x,
+    "a row for all": lambda x: x[:1].expand(2, -1) * x,
+    "heads": lambda x: x.view(2, 2, 2).transpose(1, 2).reshape(2, 4),
+    "heads that attend": lambda x: torch.softmax(
+        torch.einsum("nhi,nhj->nij", x.view(2, 2, 2), x.view(2, 2, 2)), -1
+    ).reshape(2, 4),
+    "a stack that is taken apart": lambda x: sum(torch.stack([x, 2 * x, x * x]).unbind(0)),
+    "the sum of all": lambda x: x - x.sum() * 0.01,
+    "a mean over rows": lambda x: x - x.mean(0),
+    "a convolution": lambda x: nn.functional.conv1d(x.unsqueeze(1), 0.1 * torch.ones(2, 1, 3).to(x), padding=1).sum(1),
+}
+VIEWS |= {
+    "every second": lambda x: torch.cat([x[:, ::2], x[:, 1::2]], 1),
+    "a select": lambda x: x.select(1, -1).unsqueeze(1) + x * x[:, 2].unsqueeze(1),
+    "padding": lambda x: nn.functional.pad(x, (1, 1))[:, :4],
+    "padding by a number": lambda x: nn.functional.pad(x, (2, -1, 1, -1), value=0.5)[:, 1:],
+    "padding by the other end": lambda x: nn.functional.pad(x.unsqueeze(1), (1, 1), mode="circular")[:, 0, :4],
+    "repeated": lambda x: x[:, :2].repeat(1, 2) + x[:, :1].repeat(1, 4),
+    "rolled": lambda x: x.roll((1, -3), (0, 1)) - x.roll(3),
+    "flipped": lambda x: x.flip([0, 1]) * x,
+    "gathered": lambda x: x[:, [2, 0, 1, -1]] + x.index_select(0, torch.tensor([1, 0])),
+    "gathered where it is largest": lambda x: x + x.gather(1, x.argmax(1, keepdim=True)) + 0.1 * x.argmin(),
+    "the lower triangle": lambda x: x.view(2, 2, 2).tril().reshape(2, 4),
+    "cumulated": lambda x: x.cumsum(1) + x.view(2, 2, 2).cumsum(1).reshape(2, 4),
+    "the largest along an axis": lambda x: x * x.max(1, keepdim=True).values + x.max(0).values,
+    "the smallest along an axis": lambda x: x * x.view(2, 2, 2).min(1).values.repeat(1, 2),
+    "the first of the largest": lambda x: x + x.relu().max(1, keepdim=True).values,
+    "a tangent": lambda x: torch.tan(0.3 * x),
+    "written in place": lambda x: replaced(x) + 0.0,
+    "added at an index": lambda x: x.clone().index_add(1, torch.tensor([0, 0, 3]), x[:, :3]),
+    "scattered": lambda x: torch.zeros_like(x).scatter(1, torch.tensor([[1, 0, 2, 3], [0, 3, 2, 1]]), x),
+}
+
+
+def replaced(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 0] = 2 * x[:, 1]
+    y[:, [1, 2]] = x[:, [2, 3]]
+    y[:, 1::2] = x[:, ::2]
+    return y
+
+
+EITHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "sorted": lambda x: x.sort(1).values,
+    "a remainder": lambda x: torch.remainder(x, 0.7) + x.fmod(0.6),
+    "filled at an index": lambda x: x.clone().index_fill_(1, torch.tensor([1]), 0.0),
+    "places of another's": lambda x: x.gather(1, x.sort(1).indices),
+}
+"""Some of these loops in C know, some they hand on; either way the numbers are right, without any check."""
+
+
+class Viewing(nn.Module):
+    """Looks at what it computes in some way, and goes on with it."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.view = view
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16).double().view(4, 4))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        after = torch.tanh(self.view(x + h) @ self.weight + 0.5 * h)
+        return after[:, :3].contiguous(), after
+
+
+def compared(view: Callable[[Tensor], Tensor]) -> Recurrent:
+    """The network by loops in C, after its results and gradients were found to be those of the eager loop."""
+    draw = torch.Generator().manual_seed(2)
+    x, h = (torch.randn(*shape, generator=draw).double().requires_grad_() for shape in ((4, 2, 4), (2, 4)))
+    net, found = planned(Viewing(view), "c", verify="never"), []
+    for each in (eagerly(net.cell), net):
+        result = tuple(each(x, h))
+        found.append((result, gradients(result, [x, h, net.cell.weight])))
+    close(found[1][0], found[0][0], 1e-11)
+    close(found[1][1], found[0][1], 1e-10)
+    return net
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_products_and_reductions_are_pytorchs(view: Callable[[Tensor], Tensor]) -> None:
+    assert run_by(compared(view)) == {"c"}
+
+
+@pytest.mark.filterwarnings("ignore:cell Viewing runs by the eager loop")
+@pytest.mark.parametrize("view", EITHER.values(), ids=EITHER)
+def test_what_is_not_known_is_handed_on_and_never_wrong(view: Callable[[Tensor], Tensor]) -> None:
+    assert run_by(compared(view)) <= {"c", "eager"}
+
+
+def test_a_decomposition_that_writes_is_refused() -> None:
+    """PyTorch 2.13's own of padding makes room and copies into it, which a graph of pure operators does not show."""
+
+    def padded(x: Tensor, pad: list[int], value: float = 0.0) -> Tensor:
+        left, right = pad
+        room, kept = x.new_full((x.shape[0], x.shape[1] + left + right), value), x
+        if left < 0:  # the gradient of a padding
+            kept, left = x[:, -left:right], 0
+        torch.ops.prims.copy_to(room[:, left : left + kept.shape[1]], kept)
+        return room
+
+    table = {**composed(), aten.constant_pad_nd.default: padded}
+    x = torch.randn(2, 4)
+    captured = capture(lambda x, h: (nn.functional.pad(x, (1, 1)), h), x, x, composed=table)
+    with pytest.raises(Unsupported, match="copy_to"):
+        build(captured)
