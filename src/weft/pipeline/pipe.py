@@ -107,14 +107,14 @@ class Pipe(nn.Module):
     arXiv 2004.09910); 1F1B is PipeDream-Flush's (Narayanan et al., arXiv 2104.04473).
     """
 
-    def __new__(cls, *module: Any, split: Any = None, **settings: Any) -> "Pipe":
-        if cls is Pipe and split is not None:
+    def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
+        if cls is Pipe and settings.get("split") is not None:
             from weft.pipeline.split.pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
 
             return super().__new__(cast("type[Any]", SplitPipe))
         return super().__new__(cls)
 
-    def __init__(  # pyright: ignore[reportInconsistentConstructor] - `__new__` looks at `split` alone
+    def __init__(
         self,
         module: nn.Module,
         *,

@@ -49,7 +49,9 @@ class Searched:
         if torch.is_grad_enabled():
             self._graphs += 1
             if self._graphs >= self._next:
-                self._check(_learning_behind(outputs), {id(x) for x in flatten(values)[0]})
+                given = flatten(values)[0]
+                given += [copy for x in given for copy in getattr(x, "lent", ())]
+                self._check(_learning_behind(outputs), {id(x) for x in given})
                 self._next = 2 * self._graphs  # only after a search that found nothing to refuse: else the next call
         return outputs
 

@@ -99,7 +99,7 @@ def _parameter_bytes(model: nn.Module, names: Iterable[str]) -> list[float]:
     for name in names:
         own = {id(p): p.nbytes for p in model.get_submodule(name).parameters() if id(p) not in seen}
         seen |= own.keys()
-        sizes.append(sum(own.values()))
+        sizes.append(float(sum(own.values())))
     return sizes
 
 
@@ -163,7 +163,7 @@ class _Units:
                 if number:
                     rounds.append(_now(device) - start)
             seconds.append(min(rounds))
-            memory.append(sum(saved.values()) + 2 * sum(p.nbytes for p in parameters))
+            memory.append(float(sum(saved.values()) + 2 * sum(p.nbytes for p in parameters)))
             values.update({ref: x.detach() if isinstance(x, Tensor) else x for ref, x in made.items()})
         return seconds, memory
 

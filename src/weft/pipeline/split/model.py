@@ -47,6 +47,11 @@ class Choice:
     def __init__(self, programs: Sequence[Program], copies: Sequence[Copies]) -> None:
         self.programs, self.copies = programs, copies
 
+    @property
+    def lent(self) -> list[Tensor]:
+        """All copies: trainable tensors that stages work with and do not have."""
+        return [copy for copies in self.copies for copy in copies.values()]
+
 
 class SplitCall(NamedTuple):
     """The main value of the first stage."""

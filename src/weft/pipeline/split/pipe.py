@@ -28,7 +28,7 @@ from weft.pipeline.split.program import CrossingValue
 class SplitPipe(Pipe):
     """See `Pipe`, which makes one where `split` is given. `module` is the model itself."""
 
-    def __init__(  # pyright: ignore[reportInconsistentConstructor]
+    def __init__(
         self,
         module: nn.Module,
         *,

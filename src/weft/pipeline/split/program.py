@@ -180,7 +180,7 @@ class Program:
         self._sizes = {**recording.sizes, **{Ref("v", v): n for step in steps for v, n in step.sizes.items()}}
         self._storages = {**recording.storages, **{Ref("v", v): n for step in steps for v, n in step.storages.items()}}
         self._written = {storage for step in steps for storage in step.stored}
-        self._check_aliases()
+        self._check_writes()
         members = [{k for k, at in enumerate(self._stage_at) if at == s} for s in range(self.stages)]
         self.prelude = self._prelude(members)
         taken = self._readers(members)
@@ -195,13 +195,25 @@ class Program:
                 raise SplitError(f"nothing would run in the stage before {name!r}, for {where}; leave it out of split")
         return starts
 
-    def _check_aliases(self) -> None:
+    def _check_writes(self) -> None:
+        """Stages work on several micro-batches at one time, so what one writes into must be its own."""
+        steps = self.recording.steps
         for made, written in self.recording.aliases:
             if self._stage_at[max(made, 0)] != self._stage_at[max(written, 0)]:
                 raise InPlaceError(
-                    f"{self.recording.steps[written]} writes through a view into a tensor of another stage "
+                    f"{steps[written]} writes through a view into a tensor of another stage "
                     f"({self._stage_at[max(made, 0)]}), which is read afterwards; use the out-of-place form there, or "
                     "split elsewhere"
+                )
+        reads = [(s, step, k, ref) for s, step in zip(self._stage_at, steps, strict=True) for k, ref in step.reads]
+        for _, step, k, ref in reads:
+            if ref.kind != "own" or k not in step.writes:
+                continue
+            used = {s for s, _, _, other in reads if other == ref}
+            if len(used) > 1:
+                raise InPlaceError(
+                    f"{step} writes into {ref.key!r}, which the code between blocks of several stages {used} uses; use "
+                    "it in one submodule, or split elsewhere"
                 )
 
     def _prelude(self, members: Sequence[set[int]]) -> list[Step]:

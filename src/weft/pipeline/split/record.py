@@ -73,21 +73,29 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.model, self.fake = model, fake
-        modules = dict(named_modules(model, again=True))
-        if wrong := [name for name in split if not name or name not in modules]:
-            known = [name for name in modules if name]
-            near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
-            raise SplitError(listed(f"split names what is no module of {type(model).__name__}:", near))
-        self.split = {modules[name]: name for name in split}
-        parts = [name.split(".") for name in split]
-        self.open = {modules[".".join(each[:k])] for each in parts for k in range(len(each))}
-        self.names = {id(module): name for name, module in named_modules(model)}
         self.devices = devices
         self.mixed = len(set(devices)) > 1
         self._inside = True
         self._thread = 0
         self._leaking: set[nn.Module] = set()
         self._keep = False
+        self._split_names = list(split)
+        self.open: set[nn.Module] = set()
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Find the modules that are named, as they are now."""
+        modules = dict(named_modules(self.model, again=True))
+        if wrong := [name for name in self._split_names if not name or name not in modules]:
+            known = [name for name in modules if name]
+            near = [f"{name!r}; near it: {get_close_matches(name, known, 3, 0.0)}" for name in wrong]
+            raise SplitError(listed(f"split names what is no module of {type(self.model).__name__}:", near))
+        self.split = {modules[name]: name for name in self._split_names}
+        parts = [name.split(".") for name in self._split_names]
+        self.open = self.open.intersection(modules.values()) | {
+            modules[".".join(each[:k])] for each in parts for k in range(len(each))
+        }
+        self.names = {id(module): name for name, module in named_modules(self.model)}
 
     def moving(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The plain forward of a model whose stages have several devices: tensors are moved as in a recording."""
@@ -110,6 +118,7 @@ class ForwardRecorder(TorchFunctionMode):
         with _one_at_a_time:
             self._thread = threading.get_ident()
             self._keep = keep
+            self._resolve()
             self._refuse_backward_hooks()
             while True:
                 self._leaking = set()
@@ -283,8 +292,10 @@ class ForwardRecorder(TorchFunctionMode):
     def _note_results(self, step: Step, number: int, made: Sequence[Any]) -> None:
         ours = step.module is not None or step.name.endswith(".apply")
         for k, x in enumerate(made):
-            value = None
-            if isinstance(x, Tensor) or (ours and not isinstance(x, PLAIN)):
+            value, known = None, self._known.get(id(x))
+            if known is not None and known[1].kind == "own":
+                pass  # written into, or returned as it is: it is still the model's
+            elif isinstance(x, Tensor) or (ours and not isinstance(x, PLAIN)):
                 value = self._make(x, step, k, number)
             elif ours:
                 step.plain.append((k, x))

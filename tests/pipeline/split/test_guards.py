@@ -1,0 +1,301 @@
+"""What a recording goes by, what it refuses, and what the comparison with forward() catches."""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import weft
+from tests.pipeline.pipe_cases import assert_close, rows
+from weft.core.errors import GuardError, InPlaceError, SplitError
+from weft.pipeline.split import model as split_model
+from weft.pipeline.split import record
+
+
+@pytest.fixture(autouse=True)
+def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # The tests' type checks wrap the recorder's own functions.
+    monkeypatch.setattr(record, "_LIBRARIES", (*record._LIBRARIES, "<", *_of_the_checks()))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def _of_the_checks() -> list[str]:
+    import jaxtyping  # noqa: PLC0415 - the tests' own
+
+    return [str(jaxtyping.__file__).rpartition("/")[0]]
+
+
+class Between(nn.Module):
+    """Two blocks, and something between them."""
+
+    def __init__(self, code: Callable[["Between", Tensor], Any], **buffers: Tensor) -> None:
+        super().__init__()
+        self.first, self.second, self.code = nn.Linear(4, 4), nn.Linear(4, 4), code
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.code(self, self.first(x)))
+
+
+def cut(model: nn.Module, *split: str, chunks: int = 2, **settings: Any) -> weft.Pipe:
+    names = list(split) or ["second"]
+    return weft.Pipe(model, chunks=chunks, split=names, devices=["cpu"] * (len(names) + 1), **settings)
+
+
+def test_guards_that_inputs_answer_choose_the_program_of_each_micro_batch() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.second(y) if bool(mask.all()) else self.second(y * mask)
+
+    model = Masked()
+    pipe = cut(model)
+    mask = torch.ones(4, 4)
+    mask[2, 1] = 0
+    for kind in (torch.ones(4, 4), mask, mask.flip(0)):
+        wanted = torch.cat([model(rows(4, 4)[:2], kind[:2]), model(rows(4, 4)[2:], kind[2:])])
+        assert_close(pipe(rows(4, 4), mask=kind), wanted)
+    assert pipe.statistics()["recordings"] == 2
+
+
+def test_a_decision_on_activations_between_blocks_is_refused_with_file_and_line() -> None:
+    model = Between(lambda _, x: x if x.sum() > 0 else -x)
+    with torch.no_grad():
+        model.first.bias.fill_(50.0)
+    pipe = cut(model, chunks=1)
+    pipe(rows(2, 4))
+    with torch.no_grad():
+        model.first.bias.fill_(-50.0)
+    with pytest.raises(GuardError, match=r"__bool__ \(.*test_guards.py:\d+\).*True when recorded and False now"):
+        pipe(rows(2, 4))
+
+
+def test_a_shape_that_depends_on_data_is_a_guard() -> None:
+    def code(_: Between, x: Tensor) -> Tensor:
+        return x * x[x[:, 0] > 0].shape[0]
+
+    with pytest.raises(GuardError, match="getitem"):
+        cut(Between(code), chunks=8, verify=False)(torch.randn(8, 4))
+
+
+def test_what_a_block_returns_for_python_is_a_guard() -> None:
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            return x, int((x > 0).sum())
+
+    model = Between(lambda self, x: self.counting(x)[0] * self.counting(x)[1])
+    model.counting = Counting()
+    with pytest.raises(GuardError, match="counting"):
+        cut(model, chunks=8, verify=False)(torch.randn(8, 4))
+
+
+def test_python_that_no_recording_sees_is_caught_by_the_comparison() -> None:
+    calls = iter(range(1, 100))
+    model = Between(lambda _, x: x * next(calls))
+    with pytest.raises(SplitError, match=r"first value that differs.*mul \(.*test_guards.py:\d+\).*verify=False"):
+        cut(model)(rows(4, 4))
+    cut(model, verify=False)(rows(4, 4))
+    first = iter([True])
+    with pytest.raises(SplitError, match="went another way"):
+        cut(Between(lambda _, x: x * 2 if next(first, False) else x + 1))(rows(4, 4))
+
+
+def test_the_comparison_leaves_the_model_and_the_generators_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    found = []
+    for verify in (True, False):
+        torch.manual_seed(5)
+        pipe = cut(copy.deepcopy(model), "3", verify=verify)
+        output = pipe(rows(4, 4))
+        found.append([output, *pipe.buffers(), torch.rand(1)])
+        assert all(each.grad is None for each in pipe.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for half in rows(4, 4).split(2):
+        plain(half)
+    assert_close(found[0][1:4], list(plain.buffers()))
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+_twice = _Twice.apply
+
+
+class _Cache:
+    def __init__(self) -> None:
+        self.kept = torch.zeros(2)
+
+
+class _Storing(nn.Module):
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        return x
+
+
+def _swap(self: Between, x: Tensor) -> Tensor:
+    self.table = self.table + 1
+    return x
+
+
+def _to_data(_: Between, x: Tensor) -> Tensor:
+    x.data = x.data * 2
+    return x
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (lambda _, x: x + torch.from_numpy(x.detach().numpy()), "numpy takes a tensor out of PyTorch's sight"),
+        (lambda _, x: x * random.random(), "Python's or NumPy's random numbers"),
+        (lambda _, x: _twice(x), "_Twice.apply, whose own backward would be lost"),
+        (lambda _, x: torch.vmap(torch.sin)(x), "runs under vmap or grad"),
+        (lambda _, x: torch.autograd.grad(x.sum(), x)[0], "torch.autograd is asked for a gradient"),
+        (lambda self, x: self.storing(x, _Cache()), "_Cache carries tensors from block to block.*use_cache=False"),
+        (_swap, "puts another tensor in the place of a buffer"),
+        (_to_data, "sets .data of a tensor"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_by_name(code: Any, words: str) -> None:
+    model = Between(code, table=torch.ones(4))
+    model.storing = _Storing()
+    with pytest.raises(SplitError, match=words):
+        cut(model)(rows(4, 4))
+
+
+def test_an_autograd_function_between_blocks_keeps_its_backward() -> None:
+    model = Between(lambda _, x: _Twice.apply(x))
+    plain = copy.deepcopy(model)
+    cut(model)(rows(4, 4)).sum().backward()
+    plain(rows(4, 4)).sum().backward()
+    assert_close(model.first.weight.grad, plain.first.weight.grad)
+
+
+def test_a_gradient_hook_between_blocks_stays() -> None:
+    def code(_: Between, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return x
+
+    model = Between(code)
+    plain = copy.deepcopy(model)
+    cut(model)(rows(4, 4)).sum().backward()
+    plain(rows(4, 4)).sum().backward()
+    assert_close(model.first.weight.grad, plain.first.weight.grad)
+
+
+def test_no_grad_between_blocks_stays() -> None:
+    def code(_: Between, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean(-1, keepdim=True)
+        return x * scale
+
+    model = Between(code)
+    plain = copy.deepcopy(model)
+    cut(model)(rows(4, 4)).sum().backward()
+    plain(rows(4, 4)).sum().backward()
+    assert_close(model.first.weight.grad, plain.first.weight.grad)
+
+
+def test_a_write_through_a_view_into_another_stage_is_refused() -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x) * 1
+            z = self.second(y)
+            y.view(-1).add_(1.0)
+            return z + y
+
+    with pytest.raises(InPlaceError, match="writes through a view into a tensor of another stage"):
+        cut(Writing())(rows(4, 4))
+
+
+def test_a_buffer_that_several_stages_count_in_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            x = self.first(x)
+            x = self.second(x)
+            self.calls += 1
+            return x * self.calls
+
+    with pytest.raises(InPlaceError, match="writes into 'calls'"):
+        cut(Counting())(rows(4, 4))
+
+
+def test_split_points_that_make_no_stage_are_refused() -> None:
+    with pytest.raises(SplitError, match="nothing would run in the stage before 'first'"):
+        cut(Between(lambda _, x: x), "first")(rows(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.unused = nn.ModuleList([nn.Linear(4, 4)])
+    model.forward = lambda x: model[1](model[0](x))  # type: ignore[method-assign]
+    with pytest.raises(SplitError, match="never called the split points"):
+        cut(model, "unused.0")(rows(4, 4))
+
+
+def test_backward_hooks_of_a_module_that_is_cut_are_refused() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(SplitError, match=r"hook submodules that are not:\n  - 0 \(Sequential\)"):
+        cut(model, "0.1")(rows(4, 4))
+
+
+def test_a_tensor_that_leaves_a_block_by_a_hook_opens_the_block() -> None:
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+            self.second = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen: list[Tensor] = []
+            handle = self.first[0].register_forward_hook(lambda _, __, output: seen.append(output))
+            x = self.second(self.first(x))
+            handle.remove()
+            return x + seen[0]
+
+    model = Collecting()
+    plain = copy.deepcopy(model)
+    cut(model)(rows(4, 4)).square().sum().backward()
+    plain(rows(4, 4)).square().sum().backward()
+    assert_close(model.first[0].weight.grad, plain.first[0].weight.grad)
+
+
+def test_programs_are_dropped_and_churn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_model, "PROGRAMS", 2)
+    pipe = cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1", chunks=1)
+    for count in (2, 3):
+        pipe(rows(count, 4))
+    with pytest.warns(UserWarning, match="shapes, arguments, or what the code"):
+        pipe(rows(4, 4))
+    pipe(rows(4, 4))
+    assert pipe.statistics()["recordings"] == 3
+    pipe(rows(2, 4))
+    assert pipe.statistics()["recordings"] == 4

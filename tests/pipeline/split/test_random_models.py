@@ -1,0 +1,165 @@
+"""Random models: whatever forward() does between blocks, the pipe gives the plain loop's numbers, or says why not."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import weft
+from tests.pipeline.pipe_cases import assert_close
+from weft.core.errors import WeftError
+from weft.core.microbatch import plan_split
+from weft.core.tree import flatten, unflatten
+
+WIDTH = 3
+KINDS = ("linear", "norm", "inplace", "double", "route")
+GLUE = (
+    *("block", "block", "block", "add", "add", "add_", "scale_", "assign", "cat", "view_write", "parameter", "buffer"),
+    *("count", "mask", "shape", "stack", "detach", "alias", "flip"),
+)
+Op = tuple[str, int, int]
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        if self.kind == "norm":
+            self.seen += 1
+            return y / (1 + y.square().mean(-1, keepdim=True))
+        if self.kind == "inplace":
+            return torch.relu_(y)
+        if self.kind == "double":
+            return {"main": y.tanh(), "gate": [torch.sigmoid(x), None]}
+        if self.kind == "route":
+            return y if bool(y.sum() > 0) else y.cos()
+        return y
+
+
+class Random(nn.Module):
+    """Interprets a list of operations over the values made so far."""
+
+    def __init__(self, kinds: list[str], ops: list[Op], nested: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for kind in kinds)
+        self.ops, self.nested = ops, nested
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("table", torch.randn(WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+        values = [x]
+        for name, i, j in self.ops:
+            a, b = values[i % len(values)], values[j % len(values)]
+            if name == "block":
+                made = self.blocks[j % len(self.blocks)](a)
+                values += [made["main"], made["gate"][0]] if isinstance(made, dict) else [made]
+            elif name == "add":
+                values.append(a + b)
+            elif name == "add_":
+                values[i % len(values)] = a
+                a += b
+            elif name == "scale_":
+                a.mul_(0.5)
+            elif name == "assign":
+                c = a.clone()
+                c[..., 0] = b[..., 1]
+                values.append(c)
+            elif name == "cat":
+                values.append(torch.cat([a, b], -1)[..., 1 : 1 + WIDTH])
+            elif name == "view_write":
+                c = a * 1
+                c.view(-1).add_(1.0)
+                values.append(c)
+            elif name == "parameter":
+                values.append(a + self.bias)
+            elif name == "buffer":
+                values.append(a * self.table)
+            elif name == "count":
+                self.calls += 1
+                values.append(a * self.calls.sign())
+            elif name == "mask":
+                if mask is not None:
+                    values.append(a * mask if bool(mask.all()) else a.where(mask, a * 0.5))
+            elif name == "shape":
+                values.append(a * 2 if len(a) % 2 else a - 1)
+            elif name == "stack":
+                values.append(torch.stack([a, b]).sum(0))
+            elif name == "detach":
+                values.append(a.detach() * b)
+            elif name == "alias":
+                values.append(a[..., :])
+            else:
+                values.append(a.flip(-1).contiguous())
+        return {"last": values[-1], "more": (values[len(values) // 2] * 1, None)} if self.nested else values[-1] * 1
+
+
+def looped(model: nn.Module, inputs: dict[str, Any], chunks: int) -> list[Any]:
+    """The outputs of a plain loop over the same micro-batches, joined."""
+    plan, leaves = plan_split(inputs, chunks)
+    flat = [flatten(model(**unflatten(plan.structure, piece)))[0] for piece in plan.split(leaves)]
+    return [torch.cat(column) if isinstance(column[0], Tensor) else None for column in zip(*flat, strict=True)]
+
+
+def trained(model: nn.Module, outputs: list[Any]) -> list[Any]:
+    """Outputs, gradients and buffers after a backward."""
+    sum((x * torch.arange(1.0, 1 + x.numel()).view_as(x)).sum() for x in outputs if x is not None).backward()
+    found = [x if x is None else x.detach() for x in outputs]
+    return [*found, *(each.grad for each in model.parameters()), *(each.clone() for each in model.buffers())]
+
+
+@pytest.mark.parametrize("shard", range(6))
+def test_no_random_model_differs_in_silence(shard: int) -> None:
+    counts = {"equal": 0, "refused": 0, "invalid": 0}
+
+    @seed(shard)
+    @settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(
+        kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=5),
+        ops=st.lists(st.tuples(st.sampled_from(GLUE), st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=16),
+        nested=st.booleans(),
+        masked=st.sampled_from((None, "ones", "some")),
+        way=st.sampled_from((("serial", "never"), ("threads", "always"), ("graph", "never"), ("threads", "never"))),
+        picks=st.sets(st.integers(0, 4), min_size=1, max_size=3),
+    )
+    def check(kinds: Any, ops: Any, nested: Any, masked: Any, way: Any, picks: Any) -> None:
+        calls = [("block", i, i) for i in range(len(kinds))]  # so that every block is called
+        torch.manual_seed(len(ops))
+        model = Random(kinds, [*ops[: len(ops) // 2], *calls, *ops[len(ops) // 2 :]], nested).double()
+        plain = copy.deepcopy(model)
+        split = sorted({f"blocks.{1 + pick % (len(kinds) - 1)}" for pick in picks})
+        executor, checkpoint = way
+        settings = {"executor": executor, "checkpoint": checkpoint, "devices": ["cpu"] * (len(split) + 1)}
+        try:
+            pipe = weft.Pipe(model, chunks=3, split=split, **settings)
+            for rows in (6, 5):
+                x = torch.randn(rows, 2, WIDTH, dtype=torch.float64)
+                mask = None if masked is None else (torch.rand(rows, 2, 1) > 0.3) | (masked == "ones")
+                inputs = {"x": x} if mask is None else {"x": x, "mask": mask}
+                plain.zero_grad()
+                model.zero_grad()
+                try:
+                    wanted = trained(plain, looped(plain, {**inputs, "x": x.clone()}, 3))
+                except RuntimeError:  # writes what autograd needs, or has no gradient at all
+                    counts["invalid"] += 1
+                    event("the plain model cannot train")
+                    return
+                found = trained(model, flatten(pipe(**inputs))[0])
+                assert_close(found, wanted, 1e-10)
+        except WeftError as error:
+            counts["refused"] += 1
+            event(type(error).__name__)
+            return
+        counts["equal"] += 1
+
+    check()
+    assert counts["equal"] >= 20, counts

@@ -1,0 +1,374 @@
+"""What any Pipe has, a pipe with split= has too: state, copies, modes, places, precision, other libraries."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weft
+from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
+from tests.pipeline.split.test_zoo import needs_transformers
+from tests.pipeline.split.zoo import DataDependent, Dropping, ShapeDriven, Shared, UNet, gpt2
+from weft.core.errors import BatchError, PartitionError, SplitError, UsageError
+from weft.pipeline.split import model as split_model
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Chain(nn.Module):
+    """Linear layers with code between them, and options to go another way."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+        self.gain = 1.0
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * self.gain
+            if mask is not None:
+                x = x * mask
+        return x
+
+
+def cut(model: nn.Module, *split: str, chunks: int = 4, **settings: Any) -> weft.Pipe:
+    names = list(split) or ["layers.2"]
+    return weft.Pipe(model, chunks=chunks, split=names, devices=["cpu"] * (len(names) + 1), **settings)
+
+
+def assert_trains_as(pipe: weft.Pipe, plain: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """The output and the gradients of a sum over it are those of the plain model on the whole mini-batch."""
+    pipe.zero_grad()
+    plain.zero_grad()
+    bare = {key: value.value if isinstance(value, weft.NoChunk) else value for key, value in kwargs.items()}
+    wanted = plain(*args, **bare)
+    found = pipe(*args, **kwargs)
+    assert_close(found, wanted)
+    wanted.square().sum().backward()
+    found.square().sum().backward()
+    assert_gradients_equal(pipe, plain, 1e-10)
+
+
+def test_state_goes_both_ways_under_the_keys_of_the_model() -> None:
+    model = Chain()
+    pipe = cut(copy.deepcopy(model))
+    assert pipe.load_state_dict(model.state_dict()).missing_keys == []
+    model.load_state_dict(pipe.state_dict())
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    assert_trains_as(pipe, model, rows(7, 8))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_and_pickles_record_anew_and_share_nothing(duplicate: Any) -> None:
+    pipe = cut(Shared(), "other", "head")
+    pipe(rows(5, 8))
+    again = duplicate(pipe)
+    assert type(again) is type(pipe) and again.module.head.weight is again.module.embed.weight
+    assert not {id(each) for each in again.parameters()} & {id(each) for each in pipe.parameters()}
+    assert_close(again(rows(5, 8)).main, pipe(rows(5, 8)).main)
+
+
+def test_modes_reach_the_model_and_choose_the_program() -> None:
+    model = Dropping()
+    pipe = cut(model, "blocks.2").eval()
+    assert not model.training
+    assert_close(pipe(rows(6, 8)), model(rows(6, 8)))
+    assert not torch.equal(pipe.train()(rows(6, 8)), model.eval()(rows(6, 8)))
+
+
+def test_no_grad_and_inference_run_as_the_model_does() -> None:
+    model = Chain()
+    pipe = cut(model)
+    with torch.no_grad():
+        assert_close(pipe(rows(6, 8)), model(rows(6, 8)))
+        assert not pipe(rows(6, 8)).requires_grad
+    with torch.inference_mode():
+        assert_close(pipe(rows(6, 8)), model(rows(6, 8)))
+
+
+def test_numbers_of_the_model_may_change_between_steps() -> None:
+    model = Chain()
+    pipe = cut(model)
+    for gain in (1.0, 0.5, 1.0):
+        model.gain = gain
+        assert_trains_as(pipe, copy.deepcopy(model), rows(6, 8))
+    assert pipe.statistics()["recordings"] == 4  # two sizes of micro-batches, two gains
+
+
+def test_layers_may_be_replaced_and_stages_may_change_in_number() -> None:
+    model = Chain()
+    pipe = cut(model)
+    pipe(rows(4, 8))
+    model.layers[1] = nn.Linear(8, 8)
+    assert_trains_as(pipe, copy.deepcopy(model), rows(6, 8))
+    pipe.split, pipe.devices = ["layers.1", "layers.3"], ["cpu"] * 3
+    assert_trains_as(pipe, copy.deepcopy(model), rows(6, 8))
+    assert len(pipe.statistics()["blocks"]) == 3
+
+
+def test_masks_for_all_rows_are_taken_whole() -> None:
+    model = Chain()
+    pipe = cut(model)
+    assert_trains_as(pipe, copy.deepcopy(model), rows(6, 8), mask=torch.rand(1, 8))
+    assert_trains_as(pipe, copy.deepcopy(model), rows(6, 8), mask=weft.NoChunk(torch.rand(8)))
+    assert_trains_as(pipe, copy.deepcopy(model), rows(6, 8), mask=torch.rand(6, 1))
+
+
+def test_inputs_have_gradients_also_in_later_stages() -> None:
+    model = Chain()
+    pipe = cut(model, checkpoint="always", executor="threads")
+    x, mask = rows(6, 8).requires_grad_(), torch.rand(6, 1, requires_grad=True)
+    wanted = torch.autograd.grad(model(x, mask).square().sum(), [x, mask])
+    assert_close(torch.autograd.grad(pipe(x, mask).square().sum(), [x, mask]), wanted)
+
+
+def test_deferred_batch_norm_counts_the_whole_mini_batch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    cut(model, "2", deferred_batch_norm=True)(rows(8, 4))
+    plain(rows(8, 4))
+    assert_close(model[1].running_mean, plain[1].running_mean)
+    assert_close(model[1].running_var, plain[1].running_var)
+
+
+def test_meta_models_get_storage_and_keep_their_ties() -> None:
+    with torch.device("meta"):
+        model = Shared()
+    pipe = cut(model, "other", "head").materialize()
+    assert model.head.weight is model.embed.weight and not model.head.weight.is_meta
+    pipe(rows(4, 8)).main.sum().backward()
+
+
+def test_autocast_reaches_the_blocks_and_the_code_between() -> None:
+    torch.set_default_dtype(torch.float32)
+    model = Chain()
+    pipe = cut(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, found = model(rows(6, 8).float()), pipe(rows(6, 8).float())
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+    assert found.dtype == wanted.dtype
+
+
+def test_compiled_blocks_stay_compiled() -> None:
+    model = Chain()
+    plain = copy.deepcopy(model)
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    assert_close(cut(model)(rows(6, 8)), plain(rows(6, 8)))
+
+
+def test_hooks_of_blocks_and_parameters_fire_as_in_a_plain_loop() -> None:
+    model = Chain()
+    seen: list[str] = []
+    pipe = cut(model, chunks=3)
+    pipe(rows(6, 8)).sum().backward()
+    model.layers[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model.layers[3].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model.layers[0].weight.register_hook(lambda _: seen.append("weight"))
+    pipe(rows(6, 8)).sum().backward()
+    assert sorted(seen) == ["backward"] * 3 + ["forward"] * 3 + ["weight"]
+
+
+def test_a_tied_parameter_on_another_device_crosses_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one device, taken for two: stages after the owner's work with a copy."""
+    monkeypatch.setattr(split_model, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
+    for way in ({"executor": "threads", "checkpoint": "always"}, {"executor": "serial"}, {"executor": "graph"}):
+        model = Shared()
+        plain = copy.deepcopy(model)
+        pipe = cut(model, "other", "head", chunks=3, **way)
+        for count in (6, 5):
+            pipe.zero_grad()
+            plain.zero_grad()
+            pipe(rows(count, 8)).main.square().sum().backward()
+            plain(rows(count, 8)).main.square().sum().backward()
+            assert_gradients_equal(pipe, plain, 1e-10)
+        assert model.head.weight is model.embed.weight
+
+
+def test_distributed_data_parallel_takes_the_pipe(process_group: None) -> None:
+    model = Chain()
+    plain = copy.deepcopy(model)
+    wrapped = nn.parallel.DistributedDataParallel(cut(model))
+    wrapped(rows(6, 8)).square().sum().backward()
+    plain(rows(6, 8)).square().sum().backward()
+    assert_gradients_equal(model, plain, 1e-10)
+
+
+def test_routes_tell_what_crosses() -> None:
+    pipe = cut(UNet(), "middle", "up2", "up1", sample={"x": torch.randn(2, 3, 8, 8)})
+    assert any(each.readers == (2,) and each.source == 0 for each in pipe.routes)
+    assert {each.name.partition(" ")[0] for each in pipe.routes} >= {"down1", "down2", "middle"}
+    assert all(each.bytes > 0 for each in pipe.routes)
+    with pytest.raises(UsageError, match="call the pipe"):
+        _ = cut(Chain()).routes
+
+
+def test_glue_that_needs_inputs_alone_is_made_anew_where_it_is_smaller() -> None:
+    class Attending(Chain):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            square = mask[:, None, :] * mask[:, :, None]
+            for layer in self.layers:
+                x = square @ layer(x)
+            return x
+
+    pipe = cut(Attending())
+    pipe(torch.randn(4, 16, 8), torch.rand(4, 16)).sum().backward()
+    assert sorted(each.bytes for each in pipe.routes) == [16 * 8, 16 * 8 * 8]  # a row's mask, and its activation
+
+
+def test_auto_measures_the_items_of_lists() -> None:
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([*(nn.Linear(64, 64) for _ in range(3)), *(Slow() for _ in range(3))])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(60):
+                x = self.linear(x)
+            return x
+
+    model = Uneven()
+    pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, sample=torch.randn(4, 64))
+    assert pipe.split in (["layers.4"], ["layers.5"])
+    assert_trains_as(pipe, copy.deepcopy(model), torch.randn(4, 64))
+    with pytest.warns(UserWarning, match="sizes of parameters"):
+        assert weft.Pipe(Chain(), chunks=2, split="auto", devices=["cpu"] * 2).split == ["layers.2"]
+    with pytest.raises(PartitionError, match="finds 4"):
+        weft.Pipe(Chain(), chunks=2, split="auto", devices=["cpu"] * 5, sample=rows(2, 8))
+
+
+def test_auto_takes_a_sequential_too() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, sample=rows(4, 8))
+    assert_trains_as(pipe, copy.deepcopy(model), rows(4, 8))
+
+
+@needs_transformers
+def test_a_loss_over_tokens_is_exact_with_the_number_of_items() -> None:
+    import transformers  # noqa: PLC0415 - an extra
+
+    model = transformers.GPT2LMHeadModel(gpt2().config)
+    plain = copy.deepcopy(model)
+    tokens = torch.randint(3, 50, (6, 9))
+    labels = tokens.clone()
+    labels[0, :7] = -100
+    pipe = cut(model, "transformer.h.2", chunks=3)
+    with pytest.raises(BatchError, match="num_items_in_batch"):
+        pipe(input_ids=tokens, labels=labels)
+    count = (labels[:, 1:] != -100).sum()
+    pipe(input_ids=tokens, labels=labels, num_items_in_batch=count).loss.backward()
+    wanted = plain(input_ids=tokens, labels=labels).loss
+    wanted.backward()
+    assert_gradients_equal(pipe, plain, 1e-6)  # the loss of Hugging Face is of float32
+
+
+@needs_transformers
+def test_the_trainer_of_hugging_face_takes_the_pipe(tmp_path: Any) -> None:
+    import transformers  # noqa: PLC0415 - an extra
+
+    torch.set_default_dtype(torch.float32)
+    model, plain = gpt2(), None
+    plain = copy.deepcopy(model)
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(3, 50, (8, 9))]
+    found: list[dict[str, Tensor]] = []
+    for each in (cut(model, "transformer.h.2", chunks=2), plain):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=4,
+            max_steps=2,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
+            remove_unused_columns=False,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            transformers.Trainer(each, arguments, train_dataset=data).train()
+        found.append(each.state_dict())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+
+
+@needs_transformers
+def test_accelerate_takes_the_pipe() -> None:
+    import accelerate  # noqa: PLC0415 - an extra
+
+    model = Chain()
+    plain = copy.deepcopy(model)
+    accelerator = accelerate.Accelerator(cpu=True)
+    pipe, optimizer = accelerator.prepare(cut(model), torch.optim.SGD(model.parameters(), 0.1))
+    accelerator.backward(pipe(rows(6, 8)).square().mean())
+    optimizer.step()
+    plain(rows(6, 8)).square().mean().backward()
+    torch.optim.SGD(plain.parameters(), 0.1).step()
+    assert_close(dict(model.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_gradients_of_gradients_go_through_the_graph_executor() -> None:
+    model = Chain()
+    pipe = cut(model, executor="graph")
+    x = rows(4, 8).requires_grad_()
+    both = [torch.autograd.grad(each(x).sum(), x, create_graph=True)[0] for each in (pipe, model)]
+    assert_close(torch.autograd.grad(both[0].sum(), x), torch.autograd.grad(both[1].sum(), x))
+
+
+def test_wrong_arguments_are_told_all_at_once() -> None:
+    with pytest.raises(UsageError) as seen:
+        weft.Pipe(Chain(), chunks=0, split=[], balance=[1])
+    assert all(word in str(seen.value) for word in ("chunks", "split", "balance"))
+    with pytest.raises(SplitError, match=r"'layer.2'; near it: \['layers.2'"):
+        cut(Chain(), "layer.2")
+    with pytest.raises(PartitionError, match="2 split points make 3 stages"):
+        weft.Pipe(Chain(), chunks=2, split=["layers.1", "layers.2"], devices=["cpu"])
+
+
+def test_batch_dim_says_where_the_rows_are() -> None:
+    model = Chain()
+    pipe = cut(model, batch_dim=1)
+    assert_trains_as(pipe, copy.deepcopy(model), torch.randn(3, 6, 8))
+    named = cut(copy.deepcopy(model), batch_dim={0: 1, "mask": None}, output_batch_dim=1)
+    assert_trains_as(named, copy.deepcopy(model), torch.randn(3, 6, 8), mask=torch.rand(8))
+
+
+def test_shapes_and_data_go_other_ways_without_a_word() -> None:
+    for model, shape, split in ((ShapeDriven(), (5, 8), "blocks.2"), (DataDependent(), (8,), "blocks.2")):
+        pipe = cut(model, split, chunks=1)
+        for count in (5, 4, 3):
+            assert_trains_as(pipe, copy.deepcopy(model), torch.randn(count, *shape))
+
+
+def test_saved_with_torch_save_it_loads_again() -> None:
+    pipe = cut(Chain())
+    stream = io.BytesIO()
+    torch.save(pipe, stream)
+    stream.seek(0)
+    again = torch.load(stream, weights_only=False)
+    assert_close(again(rows(4, 8)), pipe(rows(4, 8)))
+    assert functional.mse_loss(again(rows(4, 8)), pipe(rows(4, 8))).item() == 0
