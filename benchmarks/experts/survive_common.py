@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from benchmarks.table import Row
 from weft.experts import ExpertBackend, Guards, TensorSpec
 from weft.experts.client import GrpcTransport
-from weft.experts.service.names import STREAM
 from weft.experts.wire import Call, Header, Kind, Received, decode, encode
+from weft.experts.wire.service import STREAM
 
 WIDTH, ROWS, MOST_ROWS = 16, 4, 64
 TROUBLE = 1e6

@@ -26,8 +26,8 @@ from tests.experts.crashing_disk import Crash, CrashingDisk
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import GrpcTransport, TransportStatistics
-from weft.experts.service import Receipt
 from weft.experts.wire import Call, Received, UnreachableError
+from weft.experts.wire.service import Receipt
 
 KEYS = 1 << 17
 _LONGEST = 0.1

@@ -25,9 +25,9 @@ from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.compression import Compression
 from weft.experts.errors import GradientError
 from weft.experts.replica.mark import Ask, Mark, News, Told, read_ask, read_told
-from weft.experts.service import Receipt, describe, read_description, read_receipt
 from weft.experts.wire import Call, Header, Kind, WireError, decode, read_fault, write_fault
 from weft.experts.wire.header import PREAMBLE
+from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
 
 SEED = 7
 WANTED_MB = 64.0

@@ -19,8 +19,8 @@ from weft.experts.client import GrpcTransport, Retry
 from weft.experts.client.line import Line
 from weft.experts.client.route import FixedRoute
 from weft.experts.server import Server
-from weft.experts.service import read_receipt
 from weft.experts.wire import Call, DeadlineError, Header, Kind, LostError, UnreachableError
+from weft.experts.wire.service import read_receipt
 
 ROUGH = Weather(late=0.005, cut=0.01, silent=0.005, silent_seconds=1.0, stall=0.01, stall_seconds=0.3)
 HURRY = Weather(late=0.05, cut=0.01, silent=0.01, silent_seconds=3.0, stall=0.05, stall_seconds=0.4)

@@ -16,8 +16,8 @@ from weft.experts.client.line import Line
 from weft.experts.client.retry import Retry
 from weft.experts.client.route import FixedRoute
 from weft.experts.client.transport import Transport
-from weft.experts.service import Receipt, read_receipt
 from weft.experts.wire import Call, Header, Kind
+from weft.experts.wire.service import Receipt, read_receipt
 
 UID = "marks"
 RETRY = Retry(attempts=100_000, first=0.002, longest=0.05)

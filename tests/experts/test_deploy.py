@@ -15,7 +15,7 @@ from weft.experts.directory.etcd import EtcdDirectory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.registry import expert_kinds, make_expert
-from weft.experts.server.place import place_faults
+from weft.experts.server.options import place_faults
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "weft-experts.service"

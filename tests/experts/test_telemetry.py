@@ -112,7 +112,7 @@ def test_nothing_is_left_on_the_experts_and_nothing_is_there_without_an_observer
     with Server([backend], observer=Notes()) as server:
         assert [pool.process for pool in backend.pools] != before
         train(server, "a")
-        assert not server._desk._traces  # type: ignore[attr-defined]
+        assert not server._dispatcher._traces  # type: ignore[attr-defined]
         assert server.remove("a")
         assert [pool.process for pool in backend.pools] == before and backend.apply_gradients is replaced
     other = layer("b")
@@ -120,7 +120,7 @@ def test_nothing_is_left_on_the_experts_and_nothing_is_there_without_an_observer
         pass
     assert "apply_gradients" not in vars(other)
     with Server([layer("c")]) as server:
-        assert type(server._desk).__name__ == "Desk"
+        assert type(server._dispatcher).__name__ == "RequestDispatcher"
 
 
 class Faulty:

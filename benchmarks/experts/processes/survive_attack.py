@@ -18,9 +18,9 @@ import grpc
 from words import Answer, answer_until_the_end, take_stdout_aside
 
 from weft.experts.client import GrpcTransport
-from weft.experts.service.names import INFO, MESSAGE_BYTES, STREAM
 from weft.experts.wire import Call, Header, Kind
 from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION
+from weft.experts.wire.service import INFO, MESSAGE_BYTES, STREAM
 
 PAUSE = 0.05  # seconds between two attacks of a kind: the processor is shared with those who are attacked
 SILENT, HALVES = 200, 8

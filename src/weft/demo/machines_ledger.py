@@ -19,8 +19,8 @@ from typing import Any
 
 from weft.experts.client import GrpcTransport
 from weft.experts.client.transport import Transport, TransportStatistics
-from weft.experts.service import read_receipt
 from weft.experts.wire import Call, Kind, LostError, Received
+from weft.experts.wire.service import read_receipt
 
 _WORK = (Kind.FORWARD, Kind.BACKWARD)
 

@@ -28,7 +28,7 @@ import os
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # gRPC reads it once, when it is imported. With that support, each fork of a process with an open connection, such as
 # those of a DataLoader's workers in each epoch, prints a line of gRPC's own on the user's terminal, and a fork of one
-# with a server may abort. Without, a fork must leave gRPC alone: see `weft.experts.service.forks`.
+# with a server may abort. Without, a fork must leave gRPC alone: see `weft.experts.fork_guard`.
 
 from weft.core.spec import TensorSpec
 from weft.experts.accumulation import SumsOptions

@@ -1,7 +1,7 @@
 """The rules of `weft.core.validation` for options, one for names of experts, and one for tokens.
 
 A token that no header can carry looks as if the server were not there. Addresses have a rule of their own, see
-`weft.experts.service.address`.
+`weft.experts.address`.
 """
 
 from typing import Any

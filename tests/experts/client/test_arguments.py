@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
+from weft.experts.address import address_fault, split
 from weft.experts.checks import token_fault
 from weft.experts.client import ClientTls, Connections, GrpcTransport, LocalTransport, RemoteExpert, Retry
 from weft.experts.client.arguments import remote_faults
@@ -18,7 +19,6 @@ from weft.experts.directory.etcd import EtcdDirectory
 from weft.experts.panel import http
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server
-from weft.experts.service.address import address_fault, split
 
 HERE = "127.0.0.1:1"
 HOSTS = ["127.0.0.1", "localhost", "ffn-0.experts.svc.cluster.local", "[::1]", "[fe80::1%eth0]", "a_b"]

@@ -5,8 +5,8 @@ import pytest
 from weft.experts.client.fencing import client_name, fence, fenced
 from weft.experts.client.transport import Transport
 from weft.experts.directory.token import token_of
-from weft.experts.service import Receipt, read_receipt
 from weft.experts.wire import Call, Header, Kind, MalformedError, NotOwnerError, Received, decode, encode
+from weft.experts.wire.service import Receipt, read_receipt
 
 
 class Owned:

@@ -4,8 +4,8 @@ import pytest
 
 from weft.experts.client import StepsLostWarning
 from weft.experts.client.progress import Progress
-from weft.experts.service import Receipt
 from weft.experts.wire import UnreachableError
+from weft.experts.wire.service import Receipt
 
 
 def new() -> Progress:

@@ -3,7 +3,7 @@
 import pytest
 
 from weft.experts.client.refusal import explained
-from weft.experts.client.tls import ClientTls
+from weft.experts.tls import ClientTls
 
 CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.7:7070: Socket closed"
 

@@ -14,8 +14,8 @@ from weft.experts import ExpertBackend
 from weft.experts.client.journey import RemoteJourney
 from weft.experts.client.key import Key
 from weft.experts.client.signature import Signature
-from weft.experts.service import describe, read_description
 from weft.experts.wire import Call, Header, Kind, MalformedError, Received, decode, encode
+from weft.experts.wire.service import describe, read_description
 
 CPU = torch.device("cpu")
 

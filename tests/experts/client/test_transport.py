@@ -16,8 +16,8 @@ from weft.experts.client import GrpcTransport, LocalTransport, Transport
 from weft.experts.compression import Compression
 from weft.experts.errors import UnreachableError
 from weft.experts.server import Server
-from weft.experts.service import read_description, read_receipt
 from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
+from weft.experts.wire.service import read_description, read_receipt
 
 pytestmark = pytest.mark.timeout(30)
 PATIENCE = 10.0

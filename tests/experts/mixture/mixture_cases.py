@@ -14,8 +14,8 @@ from weft.experts.client.connections import Connections
 from weft.experts.client.local import LocalTransport
 from weft.experts.client.retry import NEVER
 from weft.experts.directory import LocalDirectory
-from weft.experts.service import Receipt, describe
 from weft.experts.wire import Call, Header, Kind, Received, write_fault
+from weft.experts.wire.service import Receipt, describe
 
 WIDTH = 5
 GRID = [(0, 0), (0, 1), (1, 0), (1, 1)]

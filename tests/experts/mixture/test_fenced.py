@@ -17,8 +17,8 @@ from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.mixture import RemoteMixtureOfExperts, TooFewAnswersError
 from weft.experts.server import Server
-from weft.experts.service import Receipt, read_receipt
 from weft.experts.wire import Kind, NotOwnerError
+from weft.experts.wire.service import Receipt, read_receipt
 
 UID = "fussy.0"
 

@@ -18,13 +18,13 @@ from tests.experts.panel.panel_cases import NASTY, PATIENCE, address, get, layer
 from tests.experts.waiting import until
 from weft.__main__ import main
 from weft.core.errors import UsageError
+from weft.experts.address import split
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.command import status
 from weft.experts.directory import LocalDirectory
 from weft.experts.panel import http
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.config import build, parse_expert
-from weft.experts.service.address import split
 from weft.experts.wire import Call, Header, Kind
 
 pytestmark = pytest.mark.timeout(40)

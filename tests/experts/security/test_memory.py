@@ -19,9 +19,9 @@ from tests.experts.waiting import until
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.errors import QuotaError
 from weft.experts.server import Access, Grant, Server, ServerOptions
-from weft.experts.service.names import INFO, MESSAGE_BYTES, STATE, STATUS, STREAM
 from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode, read_fault
 from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION
+from weft.experts.wire.service import INFO, MESSAGE_BYTES, STATE, STATUS, STREAM
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -99,7 +99,7 @@ def test_health_answers_from_headers_alone_and_hears_of_the_end() -> None:
 
 
 def test_watchers_of_its_health_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.server.endpoint._WATCHERS", 2)
+    monkeypatch.setattr("weft.experts.server.grpc_server._WATCHERS", 2)
     with Server([]) as server, RawHttp2Closing(server.address) as client:
         streams = [client.open(f"{HEALTH}/Watch") for _ in range(3)]
         assert client.status(streams[2]) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
@@ -124,7 +124,7 @@ def test_a_frame_of_several_messages_is_one_call() -> None:
         whole = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x]), 10.0).result(10.0)
         half = transport.submit(Call(Header(kind=Kind.FORWARD, call_id=0, uid="fussy"), [x[:100]]), 10.0).result(10.0)
         assert torch.equal(whole.tensors()[0][:100], half.tensors()[0])
-        until(lambda: server._endpoint.budget.held == 0)
+        until(lambda: server._grpc_server.budget.held == 0)
 
 
 def long_frame() -> bytes:
@@ -154,30 +154,30 @@ def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: li
         (answer,) = stream.receive()
         error = read_fault(answer.header.data)
         assert isinstance(error, TruncatedError) and words in str(error) and answer.header.call_id == 0
-        until(lambda: (server._endpoint.budget.held, server._endpoint.budget.streams) == (0, 0))
+        until(lambda: (server._grpc_server.budget.held, server._grpc_server.budget.streams) == (0, 0))
 
 
 def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.server.endpoint._PART_SECONDS", 0.05)
+    monkeypatch.setattr("weft.experts.server.grpc_server._PART_SECONDS", 0.05)
     with Server([fussy_backend()]) as server, raw(server.address) as stream:
         stream.send(long_frame()[:MESSAGE_BYTES])
         (answer,) = stream.receive()
         assert "not sent to its end in time" in str(read_fault(answer.header.data))
-        until(lambda: server._endpoint.budget.held == 0)
+        until(lambda: server._grpc_server.budget.held == 0)
 
 
 def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.server.endpoint._ROOM_SECONDS", 0.05)
+    monkeypatch.setattr("weft.experts.server.grpc_server._ROOM_SECONDS", 0.05)
     first = long_frame()[:MESSAGE_BYTES]  # of 1.3 MB
     with Server([fussy_backend()], options=ServerOptions(total_bytes=13 * MB)) as server, ExitStack() as stack:
         streams = [stack.enter_context(raw(server.address)) for _ in range(8)]
         for stream in streams[:7]:
             stream.send(first)
-        until(lambda: server._endpoint.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
+        until(lambda: server._grpc_server.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
         streams[7].send(first)
         (answer,) = streams[7].receive()
         assert isinstance(read_fault(answer.header.data), QuotaError)
-    until(lambda: server._endpoint.budget.held == 0)
+    until(lambda: server._grpc_server.budget.held == 0)
 
 
 def test_a_stream_too_many_for_the_budget_is_turned_away() -> None:

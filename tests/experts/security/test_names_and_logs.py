@@ -26,7 +26,7 @@ def table(**more: Any) -> dict[str, Any]:
 def test_an_error_tells_only_names_that_its_reader_may_use() -> None:
     access = Access([Grant("me", "mine.*", Role.TRAIN)], {"s3cret": "me"})
     experts = build({"experts": [parse_expert(f"{name}=ffn:hidden=8") for name in ("mine.0", "theirs.0")]})
-    backends = [each.backend for each in experts._desk.experts().values()]
+    backends = [each.backend for each in experts._dispatcher.experts().values()]
     with Server(backends, access=access) as server, GrpcTransport(server.address, token="s3cret") as transport:
         for uid, kind in (("mine.1", UnknownExpertError), ("theirs.0", ForbiddenError), ("theirs.1", ForbiddenError)):
             error = transport.submit(Call(Header(kind=Kind.INFO, call_id=0, uid=uid)), 5.0).exception(5.0)
@@ -42,7 +42,7 @@ def test_a_grant_without_a_client_is_for_named_ones() -> None:
     assert access.role("", "ffn.0") is Role.NONE and not access.admits("")
     assert Access([Grant("*", "ffn.*")]).role("", "ffn.0") is Role.TRAIN  # in so many words
     served = build(table(tokens={"s3cret": "me"}, grants=[{"expert": "*", "role": "train"}]))
-    assert not served._desk.access.admits("") and served._desk.access.admits("me")
+    assert not served._dispatcher.access.admits("") and served._dispatcher.access.admits("me")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:7070", "10.0.0.7:7070", "host.example:7070"])

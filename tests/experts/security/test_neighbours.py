@@ -21,11 +21,11 @@ from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError, OverloadError, QuotaError
 from weft.experts.replica import ReplicaOptions, feed
 from weft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
+from weft.experts.server.auth import identify
 from weft.experts.server.budget import Budget
-from weft.experts.server.identity import identify
-from weft.experts.service.names import STATE
 from weft.experts.task import CallerStream
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received
+from weft.experts.wire.service import STATE
 
 pytestmark = pytest.mark.timeout(30)
 MIXED = Access(
@@ -271,7 +271,7 @@ def test_a_stream_of_states_takes_a_place_only_with_rights_and_only_while_it_ask
     monkeypatch.setattr(feed, "IDLE", 0.1)
     directory = LocalDirectory()
     with Server([fussy_backend()], access=MIXED, directory=directory, replicas=ReplicaOptions()) as server:
-        following = server._endpoint._feed
+        following = server._grpc_server._feed
         assert following is not None
         with states(server, "t-token") as code:
             assert code() is grpc.StatusCode.PERMISSION_DENIED and following.streams == 0

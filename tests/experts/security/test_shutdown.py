@@ -37,7 +37,7 @@ def test_watchers_of_health_that_read_nothing_do_not_keep_a_server_from_saving(t
     assert store.steps("fussy")[0] == 1
 
 
-@pytest.mark.parametrize("broken", ["_endpoint.drain", "_leave", "experts.save"])
+@pytest.mark.parametrize("broken", ["_grpc_server.drain", "_leave", "experts.save"])
 @pytest.mark.parametrize("replicas", [None, ReplicaOptions(first_seconds=0.1)], ids=["plain", "replicas"])
 def test_what_fails_on_the_way_does_not_keep_the_rest_from_being_saved(
     broken: str,

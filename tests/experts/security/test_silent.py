@@ -13,8 +13,8 @@ from tests.experts.security.served import served
 from tests.experts.waiting import until
 from weft.experts.client import RemoteExpert
 from weft.experts.server import Server
-from weft.experts.service.names import Options, server_options
 from weft.experts.wire import Limits
+from weft.experts.wire.service import Options, server_options
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -46,7 +46,7 @@ def test_who_opens_no_stream_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> N
         soon = {"grpc.server_handshake_timeout_ms": 200, "grpc.max_connection_idle_ms": 200}
         return [(name, soon.get(name, value)) for name, value in server_options(limits, connections)]
 
-    monkeypatch.setattr("weft.experts.server.endpoint.server_options", hasty)
+    monkeypatch.setattr("weft.experts.server.grpc_server.server_options", hasty)
     with Server([]) as server:
         host, port = server.address.split(":")
         with socket.create_connection((host, int(port)), 10.0) as silent:

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from weft.experts.client import ClientTls
-from weft.experts.service.names import STREAM
 from weft.experts.wire import Call, Received, decode, encode
+from weft.experts.wire.service import STREAM
 
 PATIENCE = 10.0
 

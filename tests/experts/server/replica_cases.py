@@ -119,7 +119,7 @@ def role(server: Server, uid: str = "fussy") -> str:
 
 
 def backend_of(server: Server, uid: str = "fussy") -> ExpertBackend:
-    return server._desk.experts()[uid].backend
+    return server._dispatcher.experts()[uid].backend
 
 
 def step(remote: RemoteExpert, seed: int = 0) -> None:
@@ -145,9 +145,9 @@ def owning(token: int, *keys: str) -> Replica:
 def die(server: Server) -> None:
     """As SIGKILL: it renews no more, answers no more, and tells nobody."""
     server._replicas.stop()
-    server._repeats.stop("lease", 1.0)
+    server._tasks.stop("lease", 1.0)
     server._running, server._ended = False, True
-    server._owned[:] = [close for close in server._owned if "Neighbours" in repr(close)]
+    server._owned[:] = [close for close in server._owned if "Peers" in repr(close)]
     server._close(1.0)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
 from weft.experts.server import Access, Audit, Caller, Grant, Role
-from weft.experts.server.identity import identify
+from weft.experts.server.auth import authenticate
 from weft.experts.wire import ForbiddenError
 
 ACCESS = Access(
@@ -60,20 +60,20 @@ def test_who_is_granted_nothing_is_not_admitted() -> None:
 def test_a_certificate_goes_before_a_token_and_a_token_names_its_client() -> None:
     certificate = {"x509_common_name": [b"root"]}
     token = (("authorization", "Bearer s3cret"),)
-    assert identify(ACCESS, certificate, token, "p").name == "root"
-    assert identify(ACCESS, {}, token, "p").name == "trainer-1"
-    assert identify(ACCESS, {}, None, "p") == Caller("", "p")
+    assert authenticate(ACCESS, certificate, token, "p").name == "root"
+    assert authenticate(ACCESS, {}, token, "p").name == "trainer-1"
+    assert authenticate(ACCESS, {}, None, "p") == Caller("", "p")
 
 
 @pytest.mark.parametrize("word", ["Bearer wrong", "Bearer ", "s3cret", "Basic s3cret", "Bearer s3cret "])
 def test_an_unknown_token_is_refused(word: str) -> None:
     with pytest.raises(ForbiddenError, match="authorization"):
-        identify(ACCESS, {}, (("authorization", word),), "p")
+        authenticate(ACCESS, {}, (("authorization", word),), "p")
 
 
 def test_a_certificate_that_is_granted_nothing_is_refused() -> None:
     with pytest.raises(ForbiddenError, match="'stranger'"):
-        identify(ACCESS, {"x509_common_name": [b"stranger"]}, None, "p")
+        authenticate(ACCESS, {"x509_common_name": [b"stranger"]}, None, "p")
 
 
 def test_empty_tokens_and_names_are_misuse() -> None:

@@ -15,8 +15,8 @@ from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.errors import OverloadError
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.budget import Budget
-from weft.experts.service.names import MESSAGE_BYTES
 from weft.experts.wire import Kind
+from weft.experts.wire.service import MESSAGE_BYTES
 
 pytestmark = pytest.mark.timeout(30)
 BYTES = rows(2, 0).nbytes
@@ -44,7 +44,7 @@ def test_what_does_not_fit_beside_the_others_is_refused_to_its_author_and_fits_w
         try:
             with raw(server.address) as stream:
                 stream.send(*[forward(number, rows(2, 0), "gate") for number in (1, 2, 3)])
-                until(lambda: server._endpoint.budget.held == 3 * BYTES)
+                until(lambda: server._grpc_server.budget.held == 3 * BYTES)
                 error = other.submit(forward(0), PATIENCE).exception(PATIENCE)
                 assert isinstance(error, OverloadError) and f"take {options.total_bytes} of" in str(error)
                 assert server.statistics().errors["overload"] == 1
@@ -53,7 +53,7 @@ def test_what_does_not_fit_beside_the_others_is_refused_to_its_author_and_fits_w
                 while len(answered) < 3:
                     answered += [answer.header.kind for answer in stream.receive()]
                 assert answered == [Kind.RESULT] * 3
-            until(lambda: server._endpoint.budget.held == 0)
+            until(lambda: server._grpc_server.budget.held == 0)
             other.submit(forward(0), PATIENCE).result(PATIENCE)
         finally:
             gate.let.set()
@@ -65,8 +65,8 @@ def test_a_client_that_vanishes_gives_back_what_it_held() -> None:
         try:
             with raw(server.address) as stream:
                 stream.send(forward(1, rows(2, 0), "gate"))
-                until(lambda: server._endpoint.budget.held == BYTES)
-            until(lambda: server._endpoint.budget.held == 0)
+                until(lambda: server._grpc_server.budget.held == BYTES)
+            until(lambda: server._grpc_server.budget.held == 0)
         finally:
             gate.let.set()
 
@@ -78,7 +78,7 @@ def test_an_expert_is_asked_again_until_there_is_room() -> None:
             with raw(server.address) as stream, RemoteExpert("fussy", server.address) as remote:
                 remote.describe()
                 stream.send(forward(1, rows(2, 0), "gate"))
-                until(lambda: server._endpoint.budget.held == BYTES)
+                until(lambda: server._grpc_server.budget.held == BYTES)
                 threading.Timer(0.1, gate.let.set).start()
                 remote(rows(2, 0)).sum().backward()
                 assert remote.steps == 1 and server.statistics().errors["overload"] >= 1

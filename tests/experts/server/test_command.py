@@ -63,11 +63,11 @@ def test_a_file_describes_a_server(tmp_path: Path) -> None:
     server = build(read_config(file))
     assert server.experts == ["ffn.0", "ffn.1"]
     assert server.options.drain_seconds == 2.0 and server.options.limits.frame_bytes == 1_000_000
-    backend = server._desk.experts()["ffn.1"].backend
+    backend = server._dispatcher.experts()["ffn.1"].backend
     assert isinstance(backend.optimizer, torch.optim.SGD) and backend.clip_grad_norm == 1.0
     assert backend.forward_pool.options.max_batch_size == 64
     assert backend.engine.parts.kept._budget == GraphBudget(1000, 2.0)
-    assert server._desk.access.role("me", "x") is Role.ADMIN and not server._desk.access.admits("")
+    assert server._dispatcher.access.role("me", "x") is Role.ADMIN and not server._dispatcher.access.admits("")
 
 
 def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
         "journal": {"folder": str(tmp_path / "a" / "log"), "max_file_bytes": 5000},
     }
     with build({"address": "127.0.0.1:0", "experts": [table]}) as server:
-        backend = server._desk.experts()["F"].backend
+        backend = server._dispatcher.experts()["F"].backend
         assert backend.records.options == IdempotencyOptions(max_keys=7, max_age=60.0)
         assert backend.engine.parts.sums._options == SumsOptions(3, 2, orphan_seconds=1.0)
         for _ in range(40):

@@ -13,7 +13,7 @@ from weft.core.errors import UsageError
 from weft.experts.errors import GradientError
 from weft.experts.registry import Blueprint, register_expert
 from weft.experts.server import config_form
-from weft.experts.server.access import Role
+from weft.experts.server.auth import Role
 from weft.experts.server.config import build
 from weft.experts.server.config_experts import backends
 from weft.experts.server.config_faults import Faults
@@ -237,7 +237,7 @@ def test_nothing_is_made_on_the_disk_for_a_configuration_that_is_refused(tmp_pat
 
 def test_who_may_do_what_is_open_only_where_nothing_is_said_of_it() -> None:
     def access(**more: Any) -> Any:
-        return build({**GOOD, **more})._desk.access
+        return build({**GOOD, **more})._dispatcher.access
 
     assert access().role("", "a") is Role.ADMIN
     assert not access(grants=[]).admits("") and not access(grants=[], tokens={"s": "me"}).admits("me")

@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from tests.experts.expert_cases import rows
-from weft.experts.server import Caller, Desk, ServerOptions
+from weft.experts.server import Caller, RequestDispatcher, ServerOptions
 from weft.experts.server.budget import Budget
-from weft.experts.server.connection import Connection
+from weft.experts.server.stream import ServerStream
 from weft.experts.wire import Call, Header, Kind, LimitError, Limits, decode, encode, read_fault
 
 pytestmark = pytest.mark.timeout(20)
@@ -23,7 +23,7 @@ def result(number: int, count: int = 1) -> Call:
     return Call(Header(kind=Kind.RESULT, call_id=number), [rows(count, 0)])
 
 
-async def written(connection: Connection) -> list[list[int]]:
+async def written(connection: ServerStream) -> list[list[int]]:
     """The numbers of the calls in every frame, up to the end."""
     found: list[list[int]] = []
 
@@ -35,8 +35,10 @@ async def written(connection: Connection) -> list[list[int]]:
     return found
 
 
-def connection(limits: Limits | None = None) -> Connection:
-    return Connection(Caller("", "test"), Desk(), ServerOptions(limits=limits or Limits()), Budget(1 << 30))
+def connection(limits: Limits | None = None) -> ServerStream:
+    return ServerStream(
+        Caller("", "test"), RequestDispatcher(), ServerOptions(limits=limits or Limits()), Budget(1 << 30)
+    )
 
 
 def test_what_waits_together_leaves_together() -> None:
@@ -107,7 +109,7 @@ def test_answers_of_many_threads_all_arrive_once() -> None:
 
 def test_a_call_is_under_way_until_its_answer_has_left() -> None:
     async def run() -> list[tuple[int, bool]]:
-        one = Connection(Caller("", "test"), Desk(), ServerOptions(connection_calls=2), Budget(1 << 30))
+        one = ServerStream(Caller("", "test"), RequestDispatcher(), ServerOptions(connection_calls=2), Budget(1 << 30))
         (question,) = decode(b"".join(encode([ping(7)])))
         seen = list[tuple[int, bool]]()
         for _ in range(2):

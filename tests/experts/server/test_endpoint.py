@@ -22,7 +22,6 @@ from weft.core.errors import SpecError
 from weft.experts.client import GrpcTransport
 from weft.experts.errors import ExpiredError, GradientError
 from weft.experts.server import Server, ServerOptions
-from weft.experts.service.names import INFO, SERVICE
 from weft.experts.wire import (
     Call,
     DrainingError,
@@ -38,6 +37,7 @@ from weft.experts.wire import (
     encode,
     read_fault,
 )
+from weft.experts.wire.service import INFO, SERVICE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -116,7 +116,7 @@ def test_a_message_beyond_the_limit_is_refused_before_it_is_read(server: Server,
 
 
 def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw) -> None:
-    backend = server._desk.experts()["fussy"].backend
+    backend = server._dispatcher.experts()["fussy"].backend
     before = weights(backend)
     nan = torch.full((2, WIDTH), float("nan"), dtype=torch.float64)
     bad: list[tuple[Call, type[Exception]]] = [
@@ -227,7 +227,7 @@ def test_a_client_that_does_not_read_is_not_read_from_and_slows_nobody() -> None
             slow.send(forward(number, rows(4000, 0)))  # 128 kB there and back
         for _ in range(20):
             quick.submit(forward(0), PATIENCE).result(PATIENCE)
-        connection = max(server._endpoint.connections, key=lambda each: each.nbytes)
+        connection = max(server._grpc_server.connections, key=lambda each: each.nbytes)
         assert connection.calls <= 8 + 1 and connection.nbytes <= 4 << 20
         seen = 0
         while seen < 199:  # what it sent comes back once it reads

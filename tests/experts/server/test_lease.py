@@ -11,8 +11,8 @@ from tests.experts.waiting import until
 from weft.experts.client.command import shown
 from weft.experts.directory import AwayError, Lease, LocalDirectory, Snapshot
 from weft.experts.server import Server, ServerOptions
-from weft.experts.server.presence import Presence
-from weft.experts.server.repeat import Repeat
+from weft.experts.server.registration import LeaseHeartbeat
+from weft.experts.server.threads import PeriodicTask
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -39,7 +39,7 @@ def test_a_renewal_does_not_wait_behind_a_look_at_the_directory() -> None:
     try:
         with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.6)) as server:
             directory.slow = True
-            server._neighbours._mirror._unwatch()  # so that the next look asks anew
+            server._peers._mirror._unwatch()  # so that the next look asks anew
             before = directory.renewals
             until(lambda: directory.renewals >= before + 4)
             directory.gate.set()
@@ -56,7 +56,7 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginni
             raise AwayError("away")
         time.sleep(0.1)
 
-    repeat = Repeat("lease", 0.2, act, urgent=True)
+    repeat = PeriodicTask("lease", 0.2, act, urgent=True)
     repeat.start()
     until(lambda: len(times) >= 5)
     repeat.stop(5.0)
@@ -67,7 +67,7 @@ def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginni
 
 def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were() -> None:
     directory = LocalDirectory()
-    presence = Presence(directory, lambda: ["a"], "here:1", 60.0)
+    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     assert presence.statistics() is None
     start = time.monotonic()
     presence.turn()

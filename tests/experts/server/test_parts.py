@@ -14,12 +14,11 @@ from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import AwayError, Lease, LocalDirectory, Snapshot
-from weft.experts.server import Served, ServerOptions
-from weft.experts.server.loop import LoopThread
-from weft.experts.server.presence import Presence
-from weft.experts.server.repeat import Repeat
-from weft.experts.service import read_receipt
+from weft.experts.server import HostedExpert, ServerOptions
+from weft.experts.server.registration import LeaseHeartbeat
+from weft.experts.server.threads import LoopThread, PeriodicTask
 from weft.experts.wire import Limits
+from weft.experts.wire.service import read_receipt
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -35,7 +34,7 @@ def test_a_repeat_goes_on_after_failures_tells_of_the_first_and_stops_at_once(ca
         if len(turns) == 5:
             done.set()
 
-    repeat = Repeat("checkpoints", 0.01, act)
+    repeat = PeriodicTask("checkpoints", 0.01, act)
     repeat.start()
     assert done.wait(5) and repeat.stop(5.0) and repeat.stop(5.0)
     assert repeat.failures == 2 and repeat.last_failure is None
@@ -52,7 +51,7 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
         entered.set()
         assert gate.wait(60.0)
 
-    repeat = Repeat("test", 0.001, act)
+    repeat = PeriodicTask("test", 0.001, act)
     repeat.start()
     assert entered.wait(5.0)
     assert not repeat.stop(0.01) and not repeat.stop(1000.0)
@@ -61,7 +60,7 @@ def test_a_repeat_that_is_stopped_again_is_not_waited_for() -> None:
 
 
 def test_a_repeat_that_never_started_stops() -> None:
-    assert Repeat("test", 60.0, lambda: None).stop(1.0)
+    assert PeriodicTask("test", 60.0, lambda: None).stop(1.0)
 
 
 def test_a_loop_runs_coroutines_and_cancels_them_at_the_end() -> None:
@@ -103,10 +102,10 @@ class Away(LocalDirectory):
         super().withdraw(lease)
 
 
-def test_presence_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:
+def test_heartbeat_is_declared_renewed_and_declared_again_when_it_was_lost() -> None:
     now = [0.0]
     directory = LocalDirectory(clock=lambda: now[0])
-    presence = Presence(directory, lambda: ["a", "b"], "here:1", 5.0)
+    presence = LeaseHeartbeat(directory, lambda: ["a", "b"], "here:1", 5.0)
     for _ in range(3):
         presence.turn()
         now[0] += 4.0
@@ -121,9 +120,9 @@ def test_presence_is_declared_renewed_and_declared_again_when_it_was_lost() -> N
     assert directory.get().uids == ()
 
 
-def test_presence_follows_the_experts_without_a_gap() -> None:
+def test_heartbeat_follows_the_experts_without_a_gap() -> None:
     directory, uids = LocalDirectory(), ["a"]
-    presence = Presence(directory, lambda: list(uids), "here:1", 5.0)
+    presence = LeaseHeartbeat(directory, lambda: list(uids), "here:1", 5.0)
     presence.turn()
     with directory.watch() as watch:
         uids[:] = ["a", "b"]
@@ -138,9 +137,9 @@ def test_presence_follows_the_experts_without_a_gap() -> None:
         assert watch.next(0.0) is None
 
 
-def test_presence_survives_a_directory_that_is_away() -> None:
+def test_heartbeat_survives_a_directory_that_is_away() -> None:
     directory = Away()
-    presence = Presence(directory, lambda: ["a"], "here:1", 5.0)
+    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 5.0)
     presence.turn()
     directory.away = True
     with pytest.raises(AwayError):
@@ -183,7 +182,7 @@ class Silent(LocalDirectory):
 
 def test_whoever_ends_does_not_wait_for_a_directory_that_is_silent() -> None:
     directory = Silent()
-    presence = Presence(directory, lambda: ["a"], "here:1", 60.0)
+    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     presence.turn()
     directory.away = True
     presence.withdraw(patience=0.01)
@@ -195,7 +194,7 @@ def test_whoever_ends_does_not_wait_for_a_directory_that_is_silent() -> None:
 
 def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
     directory = Silent()
-    presence = Presence(directory, lambda: ["a"], "here:1", 60.0)
+    presence = LeaseHeartbeat(directory, lambda: ["a"], "here:1", 60.0)
     directory.away = True
     turn = threading.Thread(target=presence.turn)
     turn.start()
@@ -210,7 +209,7 @@ def test_what_is_declared_while_a_server_ends_is_withdrawn() -> None:
 
 def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Path) -> None:
     first = fussy_backend()
-    served = Served(first, CheckpointStore(tmp_path), 5)
+    served = HostedExpert(first, CheckpointStore(tmp_path), 5)
     served.restore()
     assert read_receipt(served.receipt()).durable == 0 and not served.save()
     answer = first.backward_pool.submit_task(rows(2, 0), rows(2, 1), client="c", key="k")
@@ -219,7 +218,7 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
     assert served.save() and read_receipt(served.receipt()).durable == 1
     served.close()
     second = fussy_backend()
-    again = Served(second, CheckpointStore(tmp_path), 6)
+    again = HostedExpert(second, CheckpointStore(tmp_path), 6)
     again.restore()
     again.close()
     assert weights(second) == weights(first) and again.restored == again.durable == 1
@@ -228,18 +227,18 @@ def test_what_is_kept_of_an_expert_is_of_one_step_and_has_its_keys(tmp_path: Pat
 
 
 def test_without_a_store_nothing_is_durable() -> None:
-    served = Served(fussy_backend(), None, 5)
+    served = HostedExpert(fussy_backend(), None, 5)
     served.restore()
     assert not served.save() and read_receipt(served.receipt()).durable is None
 
 
 def test_a_checkpoint_of_another_kind_of_expert_is_told_with_its_file(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    first = Served(fussy_backend(), store, 1)
+    first = HostedExpert(fussy_backend(), store, 1)
     first.restore()
     first.close()
     with pytest.raises(UsageError) as caught:
-        Served(fussy_backend(optimizer=None), store, 1).restore()
+        HostedExpert(fussy_backend(optimizer=None), store, 1).restore()
     assert str(tmp_path) in str(caught.value)
 
 

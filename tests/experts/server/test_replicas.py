@@ -33,8 +33,8 @@ from weft.experts.errors import CommitError
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerOptions
 from weft.experts.server.config import build
-from weft.experts.service import Receipt
 from weft.experts.wire import Call, Header, Kind, NotOwnerError
+from weft.experts.wire.service import Receipt
 
 pytestmark = pytest.mark.timeout(40)
 

@@ -23,9 +23,9 @@ from weft.experts.directory import DeclaredError, LocalDirectory, Snapshot
 from weft.experts.errors import ClosedError, CommitError
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
-from weft.experts.server.presence import Presence
-from weft.experts.service import Receipt
+from weft.experts.server.registration import LeaseHeartbeat
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
+from weft.experts.wire.service import Receipt
 
 pytestmark = pytest.mark.timeout(30)
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -121,7 +121,7 @@ def test_a_server_in_the_place_of_one_that_died_waits_for_the_end_of_its_lease()
 
 def test_of_two_servers_that_look_before_either_declares_none_stays_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     directory = LocalDirectory()
-    first, second = (Presence(directory, lambda: ("fussy",), address, 60.0) for address in ("a:1", "b:1"))
+    first, second = (LeaseHeartbeat(directory, lambda: ("fussy",), address, 60.0) for address in ("a:1", "b:1"))
     first.turn()
     seen = [Snapshot()]
     get = directory.get

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from tests.experts.server.test_signals import CONFIG
 from weft.core.errors import UsageError
+from weft.experts.address import address_fault, is_wildcard, split
 from weft.experts.directory import LocalDirectory
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
 from weft.experts.server.config import build
-from weft.experts.service.address import address_fault, is_wildcard, split
 
 HOSTS = {"127.0.0.1": "127.0.0.1", "localhost": "localhost", "gpu-7.example": "gpu-7.example", "[::1]": "::1"}
 WILD = ["0.0.0.0", "[::]", "[0:0:0:0:0:0:0:0]", "[::ffff:0.0.0.0]", "0"]

@@ -12,8 +12,8 @@ import pytest
 from tests.experts.expert_cases import fussy_backend, rows
 from weft.experts.client import Connections, RemoteExpert, channel
 from weft.experts.directory import LocalDirectory
+from weft.experts.fork_guard import GrpcThreads
 from weft.experts.server import Server
-from weft.experts.service.crew import Crew
 from weft.experts.wire import LIMITS
 
 Way = Callable[[Server, LocalDirectory], AbstractContextManager[Any]]
@@ -39,18 +39,18 @@ def test_a_closed_connection_leaves_no_thread(how: str) -> None:
 
 
 def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, wait, waited_for = channel._told, Crew.wait, threading.Event()
+    told, wait, waited_for = channel._told, GrpcThreads.wait, threading.Event()
 
     def slowly(*arguments: Any) -> None:
         told(*arguments)
         waited_for.wait(60.0)  # in gRPC's thread, which need not be through when the caller has heard
 
-    def waiting(crew: Crew, *arguments: Any) -> bool:
+    def waiting(crew: GrpcThreads, *arguments: Any) -> bool:
         waited_for.set()
         return wait(crew, *arguments)
 
     monkeypatch.setattr(channel, "_told", slowly)
-    monkeypatch.setattr(Crew, "wait", waiting)
+    monkeypatch.setattr(GrpcThreads, "wait", waiting)
     with Server([fussy_backend()]) as server:
         before = set(threading.enumerate())
         with RemoteExpert("fussy", server.address) as remote:
@@ -70,7 +70,7 @@ def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_f
         server.add_registered_method_handlers("test", {"Echo": grpc.unary_unary_rpc_method_handler(answer)})
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        before, crew = set(threading.enumerate()), Crew()
+        before, crew = set(threading.enumerate()), GrpcThreads()
         opened = channel.open_channel(f"127.0.0.1:{port}", None, LIMITS)
 
         def at_once() -> Any:
@@ -93,14 +93,14 @@ def test_a_call_that_does_not_begin_is_not_waited_for() -> None:
     def fails(requests: object) -> object:
         raise ValueError("closed")
 
-    crew = Crew()
+    crew = GrpcThreads()
     with pytest.raises(ValueError, match="closed"):
         crew.stream(fails, iter([b""]))
     assert crew.wait(0.0)
 
 
 def test_who_waits_in_vain_hears_of_it_and_not_for_threads_that_are_not_of_grpc() -> None:
-    end, crew = threading.Event(), Crew()
+    end, crew = threading.Event(), GrpcThreads()
 
     def _run() -> None:
         end.wait(60.0)

@@ -13,9 +13,9 @@ from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, se
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.experts import ExpertBackend
-from weft.experts.service import Receipt, describe, read_description, read_receipt
 from weft.experts.wire import MalformedError
 from weft.experts.wire.dtypes import CODES
+from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
 
 specs = st.builds(
     TensorSpec,

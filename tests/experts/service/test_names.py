@@ -14,7 +14,8 @@ from weft.experts.client import GrpcTransport, Retry
 from weft.experts.client.line import Line
 from weft.experts.client.route import FixedRoute
 from weft.experts.server import Server
-from weft.experts.service.names import (
+from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
+from weft.experts.wire.service import (
     MESSAGE_BYTES,
     Options,
     client_options,
@@ -22,7 +23,6 @@ from weft.experts.service.names import (
     messages,
     server_options,
 )
-from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
 
 pytestmark = pytest.mark.timeout(60)
 PING = Call(Header(kind=Kind.PING, call_id=0))
@@ -50,10 +50,10 @@ def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.Monk
         return sooner(server_options(limits, connections), number(CLIENT, "keepalive_time_ms") / asks)
 
     monkeypatch.setattr("weft.experts.client.channel.client_options", of_client)
-    monkeypatch.setattr("weft.experts.server.endpoint.server_options", lambda limits, _: common_options(limits))
+    monkeypatch.setattr("weft.experts.server.grpc_server.server_options", lambda limits, _: common_options(limits))
     with ExitStack() as stack:
         bare = stack.enter_context(Server([fussy_backend()]))
-        monkeypatch.setattr("weft.experts.server.endpoint.server_options", of_server)
+        monkeypatch.setattr("weft.experts.server.grpc_server.server_options", of_server)
         ours = stack.enter_context(Server([fussy_backend()]))
         borne = stack.enter_context(GrpcTransport(ours.address))
         Line(FixedRoute(borne), SOON).ask(PING, 30.0, repeatable=True)
@@ -76,7 +76,7 @@ def test_a_client_may_get_frames_whole_and_a_server_in_parts() -> None:
 def test_the_messages_of_a_frame_are_parts_of_one_size_and_a_rest(size: int) -> None:
     frame = bytes(range(size))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.experts.service.names.MESSAGE_BYTES", 8)
+        patch.setattr("weft.experts.wire.service.MESSAGE_BYTES", 8)
         cut = list(messages(frame))
     assert b"".join(cut) == frame and all(len(each) == 8 for each in cut[:-1]) and len(cut[-1]) <= 8
 

@@ -22,9 +22,9 @@ from weft.experts.client.group import commit, create_remote_experts, discard
 from weft.experts.client.local import LocalTransport
 from weft.experts.client.remote import RemoteExpert
 from weft.experts.client.retry import NEVER, Retry
-from weft.experts.client.tls import ClientTls
 from weft.experts.client.transport import Transport, TransportStatistics
 from weft.experts.errors import StepsLostWarning
+from weft.experts.tls import ClientTls
 
 __all__ = [
     "NEVER",

@@ -3,14 +3,14 @@
 from inspect import signature
 from typing import Any
 
+from weft.experts.address import address_fault
 from weft.experts.checks import kind_fault, seconds_fault, switch_fault, uid_fault
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
-from weft.experts.client.tls import way_faults
 from weft.experts.client.transport import Transport
 from weft.experts.compression import Policy
 from weft.experts.directory import Directory
-from weft.experts.service.address import address_fault
+from weft.experts.tls import way_faults
 
 
 def remote_faults(uid: Any, where: Any, **options: Any) -> list[str]:

@@ -24,8 +24,8 @@ from weft.experts.client.progress import Progress
 from weft.experts.client.signature import Signature
 from weft.experts.compression import Policy
 from weft.experts.errors import CommitError, InputsGoneError
-from weft.experts.service import Description, Receipt, read_description, read_receipt
 from weft.experts.wire import Call, DeadlineError, Header, Kind, Received
+from weft.experts.wire.service import Description, Receipt, read_description, read_receipt
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,13 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, WeftError, listed
-from weft.core.process import finalizer
+from weft.experts.address import address_fault
 from weft.experts.client.pending import Entry, Pending
 from weft.experts.client.refusal import unreachable
 from weft.experts.client.stream import Explain, Stream
-from weft.experts.client.tls import ClientTls, check_address, way_faults
 from weft.experts.client.transport import TransportStatistics
-from weft.experts.service.address import address_fault
-from weft.experts.service.crew import Crew
-from weft.experts.service.forks import use_grpc
-from weft.experts.service.names import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
+from weft.experts.fork_guard import GrpcThreads, check_fork, finalizer
+from weft.experts.tls import ClientTls, check_address, way_faults
 from weft.experts.wire import (
     LIMITS,
     Call,
@@ -40,6 +37,7 @@ from weft.experts.wire import (
     encode,
     read_fault,
 )
+from weft.experts.wire.service import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
 
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
@@ -83,7 +81,7 @@ class GrpcTransport:
         self._lock = threading.Lock()
         self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
         self._opened = 0
-        self._crew = Crew()
+        self._crew = GrpcThreads()
         self._finalizer = finalizer(self, _shut, self._pending, self._streams, self._channel, self._crew)
 
     @property
@@ -93,7 +91,7 @@ class GrpcTransport:
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         """See `Transport.submit`."""
-        use_grpc(self._way)
+        check_fork(self._way)
         entry = self._pending.open(call, timeout)
         if call.header.kind is Kind.INFO:
             self._ask(entry)
@@ -180,15 +178,15 @@ def _failure(error: Any, address: str, what: str, explain: Explain) -> WeftError
 
 
 def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
-    """A channel of gRPC to a server of experts. Raises ``UsageError`` in a fork; see `weft.experts.service.forks`."""
-    use_grpc(f"the way to {address}")
+    """A channel of gRPC to a server of experts. Raises ``UsageError`` in a fork; see `weft.experts.fork_guard`."""
+    check_fork(f"the way to {address}")
     options = client_options(limits)
     if tls is None:
         return _grpc.insecure_channel(address, options)
     return _grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
 
 
-def _shut(pending: Pending, streams: list[Stream], channel: Any, crew: Crew) -> None:
+def _shut(pending: Pending, streams: list[Stream], channel: Any, crew: GrpcThreads) -> None:
     pending.close()
     for stream in streams:
         stream.close()

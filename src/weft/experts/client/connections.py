@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, cast
 
 from weft.core.errors import UsageError, listed
-from weft.core.process import finalizer
 from weft.experts.checks import kind_fault
 from weft.experts.client.channel import GrpcTransport
 from weft.experts.client.fixed import fixed, fixed_faults
-from weft.experts.client.tls import ClientTls, address_faults, directory_faults, way_faults
 from weft.experts.client.transport import Transport, TransportStatistics
 from weft.experts.directory import Directory, Mirror, Snapshot
+from weft.experts.fork_guard import finalizer
+from weft.experts.tls import ClientTls, address_faults, directory_faults, way_faults
 from weft.experts.wire import LIMITS, Limits
 
 _WANTED = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"

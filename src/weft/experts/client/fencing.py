@@ -6,7 +6,7 @@
     answer   token        of who answered: if it is smaller than the directory's by then, or of another life of the
                           directory, the answer is not taken
 
-Fencing tokens are as in `weft.experts.directory`; the bytes are those of `weft.experts.service.receipt`.
+Fencing tokens are as in `weft.experts.directory`; the bytes are those of `weft.experts.wire.service`.
 """
 
 import os
@@ -15,8 +15,8 @@ import uuid
 
 from weft.experts.client.route import Route
 from weft.experts.directory.token import number_of, replaced
-from weft.experts.service import Receipt, read_receipt
 from weft.experts.wire import NotOwnerError, Received
+from weft.experts.wire.service import Receipt, read_receipt
 
 
 def client_name(wanted: str) -> str:

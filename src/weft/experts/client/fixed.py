@@ -6,9 +6,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from weft.experts.address import address_fault
 from weft.experts.checks import LONGEST, uid_fault
 from weft.experts.directory import LocalDirectory
-from weft.experts.service.address import address_fault
 
 
 def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from weft.core.errors import WeftError
-from weft.core.process import finalizer
 from weft.experts.client.pending import Pending
 from weft.experts.client.transport import TransportStatistics
+from weft.experts.fork_guard import finalizer
 from weft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault
 
 Handler = Callable[[Received, Callable[[Call], None]], Any]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from weft.core.errors import WeftError
 from weft.experts.errors import StepsLostWarning
-from weft.experts.service import Receipt
+from weft.experts.wire.service import Receipt
 
 _PAST = 16  # incarnations whose late answers are known
 

@@ -9,9 +9,8 @@ all else                  "Connection refused", and the like     gRPC's words ar
 import socket
 import ssl
 
-from weft.experts.client.tls import ClientTls
-from weft.experts.service.address import split
-from weft.experts.service.pem import pair_faults, read_pem
+from weft.experts.address import split
+from weft.experts.tls import ClientTls, pair_faults, read_pem
 from weft.experts.wire import CertificateError, UnreachableError
 
 _AT_THE_DOOR = ("socket closed", "handshake", "connection reset")

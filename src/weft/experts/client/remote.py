@@ -18,7 +18,6 @@ from torch import Tensor
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import UsageError, listed
-from weft.core.process import finalizer
 from weft.core.untraced import untraced
 from weft.experts.client.anchor import Anchored
 from weft.experts.client.arguments import remote_faults
@@ -34,7 +33,8 @@ from weft.experts.client.route import DirectoryRoute, FixedRoute
 from weft.experts.client.signature import Signature
 from weft.experts.client.transport import Transport
 from weft.experts.compression import Policy
-from weft.experts.service import Description
+from weft.experts.fork_guard import finalizer
+from weft.experts.wire.service import Description
 
 _LAST_WORD = 1.0  # seconds that `close` waits until the server has heard that a mini-batch is discarded
 _HERE = ("_asker", "_remembered", "_finalizer")  # belongs to this process, and is made anew in another

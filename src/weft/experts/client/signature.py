@@ -16,8 +16,8 @@ from weft.core.errors import SpecError, listed
 from weft.core.spec import TensorSpec
 from weft.core.tree import difference, flatten, structure_paths
 from weft.experts.schema import Columns, Nest, call_nest, gradient_columns, outputs_nest
-from weft.experts.service import Description
 from weft.experts.wire import MalformedError, Received
+from weft.experts.wire.service import Description
 
 
 class Signature:

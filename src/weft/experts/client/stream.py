@@ -22,7 +22,6 @@ import grpc
 from weft.core.errors import WeftError
 from weft.experts.client.pending import Entry, Pending
 from weft.experts.errors import OverloadError
-from weft.experts.service.names import COALESCED, FRAME_BYTES, messages
 from weft.experts.wire import (
     Call,
     ForbiddenError,
@@ -35,6 +34,7 @@ from weft.experts.wire import (
     encode,
     read_fault,
 )
+from weft.experts.wire.service import COALESCED, FRAME_BYTES, messages
 
 _grpc = cast("Any", grpc)
 _JOIN = 5.0

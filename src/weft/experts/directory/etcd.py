@@ -153,13 +153,13 @@ class EtcdDirectory:
 
     def close(self) -> None:
         """See `Directory.close`. In a fork of its process it does nothing."""
-        if not self._endpoints.home.here:
+        if not self._endpoints.fork_guard.here:
             return
         self._endpoints.close()
         for each in self._watches:
             each.close()
         self._watches = []
-        self._endpoints.crew.wait()
+        self._endpoints.grpc_threads.wait()
 
     def __enter__(self) -> "EtcdDirectory":
         return self

@@ -14,14 +14,12 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, listed
-from weft.core.process import Home
+from weft.experts.address import address_fault
 from weft.experts.checks import seconds_fault
 from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
 from weft.experts.errors import AwayError
-from weft.experts.service.address import address_fault
-from weft.experts.service.certificates import Certificates
-from weft.experts.service.crew import Crew
-from weft.experts.service.forks import use_grpc
+from weft.experts.fork_guard import ForkGuard, GrpcThreads, check_fork
+from weft.experts.tls import Certificates
 
 _grpc = cast("Any", grpc)
 _Code = _grpc.StatusCode
@@ -65,10 +63,10 @@ class Endpoints:
         if faults:
             raise UsageError(listed("etcd cannot be reached like this:", faults))
         self.addresses, self.timeout = tuple(addresses), timeout
-        self.home, self._lock = Home(), threading.Lock()
-        self._first, self.crew = 0, Crew()
+        self.fork_guard, self._lock = ForkGuard(), threading.Lock()
+        self._first, self.grpc_threads = 0, GrpcThreads()
         self._closed = False
-        use_grpc("the way to etcd")
+        check_fork("the way to etcd")
         self._channels = [_channel(address, tls) for address in addresses]
 
     def call(self, method: Method, request: Any, most: float = float("inf")) -> Any:
@@ -91,11 +89,11 @@ class Endpoints:
 
     def watch(self, index: int, requests: Any) -> Any:
         """A stream of watch responses from one member; iterate it, and ``cancel`` it."""
-        return self.crew.stream(self._method(index, WATCH, stream=True), requests, metadata=_LEADER)
+        return self.grpc_threads.stream(self._method(index, WATCH, stream=True), requests, metadata=_LEADER)
 
     def order(self) -> list[int]:
         """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
-        use_grpc("the way to etcd")
+        check_fork("the way to etcd")
         with self._lock:
             if self._closed:
                 raise AwayError("the directory is closed")
@@ -127,7 +125,7 @@ class Endpoints:
         call = self._method(index, method, stream=stream)
         if not stream:
             return call(request, timeout=seconds, metadata=_LEADER)
-        answers = self.crew.stream(call, iter([request]), timeout=seconds, metadata=_LEADER)
+        answers = self.grpc_threads.stream(call, iter([request]), timeout=seconds, metadata=_LEADER)
         try:
             return next(answers)
         finally:

@@ -71,7 +71,7 @@ class EtcdWatch(Watch):
 
     def close(self) -> None:
         """See `Watch.close`. In a fork of its process it does nothing."""
-        if not self._endpoints.home.here:
+        if not self._endpoints.fork_guard.here:
             return
         with self._changed:
             self._closed = True

@@ -26,8 +26,8 @@ from weft.experts.client.progress import Progress
 from weft.experts.client.retry import Retry
 from weft.experts.client.route import DirectoryRoute
 from weft.experts.compression import Compression, Policy, Role
-from weft.experts.service import Receipt
 from weft.experts.wire import Call, DeadlineError, Header, Kind, Received
+from weft.experts.wire.service import Receipt
 
 _HINT = 30.0  # seconds after which a hint that had no answer is forgotten
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.experts.client.signature import Signature
-from weft.experts.service import Description
+from weft.experts.wire.service import Description
 
 
 class Layout:

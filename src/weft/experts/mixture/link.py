@@ -24,8 +24,8 @@ from weft.experts.mixture.grid import Crowd, Grid
 from weft.experts.mixture.layout import Layout
 from weft.experts.mixture.recall import Recall
 from weft.experts.mixture.tally import Tally
-from weft.experts.service import Description, read_description
 from weft.experts.wire import Received
+from weft.experts.wire.service import Description, read_description
 
 _ASKED = 8  # experts that are asked for their layout at the same time, each at another address if it can be
 

@@ -35,11 +35,11 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.core.errors import UsageError, listed
+from weft.experts.address import split
 from weft.experts.checks import token_fault
 from weft.experts.panel.content import content
 from weft.experts.panel.metrics import exposition
 from weft.experts.panel.summary import Status
-from weft.experts.service.address import split
 
 STATUS_SECONDS = 0.2
 """Age up to which a status is answered again: polling often costs the experts little."""

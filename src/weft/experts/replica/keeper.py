@@ -50,7 +50,7 @@ class Keeper:
     Args:
         directory: who owns what. It stays open.
         address: where the directory lists this server.
-        lease: its lease, as it is now; see `weft.experts.server.presence.Presence`.
+        lease: its lease, as it is now; see `weft.experts.server.registration.LeaseHeartbeat`.
         options, limits: see `ReplicaOptions` and `Limits`.
     """
 

@@ -20,14 +20,13 @@ import grpc
 
 from weft.core.errors import WeftError
 from weft.experts.client.channel import open_channel
-from weft.experts.client.tls import check_address
 from weft.experts.errors import DamagedError
+from weft.experts.fork_guard import GrpcThreads
 from weft.experts.replica.mark import Ask, News, Told, read_told
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.replica.refusal import refusal
 from weft.experts.replica.replica import Replica
-from weft.experts.service.crew import Crew
-from weft.experts.service.names import AUTHORIZATION, BEARER, STATE
+from weft.experts.tls import check_address
 from weft.experts.wire import (
     Call,
     Header,
@@ -41,6 +40,7 @@ from weft.experts.wire import (
     encode,
     read_fault,
 )
+from weft.experts.wire.service import AUTHORIZATION, BEARER, STATE
 
 _grpc = cast("Any", grpc)
 _JOIN = 5.0
@@ -89,9 +89,9 @@ class Link:
         self._questions: SimpleQueue[bytes | None] = SimpleQueue()
         check_address(address, options.tls, options.token)
         self._channel = open_channel(address, options.tls, limits)
-        self._crew = Crew()
+        self._grpc_threads = GrpcThreads()
         method = self._channel.stream_stream(STATE)
-        self._call = self._crew.stream(method, self._sent(), metadata=_metadata(options))
+        self._call = self._grpc_threads.stream(method, self._sent(), metadata=_metadata(options))
         self._thread = threading.Thread(target=self._run, name=f"weft-follow-{address}", daemon=True)
         self._thread.start()
 
@@ -114,7 +114,7 @@ class Link:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN)
         self._channel.close()
-        self._crew.wait(_JOIN)
+        self._grpc_threads.wait(_JOIN)
 
     def newest(self, replica: Replica, token: int, timeout: float) -> bool:
         """Ask once, as who has claimed it with this token; whether a newer state came and was loaded.
@@ -126,7 +126,7 @@ class Link:
         questions.put(self._question(1, replica.uid, data))
         method = self._channel.stream_stream(STATE)
         questioned = iter(questions.get, None)
-        call = self._crew.stream(method, questioned, metadata=_metadata(self._options), timeout=timeout)
+        call = self._grpc_threads.stream(method, questioned, metadata=_metadata(self._options), timeout=timeout)
         arriving: _Arriving | None = None
         try:
             for message in call:

@@ -11,7 +11,7 @@ import grpc
 
 from weft.core.errors import WeftError
 from weft.experts.client.refusal import unreachable
-from weft.experts.client.tls import ClientTls
+from weft.experts.tls import ClientTls
 from weft.experts.wire import ForbiddenError
 
 _grpc = cast("Any", grpc)

@@ -17,7 +17,7 @@ from typing import Any
 from weft.experts.errors import ExpertError
 from weft.experts.server.config import build
 from weft.experts.server.config_form import form_faults
-from weft.experts.server.memory import keep_freed_memory, use_large_pages
+from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 from weft.experts.server.server import Server
 
 _LOOK = 0.25  # seconds

@@ -48,12 +48,13 @@ from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.panel.http import PanelOptions
 from weft.experts.replica import ReplicaOptions
-from weft.experts.server.access import OPEN, Access, Grant
+from weft.experts.server.auth import OPEN, Access, Grant
 from weft.experts.server.config_experts import backends
 from weft.experts.server.config_faults import Faults
 from weft.experts.server.config_form import ROLES, form_faults
-from weft.experts.server.options import ServerOptions, ServerTls
+from weft.experts.server.options import ServerOptions
 from weft.experts.server.server import Server
+from weft.experts.tls import ServerTls
 from weft.experts.wire.limits import Limits
 
 

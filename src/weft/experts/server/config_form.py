@@ -8,15 +8,15 @@ from dataclasses import fields
 from typing import Any, cast
 
 from weft.experts.accumulation import SumsOptions
+from weft.experts.address import address_fault, is_loopback, split
 from weft.experts.batching import PoolOptions
 from weft.experts.checks import count_fault
 from weft.experts.client.channel import ClientTls
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.idempotency import IdempotencyOptions
-from weft.experts.server.access import Role
-from weft.experts.server.options import ServerOptions, ServerTls
-from weft.experts.server.place import place_faults
-from weft.experts.service.address import address_fault, is_loopback, split
+from weft.experts.server.auth import Role
+from weft.experts.server.options import ServerOptions, ServerTls, listen_faults
+from weft.experts.tls import ServerTls
 from weft.experts.wire.limits import Limits
 
 _NUMBER = (int, float)
@@ -181,7 +181,7 @@ def _value_faults(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[s
     faults: list[str] = []
     if not any(name in config and name not in given for name in ("address", "advertise")):
         address = given.get("address", "127.0.0.1:7070")
-        faults += place_faults(address, given.get("advertise"), "directory" in config)
+        faults += listen_faults(address, given.get("advertise"), "directory" in config)
     faults += _open_faults(config, given)
     if isinstance(panel := given.get("panel"), dict):
         table = cast("dict[str, Any]", panel)

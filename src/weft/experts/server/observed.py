@@ -1,9 +1,9 @@
-"""A desk that tells an observer what becomes of a call; see `weft.experts.telemetry`.
+"""A dispatcher that tells an observer what becomes of a call; see `weft.experts.telemetry`.
 
     take ── weft.receive ──> future, and the trace it belongs to ──┐
     batch of tasks, whose waiters are such futures <───────────────┘ ── weft.queue each ── weft.batch ── weft.step
 
-It stands where the desk stands and in front of what the pools call, and only where somebody observes.
+It stands where the dispatcher stands and in front of what the pools call, and only where somebody observes.
 """
 
 import threading
@@ -13,32 +13,32 @@ from concurrent.futures import Future
 from functools import partial
 
 from weft.experts.expert import ExpertBackend
-from weft.experts.server.access import Access, Audit, Caller
-from weft.experts.server.desk import Desk, Reply
-from weft.experts.server.served import Served
+from weft.experts.server.auth import Access, Audit, Caller
+from weft.experts.server.dispatcher import Reply, RequestDispatcher
+from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.task import Answer, Results, Task
 from weft.experts.task_pool import Process, TaskPool
 from weft.experts.telemetry import Observer, SafeObserver
 from weft.experts.wire import Received
 
 
-def make_desk(
+def make_dispatcher(
     access: Access | None,
     audit: Audit,
     longest: float,
     observer: Observer | None,
     own: Callable[[Callable[[], None]], None],
-) -> Desk:
-    """The desk of a server; an observed one is to be released at its end, which ``own`` is told."""
+) -> RequestDispatcher:
+    """The dispatcher of a server; an observed one is to be released at its end, which ``own`` is told."""
     if observer is None:
-        return Desk(access, audit, longest)
-    desk = ObservedDesk(SafeObserver(observer), access, audit, longest)
-    own(desk.release)
-    return desk
+        return RequestDispatcher(access, audit, longest)
+    dispatcher = ObservedDispatcher(SafeObserver(observer), access, audit, longest)
+    own(dispatcher.release)
+    return dispatcher
 
 
-class ObservedDesk(Desk):
-    """See `Desk`. `release` puts the experts back as they were."""
+class ObservedDispatcher(RequestDispatcher):
+    """See `RequestDispatcher`. `release` puts the experts back as they were."""
 
     def __init__(self, observer: Observer, access: Access | None, audit: Audit, longest: float) -> None:
         super().__init__(access, audit, longest)
@@ -47,15 +47,15 @@ class ObservedDesk(Desk):
         self._traces: dict[Future[Results], str] = {}
         self._undo: dict[str, list[Callable[[], object]]] = {}
 
-    def add(self, served: Served) -> None:
-        """See `Desk.add`."""
+    def add(self, served: HostedExpert) -> None:
+        """See `RequestDispatcher.add`."""
         super().add(served)
         backend = served.backend
         self._undo[backend.name] = [self._watch(backend, pool) for pool in backend.pools]
         self._undo[backend.name].append(self._watch_steps(backend))
 
-    def remove(self, uid: str) -> Served:
-        """See `Desk.remove`."""
+    def remove(self, uid: str) -> HostedExpert:
+        """See `RequestDispatcher.remove`."""
         served = super().remove(uid)
         self._put_back(uid)
         return served
@@ -65,13 +65,13 @@ class ObservedDesk(Desk):
         for uid in list(self._undo):
             self._put_back(uid)
 
-    def take(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
-        """See `Desk.take`."""
+    def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+        """See `RequestDispatcher.dispatch`."""
         told = {"weft.expert": call.header.uid, "weft.direction": call.header.kind.name.lower()}
         told["weft.client"] = caller.name or call.header.client
         parents = (caller.trace,) if caller.trace else ()
         with self._taking, self._observer.span("weft.receive", told, parents=parents):
-            future = super().take(call, caller, reply)
+            future = super().dispatch(call, caller, reply)
             trace = self._observer.current()
             if future is not None and trace is not None and not future.done():
                 self._traces[future] = trace

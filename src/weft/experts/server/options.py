@@ -1,4 +1,4 @@
-"""How a server behaves: how much one client may ask of it, how often it saves, and how it ends.
+"""Options of a server: how much one client may ask of it, how often it saves, how it ends, and where it listens.
 
 Everything that a stranger could fill is bounded here: connections, what one connection may have under way, frames.
 """
@@ -6,14 +6,16 @@ Everything that a stranger could fill is bounded here: connections, what one con
 from dataclasses import dataclass, field, fields
 
 from weft.core.errors import UsageError, listed
+from weft.experts.address import address_fault, is_wildcard, split
 from weft.experts.checks import count_fault, seconds_fault
-from weft.experts.service.pem import Pem, read_pem
 from weft.experts.wire.limits import Limits
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Args:
+    """Options of a server, with bounds for what clients may take of it.
+
+    Args:
     limits: of one frame; a longer one is refused before its second part is read.
     connections: streams at a time; one more is turned away. One client, by its proven name or else its host, may have
         half of them, or 64 where that is more.
@@ -53,22 +55,57 @@ class ServerOptions:
         return max(64, self.connections // 2)
 
 
-@dataclass(frozen=True)
-class ServerTls:
-    """Certificates of a server, as PEM: bytes, or the path of a file.
+def listen_faults(address: object, advertise: object, listed_there: bool) -> list[str]:
+    """What is wrong with these addresses; ``listed_there``: whether a directory lists them."""
+    faults = address_fault("address", address, free=True)
+    if advertise is not None:
+        faults += address_fault("advertise", advertise)
+        if not listed_there:
+            faults.append("there is advertise= and no directory, which would list it")
+        elif not faults and is_wildcard(split(str(advertise))[0]):
+            faults.append(f"advertise is {advertise!r}, which is no address that others could call")
+    elif listed_there and not faults and is_wildcard(split(str(address))[0]):
+        faults.append(
+            f"address is {address!r}, which is no address that others could call, but the directory would list it; "
+            'say by which one they reach this machine, such as advertise = "10.0.0.7:7070"'
+        )
+    return faults
 
-    With ``authority``, clients must show a certificate that it has signed (mutual TLS); its common name is who they
-    are. Files are read again when they have changed. One that has expired, or is not valid yet, is refused, since
-    clients would refuse it; ``allow_expired`` serves with it all the same. Raises ``UsageError`` for files that cannot
-    be read.
+
+class ListenAddress:
+    """Where a server listens, and where the directory says that it is.
+
+        address = "0.0.0.0:7070"   advertise = "10.0.0.7:7070"
+        every address of this machine         the one by which others reach it
+
+    Args:
+    wanted: host and port to listen at; port 0: a free one.
+    advertise: what the directory lists; None: where it listens.
+    listed_there: whether a directory lists it.
+
+    Raises ``UsageError`` for what is no address, and for one that would be listed and cannot be called.
     """
 
-    key: Pem = field(repr=False)
-    certificate: Pem = field(repr=False)
-    authority: Pem | None = field(default=None, repr=False)
-    allow_expired: bool = False
+    def __init__(self, wanted: str, advertise: str | None, listed_there: bool) -> None:
+        if faults := listen_faults(wanted, advertise, listed_there):
+            raise UsageError(listed("invalid address of a server:", faults))
+        self.wanted = wanted
+        self.port = 0
+        self._advertise = advertise
 
-    def read(self) -> tuple[bytes, bytes, bytes | None]:
-        """Key, certificate and authority as bytes."""
-        authority = None if self.authority is None else read_pem(self.authority)
-        return read_pem(self.key), read_pem(self.certificate), authority
+    @property
+    def address(self) -> str:
+        """Where it listens. Raises ``UsageError`` before the start."""
+        if not self.port:
+            raise UsageError("the server has no address before it is started; use it in a with block, or call start()")
+        return f"{self.wanted.rpartition(':')[0]}:{self.port}"
+
+    @property
+    def known(self) -> str:
+        """The same, or, before the start, where it is to listen."""
+        return self.address if self.port else self.wanted
+
+    @property
+    def listed(self) -> str:
+        """What the directory lists."""
+        return self._advertise or self.address

@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, listed
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client.tls import directory_faults
 from weft.experts.directory import Directory, Lease
 from weft.experts.expert import ExpertBackend
 from weft.experts.replica import Feed, Keeper, ReplicaOptions, ReplicaStatistics
-from weft.experts.server.presence import Presence
-from weft.experts.server.served import Served
+from weft.experts.server.hosted_expert import HostedExpert
+from weft.experts.server.registration import LeaseHeartbeat
+from weft.experts.tls import directory_faults
 from weft.experts.wire import Limits
 
 _LOG = logging.getLogger("weft.experts.server")
@@ -30,7 +30,7 @@ class Replicas:
     def __init__(self, options: ReplicaOptions | None, directory: Directory | None, limits: Limits) -> None:
         self._options = options
         self._limits = limits
-        self._presence: Presence | None = None
+        self._heartbeat: LeaseHeartbeat | None = None
         self._keeper: Keeper | None = None
         self._failure: Exception | None = None
         self._started = False
@@ -47,11 +47,11 @@ class Replicas:
         """What answers those who follow."""
         return None if self._keeper is None else self._keeper.feed
 
-    def served(self, backend: ExpertBackend, store: CheckpointStore | None, incarnation: int) -> Served:
+    def served(self, backend: ExpertBackend, store: CheckpointStore | None, incarnation: int) -> HostedExpert:
         """An expert as its server keeps it; a replica, if it is one."""
         self._names.add(backend.name)
         until = self._until if self.covers(backend.name) else None
-        served = Served(backend, store, incarnation, until, self._limits)
+        served = HostedExpert(backend, store, incarnation, until, self._limits)
         if self._keeper is not None and served.replica is not None:
             self._keeper.add(served.replica)
         return served
@@ -65,9 +65,9 @@ class Replicas:
         if self._keeper is not None:
             self._keeper.moved(before, lease)
 
-    def start(self, presence: Presence) -> None:
+    def start(self, heartbeat: LeaseHeartbeat) -> None:
         """Claim and follow, and wait for the first states; see `ReplicaOptions.first_seconds`."""
-        self._presence = presence
+        self._heartbeat = heartbeat
         if self._keeper is not None:
             self._tell()
             self._started = True
@@ -131,10 +131,10 @@ class Replicas:
                 _LOG.warning("replicas: pattern %r fits none of the experts here, such as %r", pattern, names[0])
 
     def _here(self) -> str:
-        return "" if self._presence is None else self._presence.address
+        return "" if self._heartbeat is None else self._heartbeat.address
 
     def _lease(self) -> Lease | None:
-        return None if self._presence is None else self._presence.lease
+        return None if self._heartbeat is None else self._heartbeat.lease
 
     def _until(self, lease: Lease) -> float:
-        return float("-inf") if self._presence is None else self._presence.until(lease)
+        return float("-inf") if self._heartbeat is None else self._heartbeat.until(lease)

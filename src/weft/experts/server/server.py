@@ -1,6 +1,6 @@
 """Server: experts behind an address. One process for any number of them.
 
-    network thread ── frames ──> Desk ── tasks ──> pools ──> one Runtime thread per device
+    network thread ── frames ──> RequestDispatcher ── tasks ──> pools ──> one Runtime thread per device
                                                                     |
     lease thread ── directory                    checkpoint thread ─┴─ CheckpointStore
 
@@ -21,28 +21,26 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weft.core.errors import UsageError, WeftError, escaped
-from weft.core.process import Home
+from weft.experts.address import is_loopback, split
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import DeclaredError, Directory
 from weft.experts.expert import ExpertBackend
+from weft.experts.fork_guard import ForkGuard
 from weft.experts.panel.http import Panel, PanelOptions
 from weft.experts.replica import ReplicaOptions
-from weft.experts.server.access import OPEN, Access, Audit, Caller
-from weft.experts.server.desk import Reply
-from weft.experts.server.endpoint import Endpoint
-from weft.experts.server.loop import LoopThread
-from weft.experts.server.neighbours import Neighbours
-from weft.experts.server.observed import make_desk
-from weft.experts.server.options import ServerOptions, ServerTls
-from weft.experts.server.place import Place
-from weft.experts.server.presence import Presence
-from weft.experts.server.repeat import Repeats
+from weft.experts.server.auth import OPEN, Access, Audit, Caller
+from weft.experts.server.dispatcher import Reply
+from weft.experts.server.grpc_server import GrpcServer
+from weft.experts.server.hosted_expert import restore_all, save_all
+from weft.experts.server.observed import make_dispatcher
+from weft.experts.server.options import ListenAddress, ServerOptions
+from weft.experts.server.registration import LeaseHeartbeat, Peers
 from weft.experts.server.replicas import Replicas
 from weft.experts.server.runtimes import Runtimes
-from weft.experts.server.served import restore_all, save_all
 from weft.experts.server.statistics import Reporter, ServerStatistics
-from weft.experts.service.address import is_loopback, split
+from weft.experts.server.threads import LoopThread, PeriodicTasks
 from weft.experts.telemetry import Observer
+from weft.experts.tls import ServerTls
 from weft.experts.wire import Received
 
 _LOG = logging.getLogger("weft.experts.server")
@@ -92,31 +90,31 @@ class Server:
     ) -> None:
         self.options = options or ServerOptions()
         self.audit = Audit()
-        self._place = Place(address, advertise, directory is not None)
+        self._listen = ListenAddress(address, advertise, directory is not None)
         self._tls = tls
         self._directory = directory
         self._owned: list[Callable[[], None]] = []
         self._store = checkpoints
-        self._desk = make_desk(access, self.audit, self.options.longest_seconds, observer, self.own)
+        self._dispatcher = make_dispatcher(access, self.audit, self.options.longest_seconds, observer, self.own)
         self._replicas = Replicas(replicas, directory, self.options.limits)
-        self._endpoint = Endpoint(self._desk, self.options, self.status, self._replicas.feed)
+        self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replicas.feed)
         self._runtimes = Runtimes()
-        self._presence: Presence | None = None
-        self._neighbours: Neighbours | None = None
-        self._repeats = Repeats()
-        self._reporter = Reporter(self._desk, self._endpoint, self._runtimes, self._repeats)
+        self._heartbeat: LeaseHeartbeat | None = None
+        self._peers: Peers | None = None
+        self._tasks = PeriodicTasks()
+        self._reporter = Reporter(self._dispatcher, self._grpc_server, self._runtimes, self._tasks)
         self._reporter.replicas = self._replicas.statistics
         self._panel = None if panel is None else Panel(panel, self.status)
         self._loop: LoopThread | None = None
         self._lock = threading.RLock()
-        self._home, self._running, self._ended = Home(), False, False
+        self._fork_guard, self._running, self._ended = ForkGuard(), False, False
         for backend in experts:
-            self._desk.add(self._replicas.served(backend, checkpoints, self._desk.incarnation))
+            self._dispatcher.add(self._replicas.served(backend, checkpoints, self._dispatcher.incarnation))
 
     @property
     def address(self) -> str:
         """Where it listens. Raises ``UsageError`` before the start."""
-        return self._place.address
+        return self._listen.address
 
     @property
     def panel_url(self) -> str | None:
@@ -126,12 +124,12 @@ class Server:
     @property
     def experts(self) -> list[str]:
         """The names of the experts, sorted."""
-        return sorted(self._desk.experts())
+        return sorted(self._dispatcher.experts())
 
     def start(self) -> None:
         """Restore, listen, and be listed.
 
-        Raises what `Endpoint.start` and `Served.restore` raise; then nothing runs.
+        Raises what `GrpcServer.start` and `HostedExpert.restore` raise; then nothing runs.
         """
         with self._lock:
             if self._running or self._ended:
@@ -145,12 +143,12 @@ class Server:
     def add(self, backend: ExpertBackend) -> None:
         """Serve one more expert, restored from its checkpoint if there is one. Raises as constructor and `start`."""
         with self._lock:
-            self._desk.check_new(backend.name)
-            served = self._replicas.served(backend, self._store, self._desk.incarnation)
+            self._dispatcher.check_new(backend.name)
+            served = self._replicas.served(backend, self._store, self._dispatcher.incarnation)
             if self._running:
                 served.restore()
                 self._runtimes.run(backend)
-            self._desk.add(served)
+            self._dispatcher.add(served)
         try:
             self._announce()
         except UsageError:
@@ -164,7 +162,7 @@ class Server:
         Raises ``UnknownExpertError``, and what saving raises; then it is served no more, but not saved.
         """
         with self._lock:
-            served = self._desk.remove(uid)
+            served = self._dispatcher.remove(uid)
             finished = True
             if self._running:
                 finished = self._runtimes[str(served.backend.device)].remove(served.backend, timeout=timeout)
@@ -179,7 +177,7 @@ class Server:
 
     def checkpoint(self) -> int:
         """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong."""
-        return save_all(self._desk.experts().values())
+        return save_all(self._dispatcher.experts().values())
 
     def drain(self, why: str = "it is shutting down") -> bool:
         """Leave the directory, refuse new work, and finish what was accepted; whether that ended in time.
@@ -189,12 +187,12 @@ class Server:
         with self._lock:
             if not self._running:
                 return True
-            self._desk.draining = why
+            self._dispatcher.draining = why
             replicated = self._replicas.retire()
             if not replicated:
                 _attempt("leaving the directory", self._leave)
             if (loop := self._loop) is not None:
-                _attempt("telling clients that it ends", lambda: loop.run(self._endpoint.drain(), _LAST))
+                _attempt("telling clients that it ends", lambda: loop.run(self._grpc_server.drain(), _LAST))
             end = time.monotonic() + self.options.drain_seconds
             finished = _attempt("finishing what was accepted", lambda: self._runtimes.finish(end)) or False
             if replicated:  # the directory is left last, when others have the last state
@@ -208,19 +206,19 @@ class Server:
         Saves what is reached whatever fails before; of an expert whose module still runs, what is saved already.
         Raises what saving raises, after everything has ended. In a fork of its process it does nothing.
         """
-        if not self._home.here:
+        if not self._fork_guard.here:
             return True
         with self._lock:
             if not self._running:
                 self._ended = True
                 return True
             finished = self.drain()
-            self._repeats.stop("checkpoints", _LAST)
+            self._tasks.stop("checkpoints", _LAST)
             try:
                 if self._store is not None and finished:
                     self.checkpoint()
                 elif self._store is not None:  # what no module holds; the caller hears of the rest
-                    _attempt("saving", lambda: save_all(self._desk.experts().values(), _LEAST))
+                    _attempt("saving", lambda: save_all(self._dispatcher.experts().values(), _LEAST))
                 self._replicas.raise_failure()
             finally:
                 self._running, self._ended = False, True
@@ -230,11 +228,11 @@ class Server:
     def handler(self, client: str = "") -> Callable[[Received, Reply], object]:
         """Calls from within this process, as if ``client`` sent them: for a `LocalTransport`."""
         caller = Caller(client, "this process")
-        return lambda call, reply: self._desk.take(call, caller, reply)
+        return lambda call, reply: self._dispatcher.dispatch(call, caller, reply)
 
     def statistics(self) -> ServerStatistics:
         """What was done since the start, and what is under way."""
-        return self._reporter.statistics(self._place.known)
+        return self._reporter.statistics(self._listen.known)
 
     def status(self) -> dict[str, Any]:
         """`statistics` as JSON has it, and the last refusals: what ``weft status`` and pages show."""
@@ -254,36 +252,36 @@ class Server:
     def _warn_if_open(self) -> None:
         """`weft serve` refuses this; a program may mean it."""
         named = self._tls is not None and self._tls.authority is not None
-        if self._desk.access.grants == OPEN and not named and not is_loopback(split(self._place.wanted)[0]):
+        if self._dispatcher.access.grants == OPEN and not named and not is_loopback(split(self._listen.wanted)[0]):
             _LOG.warning(
                 "whoever reaches %s may read and train every expert: there is neither access= nor a tls= with an "
                 "authority",
-                self._place.wanted,
+                self._listen.wanted,
             )
 
     def _start(self) -> None:
         self._warn_if_open()
-        restore_all(self._desk.experts().values())
-        for served in self._desk.experts().values():
+        restore_all(self._dispatcher.experts().values())
+        for served in self._dispatcher.experts().values():
             self._runtimes.run(served.backend)
         self._loop = LoopThread("server")
-        self._place.port = self._loop.run(self._endpoint.start(self._place.wanted, self._tls), _START)
+        self._listen.port = self._loop.run(self._grpc_server.start(self._listen.wanted, self._tls), _START)
         self._reporter.began, self._running = time.monotonic(), True
         if self._store is not None:
-            self._repeats.begin("checkpoints", self.options.checkpoint_seconds, self.checkpoint)
+            self._tasks.begin("checkpoints", self.options.checkpoint_seconds, self.checkpoint)
         if self._directory is not None:
             ttl = self.options.lease_seconds
-            here = self._place.listed
-            self._presence = Presence(
+            here = self._listen.listed
+            self._heartbeat = LeaseHeartbeat(
                 self._directory, lambda: self.experts, here, ttl, self._replicas.moved, self._replicas.covers
             )
-            self._neighbours = Neighbours(self._directory, here)
-            self.own(self._neighbours.close)
-            self._reporter.presence, self._reporter.neighbours = self._presence, self._neighbours
+            self._peers = Peers(self._directory, here)
+            self.own(self._peers.close)
+            self._reporter.heartbeat, self._reporter.peers = self._heartbeat, self._peers
             self._announce()
-            self._repeats.begin("lease", ttl / 3, self._presence.turn, urgent=True)  # waits behind nothing else
-            self._repeats.begin("neighbours", ttl / 3, self._neighbours.look)
-            self._replicas.start(self._presence)
+            self._tasks.begin("lease", ttl / 3, self._heartbeat.turn, urgent=True)  # waits behind nothing else
+            self._tasks.begin("peers", ttl / 3, self._peers.look)
+            self._replicas.start(self._heartbeat)
         if self._panel is not None:
             self.own(partial(self._panel.stop, _LAST))
             self._panel.start()
@@ -303,10 +301,10 @@ class Server:
         Raises ``UsageError`` for experts that another server lists, for longer than the lease of a dead one lasts.
         """
         end = time.monotonic() + 1.5 * self.options.lease_seconds
-        while self._presence is not None and self._neighbours is not None:
+        while self._heartbeat is not None and self._peers is not None:
             try:
-                self._presence.turn()
-                self._neighbours.look()
+                self._heartbeat.turn()
+                self._peers.look()
                 return
             except ConnectionError:
                 return
@@ -317,9 +315,9 @@ class Server:
 
     def _leave(self) -> None:
         """Be listed no more. May be called twice."""
-        if self._presence is not None:
-            self._presence.withdraw()
-        self._repeats.stop("lease", _LEAST)  # a turn of it that goes on declares nothing any more
+        if self._heartbeat is not None:
+            self._heartbeat.withdraw()
+        self._tasks.stop("lease", _LEAST)  # a turn of it that goes on declares nothing any more
 
     def _close(self, seconds: float) -> None:
         """End whatever runs, in about so many seconds: a module or directory that holds a thread keeps it."""
@@ -328,18 +326,18 @@ class Server:
         def left() -> float:
             return max(_LEAST, end - time.monotonic())
 
-        for name in self._repeats:
-            self._repeats.stop(name, left())
+        for name in self._tasks:
+            self._tasks.stop(name, left())
         self._reporter.began = None
         self._replicas.stop()
         if self._loop is not None:
             with suppress(TimeoutError):
-                self._loop.run(self._endpoint.stop(left()), left() + seconds)
+                self._loop.run(self._grpc_server.stop(left()), left() + seconds)
             self._loop.close(left())
         self._runtimes.stop(left)
         while self._owned:
             self._owned.pop()()
-        for served in self._desk.experts().values():
+        for served in self._dispatcher.experts().values():
             served.close()
 
 

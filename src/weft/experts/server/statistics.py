@@ -1,6 +1,6 @@
-"""What a server says of itself: one value of plain numbers, and the same as JSON for people, pages and Prometheus.
+"""Statistics of a server: one value of plain numbers, and the same as JSON for people, pages and Prometheus.
 
-    desk, endpoint, experts, devices, directory ──> Reporter ──> ServerStatistics ──> JSON
+    dispatcher, gRPC server, experts, devices, directory ──> Reporter ──> ServerStatistics ──> JSON
 
 Nothing here waits for a module. Its expert's lock is held while it computes, so the numbers that only this lock keeps
 together are read under it where it is free, and one by one where it is not. So a module that hangs can be seen.
@@ -14,11 +14,15 @@ from typing import Any, cast
 from weft.experts.expert import ExpertBackend
 from weft.experts.replica import ReplicaStatistics
 from weft.experts.runtime import Runtime
-from weft.experts.server.desk import Desk
-from weft.experts.server.endpoint import Endpoint
-from weft.experts.server.neighbours import DirectoryStatistics, Neighbours
-from weft.experts.server.presence import LeaseStatistics, Presence
-from weft.experts.server.repeat import Repeat
+from weft.experts.server.dispatcher import RequestDispatcher
+from weft.experts.server.grpc_server import GrpcServer
+from weft.experts.server.registration import (
+    DirectoryStatistics,
+    LeaseHeartbeat,
+    LeaseStatistics,
+    Peers,
+)
+from weft.experts.server.threads import PeriodicTask
 from weft.experts.statistics import BackendStatistics, RuntimeStatistics
 
 
@@ -75,47 +79,51 @@ class Reporter:
     """Asks the parts of one server. Thread-safe; never waits for a module, a disk or a network."""
 
     def __init__(
-        self, desk: Desk, endpoint: Endpoint, runtimes: dict[str, Runtime], repeats: dict[str, Repeat]
+        self,
+        dispatcher: RequestDispatcher,
+        grpc_server: GrpcServer,
+        runtimes: dict[str, Runtime],
+        tasks: dict[str, PeriodicTask],
     ) -> None:
         self.began: float | None = None
-        self.presence: Presence | None = None
-        self.neighbours: Neighbours | None = None
+        self.heartbeat: LeaseHeartbeat | None = None
+        self.peers: Peers | None = None
         self.replicas: Callable[[], dict[str, ReplicaStatistics]] = dict
-        self._desk = desk
-        self._endpoint = endpoint
+        self._dispatcher = dispatcher
+        self._grpc_server = grpc_server
         self._runtimes = runtimes
-        self._repeats = repeats
+        self._tasks = tasks
         self._last: dict[str, BackendStatistics] = {}
 
     def statistics(self, address: str) -> ServerStatistics:
         """What was done since the start, and what is under way."""
-        endpoint, desk, served = self._endpoint, self._desk, self._desk.experts()
-        connections = list(endpoint.connections)
-        answered, errors = desk.counts()
-        failures = {name: str(each.last_failure) for name, each in dict(self._repeats).items() if each.last_failure}
+        grpc_server, dispatcher, served = self._grpc_server, self._dispatcher, self._dispatcher.experts()
+        connections = list(grpc_server.connections)
+        answered, errors = dispatcher.counts()
+        failures = {name: str(each.last_failure) for name, each in dict(self._tasks).items() if each.last_failure}
         failures |= {f"restore of {uid}": one.failure for uid, one in served.items() if one.failure is not None}
         self._last = {uid: self._expert(one.backend) for uid, one in served.items()}
         return ServerStatistics(
             address=address,
             seconds=0.0 if self.began is None else time.monotonic() - self.began,
-            draining=desk.draining,
-            incarnation=desk.incarnation,
+            draining=dispatcher.draining,
+            incarnation=dispatcher.incarnation,
             connections=len(connections),
             calls=sum(each.calls for each in connections),
             nbytes=sum(each.nbytes for each in connections),
-            accepted=endpoint.accepted,
-            turned_away=endpoint.turned_away,
-            broken=endpoint.broken,
+            accepted=grpc_server.accepted,
+            turned_away=grpc_server.turned_away,
+            broken=grpc_server.broken,
             answered=answered,
             errors=errors,
-            refusals=desk.audit.counts(),
+            refusals=dispatcher.audit.counts(),
             failures=failures,
-            listed=() if self.presence is None else self.presence.listed,
+            listed=() if self.heartbeat is None else self.heartbeat.listed,
             experts=dict(self._last),
             keeping={uid: KeepingStatistics(one.durable, one.restored, one.notes) for uid, one in served.items()},
             runtimes={name: runtime.statistics() for name, runtime in dict(self._runtimes).items()},
-            directory=None if self.neighbours is None else self.neighbours.statistics(),
-            lease=None if self.presence is None else self.presence.statistics(),
+            directory=None if self.peers is None else self.peers.statistics(),
+            lease=None if self.heartbeat is None else self.heartbeat.statistics(),
             replicas=self.replicas(),
         )
 

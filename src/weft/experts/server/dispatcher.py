@@ -1,8 +1,8 @@
-"""Takes calls in and sees to it that each gets exactly one answer. It knows nothing of networks.
+"""Dispatch of calls to experts: each call gets exactly one answer. Nothing here knows of networks.
 
-    call ── may he? ── draining? ── known? ── its owner? ── tensors ── pool.submit_task ──> RESULT, steps, receipt
-      |        |           |           |          |            |             |
-      '────────┴───────────┴───────────┴──────────┴────────────┴─────────────┴────────────> ERROR, to its author only
+    call ── role? ── draining? ── known? ── its owner? ── tensors ── pool.submit_task ──> RESULT, steps, receipt
+      |       |          |           |          |            |             |
+      '───────┴──────────┴───────────┴──────────┴────────────┴─────────────┴────────────> ERROR, to its author only
 
 Everything that can be refused is refused before a tensor is made. A task takes its call's deadline along, and is
 dropped if its turn comes later.
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from weft.core.errors import UsageError
 from weft.experts.errors import CommitError, InputsGoneError, reason_of
-from weft.experts.server.access import Access, Audit, Caller, Role
-from weft.experts.server.served import Served
-from weft.experts.service import read_receipt
+from weft.experts.server.auth import Access, Audit, Caller, Role
+from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.task import Results
 from weft.experts.wire import (
     Call,
@@ -37,6 +36,7 @@ from weft.experts.wire import (
     write_fault,
 )
 from weft.experts.wire.header import Flags
+from weft.experts.wire.service import read_receipt
 
 Reply = Callable[[Call], None]
 """Takes the one answer of a call; it may be called in any thread, and must not raise or wait."""
@@ -50,7 +50,7 @@ _ROLES = {
 }
 
 
-class Desk:
+class RequestDispatcher:
     """The experts of one server, and who may use them.
 
     Args:
@@ -65,12 +65,12 @@ class Desk:
         self.incarnation = secrets.randbits(63)
         self.draining: str | None = None
         self._longest = longest
-        self._experts: dict[str, Served] = {}
+        self._experts: dict[str, HostedExpert] = {}
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
 
-    def add(self, served: Served) -> None:
+    def add(self, served: HostedExpert) -> None:
         """Serve one more. Raises ``UsageError`` for a name that is there."""
         self.check_new(served.backend.name)
         self._experts[served.backend.name] = served
@@ -80,18 +80,18 @@ class Desk:
         if uid in self._experts:
             raise UsageError(f"expert {uid!r} is served already; give each expert its own name")
 
-    def remove(self, uid: str) -> Served:
+    def remove(self, uid: str) -> HostedExpert:
         """Serve one less. Raises ``UnknownExpertError``."""
         served = self._experts.pop(uid, None)
         if served is None:
             raise self._unknown(uid, None)
         return served
 
-    def experts(self) -> dict[str, Served]:
+    def experts(self) -> dict[str, HostedExpert]:
         """All that are served now, by name."""
         return dict(self._experts)
 
-    def take(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+    def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         """Answer a call, now or later, through ``reply``. Never raises.
 
         The future, if there is one, may be cancelled when nobody waits any more; then no answer comes.
@@ -99,7 +99,7 @@ class Desk:
         header = call.header
         self._counts[header.kind.name] += 1
         try:
-            return self._taken(call, caller, reply)
+            return self._dispatched(call, caller, reply)
         except Exception as error:
             if isinstance(error, ForbiddenError):
                 self.audit.refused(caller, header.uid, header.kind.name, str(error))
@@ -117,7 +117,7 @@ class Desk:
         with self._lock:
             return dict(self._counts), dict(self._errors)
 
-    def _taken(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
+    def _dispatched(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         header = call.header
         if header.kind is Kind.PING:
             reply(Call(Header(kind=Kind.PING, call_id=header.call_id)))
@@ -146,7 +146,7 @@ class Desk:
         future.add_done_callback(partial(self._answer, header, caller, served, reply))
         return future
 
-    def _submit(self, call: Received, caller: Caller, served: Served) -> "Future[Results]":
+    def _submit(self, call: Received, caller: Caller, served: HostedExpert) -> "Future[Results]":
         header, backend = call.header, served.backend
         left = self._longest if header.deadline_ms is None else min(self._longest, header.deadline_ms / 1000)
         deadline = time.monotonic() + left
@@ -180,7 +180,7 @@ class Desk:
             stream=caller.stream,
         )
 
-    def _check_incarnation(self, served: Served, client: str, mini_batch: str, data: bytes) -> None:
+    def _check_incarnation(self, served: HostedExpert, client: str, mini_batch: str, data: bytes) -> None:
         """Refuse a commit whose gradients were sent, in part, to this server before it was started again."""
         if not data or served.backend.records.step_of("commit", client, mini_batch) is not None:
             return
@@ -190,7 +190,9 @@ class Desk:
                 "open, and its gradients are gone; run its micro-batches again"
             )
 
-    def _answer(self, header: Header, caller: Caller, served: Served, reply: Reply, done: "Future[Results]") -> None:
+    def _answer(
+        self, header: Header, caller: Caller, served: HostedExpert, reply: Reply, done: "Future[Results]"
+    ) -> None:
         if done.cancelled():
             return
         error = done.exception()
@@ -226,7 +228,7 @@ def _named(mini_batch: str | None, what: str) -> str:
     return mini_batch
 
 
-def _kept(served: Served, client: str, key: str) -> Sequence[Tensor]:
+def _kept(served: HostedExpert, client: str, key: str) -> Sequence[Tensor]:
     """The inputs of a backward that came without them."""
     found = served.backend.kept_inputs(client, key)
     if found is None:

@@ -1,20 +1,27 @@
-"""One expert as its server keeps it: restored at the start, saved now and then, with what is durable.
+"""One expert of a server: restored at the start, saved now and then, with the step that a crash cannot take back.
 
     restore   newest whole checkpoint ──> weights, optimizer, schedule, steps, idempotency keys
     save      the same, all of one step, under the expert's lock; written outside of it
-    durable   the step of the last checkpoint that is on the disk: what a crash cannot take back
+    durable   the step of the last checkpoint that is on the disk
 
 An expert that other servers have too is a replica; only its owner saves, with the token under which it owns it.
 
 Keys and weights are saved together. So a backward that is sent again after a crash either finds its key, and its
 step is in the weights, or finds neither, and is applied now: once in both cases.
+
+Hyperparameters of a checkpoint win over the configured ones; where they differ, the log and the status say so.
 """
 
+import inspect
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from weft.core.errors import UsageError, escaped, listed
 from weft.experts.checkpoint import CheckpointStore, FolderLock
@@ -23,14 +30,13 @@ from weft.experts.directory import Lease
 from weft.experts.errors import ExpertError
 from weft.experts.expert import ExpertBackend
 from weft.experts.replica import Replica
-from weft.experts.server.hyperparameters import changed, hyperparameters
-from weft.experts.service import Description, Receipt, describe, read_description, read_receipt
 from weft.experts.wire import LIMITS, Header, Kind, Limits
+from weft.experts.wire.service import Description, Receipt, describe, read_description, read_receipt
 
 _LOG = logging.getLogger("weft.experts.checkpoints")
 
 
-class Served:
+class HostedExpert:
     """A backend, and where it is saved (None: nowhere). ``incarnation`` is the server's.
 
     ``until`` makes it a replica: until when a lease of the server lasts; see `weft.experts.replica.Standing`.
@@ -187,8 +193,8 @@ class Served:
             )
 
 
-def restore_all(experts: Iterable[Served]) -> None:
-    """Restore every expert. Raises as `Served.restore`, and ``UsageError`` that tells of all experts that cannot."""
+def restore_all(experts: Iterable[HostedExpert]) -> None:
+    """Restore every expert. Raises as `HostedExpert.restore`, and ``UsageError`` that lists all that cannot be."""
     faults: list[str] = []
     cause: UsageError | None = None
     for served in experts:
@@ -201,10 +207,10 @@ def restore_all(experts: Iterable[Served]) -> None:
         raise UsageError(listed("the server cannot start:", faults)) from cause
 
 
-def save_all(experts: Iterable[Served], patience: float = LONGEST) -> int:
+def save_all(experts: Iterable[HostedExpert], patience: float = LONGEST) -> int:
     """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong.
 
-    ``patience``: see `Served.save`.
+    ``patience``: see `HostedExpert.save`.
     """
     saved, failure = 0, None
     for served in experts:
@@ -226,3 +232,57 @@ def _held(lock: "threading.Lock | threading.RLock", patience: float, uid: str) -
         yield
     finally:
         lock.release()
+
+
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # not what is computed, but how
+
+_MOVED = {"lr", "momentum", "betas"}  # by schedules, as they go
+_SETTING = (bool, int, float, str, list, Counter)
+
+Hyperparameters = list[dict[str, Any]]
+"""For each group of parameters, by name; those of a schedule last."""
+
+
+def hyperparameters(backend: ExpertBackend) -> Hyperparameters:
+    """Those of now, but for what a schedule changes as it goes."""
+    if backend.optimizer is None:
+        return []
+    moved = set[str]() if backend.schedule is None else _MOVED
+    groups = [
+        {name: _plain(value) for name, value in group.items() if name not in moved}
+        for group in backend.optimizer.param_groups
+    ]
+    return groups if backend.schedule is None else [*groups, _settings(backend.schedule)]
+
+
+def _settings(schedule: LRScheduler) -> dict[str, Any]:
+    """What a schedule was made with, as far as it keeps that under the same name."""
+    asked = inspect.signature(type(schedule)).parameters.keys() - {"optimizer", "last_epoch"}
+    kept: dict[str, Any] = schedule.state_dict()
+    return {
+        f"{name} of {type(schedule).__name__}": _plain(value)
+        for name, value in kept.items()
+        if name in asked and isinstance(value, _SETTING)
+    }
+
+
+def changed(asked: Hyperparameters, found: Hyperparameters) -> list[str]:
+    """What a checkpoint has changed, in words."""
+    pairs = [
+        (name, one[name], two[name]) for one, two in zip(asked, found, strict=False) for name in one if name in two
+    ]
+    seen = dict.fromkeys(
+        f"{name} is {after!r}, as in its checkpoint, and not {before!r} as asked for; to change it, write it into the "
+        "checkpoint (docs/experts.md), or begin in another folder"
+        for name, before, after in pairs
+        if name not in _HOW and before != after
+    )
+    return list(seen)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return cast("Any", value).tolist()
+    if isinstance(value, Counter):  # the milestones of a schedule
+        return tuple(sorted(cast("Counter[Any]", value).elements()))
+    return tuple(cast("list[Any]", value)) if isinstance(value, list) else value

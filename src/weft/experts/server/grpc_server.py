@@ -1,7 +1,7 @@
-"""The server's gRPC side: streams, unary calls, health and reflection, all in one asyncio loop.
+"""The gRPC servicer: streams, unary calls, health and reflection, all in one asyncio loop.
 
-    Stream   who is it? ── admitted ── read frames ──> Connection ──> write frames       until the client ends,
-                '── no: refused before a byte is read        '── a broken frame: error of call 0, and the end
+    Stream   authenticate ── admit ── read frames ──> ServerStream ──> write frames      until the client ends,
+                '── refused before a byte is read        '── a broken frame: error of call 0, and the end
     Info     frame of INFO calls -> frame of answers
     Status   -> JSON, for those with role ADMIN; reads nothing
     State    states of experts, for servers that follow and have role ADMIN; see `weft.experts.replica.Feed`
@@ -27,20 +27,19 @@ from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from weft.core.errors import UsageError, listed
+from weft.experts.address import address_fault
 from weft.experts.errors import OverloadError, QuotaError
+from weft.experts.fork_guard import check_fork
 from weft.experts.replica import Feed
-from weft.experts.server.access import Caller, Role
+from weft.experts.server.auth import Caller, Role, authenticate
 from weft.experts.server.budget import Budget
-from weft.experts.server.connection import Connection, goaway
-from weft.experts.server.desk import Desk, fault
-from weft.experts.server.identity import identify
-from weft.experts.server.options import ServerOptions, ServerTls
-from weft.experts.server.tls import server_credentials
-from weft.experts.service.address import address_fault
-from weft.experts.service.forks import use_grpc
-from weft.experts.service.names import FRAME_BYTES, MESSAGE_BYTES, SERVICE, server_options
+from weft.experts.server.dispatcher import RequestDispatcher, fault
+from weft.experts.server.options import ServerOptions
+from weft.experts.server.stream import ServerStream, goaway
+from weft.experts.tls import ServerTls
 from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, TruncatedError, WireError, decode, encode
 from weft.experts.wire.parse import frame_size
+from weft.experts.wire.service import FRAME_BYTES, MESSAGE_BYTES, SERVICE, server_options
 
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
@@ -53,11 +52,11 @@ _PART_SECONDS = 30.0  # that its next part may take
 _DESCRIPTORS = 64  # that connections leave free: for checkpoints, the log, the directory
 
 
-class Endpoint:
+class GrpcServer:
     """Made, started and stopped in the loop's thread.
 
     Args:
-        desk: takes the calls.
+        dispatcher: takes the calls.
         options: limits.
         status: what a status call answers, as JSON.
         feed: gives states away; None: nobody may ask.
@@ -65,14 +64,14 @@ class Endpoint:
 
     def __init__(
         self,
-        desk: Desk,
+        dispatcher: RequestDispatcher,
         options: ServerOptions,
         status: Callable[[], Mapping[str, Any]],
         feed: Feed | None = None,
     ) -> None:
-        self.connections: set[Connection] = set()
+        self.connections: set[ServerStream] = set()
         self.accepted = self.turned_away = self.broken = 0
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._options = options
         self.budget = Budget(options.total_bytes)
         self._status = status
@@ -89,11 +88,11 @@ class Endpoint:
         faults = address_fault("address", address, free=True)
         if faults:
             raise UsageError(listed("the server cannot listen like this:", faults))
-        use_grpc("a server")
+        check_fork("a server")
         options = server_options(self._options.limits, _most_connections(self._options.connections))
         server: Any = _aio.server(options=options)
         server.add_generic_rpc_handlers(tuple(self._handlers()))
-        credentials = None if tls is None else server_credentials(tls)
+        credentials = None if tls is None else tls.credentials()
         try:
             port: int = (
                 server.add_insecure_port(address)
@@ -189,13 +188,13 @@ class Endpoint:
             self.turned_away += 1
             text = f"client {caller.principal!r} has {own} connections, and one client may have no more; close some"
             await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-        connection = Connection(caller, self._desk, self._options, self.budget)
+        connection = ServerStream(caller, self._dispatcher, self._options, self.budget)
         self.connections.add(connection)
         self.accepted += 1
         tasks: list[asyncio.Task[None]] = []
         try:
             await context.send_initial_metadata(((FRAME_BYTES, str(self._options.limits.frame_bytes)),))
-            if self._desk.draining is not None:
+            if self._dispatcher.draining is not None:
                 connection.answer(goaway())
             tasks = [
                 asyncio.create_task(self._read(connection, context)),
@@ -212,7 +211,7 @@ class Endpoint:
             await asyncio.gather(*tasks, return_exceptions=True)
             connection.abandon()
 
-    async def _read(self, connection: Connection, context: Any) -> None:
+    async def _read(self, connection: ServerStream, context: Any) -> None:
         """Until the client ends its side, or breaks the format."""
         while True:
             try:
@@ -271,7 +270,7 @@ class Endpoint:
         try:
             for call in decode(message, limits):
                 if call.header.kind is Kind.INFO:
-                    self._desk.take(call, caller, answers.append)
+                    self._dispatcher.dispatch(call, caller, answers.append)
                 else:
                     text = f"a call of kind {call.header.kind.name} where only INFO is answered"
                     answers.append(fault(call.header.call_id, MalformedError(text, reason="kind")))
@@ -282,29 +281,29 @@ class Endpoint:
     async def _tell_status(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "status") as caller:
             try:
-                self._desk.access.check(caller, "", Role.ADMIN, "the server's status")
+                self._dispatcher.access.check(caller, "", Role.ADMIN, "the server's status")
             except ForbiddenError as error:
-                self._desk.audit.refused(caller, "", "STATUS", str(error))
+                self._dispatcher.audit.refused(caller, "", "STATUS", str(error))
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
             loop = asyncio.get_running_loop()
             await context.write(json.dumps(await loop.run_in_executor(None, self._status)).encode())
 
     async def _states(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "state") as caller:
-            if not self._desk.access.admits(caller.name, Role.ADMIN):  # before it takes one of the few streams
+            if not self._dispatcher.access.admits(caller.name, Role.ADMIN):  # before it takes one of the few streams
                 text = (
                     f"client {caller.name!r} has role ADMIN for no expert, and asked for states, which takes that role"
                 )
-                self._desk.audit.refused(caller, "", "STATE", text)
+                self._dispatcher.audit.refused(caller, "", "STATE", text)
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, text)
             await self._followed(caller, context)
 
     async def _followed(self, caller: Caller, context: Any) -> None:
         def admit(uid: str) -> None:
             try:
-                self._desk.access.check(caller, uid, Role.ADMIN, "its state")
+                self._dispatcher.access.check(caller, uid, Role.ADMIN, "its state")
             except ForbiddenError as error:
-                self._desk.audit.refused(caller, uid, "STATE", str(error))
+                self._dispatcher.audit.refused(caller, uid, "STATE", str(error))
                 raise
 
         async def read() -> bytes | None:
@@ -320,9 +319,11 @@ class Endpoint:
     async def _admitted(self, context: Any, what: str) -> AsyncGenerator[Caller]:
         """Who calls; strangers are refused here, before anything of theirs is read, and so is what finds no room."""
         try:
-            caller = identify(self._desk.access, context.auth_context(), context.invocation_metadata(), context.peer())
+            caller = authenticate(
+                self._dispatcher.access, context.auth_context(), context.invocation_metadata(), context.peer()
+            )
         except ForbiddenError as error:
-            self._desk.audit.refused(Caller("", context.peer()), "", what.upper(), str(error))
+            self._dispatcher.audit.refused(Caller("", context.peer()), "", what.upper(), str(error))
             await context.abort(_grpc.StatusCode.UNAUTHENTICATED, str(error))
             raise
         try:

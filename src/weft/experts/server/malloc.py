@@ -1,4 +1,4 @@
-"""Memory that is freed stays in the process, so that the next batch does not have it paged in anew, on large pages.
+"""Settings of the memory allocator for servers on the CPU: freed memory stays in the process, on large pages.
 
     a batch ends ── frees 34 MB ──> C library ──> system        the next batch: up to 9000 page faults
                                         '──> the next batch     none

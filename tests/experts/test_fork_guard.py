@@ -3,7 +3,7 @@
 import gc
 
 from tests.forked import forked, only_with_fork
-from weft.core.process import Home, finalizer
+from weft.experts.fork_guard import ForkGuard, finalizer
 
 pytestmark = only_with_fork
 
@@ -32,7 +32,7 @@ def test_a_child_neither_ends_nor_frees_what_it_inherited() -> None:
         def __del__(self) -> None:
             ended.append("freed")
 
-    owner, home, held = Owner(), Home(), Held()
+    owner, home, held = Owner(), ForkGuard(), Held()
     first, second = finalizer(owner, ended.append, "called"), finalizer(owner, lambda held: ended.append("gone"), held)
     del held
 
@@ -41,7 +41,7 @@ def test_a_child_neither_ends_nor_frees_what_it_inherited() -> None:
         first()
         del owner
         gc.collect()
-        return ended == [] and not home.here and Home().here and not second.alive
+        return ended == [] and not home.here and ForkGuard().here and not second.alive
 
     assert forked(child)
     assert home.here and second.alive

@@ -1,19 +1,29 @@
-"""A server's entry in the directory: declared under a lease, renewed, declared again when it was lost.
+"""Registration of a server in the directory under a lease, and the other servers that the directory lists.
 
-declare ── renew ── renew ── (directory away) ── renew: LeaseLostError ──> declare ── ... ── withdraw
-   '── another server lists one of the experts, which is no replica: DeclaredError, and it is not declared
+    declare ── renew ── renew ── (directory away) ── renew: LeaseLostError ──> declare ── ... ── withdraw
+       '── another server lists one of the experts, which is no replica: DeclaredError, and it is not declared
 
-While the directory is away the server serves on: clients that know it need no directory.
+While the directory is away the server serves on: clients that know it need no directory. `Peers` keeps the last
+snapshot, because the status must not wait for a directory that is away.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from weft.core.errors import listed
-from weft.experts.directory import DeclaredError, Directory, DirectoryError, Lease, LeaseLostError
+from weft.experts.directory import (
+    AwayError,
+    DeclaredError,
+    Directory,
+    DirectoryError,
+    Lease,
+    LeaseLostError,
+    Mirror,
+    Snapshot,
+)
 
 _MARGIN = 0.1  # of a lease, by which its owner stops to step before it ends
 PATIENCE = 0.5
@@ -34,7 +44,7 @@ class LeaseStatistics:
     latest: float
 
 
-class Presence:
+class LeaseHeartbeat:
     """Lists experts at an address. Thread-safe.
 
     ``uids`` is asked at every turn: experts may be added and removed while the server runs. ``moved`` is told of a
@@ -171,3 +181,68 @@ class Presence:
         if lease is not None:
             with suppress(DirectoryError):
                 self._directory.withdraw(lease)
+
+
+@dataclass(frozen=True)
+class PeerStatistics:
+    """One server: how many experts the directory lists at it, and how many of them it owns."""
+
+    experts: int
+    owns: int
+
+
+@dataclass(frozen=True)
+class DirectoryStatistics:
+    """``servers`` whose leases last, by address; ``here`` is the address of the one that tells.
+
+    ``away_seconds``: since when the directory has not answered; 0 while it does.
+    """
+
+    here: str
+    away_seconds: float
+    servers: Mapping[str, PeerStatistics]
+
+
+class Peers:
+    """Looks when it is told to, and tells what it saw. `statistics` may be called in any thread."""
+
+    def __init__(self, directory: Directory, here: str) -> None:
+        self._directory = directory
+        self._here = here
+        self._lock = threading.Lock()
+        self._closed = False
+        self._mirror: Mirror | None = None
+        self._snapshot = Snapshot()
+
+    def look(self) -> None:
+        """See who else is there; where the directory does not answer, the renewal of the own lease tells."""
+        with suppress(AwayError):
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._mirror is None:
+                self._mirror = Mirror(self._directory)
+            self._snapshot = self._mirror.snapshot()
+
+    def statistics(self) -> DirectoryStatistics:
+        """As of the last look."""
+        snapshot, mirror = self._snapshot, self._mirror
+        experts: dict[str, int] = {}
+        owns: dict[str, int] = {}
+        for addresses in snapshot.experts.values():
+            for address in addresses:
+                experts[address] = experts.get(address, 0) + 1
+        for owner in snapshot.owners.values():
+            owns[owner.address] = owns.get(owner.address, 0) + 1
+        servers = {address: PeerStatistics(count, owns.get(address, 0)) for address, count in experts.items()}
+        return DirectoryStatistics(self._here, 0.0 if mirror is None else mirror.away_seconds, servers)
+
+    def close(self) -> None:
+        """Look no more."""
+        with self._lock:
+            self._closed = True
+            if self._mirror is not None:
+                self._mirror.close()

@@ -1,37 +1,41 @@
-"""Who may do what with which expert, and a log of whom that refused.
+"""Authentication, authorization, and an audit log of refusals. All of it happens before a tensor of the call is made.
 
-    TLS certificate, common name "trainer-7"  ──┐
+    TLS certificate, common name "trainer-7"  ──┐   gRPC has verified it; it goes before a token
     metadata "authorization: Bearer s3cret"   ──┼──> client name ── grants ──> role for an expert
     neither                                   ──┘        ""
 
     Grant("trainer-*", "ffn.*", TRAIN)     the best grant that fits counts; none: refused
 
-All of it happens before a tensor of the call is made.
+A connection is refused as a whole if its token is unknown, or if nothing is granted to its client.
 """
 
 import hmac
 import logging
+import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from ipaddress import IPv6Network
+from typing import Any
 from urllib.parse import unquote
 
 from weft.core.errors import UsageError, escaped, listed
 from weft.experts.checks import token_fault
 from weft.experts.errors import ForbiddenError
 from weft.experts.task import CallerStream
+from weft.experts.wire.service import AUTHORIZATION, BEARER, TRACEPARENT
 
 _LOG = logging.getLogger("weft.experts.audit")
-_REMEMBERED = 256
+_AUDITED = 256  # refusals that are remembered
 _NAME, _WHY = 128, 320  # characters of a name, and of a reason, in the log
 _BURST, _PER_SECOND = 20, 2.0  # lines of the log: so many at once, and from then on
-_ROLES = 4096
+_CACHED_ROLES = 4096
 _UNPROVEN, _PEER = "unproven:", "peer:"  # how no proven name begins
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 ANONYMOUS = "anonymous"
 """The client of calls that name none."""
 
@@ -62,7 +66,7 @@ OPEN = (Grant("*", role=Role.ADMIN),)
 
 @dataclass(frozen=True)
 class Caller:
-    """Who is at the other end: a proven ``name`` (empty: nobody proved anything), and ``peer``, an address.
+    """The client of a connection: a proven ``name`` (empty: nobody proved anything), and ``peer``, an address.
 
     ``trace``: the W3C traceparent that its connection came with; empty without one. ``stream``: by which it calls.
     """
@@ -91,7 +95,9 @@ class Caller:
 
 @dataclass(frozen=True)
 class Access:
-    """Args:
+    """Grants and tokens of a server.
+
+    Args:
     grants: what is allowed; by default everything, to everybody who can connect.
     tokens: secret -> client name. A token that is not in it is refused.
 
@@ -132,7 +138,7 @@ class Access:
 
     def role(self, client: str, expert: str) -> Role:
         """The largest role that a grant gives."""
-        if len(self._roles) > _ROLES:
+        if len(self._roles) > _CACHED_ROLES:
             self._roles.clear()  # names are whatever clients make up
         found = self._roles.get((client, expert))
         if found is None:
@@ -185,7 +191,7 @@ class Audit:
         self._tokens, self._filled = float(_BURST), clock()  # token bucket of the log's lines
         self._unwritten = 0
         self._lock = threading.Lock()
-        self._last: deque[Refusal] = deque(maxlen=_REMEMBERED)
+        self._last: deque[Refusal] = deque(maxlen=_AUDITED)
         self._counts: Counter[str] = Counter()
 
     def refused(self, caller: Caller, expert: str, what: str, why: str) -> None:
@@ -238,3 +244,41 @@ def _host(peer: str) -> str:
 
 def _called(caller: Caller) -> str:
     return f"client {caller.name!r}" if caller.name else f"a client without certificate or token, at {caller.peer},"
+
+
+def authenticate(
+    access: Access, tls: Mapping[Any, Any], metadata: Iterable[tuple[Any, Any]] | None, peer: str
+) -> Caller:
+    """The caller, out of what gRPC knows of a connection. Raises ``ForbiddenError`` for an unknown token, and for a
+    client without any grant."""
+    found = tuple(metadata or ())
+    caller = Caller(_certified(tls) or _by_token(access, found), peer, _trace(found))
+    for fault in name_fault(caller.name):
+        raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
+    if not access.admits(caller.name):
+        who = f"client {caller.name!r}" if caller.name else "a client without certificate or token"
+        raise ForbiddenError(f"nothing is granted to {who}; ask whoever runs the server for a grant")
+    return caller
+
+
+def _trace(metadata: Iterable[tuple[Any, Any]]) -> str:
+    """The traceparent; empty if there is none, or what is no traceparent."""
+    words = [str(value) for key, value in metadata if key == TRACEPARENT]
+    return words[-1] if words and _TRACEPARENT.fullmatch(words[-1]) else ""
+
+
+def _certified(tls: Mapping[Any, Any]) -> str:
+    """The common name of the client's certificate; empty without one."""
+    names = tls.get("x509_common_name") or tls.get(b"x509_common_name") or ()
+    return next((name.decode("utf-8", "replace") for name in names), "")
+
+
+def _by_token(access: Access, metadata: Iterable[tuple[Any, Any]] | None) -> str:
+    words = [value for key, value in metadata or () if key == AUTHORIZATION]
+    if not words:
+        return ""
+    word = words[-1].decode("utf-8", "replace") if isinstance(words[-1], bytes) else str(words[-1])
+    name = access.named(word.removeprefix(BEARER)) if word.startswith(BEARER) else None
+    if name is None:
+        raise ForbiddenError(f"the token in the metadata {AUTHORIZATION!r} is not known here")
+    return name

@@ -1,8 +1,8 @@
-"""One client's stream: what it has under way, and its answers on their way out.
+"""One client's stream: its calls under way, and its answers on their way out.
 
-    reader ── calls ──> desk ──> runtime threads ── answer() ──> outbox ──> writer: one frame for all that waits
-       |                                                                       |
-       '── waits while too much is under way <── room <───────────── sent ─────'
+    reader ── calls ──> dispatcher ──> runtime threads ── answer() ──> outbox ──> writer: one frame for all that waits
+       |                                                                             |
+       '── waits while too much is under way <── room <───────────── sent ───────────'
 
 Answers come in any thread and in any order. What waits when the writer is free leaves in one frame, so many small
 answers cost as much as one. A client that does not read its answers stops being read itself, and holds no more
@@ -20,29 +20,29 @@ from itertools import count
 from typing import Any
 
 from weft.experts.errors import OverloadError, QuotaError
-from weft.experts.server.access import Caller
+from weft.experts.server.auth import Caller
 from weft.experts.server.budget import Budget
-from weft.experts.server.desk import Desk, fault
+from weft.experts.server.dispatcher import RequestDispatcher, fault
 from weft.experts.server.options import ServerOptions
-from weft.experts.service.names import COALESCED
 from weft.experts.task import Results
 from weft.experts.wire import Call, Header, Kind, Received, encode
 from weft.experts.wire.limits import Limits
+from weft.experts.wire.service import COALESCED
 
 Send = Callable[[bytes], Awaitable[Any]]
 
 
-class Connection:
+class ServerStream:
     """Made in the loop's thread; `answer` may be called in any, all else belongs to the loop.
 
     ``budget`` is shared by all connections of a server.
     """
 
-    def __init__(self, caller: Caller, desk: Desk, options: ServerOptions, budget: Budget) -> None:
+    def __init__(self, caller: Caller, dispatcher: RequestDispatcher, options: ServerOptions, budget: Budget) -> None:
         self.caller = caller
         self.calls = 0
         self.nbytes = 0
-        self._desk = desk
+        self._dispatcher = dispatcher
         self._options = options
         self._budget = budget
         self._held = 0
@@ -64,13 +64,13 @@ class Connection:
         try:
             self._budget.admit(cost, self.caller.principal)
         except (OverloadError, QuotaError) as error:
-            self._desk.refuse(call.header.call_id, error, partial(self.answer, cost=0))
+            self._dispatcher.refuse(call.header.call_id, error, partial(self.answer, cost=0))
             return
         self._held += cost
         with self._lock:
             self.nbytes += cost
         number = next(self._numbers)
-        future = self._desk.take(call, self.caller, partial(self._answered, number, cost))
+        future = self._dispatcher.dispatch(call, self.caller, partial(self._answered, number, cost))
         if future is not None:
             self._futures[number] = future
             if future.done():  # its answer may have come before it was noted

@@ -1,0 +1,276 @@
+"""The gRPC service definition: methods, metadata, options of both ends, and the data of its answers.
+
+    /weft.Experts/Stream    stream of messages <-> stream of frames   calls and their answers, in any order
+    /weft.Experts/Info      one frame of INFO calls -> one frame      a `Description` of each expert, as JSON
+    /weft.Experts/Status    nothing -> JSON                           the server's statistics
+    /weft.Experts/State     stream of frames <-> stream of frames     states of experts, for servers that follow
+
+Messages are the frames of `weft.experts.wire`, not protobuf: a serializer of the identity, on both ends. What a client
+sends is cut: a frame of more than `MESSAGE_BYTES` goes as messages of just so many and one with the rest. gRPC holds a
+message before anybody has seen a byte of it; so the server gives it no more than that, and counts what follows.
+
+A description has an expert's schemas, nested as they are, without naming any class:
+
+    (TensorSpec((None, 4), float32), {"mask": None})
+    {"tuple": [{"spec": [[null, 4], "float32", true]}, {"dict": [["mask", null]]}]}
+
+Containers are tuples, lists, dicts with text or number keys, and named tuples, which become new named tuples of
+the same fields on the other side. Constants among the tensors are None, booleans, numbers and texts.
+"""
+
+import json
+import struct
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+from weft.core.errors import UsageError, listed
+from weft.core.spec import TensorSpec
+from weft.experts.errors import MalformedError
+from weft.experts.wire.dtypes import CODES
+from weft.experts.wire.limits import Limits
+
+SERVICE = "weft.Experts"
+STREAM = f"/{SERVICE}/Stream"
+INFO = f"/{SERVICE}/Info"
+STATUS = f"/{SERVICE}/Status"
+STATE = f"/{SERVICE}/State"
+
+FRAME_BYTES = "weft-frame-bytes"
+"""Metadata that opens a stream: the largest frame that the server takes. When it is there, the server listens."""
+AUTHORIZATION = "authorization"
+"""Metadata of a client: ``Bearer TOKEN``."""
+BEARER = "Bearer "
+TRACEPARENT = "traceparent"
+"""Metadata of a client's stream, as W3C's Trace Context has it: the trace that its calls belong to."""
+
+COALESCED = 1 << 17
+"""Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame. Of
+a mixture's calls the first can then be worked on while the others still travel."""
+
+MESSAGE_BYTES = 512 << 10
+"""The largest message that a server takes, which is a frame or a part of one."""
+
+Options = list[tuple[str, int | str]]
+
+_ROOM = 1 << 16  # gRPC's own framing is no concern of our limits
+
+
+def common_options(limits: Limits) -> Options:
+    """What both ends set: the size of messages, which gRPC checks before it allocates."""
+    size = limits.frame_bytes + _ROOM
+    return [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
+
+
+def messages(frame: bytes) -> Iterator[bytes]:
+    """What a client sends for one frame."""
+    if len(frame) <= MESSAGE_BYTES:
+        yield frame
+        return
+    for start in range(0, len(frame), MESSAGE_BYTES):
+        yield frame[start : start + MESSAGE_BYTES]
+
+
+def client_options(limits: Limits) -> Options:
+    """A connection of its own, that comes back soon after a restart and notices a peer that fell silent.
+
+    A connection that swallows everything is given up 20 s after the last that came over it, which is sooner than a
+    call's usual 30 s. gRPC asks nothing while another ping of its own is under way, hence a time for that as well; and
+    by itself it asks a quiet peer twice at most.
+    """
+    return [
+        *common_options(limits),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 250),  # a server that is back is found within 0.3 s
+        ("grpc.min_reconnect_backoff_ms", 5_000),  # what one attempt may take: slow networks need several round trips
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def server_options(limits: Limits, connections: int, metadata_bytes: int = 16 << 10) -> Options:
+    """The port belongs to one process; messages and metadata are capped; clients may ask for life.
+
+    Silent peers are dropped: one that does not finish its handshake, one that opens no stream, and one that answers no
+    ping. ``connections``: TCP connections at a time; gRPC hangs up on one more.
+    """
+    return [
+        ("grpc.max_receive_message_length", min(MESSAGE_BYTES, limits.frame_bytes) + _ROOM),
+        ("grpc.max_send_message_length", limits.frame_bytes + _ROOM),
+        ("grpc.max_concurrent_streams", 128),  # of one connection
+        ("grpc.http2.bdp_probe", 0),  # else the window of a stream that nobody reads grows to several MB
+        ("grpc.http2.lookahead_bytes", MESSAGE_BYTES),
+        ("grpc.max_allowed_incoming_connections", connections),
+        ("grpc.server_handshake_timeout_ms", 5_000),  # of TLS, and of HTTP/2's first words
+        ("grpc.max_connection_idle_ms", 10_000),  # without a stream
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_metadata_size", metadata_bytes),
+        ("grpc.absolute_max_metadata_size", metadata_bytes),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+_FORMAT = struct.Struct("<QQQ")
+_NEVER = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a result says beside its tensors: how far the expert is, and how far of that is safe.
+
+    step 40      in the header: optimizer steps taken
+    durable 35   a crash of the server loses at most the steps 36 to 40; None: it keeps no checkpoints
+    incarnation  below 2**64, another number after every start of the server, and when it takes a replica over: sums of
+                 mini-batches do not outlive one
+    token 12     the fencing token of the expert's owner; 0: it has no replicas. In a call: the largest that its author
+                 knows, so that an owner that was replaced hears of it
+    """
+
+    durable: int | None
+    incarnation: int
+    token: int = 0
+
+    def to_bytes(self) -> bytes:
+        """24 bytes, the data of a result."""
+        return _FORMAT.pack(_NEVER if self.durable is None else self.durable, self.incarnation, self.token)
+
+
+@lru_cache(256)  # every answer has one, and most say what the one before said
+def read_receipt(data: bytes) -> Receipt:
+    """The inverse. Raises ``MalformedError`` for other bytes."""
+    if len(data) != _FORMAT.size:
+        raise MalformedError(f"a receipt of {len(data)} bytes, wanted {_FORMAT.size}", reason="receipt")
+    durable, incarnation, token = _FORMAT.unpack(data)
+    return Receipt(None if durable == _NEVER else durable, incarnation, token)
+
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+_MOST_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class Description:
+    """An expert as its clients see it. ``args``, ``kwargs`` and ``outputs`` have TensorSpec as leaves.
+
+    ``trained``: whether a backward steps. ``max_batch_size``: rows of the largest call. The rest is as of the
+    moment of asking: optimizer ``steps``, the ``durable`` ones of them (None: there are no checkpoints), and the
+    server's ``incarnation``.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    trained: bool
+    max_batch_size: int
+    steps: int
+    durable: int | None
+    incarnation: int
+
+
+def describe(info: Mapping[str, Any], durable: int | None, incarnation: int) -> bytes:
+    """What `ExpertBackend.get_info` says, as JSON. Raises ``UsageError`` that lists what cannot be told."""
+    faults: list[str] = []
+    args, kwargs = info["forward_schema"]
+    fields = {
+        "name": info["name"],
+        "args": _written(tuple(args), "args", faults),
+        "kwargs": _written(dict(kwargs), "kwargs", faults),
+        "outputs": _written(info["outputs_schema"], "output", faults),
+        "trained": info["trained"],
+        "max_batch_size": info["max_batch_size"],
+        "steps": info["steps"],
+        "durable": durable,
+        "incarnation": incarnation,
+    }
+    if faults:
+        raise UsageError(listed(f"clients cannot be told what expert {info['name']!r} takes:", faults))
+    return json.dumps(fields).encode()
+
+
+def read_description(data: bytes) -> Description:
+    """The inverse. Raises ``MalformedError`` for bytes that `describe` did not write."""
+    try:
+        fields: dict[str, Any] = json.loads(data)
+        trees = {name: _read(fields.pop(name)) for name in ("args", "kwargs", "outputs")}
+        found = Description(**trees, **fields)
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
+        text = f"this does not describe an expert: {type(error).__name__}: {error}"
+        raise MalformedError(text, reason="description") from None
+    _check(found)
+    return found
+
+
+def _check(found: Description) -> None:
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "name": str,
+        "args": tuple,
+        "kwargs": dict,
+        "trained": bool,
+        "max_batch_size": int,
+        "steps": int,
+        "durable": (int, type(None)),
+        "incarnation": int,
+    }
+    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(found, name), kind)]
+    if wrong:
+        raise MalformedError(f"this does not describe an expert: {', '.join(wrong)} have a wrong type", reason="type")
+
+
+def _written(tree: object, path: str, faults: list[str], depth: int = 0) -> Any:
+    value: Any = tree
+    if isinstance(value, TensorSpec):
+        return {"spec": [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad]}
+    kind, fields = cast("Any", type(value)), getattr(value, "_fields", None)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if depth < _MOST_DEPTH:
+        if kind in (tuple, list):
+            items = [_written(one, f"{path}[{i}]", faults, depth + 1) for i, one in enumerate(value)]
+            return {kind.__name__: items}
+        if kind in (dict, OrderedDict):
+            pairs = list(value.items())
+            faults += [f"{path} has the key {key!r}" for key, _ in pairs if type(key) not in (str, int)]
+            return {"dict": [[key, _written(one, f"{path}[{key!r}]", faults, depth + 1)] for key, one in pairs]}
+        if fields is not None and issubclass(kind, tuple):
+            names: list[str] = list(fields)
+            rest = [_written(one, f"{path}.{name}", faults, depth + 1) for name, one in zip(names, value, strict=True)]
+            return {"named": [kind.__name__, names, rest]}
+    faults.append(f"{path} is {value!r} of type {kind.__qualname__}")
+    return None
+
+
+def _read(node: Any) -> Any:
+    if not isinstance(node, dict):
+        if isinstance(node, list):
+            raise MalformedError("a list outside of a container", reason="description")
+        return node
+    ((kind, inner),) = cast("dict[str, Any]", node).items()
+    if kind == "spec":
+        shape, dtype, requires_grad = inner
+        return TensorSpec(_shape(shape), _DTYPES[dtype], bool(requires_grad))
+    if kind in ("tuple", "list"):
+        items = [_read(one) for one in inner]
+        return items if kind == "list" else tuple(items)
+    if kind == "dict":
+        return {key: _read(one) for key, one in inner}
+    if kind == "named":
+        name, names, rest = inner
+        made: Any = namedtuple(name, names)  # pyright: ignore[reportUntypedNamedTuple]
+        return made(*[_read(one) for one in rest])
+    raise MalformedError(f"a container of kind {kind!r} is not known", reason="description")
+
+
+def _shape(sizes: Any) -> tuple[int | None, ...]:
+    if not all(size is None or (type(size) is int and size >= 0) for size in sizes):
+        raise MalformedError(f"a shape {sizes!r}", reason="description")
+    return tuple(sizes)
