@@ -21,7 +21,7 @@ from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError, OverloadError, QuotaError
 from weft.experts.replica import ReplicaOptions, feed
 from weft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
-from weft.experts.server.auth import identify
+from weft.experts.server.auth import authenticate
 from weft.experts.server.budget import Budget
 from weft.experts.task import CallerStream
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received
@@ -68,7 +68,7 @@ def test_no_name_is_proven_that_looks_unproven(name: str) -> None:
     with pytest.raises(UsageError, match="as clients that have proved no name are called"):
         Access([Grant()], {"token": name})
     with pytest.raises(ForbiddenError, match="the name in the certificate"):
-        identify(Access(), {"x509_common_name": [name.encode()]}, (), "ipv4:1.2.3.4:5")
+        authenticate(Access(), {"x509_common_name": [name.encode()]}, (), "ipv4:1.2.3.4:5")
 
 
 @pytest.mark.parametrize(
