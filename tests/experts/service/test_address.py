@@ -36,7 +36,7 @@ def test_an_address_is_a_host_and_a_port_that_there_can_be(host: str, port: int)
 def test_what_is_none_is_refused_before_anything_listens(address: str) -> None:
     with pytest.raises(UsageError):
         split(address)
-    with pytest.raises(UsageError, match=r"(?s)cannot be.*address is") as caught:
+    with pytest.raises(UsageError, match=r"(?s)invalid address.*address is") as caught:
         Server([make_expert("ffn", hidden=4).backend("f")], address=address)
     assert repr(address) in str(caught.value)
     with pytest.raises(UsageError, match="advertise is"):
