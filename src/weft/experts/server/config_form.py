@@ -15,7 +15,7 @@ from weft.experts.client.channel import ClientTls
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.server.auth import Role
-from weft.experts.server.options import ServerOptions, ServerTls, listen_faults
+from weft.experts.server.options import ServerOptions, listen_faults
 from weft.experts.tls import ServerTls
 from weft.experts.wire.limits import Limits
 
