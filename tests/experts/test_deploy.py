@@ -15,7 +15,7 @@ from weft.experts.directory.etcd import EtcdDirectory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.registry import expert_kinds, make_expert
-from weft.experts.server.options import place_faults
+from weft.experts.server.options import listen_faults
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "weft-experts.service"
@@ -30,7 +30,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 def check_configuration(text: str) -> None:
     """It names a directory, kinds of experts that there are, and an address that clients can call."""
     table = tomllib.loads(text)
-    assert place_faults(table["address"], table.get("advertise"), listed_there=True) == []
+    assert listen_faults(table["address"], table.get("advertise"), listed_there=True) == []
     directory = open_directory(table["directory"])
     assert isinstance(directory, EtcdDirectory)
     directory.close()
