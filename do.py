@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """From a bare machine to running code, with one command and nothing but Python 3.11 and pip.
 
-    python3 do.py [args]               train the demo; args go to `python -m weft demo`
+    python3 do.py                      run the examples, one after the other
+    python3 do.py EXAMPLE [options]    run one: unet_pipeline, char_rnn, remote_experts or report
     python3 do.py test [pytest args]   run the tests; with --all those that take long as well
     python3 do.py bench [NAME ...]     run the benchmarks, all of them or those named
     python3 do.py check                lint, format, types, the layers of import, and the size and structure of src
@@ -25,14 +26,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 try:
     import fcntl
 except ImportError:
-    sys.exit("do.py needs Linux or macOS. Elsewhere, in a venv: pip install -c constraints.txt -e .[demo,test]")
+    sys.exit("do.py needs Linux or macOS. Elsewhere, in a venv: pip install -c constraints.txt -e .[examples,test]")
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -40,11 +41,12 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "installed.stamp"
 LOCK = ROOT / ".venv.lock"
 VERSION = sys.version.split()[0]
-USUAL = ("demo", "test")
-EXTRAS = {"demo": USUAL, "test": (*USUAL, "manifests", "hf"), "bench": (*USUAL, "bench", "hf"), "check": USUAL}
+EXAMPLES = ("unet_pipeline", "char_rnn", "remote_experts", "report")
+USUAL = ("examples", "test")
+EXTRAS = {"test": (*USUAL, "manifests", "hf"), "bench": (*USUAL, "bench", "hf"), "check": USUAL}
 # Tests run in a process per core; files stay whole, since their tests share servers and compiled cells.
 TESTS = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
-MODULES = {"demo": ("weft", "demo"), "test": TESTS, "bench": ("benchmarks",)}
+MODULES = {"test": TESTS, "bench": ("benchmarks",)}
 
 
 class Stop(Exception):
@@ -156,15 +158,30 @@ def make_venv() -> None:
         raise Stop(f"could not make {VENV}, see above")
 
 
-def check() -> int:
-    """Run every check, also after one failed, and name those that did."""
+def run_all(commands: Mapping[str, Sequence[str | Path]], done: str) -> int:
+    """Run every command, also after one failed, and name those that did; return the first one's exit code."""
     failed: dict[str, int] = {}
-    for name, argv in checks(PYTHON.parent, PYTHON).items():
+    for name, argv in commands.items():
         say(name)
         if code := call(argv):
             failed[name] = code
-    say(f"failed: {', '.join(failed)}" if failed else "all checks hold")
+    say(f"failed: {', '.join(failed)}" if failed else done)
     return next(iter(failed.values()), 0)
+
+
+def example(name: str) -> list[str | Path]:
+    """The command that runs one of the examples."""
+    return [PYTHON, ROOT / "examples" / f"{name}.py"]
+
+
+def run(command: str, rest: Sequence[str]) -> int:
+    """Run a command with the words after it; "" stands for all examples."""
+    if command == "check":
+        return run_all(checks(PYTHON.parent, PYTHON), "all checks hold")
+    if command == "":
+        return run_all({name: example(name) for name in EXAMPLES}, "all examples ran")
+    argv = example(command) if command in EXAMPLES else [PYTHON, "-m", *MODULES[command]]
+    return call([*argv, *rest])
 
 
 def main(args: Sequence[str]) -> int:
@@ -175,17 +192,16 @@ def main(args: Sequence[str]) -> int:
     if args and args[0] in ("help", "-h", "--help"):
         print(__doc__)
         return 0
-    # An option in front belongs to the demo, which is the command when none is named.
-    command, rest = ("demo", args) if not args or args[0].startswith("-") else (args[0], args[1:])
-    if command not in EXTRAS:
-        say(f"there is no command {command!r}; there are {', '.join(EXTRAS)}, help")
+    command, rest = (args[0], args[1:]) if args else ("", ())
+    if command and command not in (*EXAMPLES, *EXTRAS):
+        say(f"there is no command {command!r}; there are {', '.join((*EXAMPLES, *EXTRAS))}, help")
         return 2
     if command == "check" and rest:
-        say(f"check takes no more words, and was given {' '.join(rest)!r}")
+        say(f"check takes no arguments, but was given {' '.join(rest)!r}")
         return 2
     try:
-        ensure(EXTRAS[command])
-        return check() if command == "check" else call([PYTHON, "-m", *MODULES[command], *rest])
+        ensure(EXTRAS.get(command, USUAL))
+        return run(command, rest)
     except Stop as stop:
         say(str(stop))
         return 1

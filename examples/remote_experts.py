@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +30,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
+import weft
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.mixture import RemoteSwitchMixtureOfExperts
 
@@ -168,6 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", weft.errors.StepsLostWarning)  # the steps that are lost are printed below
     images, digits = data(options.seed)
     held_out = images[:297], digits[:297]
     print("across machines: two trainers share four experts, and a server is killed while they train")

@@ -67,19 +67,18 @@ def shell(do: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Shell:
 
 def test_the_first_run_makes_a_venv_installs_and_runs(do: ModuleType, shell: Shell) -> None:
     assert do.main([]) == 0
-    venv, pip, demo = shell.lines
+    venv, pip, *examples = shell.lines
     assert venv == f"{sys.executable} -m venv --clear {do.VENV}"
     assert pip.startswith(f"{do.PYTHON} -m pip install")
-    assert pip.endswith(f"-c {do.ROOT / 'constraints.txt'} -e .[demo,test]")
-    assert demo == f"{do.PYTHON} -m weft demo"
+    assert pip.endswith(f"-c {do.ROOT / 'constraints.txt'} -e .[examples,test]")
+    assert examples == [f"{do.PYTHON} {do.ROOT}/examples/{name}.py" for name in do.EXAMPLES]
 
 
 @pytest.mark.parametrize(
     ("args", "ran"),
     [
-        ([], "-m weft demo"),
-        (["--epochs", "2"], "-m weft demo --epochs 2"),
-        (["demo", "--epochs", "2"], "-m weft demo --epochs 2"),
+        (["char_rnn"], "{root}/examples/char_rnn.py"),
+        (["report", "--steps", "2"], "{root}/examples/report.py --steps 2"),
         (["test", "-k", "x", "tests/core"], "-m pytest -n auto --maxprocesses 4 --dist loadfile -k x tests/core"),
         (["bench"], "-m benchmarks"),
         (["bench", "pipeline"], "-m benchmarks pipeline"),
@@ -89,7 +88,7 @@ def test_each_command_runs_its_module_and_passes_words_on(
     do: ModuleType, shell: Shell, args: list[str], ran: str
 ) -> None:
     assert do.main(args) == 0
-    assert shell.lines[-1] == f"{do.PYTHON} {ran}"
+    assert shell.lines[-1] == f"{do.PYTHON} {ran.format(root=do.ROOT)}"
 
 
 def test_a_second_run_installs_nothing(do: ModuleType, shell: Shell) -> None:
@@ -143,17 +142,17 @@ def test_the_venv_of_this_python_fits_and_a_missing_or_broken_one_does_not(
 def test_more_extras_join_those_that_are_there(do: ModuleType, shell: Shell) -> None:
     do.main(["test"])
     do.main(["bench"])
-    assert shell.count("-e .[bench,demo,hf,manifests,test]") == 1
+    assert shell.count("-e .[bench,examples,hf,manifests,test]") == 1
     do.main(["test"])
     do.main(["bench"])
     assert shell.count("pip install") == 2
 
 
 def test_an_install_keeps_the_extras_of_earlier_ones(do: ModuleType, shell: Shell) -> None:
-    do.ensure(["demo"])
+    do.ensure(["examples"])
     do.ensure(["bench"])
-    assert shell.lines[-1].endswith("-e .[bench,demo]")
-    assert do.installed() == {"bench", "demo"}
+    assert shell.lines[-1].endswith("-e .[bench,examples]")
+    assert do.installed() == {"bench", "examples"}
 
 
 def test_a_failed_install_is_said_leaves_no_stamp_and_is_tried_again(
@@ -192,9 +191,9 @@ def test_metadata_edited_during_an_install_is_installed_next_time(do: ModuleType
 
 def test_a_torn_stamp_is_no_stamp(do: ModuleType, shell: Shell) -> None:
     do.main(["test"])
-    for torn in ("", do.fingerprint()[:10], do.fingerprint(), f"{do.fingerprint()} demo"):
+    for torn in ("", do.fingerprint()[:10], do.fingerprint(), f"{do.fingerprint()} examples"):
         do.STAMP.write_text(torn)
-        assert not do.installed() >= {"demo", "test"}
+        assert not do.installed() >= {"examples", "test"}
 
 
 def test_two_runs_at_once_install_once(do: ModuleType, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,9 +215,23 @@ def test_two_runs_at_once_install_once(do: ModuleType, shell: Shell, monkeypatch
 
 
 def test_a_failing_command_passes_its_exit_code_on(do: ModuleType, shell: Shell) -> None:
-    shell.codes = {"-m pytest": 5, "weft demo": 3}
+    shell.codes = {"-m pytest": 5, "report.py": 3}
     assert do.main(["test"]) == 5
+    assert do.main(["report"]) == 3
+
+
+def test_all_examples_run_also_after_one_failed(
+    do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shell.codes = {"unet_pipeline": 3, "remote_experts": 4}
     assert do.main([]) == 3
+    assert shell.count("examples/") == len(do.EXAMPLES)
+    assert "failed: unet_pipeline, remote_experts" in capfd.readouterr().err
+
+
+def test_every_example_is_among_those_that_run() -> None:
+    folder = SOURCE.parent / "examples"
+    assert {path.stem for path in folder.glob("*.py")} == {*load(SOURCE.parent).EXAMPLES}
 
 
 def test_the_real_runner_runs_in_the_repository_and_maps_signals(do: ModuleType) -> None:
@@ -244,7 +257,10 @@ def test_check_runs_every_check_also_after_one_failed(
     assert "failed: ruff format, pyright" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("args", "names"), [(["tset"], "demo, test, bench, check, help"), (["check", "x"], "'x'")])
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [(["tset"], "report, test, bench, check, help"), (["--steps", "2"], "unet_pipeline"), (["check", "x"], "'x'")],
+)
 def test_misuse_is_named_and_ends_with_2(
     do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str], args: list[str], names: str
 ) -> None:

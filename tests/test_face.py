@@ -79,11 +79,11 @@ def test_without_the_extra_only_what_needs_it_is_missing() -> None:
 
 def test_every_error_that_reaches_a_caller_is_at_weft_errors() -> None:
     for each in pkgutil.walk_packages([str(SOURCE / "weft")], "weft."):
-        if not each.name.startswith(("weft.__main__", "weft.demo")):
+        if not each.name.startswith("weft.__main__"):
             importlib.import_module(each.name)
     kinds, left = {WeftError}, [WeftError, UserWarning]
     while left:
         left = [each for kind in left for each in kind.__subclasses__()]
-        kinds |= {each for each in left if each.__module__.startswith("weft.") and "demo" not in each.__module__}
+        kinds |= {each for each in left if each.__module__.startswith("weft.")}
     names = {each.__name__: each for each in kinds if each.__name__ not in INTERNAL and each.__name__[0] != "_"}
     assert {name: getattr(weft.errors, name, None) for name in names} == names

@@ -25,8 +25,8 @@ import torch
 from benchmarks.experts.sleeper import Sleeper
 from benchmarks.experts.survive_common import Verdict
 from benchmarks.experts.survive_learners import Setting, Trained, trained
+from benchmarks.experts.survive_model import Labelled, load_labelled
 from benchmarks.harness import progress
-from weft.demo.machines_model import Labelled, load_labelled
 
 LATE = 0.1
 """Seconds that a call may end after its deadline."""

@@ -20,8 +20,8 @@ from typing import TypeVar, cast
 
 import torch
 
+from benchmarks.experts.survive_model import GRID, WIDTH, Classifier, Labelled, accuracy, digit_expert, loss_of
 from tests.experts.bad_network import BadNetwork, Weather
-from weft.demo.machines_model import GRID, WIDTH, Classifier, Labelled, accuracy, digit_expert, loss_of
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.directory import LocalDirectory
@@ -31,7 +31,7 @@ from weft.experts.server import Server
 from weft.experts.wire import DeadlineError, LostError, UnreachableError
 
 SERVERS = (((0, 0), (1, 1)), ((0, 1), (1, 0)))
-"""Places in the grid of each server's experts: of the two best of a sample, one is at each, as in the demo."""
+"""Places in the grid of each server's experts: of the two best of a sample, one is at each."""
 _LEAST = 1024  # bytes: what carries tensors has more, what HTTP/2 says to itself has less
 _FAULTS = (DeadlineError, LostError, UnreachableError)
 _LEASE = 3600.0

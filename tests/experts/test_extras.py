@@ -20,7 +20,7 @@ def test_what_is_not_installed_is_named_with_what_to_do(part: str) -> None:
 
 
 def test_a_command_says_so_in_one_line() -> None:
-    seen = python(f"{HIDE}from weft.__main__ import main; main(['serve', '--expert', 'f=ffn'])")
+    seen = python(f"{HIDE}from weft.cli import main; main(['serve', '--expert', 'f=ffn'])")
     assert seen.returncode == 2 and "pip install 'weft[experts]'" in seen.stderr
     assert len([line for line in seen.stderr.splitlines() if line.startswith("weft: ")]) == 1
 

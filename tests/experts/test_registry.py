@@ -34,7 +34,7 @@ def test_an_unknown_kind_is_told_with_those_that_are_known() -> None:
         make_expert("fnn")
 
 
-def test_the_layers_of_the_demo_are_trained_like_any_other() -> None:
+def test_the_bundled_layers_are_trained_like_any_other() -> None:
     ffn = make_expert("ffn", hidden=8).backend("ffn.0", partial(torch.optim.Adam, lr=1e-2))
     layer = make_expert("transformer", hidden=8, heads=2).backend("t.0", partial(torch.optim.SGD, lr=1e-2))
     assert isinstance(ffn.module, FeedForward) and isinstance(layer.module, TransformerLayer)

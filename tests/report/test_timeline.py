@@ -1,17 +1,40 @@
-"""A timeline is well-formed, shows every event and every span of the forecast, and keeps them in their place."""
+"""Timelines and traces show every event, at its place and time; timelines every span of the forecast too."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.report.drawn_events import events, forecasts
-from weft.core.events import Event
+from tests.strategies import any_schedules
+from weft.core.events import Event, Recorder
 from weft.core.forecast import Forecast, StageCost, forecast
 from weft.core.schedule import Action
 from weft.pipeline.schedules import one_f_one_b
-from weft.report.timeline import KINDS, timeline
+from weft.report.chrome_trace import trace, write_trace
+from weft.report.timeline import KINDS, live_bytes, timeline
+
+TIMES = st.floats(0, 1e4)
+NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
+
+
+@st.composite
+def events(draw: st.DrawFn) -> Event:
+    """Any event."""
+    action = Action(draw(st.integers(0, 5)), draw(st.sampled_from("FBIW")), draw(st.integers(0, 120)))
+    start, duration = draw(TIMES), draw(TIMES)
+    kind = draw(st.sampled_from([action.kind, "R"]))
+    return Event(kind, action, draw(NAMES), start, start + duration)
+
+
+@st.composite
+def forecasts(draw: st.DrawFn) -> Forecast:
+    """A forecast of any small schedule."""
+    schedule = draw(any_schedules(3, 3))
+    numbers = draw(st.lists(TIMES, min_size=3, max_size=3))
+    return forecast(schedule, [StageCost(*numbers)] * schedule.stages)
 
 
 def rectangles(picture: ElementTree.Element, word: str) -> list[ElementTree.Element]:
@@ -88,3 +111,38 @@ def test_the_legend_names_what_occurs_and_nothing_else() -> None:
         for element in ElementTree.fromstring(timeline([Event("I", Action(0, "I", 0), "t", 0.0, 1.0)])).iter("text")
     )
     assert KINDS["I"] in words and KINDS["F"] not in words and "forecast" not in words
+
+
+def test_live_bytes_start_with_nothing_at_the_first_event() -> None:
+    recorder = Recorder()
+    recorder.events.append(Event("F", Action(0, "F", 0), "t", 10.0, 11.0))
+    recorder.bytes.append((10.5, 100))
+    assert live_bytes(recorder) == [(0.0, 0), (0.5, 100)]
+
+
+@given(st.lists(events(), max_size=12))
+def test_every_event_is_complete_work_on_a_named_thread(ran: list[Event]) -> None:
+    made = json.loads(json.dumps(trace(ran)))["traceEvents"]
+    work = [each for each in made if each["ph"] == "X"]
+    named = {each["tid"] for each in made if each["name"] == "thread_name" and each["ph"] == "M"}
+    assert len(work) == len(ran)
+    assert len(named) == len({event.thread for event in ran})
+    for each in work:
+        assert each["ts"] >= 0 and each["dur"] >= 0 and each["pid"] == 0 and each["tid"] in named
+        assert set(each["args"]) == {"stage", "micro-batch"}
+
+
+def test_times_are_microseconds_from_the_first_event() -> None:
+    ran = [Event("R", Action(2, "B", 3), "one", 5.0, 5.5), Event("B", Action(2, "B", 3), "one", 5.5, 6.0)]
+    work = [each for each in trace(ran, name="step")["traceEvents"] if each["ph"] == "X"]
+    assert [(each["name"], each["cat"], each["ts"], each["dur"]) for each in work] == [
+        ("2R3", "recompute", 0.0, 500_000.0),
+        ("2B3", "backward", 500_000.0, 500_000.0),
+    ]
+    assert work[0]["args"] == {"stage": 2, "micro-batch": 3}
+
+
+def test_the_file_holds_the_trace(tmp_path: Path) -> None:
+    ran = [Event("F", Action(0, "F", 0), "one", 0.0, 1.0)]
+    where = write_trace(tmp_path / "trace.json", ran, name="step")
+    assert json.loads(where.read_text("utf-8")) == trace(ran, name="step")

@@ -118,9 +118,9 @@ class Recorder:
 
     def _repr_html_(self) -> str:
         """The timeline, and the memory where it was recorded, for notebooks."""
-        from weft.report.notebook import recording  # noqa: PLC0415  (it stands above: only pictures need it)
+        from weft.report.timeline import notebook_frame  # noqa: PLC0415  (a layer above: only pictures need it)
 
-        return recording(self)
+        return notebook_frame(self)
 
     def one_step(self) -> "Recorder":
         """A watcher of one step alone, that records here. What the step still holds when it is dropped, because it

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, cast
 
 from .errors import ScheduleError, listed
-from .markup import Markup, tag
 from .schedule_action import KINDS, Action, Table, waits, walk
 from .schedule_check import deadlocks, faults
 from .schedule_text import parse_table, table_text
@@ -67,11 +66,12 @@ class Schedule:
         if not faults(self.workers, None, None):
             rows = _unit_times(self)
         columns = 1 + max((place for row in rows for place, _ in row), default=-1)
-        lines: list[Markup] = []
+        lines: list[str] = []
         for worker, row in enumerate(rows):
             at = dict(row)
-            lines.append(tag("tr", tag("th", f"worker {worker}"), *(_cell(at.get(i)) for i in range(columns))))
-        return tag("table", *lines, style="border-collapse: collapse; font-variant-numeric: tabular-nums")
+            lines.append(f"<tr><th>worker {worker}</th>{''.join(_cell(at.get(i)) for i in range(columns))}</tr>")
+        style = "border-collapse: collapse; font-variant-numeric: tabular-nums"
+        return f'<table style="{style}">{"".join(lines)}</table>'
 
     @cached_property
     def stages(self) -> int:
@@ -192,8 +192,8 @@ def _unit_times(schedule: Schedule) -> list[list[tuple[int, Action]]]:
     return rows
 
 
-def _cell(action: Action | None) -> Markup:
+def _cell(action: Action | None) -> str:
     if action is None:
-        return tag("td", "")
+        return "<td></td>"
     style = f"background: {_COLORS.get(action.kind, '#6b7280')}; color: white; text-align: center; padding: 2px 6px"
-    return tag("td", str(action), style=style)
+    return f'<td style="{style}">{action}</td>'

@@ -9,13 +9,13 @@ The idea, a step net that an engine runs over time, is Caffe2's (`recurrent_net`
 """
 
 from collections.abc import Callable
+from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.core.errors import UsageError, listed
-from weft.core.markup import FoldedText
 from weft.core.tree import flatten, unflatten
 from weft.recurrent import backends, eager
 from weft.recurrent.cell import Cell, StoredState, adapt
@@ -244,3 +244,24 @@ def _check(
             faults.append(f"initial holds {', '.join(kinds)}, wanted nested tensors, or a function of the first input")
     if faults:
         raise UsageError(listed("Recurrent cannot be built from these arguments:", faults))
+
+
+class FoldedText(str):
+    """Text with lines indented below headings, which a notebook folds."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """A heading with indented lines below it as a foldable part, one without as a paragraph."""
+        parts: list[tuple[str, list[str]]] = []
+        for line in self.splitlines():
+            if line[:1].isspace() and parts:
+                parts[-1][1].append(line)
+            elif line.strip():
+                parts.append((line, []))
+        folded = [_folded(escape(heading), escape("\n".join(below))) for heading, below in parts]
+        return f"<div>{''.join(folded)}</div>"
+
+
+def _folded(heading: str, below: str) -> str:
+    return f"<details><summary>{heading}</summary><pre>{below}</pre></details>" if below else f"<p><b>{heading}</b></p>"

@@ -1,32 +1,24 @@
-r"""Pictures of a run: inline SVG, one self-contained HTML page, and a trace for Perfetto.
+r"""Reports of a run: inline SVG, one self-contained HTML page, and a trace for Perfetto.
 
-    core.events.Recorder ----> timeline, memory_curve, trace -----> page -> report.html
-                         \--> costs_from -> core.forecast --/        write_trace -> trace.json
+    Recorder ----> timeline, memory_curve, trace ----> page -> report.html
+            \--> weft.pipeline.costs_from --/          write_trace -> trace.json
 
 Everything here is a pure function from data to text; nothing here runs a model.
 """
 
-from weft.core.markup import Markup
-from weft.report.curves import loss_curve, memory_curve, running_mean
-from weft.report.lines import Axis, line_chart
-from weft.report.measure import Costs, Sizes, costs_from, live_bytes
-from weft.report.page import Section, Tile, code, details, figure, page, paragraph, table, tiles
-from weft.report.pictures import gallery
-from weft.report.timeline import timeline
-from weft.report.trace import trace, write_trace
+from weft.report.chrome_trace import trace, write_trace
+from weft.report.html import Markup, Section, Tile, code, details, figure, page, paragraph, table, tiles
+from weft.report.plot import Axis, line_chart, loss_curve, memory_curve, running_mean, show_bytes, show_time
+from weft.report.timeline import live_bytes, timeline
 
 __all__ = [
     "Axis",
-    "Costs",
     "Markup",
     "Section",
-    "Sizes",
     "Tile",
     "code",
-    "costs_from",
     "details",
     "figure",
-    "gallery",
     "line_chart",
     "live_bytes",
     "loss_curve",
@@ -34,6 +26,8 @@ __all__ = [
     "page",
     "paragraph",
     "running_mean",
+    "show_bytes",
+    "show_time",
     "table",
     "tiles",
     "timeline",

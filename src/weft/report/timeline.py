@@ -1,90 +1,104 @@
-"""A step as stages x time: what ran when, and below it what the forecast had said.
+"""A step as stages x time: what ran when, above what was forecast.
 
-stage 0  ▐F0▌▐F1▌▐F2▌          ▐─B0─▌▐─B1─▌      measured: a bar per event, its micro-batch in it
-         [F0][F1][F2]          [ B0 ][ B1 ]      forecast: outlines, on the same axis
+stage 0  ▐F0▌▐F1▌▐F2▌          ▐─B0─▌▐─B1─▌      measured: a bar per event, with its micro-batch
+         [F0][F1][F2]          [ B0 ][ B1 ]      forecast: outlines on the same axis
 stage 1      ▐F0▌▐─B0─▌▐F1▌▐─B1─▌
 """
 
 from collections.abc import Sequence
 
-from weft.core.events import Event
+from weft.core.events import Event, Recorder
 from weft.core.forecast import Forecast
-from weft.core.markup import Markup, chart, join, tag
 from weft.core.schedule import Action
-from weft.report.axes import SECONDS, Frame, Scale, show_time, unit_for
+from weft.report.html import Markup, Section, figure, join, page, tag
+from weft.report.plot import (
+    BOTTOM,
+    LEFT,
+    LETTER,
+    SECONDS,
+    WIDTH,
+    Scale,
+    bottom_axis,
+    memory_curve,
+    show_time,
+    svg,
+    unit_for,
+)
 
 KINDS = {"F": "forward", "B": "backward", "R": "recompute", "I": "input gradient", "W": "weight gradient"}
-"""What the letters of events mean. Each has its colour in the page's style, as the class ``kind-F``."""
+"""The kinds of events. The page's style has a class ``kind-F`` and so on, with the colour of each."""
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960.0, 64.0, 12.0, 34.0, 42.0
+_RIGHT, _TOP = 12.0, 34.0
 _BAR, _OUTLINE, _GAP = 26.0, 18.0, 16.0
-_LETTER = 6.8  # width of a character in a bar, in the picture's units
+_REST, _CURVE = 240, 420  # pixels of a notebook's frame around the lanes, and of the memory curve
 
 
 def timeline(events: Sequence[Event], forecast: Forecast | None = None, *, title: str = "Timeline of a step") -> Markup:
     """Draw the events of one run, with the forecast of the same schedule as outlines below each stage.
 
-    Times are counted from the first event; the forecast starts at the same point. A bar shows kind and
-    micro-batch where they fit, and a tooltip with its times. No events at all give an empty frame.
+    Times count from the first event, where the forecast starts as well. A bar shows kind and micro-batch where they
+    fit, and a tooltip with its times. Without events the frame is empty.
     """
     begin = min((event.start for event in events), default=0.0)
     spans = forecast.spans if forecast is not None else ()
     stages = 1 + max([event.action.stage for event in events] + [span.action.stage for span in spans], default=-1)
     lane = _BAR + (_OUTLINE + 3 if spans else 0) + _GAP
     longest = max([event.end - begin for event in events] + [span.end for span in spans], default=0.0)
-    height = _TOP + stages * lane + _BOTTOM
-    frame = Frame(Scale(0.0, longest, _LEFT, _WIDTH - _RIGHT), Scale(0.0, 1.0, height - _BOTTOM, _TOP - 4))
+    base = _TOP + stages * lane
+    x = Scale(0.0, longest, LEFT, WIDTH - _RIGHT)
     unit = unit_for(longest, SECONDS)
     tops = [_TOP + stage * lane for stage in range(stages)]
-    names = [
-        tag("text", f"stage {stage}", x=_LEFT - 8, y=top + 17, class_="tick end") for stage, top in enumerate(tops)
-    ]
-    outlines = [
-        _outline(frame.x, tops[s.action.stage] + _BAR + 3, s.action.kind, s.action, s.start, s.end) for s in spans
-    ]
-    bars = [_bar(frame.x, tops[e.action.stage], e.kind, e.action, e.start - begin, e.end - begin) for e in events]
+    parts = [bottom_axis(x, _TOP - 4, base, unit, f"time in {unit.name}")]
+    parts += [tag("text", f"stage {i}", x=LEFT - 8, y=top + 17, class_="tick end") for i, top in enumerate(tops)]
+    parts += [_bar(x, tops[s.action.stage], s.action.kind, s.action, s.start, s.end, outline=True) for s in spans]
+    parts += [_bar(x, tops[e.action.stage], e.kind, e.action, e.start - begin, e.end - begin) for e in events]
     kinds = sorted({e.kind for e in events} | {s.action.kind for s in spans}, key=[*KINDS].index)
-    axis = frame.bottom_axis(unit, f"time in {unit.name}")
-    return chart(title, _WIDTH, height, _legend(kinds, bool(spans)), axis, *names, *outlines, *bars)
+    return svg(title, base + BOTTOM, _legend(kinds, bool(spans)), *parts)
 
 
-def _bar(x: Scale, top: float, kind: str, action: Action, start: float, end: float) -> Markup:
+def live_bytes(recorder: Recorder) -> list[tuple[float, int]]:
+    """The recorder's memory curve in seconds from its first event, where nothing is alive yet."""
+    begin = min((event.start for event in recorder.events), default=0.0)
+    return [(0.0, 0), *((time - begin, count) for time, count in recorder.bytes)]
+
+
+def notebook_frame(recorder: Recorder) -> Markup:
+    """The timeline of a recorder's events, and its memory curve where bytes were counted: a page within a notebook's
+    page, so that neither style affects the other."""
+    stages = 1 + max((event.action.stage for event in recorder.events), default=0)
+    pictures = [figure(timeline(recorder.events))]
+    if recorder.bytes:
+        pictures.append(figure(memory_curve({"alive for backward": live_bytes(recorder)})))
+    height = _REST + int(_BAR + _GAP + 6) * stages + _CURVE * bool(recorder.bytes)
+    whole = page(f"{len(recorder.events)} recorded actions", [Section("Timeline", pictures)])
+    return tag("iframe", srcdoc=whole, style=f"width: 100%; height: {height}px; border: 0")
+
+
+def _bar(x: Scale, top: float, kind: str, action: Action, start: float, end: float, *, outline: bool = False) -> Markup:
+    """One action, or the outline of its forecast below."""
     left, width = x(start), max(0.5, x(end) - x(start))
-    shape = tag("rect", x=left, y=top, width=width, height=_BAR, rx=2, class_=f"bar kind-{kind}")
-    word = _label(kind, action, left + width / 2, width, top + 17, "in-bar")
-    return tag("g", _tip("measured", kind, action, start, end), shape, word)
-
-
-def _outline(x: Scale, top: float, kind: str, action: Action, start: float, end: float) -> Markup:
-    left, width = x(start), max(0.5, x(end) - x(start))
-    inside = max(0.5, width - 1.5)  # so that neighbours do not share a stroke
-    shape = tag("rect", x=left + 0.75, y=top, width=inside, height=_OUTLINE, rx=2, class_=f"outline kind-{kind}")
-    word = _label(kind, action, left + width / 2, width, top + 13, "in-outline")
-    return tag("g", _tip("forecast", kind, action, start, end), shape, word)
-
-
-def _label(kind: str, action: Action, middle: float, width: float, y: float, role: str) -> Markup:
-    """Kind and micro-batch, or the micro-batch alone, or nothing: what fits."""
-    room = width - 4  # to the words of the neighbours
-    label = next((s for s in (f"{kind}{action.micro_batch}", f"{action.micro_batch}") if len(s) * _LETTER < room), "")
-    return tag("text", label, x=middle, y=y, class_=role) if label else Markup("")
-
-
-def _tip(word: str, kind: str, action: Action, start: float, end: float) -> Markup:
+    when = f"{show_time(start)} to {show_time(end)}, takes {show_time(end - start)}"
     where = f"stage {action.stage}, micro-batch {action.micro_batch}"
-    times = f"{show_time(start)} to {show_time(end)}, takes {show_time(end - start)}"
-    return tag("title", f"{word}: {KINDS[kind]}, {where}; {times}")
+    tip = tag("title", f"{'forecast' if outline else 'measured'}: {KINDS[kind]}, {where}; {when}")
+    # Outlines are a little narrower, so that neighbours do not share a stroke.
+    inset, y, height = (0.75, top + _BAR + 3, _OUTLINE) if outline else (0.0, top, _BAR)
+    style = f"{'outline' if outline else 'bar'} kind-{kind}"
+    inside = max(0.5, width - 2 * inset)
+    shape = tag("rect", x=left + inset, y=y, width=inside, height=height, rx=2, class_=style)
+    words = (f"{kind}{action.micro_batch}", f"{action.micro_batch}", "")
+    word = next(word for word in words if not word or len(word) * LETTER < width - 4)
+    label = tag("text", word, x=left + width / 2, y=y + height / 2 + 4, class_="in-outline" if outline else "in-bar")
+    return tag("g", tip, shape, label if word else "")
 
 
 def _legend(kinds: Sequence[str], forecast: bool) -> Markup:
     """A row of samples on top."""
+    samples = [(f"bar kind-{kind}", f"{kind}  {KINDS[kind]}") for kind in kinds]
+    samples += [("outline", "outline: the forecast")] * forecast
     parts: list[str] = []
-    left = _LEFT
-    for kind in kinds:
-        parts.append(tag("rect", x=left, y=4, width=14, height=12, rx=2, class_=f"bar kind-{kind}"))
-        parts.append(tag("text", f"{kind}  {KINDS[kind]}", x=left + 20, y=14, class_="key"))
-        left += 48 + len(KINDS[kind]) * _LETTER
-    if forecast:
-        parts.append(tag("rect", x=left, y=4, width=14, height=12, rx=2, class_="outline"))
-        parts.append(tag("text", "outline: the forecast", x=left + 20, y=14, class_="key"))
+    left = LEFT
+    for style, words in samples:
+        parts.append(tag("rect", x=left, y=4, width=14, height=12, rx=2, class_=style))
+        parts.append(tag("text", words, x=left + 20, y=14, class_="key"))
+        left += 28 + len(words) * LETTER
     return join(*parts)

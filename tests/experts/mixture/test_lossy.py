@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.experts.survive_learners import Setting, Trained, trained
-from weft.demo.machines_model import Labelled
+from benchmarks.experts.survive_model import Labelled
 
 pytestmark = pytest.mark.timeout(120)
 SETTING = Setting(trainers=3, steps=16, rows=32, mean=0.02, loss=0.05, timeout=5.0, after=0.3)

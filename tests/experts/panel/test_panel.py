@@ -16,7 +16,7 @@ import torch
 from tests.experts.client.test_transport import gated
 from tests.experts.panel.panel_cases import NASTY, PATIENCE, address, get, layer, train
 from tests.experts.waiting import until
-from weft.__main__ import main
+from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.address import split
 from weft.experts.client import LocalTransport, RemoteExpert

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.experts.expert_cases import fussy_backend
-from weft.__main__ import main
+from weft.cli import main
 from weft.core.errors import UsageError, escaped
 from weft.experts.client import GrpcTransport
 from weft.experts.client import command as client_command

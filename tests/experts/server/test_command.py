@@ -15,7 +15,7 @@ import torch
 
 from tests.apart import python
 from tests.experts.waiting import until
-from weft.__main__ import main
+from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.accumulation import SumsOptions
 from weft.experts.checkpoint import CheckpointStore

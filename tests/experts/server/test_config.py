@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.experts.expert_cases import work
-from weft.__main__ import main
+from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.errors import GradientError
 from weft.experts.registry import Blueprint, register_expert

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.experts.waiting import until
-from weft.__main__ import main
+from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.directory import AwayError, LocalDirectory

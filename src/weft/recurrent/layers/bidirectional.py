@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import SpecError, UsageError, listed
-from weft.core.markup import FoldedText
 from weft.core.tree import difference, flatten, map_leaves, structure_paths
 from weft.recurrent.layers.packing import opened
 from weft.recurrent.layers.reverse import Axes, reverse_inputs, reverse_results, reverse_rows
+from weft.recurrent.network import FoldedText
 from weft.recurrent.rows import Lengths
 from weft.recurrent.unrolling import Result
 

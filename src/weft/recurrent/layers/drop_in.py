@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from weft.core.errors import UsageError, listed
-from weft.core.markup import FoldedText
 from weft.recurrent.layers.arguments import Arguments, read
 from weft.recurrent.layers.beside import Beside, call
 from weft.recurrent.layers.bidirectional import Bidirectional
 from weft.recurrent.layers.steps import Step
-from weft.recurrent.network import Recurrent
+from weft.recurrent.network import FoldedText, Recurrent
 from weft.recurrent.packed import unpack
 from weft.recurrent.unrolling import Result
 

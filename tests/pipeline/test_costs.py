@@ -15,8 +15,8 @@ from weft.core.errors import UsageError
 from weft.core.events import Event, Recorder
 from weft.core.run import Watcher
 from weft.core.schedule import Action
+from weft.pipeline.costs import Sizes, costs_from
 from weft.pipeline.schedules import build
-from weft.report.measure import Sizes, costs_from, live_bytes
 
 
 @weft.skippable(stash=["far", "same"])
@@ -194,9 +194,3 @@ def test_a_tensor_that_goes_out_twice_is_one_value_with_all_its_readers() -> Non
         pipe(batch).sum().backward()
     of_first = [(value.readers, value.bytes, value.kept_by_source) for value in sizes.values() if value.source == 0]
     assert of_first == [((1, 3), 6 * 8 * 4, True), ((2, 3), 6 * 8 * 4, True)]
-
-
-def test_live_bytes_start_with_nothing_at_the_first_event() -> None:
-    recorder = recorder_of([("F", 0, 1.0)])
-    recorder.bytes.append((0.5, 100))
-    assert live_bytes(recorder) == [(0.0, 0), (0.5, 100)]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from weft import demo
-from weft.__main__ import main
+from tests.apart import run
+from weft import cli
+from weft.cli import main
 from weft.core.schedule import Schedule
 from weft.pipeline.schedules import one_f_one_b
 
@@ -45,7 +46,7 @@ def test_a_file_that_is_no_text_holds_no_table(tmp_path: Path, capsys: pytest.Ca
     file = tmp_path / "table.bin"
     file.write_bytes(b"\xff\x00")
     code, said = refused(["plan", "--stages", "2", "--chunks", "2", "--schedule", str(file)], capsys)
-    assert code == 2 and "table.bin is no text in UTF-8" in said
+    assert code == 2 and "table.bin is not UTF-8 text" in said
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,10 @@ def test_a_file_that_is_no_text_holds_no_table(tmp_path: Path, capsys: pytest.Ca
         ([], "COMMAND"),
         (["dance"], "dance"),
         (["plan", "--stages", "4"], "--chunks"),
-        (["plan", "--stages", "0", "--chunks", "1"], "'0' is no whole number from 1 up"),
-        (["plan", "--stages", "1", "--chunks", "1", "--forward", "nan"], "'nan' is no number from 0 up"),
+        (["plan", "--stages", "0", "--chunks", "1"], "'0' is not a whole number from 1 up"),
+        (["plan", "--stages", "1", "--chunks", "1", "--forward", "nan"], "'nan' is not a number from 0 up"),
         (["plan", "--stages", "1", "--chunks", "1", "--schedule", "zigzag"], "no schedule is named 'zigzag'"),
         (["plan", "--stages", "3", "--chunks", "1", "--schedule", "0F0,0B0"], "the schedule cannot be used"),
-        (["demo", "--steps", "many"], "'many' is no whole number from 1 up"),
     ],
 )
 def test_misuse_ends_with_2_and_says_what_is_wrong(
@@ -68,40 +68,14 @@ def test_misuse_ends_with_2_and_says_what_is_wrong(
     assert code == 2 and words in said
 
 
-def test_without_scikit_learn_the_demo_says_how_to_install_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    code, said = refused(["demo", "--out", str(tmp_path)], capsys)
-    assert code == 2 and "pip install 'weft[demo]'" in said and said.count("\n") == 1
-
-
-def test_what_the_system_refuses_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    code, said = refused(["demo", "--out", str(file)], capsys)
-    assert code == 1 and "file" in said
-
-
-def test_the_demo_gets_the_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[demo.Options] = []
-    monkeypatch.setattr(demo, "run", seen.append)
-    wanted = demo.Options(tmp_path, steps=3, seconds=1.5, seed=9, threads=2)
-    words = ["--out", str(tmp_path), "--steps", "3", "--seconds", "1.5", "--seed", "9", "--threads", "2"]
-    assert main(["demo", *words]) == 0 and main(["demo"]) == 0
-    assert seen == [wanted, demo.Options(Path("weft-report"))]
-
-
 def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(options: demo.Options) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run", interrupted)
-    assert refused(["demo"], capsys)[0] == 130
+    monkeypatch.setattr(cli, "build", interrupted)
+    assert refused(["plan", "--stages", "1", "--chunks", "1"], capsys)[0] == 130
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0 and capsys.readouterr().out.startswith("weft ")
+def test_the_module_runs_the_command_line() -> None:
+    done = run([sys.executable, "-m", "weft", "--version"])
+    assert done.returncode == 0 and done.stdout.startswith("weft ")

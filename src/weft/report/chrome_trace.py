@@ -1,7 +1,7 @@
-"""A recording as a file of the Chrome trace-event format, which https://ui.perfetto.dev opens.
+"""A recording in the Chrome trace-event format, which https://ui.perfetto.dev opens.
 
-The format is described in "Trace Event Format" (Google): one object with ``traceEvents``; "X" is a piece of work
-with start and duration in microseconds, "M" names a process or a thread.
+"Trace Event Format" (Google) describes it: one object with ``traceEvents``; "X" is work with start and duration in
+microseconds, "M" the name of a process or a thread.
 """
 
 import json
@@ -12,36 +12,34 @@ from typing import Any
 from weft.core.events import Event
 from weft.report.timeline import KINDS
 
-_MICRO = 1e6
-
 
 def trace(events: Sequence[Event], *, name: str = "weft") -> dict[str, Any]:
-    """One process of this name, with a track per thread; times count from the first event."""
+    """One process of this name with a track per thread; times count from the first event."""
     begin = min((event.start for event in events), default=0.0)
     threads = {thread: number for number, thread in enumerate(sorted({event.thread for event in events}))}
-    named = [_meta("thread_name", thread, number) for thread, number in threads.items()]
     work = [
         {
             "name": f"{event.action.stage}{event.kind}{event.action.micro_batch}",
             "cat": KINDS[event.kind],
             "ph": "X",
-            "ts": (event.start - begin) * _MICRO,
-            "dur": (event.end - event.start) * _MICRO,
+            "ts": (event.start - begin) * 1e6,
+            "dur": (event.end - event.start) * 1e6,
             "pid": 0,
             "tid": threads[event.thread],
             "args": {"stage": event.action.stage, "micro-batch": event.action.micro_batch},
         }
         for event in events
     ]
-    return {"traceEvents": [_meta("process_name", name, 0), *named, *work], "displayTimeUnit": "ms"}
+    tracks = [_metadata("thread_name", thread, number) for thread, number in threads.items()]
+    return {"traceEvents": [_metadata("process_name", name, 0), *tracks, *work], "displayTimeUnit": "ms"}
 
 
 def write_trace(path: Path | str, events: Sequence[Event], *, name: str = "weft") -> Path:
-    """Write `trace` to a JSON file, and return where it is."""
+    """Write `trace` to a JSON file, and return its path."""
     target = Path(path)
     target.write_text(json.dumps(trace(events, name=name)), encoding="utf-8")
     return target
 
 
-def _meta(kind: str, name: str, thread: int) -> dict[str, Any]:
+def _metadata(kind: str, name: str, thread: int) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}

@@ -1,9 +1,125 @@
-"""The looks of a page, in light and dark. Pictures name classes only; all colours are here.
+"""One self-contained HTML page: no scripts and nothing fetched, so that it can be mailed and archived.
 
-The colours of kinds and curves are apart in lightness too, so that they differ for people who see few hues.
+    tag("text", "a < b", x=3, class_="label")   ->   <text x="3" class="label">a &lt; b</text>
+    page("A step", [Section("Time", [figure(timeline(events))])])   ->   <!DOCTYPE html> ...
+
+Plain strings are escaped; `Markup` is inserted as it is, and only the functions of this package make it. The elements
+are valid in HTML and well-formed as XML.
 """
 
-STYLE = """
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+AttributeValue = str | int | float
+
+# What XML 1.0 allows (section 2.2), without DEL and the control characters of U+0080 to U+009F, which it discourages.
+_FORBIDDEN = re.compile("[^\t\n\r\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+class Markup(str):
+    """Text that is markup already and is not escaped again."""
+
+    __slots__ = ()
+
+
+def text(content: str) -> Markup:
+    """Escape plain text; control characters and lone surrogates become the replacement character."""
+    return Markup(escape(_FORBIDDEN.sub("\ufffd", content)))
+
+
+def join(*parts: str) -> Markup:
+    """Concatenate markup, and plain text with its escapes."""
+    return Markup("".join(part if isinstance(part, Markup) else text(part) for part in parts))
+
+
+def number(value: AttributeValue) -> str:
+    """A number with two decimals at most; text unchanged."""
+    if isinstance(value, str):
+        return value
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def tag(name: str, *content: str, **attributes: AttributeValue | None) -> Markup:
+    """An element. In attribute names an underscore stands for a hyphen and a trailing one for nothing; None omits the
+    attribute."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{text(number(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{written}>{join(*content)}</{name}>")
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a title above what `paragraph`, `figure`, `table`, `tiles`, `code` and `details` make."""
+
+    title: str
+    body: Sequence[Markup]
+
+
+class Tile(NamedTuple):
+    """A headline number, with its name and what to compare it with."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def page(title: str, sections: Sequence[Section]) -> str:
+    """The whole page, to be written in UTF-8."""
+    parts = [tag("section", tag("h2", section.title), *section.body) for section in sections]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<body>\n{tag('main', tag('h1', title), *parts)}\n</body>\n</html>\n"
+    )
+
+
+def paragraph(words: str) -> Markup:
+    """A paragraph of plain text."""
+    return tag("p", words)
+
+
+def figure(picture: Markup, caption: str = "") -> Markup:
+    """A picture with its caption."""
+    return tag("figure", picture, tag("figcaption", caption) if caption else "")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
+    """A table of plain text; the first column names the rows."""
+    head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
+    body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
+
+
+def tiles(each: Sequence[Tile]) -> Markup:
+    """Headline numbers side by side."""
+    return tag("div", *map(_tile, each), class_="tiles")
+
+
+def _tile(tile: Tile) -> Markup:
+    note = tag("dd", tile.note, class_="note") if tile.note else ""
+    return tag("dl", tag("dt", tile.label), tag("dd", tile.value), note, class_="tile")
+
+
+def code(words: str) -> Markup:
+    """Preformatted text in a monospaced font."""
+    return tag("pre", words)
+
+
+def details(summary: str, *body: Markup) -> Markup:
+    """A summary line that a click expands."""
+    return tag("details", tag("summary", summary), *body)
+
+
+# Pictures name classes only; all colours are here, in light and dark. The colours of kinds and curves differ in
+# lightness too, for readers who see few hues.
+_STYLE = """
 :root {
   color-scheme: light dark;
   --paper: #fbfaf8; --card: #ffffff; --ink: #1f2328; --soft: #5d6570; --rule: #e3e1dc; --accent: #1f6f78;
@@ -44,7 +160,6 @@ pre { margin: 12px 0 18px; padding: 12px 16px; max-height: 480px; overflow: auto
 pre { background: var(--paper); border: 1px solid var(--rule); border-radius: 8px; }
 pre { font: 12.5px/1.5 ui-monospace, monospace; }
 details { margin: 12px 0 18px; }
-iframe { width: 100%; height: 640px; margin: 8px 0 0; border: 1px solid var(--rule); border-radius: 8px; }
 summary { cursor: pointer; color: var(--accent); }
 @media (max-width: 720px) {
   main { padding: 20px 10px 40px; }
@@ -77,5 +192,4 @@ summary { cursor: pointer; color: var(--accent); }
 .mark-name.end { text-anchor: end; }
 .in-bar { fill: var(--bar-ink); font-size: 11px; text-anchor: middle; pointer-events: none; }
 .kind-B + .in-bar, .kind-R + .in-bar { fill: var(--b-ink); }
-.pixels { image-rendering: pixelated; }
 """

@@ -174,9 +174,3 @@ def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Cos
     ]
     again = frozenset((e.action.stage, e.action.micro_batch) for e in events if e.kind == "R")
     return Costs(stages, sizes.values() if sizes is not None else [], again)
-
-
-def live_bytes(recorder: Recorder) -> list[tuple[float, int]]:
-    """The recorder's memory curve, with seconds counted from its first event, where nothing is alive yet."""
-    begin = min((event.start for event in recorder.events), default=0.0)
-    return [(0.0, 0), *((time - begin, count) for time, count in recorder.bytes)]

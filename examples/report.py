@@ -1,0 +1,182 @@
+"""A report of a pipeline: when each action ran and what was forecast, the live bytes, and the loss.
+
+    python examples/report.py [--out weft-report] [--steps 80] [--seed 0]
+
+    weft.Recorder ── events ──> timeline ──────────────┐
+        │    └─────  bytes ───> memory curve ──────────┼──> report.html, one file that fetches nothing
+        └── costs_from ──> forecast of other schedules ┘    trace.json, for https://ui.perfetto.dev
+
+A classifier of scikit-learn's handwritten digits trains in four stages, with a thread for each. Then some steps of
+three ways to run it are recorded: GPipe keeps the activations of all micro-batches, 1F1B of at most one for each stage
+from there to the end, and with recomputation a stage keeps its inputs only and runs forward a second time.
+"""
+
+import argparse
+import copy
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weft
+from weft import report
+from weft.pipeline import Forecast, Sizes, costs_from
+
+STAGES, CHUNKS, ROWS, WIDTH = 4, 8, 512, 384
+WAYS = {  # name in the report: schedule, checkpoint
+    "gpipe": ("gpipe", "never"),
+    "1f1b": ("1f1b", "never"),
+    "gpipe, recomputed": ("gpipe", "always"),
+}
+WARM_UP, RECORDED = 3, 7
+
+
+def classifier() -> nn.Sequential:
+    """Images N x 64 to scores N x 10."""
+    hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(7)]
+    return nn.Sequential(nn.Linear(64, WIDTH), *hidden, nn.Linear(WIDTH, 10))
+
+
+def pipe_of(model: nn.Sequential, schedule: str, checkpoint: str) -> weft.Pipe:
+    """Four stages, each with a thread of its own, so that stages overlap where there are cores for them."""
+    devices = ["cpu"] * STAGES
+    loss, executor = functional.cross_entropy, "threads"
+    return weft.Pipe(
+        model, chunks=CHUNKS, devices=devices, schedule=schedule, checkpoint=checkpoint, loss=loss, executor=executor
+    )
+
+
+def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images, N x 64 from 0 to 1, and their digits: to learn from, and 297 held out."""
+    bundled = load_digits()
+    order = torch.randperm(len(bundled.target))
+    images, digits = torch.tensor(bundled.images).float().flatten(1)[order] / 16, torch.tensor(bundled.target)[order]
+    return images[297:], digits[297:], images[:297], digits[:297]
+
+
+class Training(NamedTuple):
+    """The loss of every step, and after some of them the share of held-out digits that is classified right."""
+
+    losses: list[float]
+    accuracies: list[tuple[float, float]]
+
+
+def train(pipe: weft.Pipe, steps: int, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> Training:
+    images, digits, held_out, held_out_digits = data
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-3)
+    training = Training([], [])
+    for step in range(1, steps + 1):
+        rows = torch.randint(len(images), (ROWS,))
+        optimizer.zero_grad()
+        loss = pipe(images[rows], target=digits[rows])
+        loss.backward()
+        optimizer.step()
+        training.losses.append(loss.item())
+        if step % 10 == 0 or step == steps:
+            with torch.no_grad():
+                right = (pipe.eval()(held_out).argmax(1) == held_out_digits).float().mean().item()
+            pipe.train()
+            training.accuracies.append((step, 100 * right))
+    return training
+
+
+class Recording(NamedTuple):
+    """The quickest of some recorded steps, the forecast of all, and one more step with its bytes counted."""
+
+    step: weft.Recorder
+    forecast: Forecast
+    memory: weft.Recorder
+
+
+def record(model: nn.Sequential, schedule: str, checkpoint: str, batch: tuple[Tensor, Tensor]) -> Recording:
+    """Time and bytes are recorded in steps of their own, since looking at every tensor takes time."""
+    pipe = pipe_of(copy.deepcopy(model), schedule, checkpoint)
+
+    def run(watcher) -> None:
+        with pipe.watched_by(watcher):
+            pipe(batch[0], target=batch[1]).backward()
+        pipe.zero_grad()
+
+    timed = [weft.Recorder() for _ in range(WARM_UP + RECORDED)]
+    for recorder in timed:
+        run(recorder)
+    alive_anyway = [*pipe.parameters(), *batch]
+    sizes, memory = Sizes(alive_anyway), weft.Recorder(memory=True)
+    memory.ignore(alive_anyway)
+    run(sizes)
+    run(memory)
+    costs = costs_from(timed[WARM_UP:], sizes)
+    return Recording(min(timed[WARM_UP:], key=seconds), costs.forecast(pipe.schedule_for(len(batch[0]))), memory)
+
+
+def seconds(recorder: weft.Recorder) -> float:
+    """From the first event to the end of the last."""
+    return max(event.end for event in recorder.events) - min(event.start for event in recorder.events)
+
+
+def sections(training: Training, recordings: dict[str, Recording]) -> list[report.Section]:
+    """What the page shows."""
+    accuracy = report.line_chart(
+        {"held out": training.accuracies},
+        title="Held-out digits over steps",
+        x=report.Axis("step"),
+        y=report.Axis("% right"),
+        measured={"held out": training.accuracies},
+    )
+    learned = [report.figure(report.loss_curve(training.losses)), report.figure(accuracy)]
+    timelines = [
+        report.figure(
+            report.timeline(each.step.events, each.forecast, title=f"Timeline of a step, {name}"),
+            f"{name}: measured {report.show_time(seconds(each.step))}; forecast, with a core for each stage, "
+            f"{report.show_time(each.forecast.total)}, of which stages are idle for {each.forecast.bubble:.0%}.",
+        )
+        for name, each in recordings.items()
+    ]
+    curves = {name: report.live_bytes(each.memory) for name, each in recordings.items()}
+    rows = [
+        [name, report.show_bytes(each.memory.peak_bytes), report.show_bytes(each.forecast.peak_bytes)]
+        for name, each in recordings.items()
+    ]
+    in_memory = [
+        report.paragraph("Bytes that stay alive for backward, without parameters and the mini-batch."),
+        report.figure(report.memory_curve(curves)),
+        report.table(["", "peak, measured", "peak, forecast"], rows),
+    ]
+    return [
+        report.Section("What it learned", learned),
+        report.Section("A step in time", timelines),
+        report.Section("A step in memory", in_memory),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("weft-report"), help="the folder of the report")
+    parser.add_argument("--steps", type=int, default=80, help="of training")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(1)  # what runs side by side here is stages
+
+    digits = data()
+    model = classifier()
+    print(f"a report: {STAGES} stages of {CHUNKS} micro-batches, three ways to run them")
+    training = train(pipe_of(model, *WAYS["1f1b"]), options.steps, digits)
+    print(f"  {training.accuracies[-1][1]:.1f}% of held-out digits right after {len(training.losses)} steps")
+    batch = digits[0][:ROWS], digits[1][:ROWS]
+    recordings = {name: record(model, *way, batch) for name, way in WAYS.items()}
+    for name, each in recordings.items():
+        found, foretold = each.memory.peak_bytes, each.forecast.peak_bytes
+        print(f"  {name}: live bytes at most {report.show_bytes(found)}, forecast {report.show_bytes(foretold)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    page = options.out / "report.html"
+    page.write_text(report.page("A pipeline in four stages", sections(training, recordings)), encoding="utf-8")
+    trace = report.write_trace(options.out / "trace.json", recordings["1f1b"].step.events, name="weft, 1f1b")
+    print(f"  wrote {page.resolve()} (open it in a browser) and {trace.resolve()} (in ui.perfetto.dev)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""The command line: ``weft plan`` prints a schedule, ``weft serve`` serves experts, ``weft status`` asks a server."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+from weft.core.errors import ScheduleError, UsageError, WeftError, escaped
+from weft.core.forecast import StageCost, forecast
+from weft.pipeline.schedules import SCHEDULES, build
+
+_TOKEN = "WEFT_TOKEN"
+"""Environment variable with the token of `weft status`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 2 for misuse, 1 for what failed otherwise."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    command: Callable[[argparse.Namespace], None] = chosen.command
+    try:
+        command(chosen)
+    except (UsageError, ScheduleError) as error:
+        parser.exit(2, f"weft: {escaped(error, lines=True)}\n")
+    except (WeftError, OSError) as error:
+        parser.exit(1, f"weft: {escaped(error, lines=True)}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "\nweft: interrupted\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("weft", description="Trains PyTorch models in parts.")
+    parser.add_argument("--version", action="version", version=f"weft {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_plan(commands.add_parser("plan", help="print a schedule, what it keeps alive, and its forecast"))
+    _add_serve(commands.add_parser("serve", help="serve experts until SIGTERM"))
+    _add_status(commands.add_parser("status", help="print a server's status"))
+    return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stages", type=_count, required=True)
+    parser.add_argument("--chunks", type=_count, required=True, help="micro-batches")
+    names = f"{', '.join(SCHEDULES)}, or the file of a table (%(default)s)"
+    parser.add_argument("--schedule", default="1f1b", metavar="NAME|FILE", help=names)
+    for name, cost in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0)):
+        parser.add_argument(f"--{name}", type=_cost, default=cost, metavar="COST", help="per micro-batch (%(default)s)")
+    parser.set_defaults(command=_plan)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a TOML file; options go before it")
+    parser.add_argument(
+        "--expert", action="append", default=[], metavar="NAME=KIND[:argument=number,...]", help="may be repeated"
+    )
+    parser.add_argument("--optimizer", metavar="NAME", help="of torch.optim, for each --expert (none: not trained)")
+    parser.add_argument("--lr", type=_cost, help="its learning rate")
+    parser.add_argument("--address", metavar="HOST:PORT", help="to listen at (127.0.0.1:7070)")
+    insecure = "allow everything to every client that reaches the address, where there are neither grants nor TLS"
+    parser.add_argument("--insecure", action="store_true", help=insecure)
+    parser.add_argument("--checkpoints", metavar="DIR", help="where experts are saved, and restored from")
+    parser.add_argument("--panel", metavar="HOST:PORT", help="of a status page and metrics, over plain HTTP (none)")
+    parser.add_argument("--import", action="append", default=[], dest="imports", metavar="MODULE", help="with kinds")
+    parser.set_defaults(command=_serve)
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", metavar="HOST:PORT")
+    parser.add_argument("--json", action="store_true", help="the whole status, as JSON")
+    parser.add_argument("--token", help=f"of the client; visible to others on this machine, so prefer {_TOKEN}")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"with the token (else: {_TOKEN})")
+    for name, text in (
+        ("authority", "that signed the server"),
+        ("key", "of this client"),
+        ("certificate", "of this client"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, metavar="PEM", help=text)
+    parser.set_defaults(command=_status)
+
+
+def _serve(chosen: argparse.Namespace) -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it logs two lines for each failed handshake
+    server = _experts("weft.experts.server.command")
+    config: Any = _experts("weft.experts.server.config")
+    table: dict[str, Any] = {} if chosen.config is None else config.read_config(chosen.config)
+    for name in ("address", "checkpoints", "panel"):
+        table |= {} if getattr(chosen, name) is None else {name: getattr(chosen, name)}
+    table |= {"insecure": True} if chosen.insecure else {}
+    how = {} if chosen.optimizer is None else {"optimizer": chosen.optimizer}
+    how |= {} if chosen.lr is None else {"optimizer_arguments": {"lr": chosen.lr}}
+    if how and not chosen.expert:
+        raise UsageError("--optimizer and --lr configure the experts of --expert, but there is none")
+    if chosen.lr is not None and chosen.optimizer is None:
+        raise UsageError("--lr is the learning rate of an optimizer, but there is no --optimizer")
+    _append(table, "experts", [{**config.parse_expert(word), **how} for word in chosen.expert])
+    _append(table, "imports", chosen.imports)
+    server.serve(table)
+
+
+def _append(table: dict[str, Any], name: str, more: list[Any]) -> None:
+    """Append to a list of the file. A value of another type stays, for the configuration's own check to refuse."""
+    found = table.setdefault(name, [])
+    if isinstance(found, list):
+        table[name] = [*cast("list[Any]", found), *more]
+
+
+def _status(chosen: argparse.Namespace) -> None:
+    client = _experts("weft.experts.client.command")
+    pems = (chosen.authority, chosen.key, chosen.certificate)
+    tls = None if pems == (None, None, None) else _experts("weft.experts.client").ClientTls(*pems)
+    print(client.status(chosen.address, tls=tls, token=_token(chosen), as_json=chosen.json))
+
+
+def _token(chosen: argparse.Namespace) -> str | None:
+    """The token of the command line, a file, or the environment."""
+    if chosen.token is not None and chosen.token_file is not None:
+        raise UsageError("--token and --token-file both give the token; use one of them")
+    if chosen.token_file is None:
+        return chosen.token if chosen.token is not None else os.environ.get(_TOKEN)
+    try:
+        return chosen.token_file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the token from {str(chosen.token_file)!r}: {error}") from None
+
+
+def _experts(module: str) -> Any:
+    """Import a module that needs more than torch, only for the commands that use it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(f"this command cannot run: {error}") from None
+
+
+def _plan(chosen: argparse.Namespace) -> None:
+    named = chosen.schedule in SCHEDULES or not Path(chosen.schedule).is_file()
+    try:
+        schedule = chosen.schedule if named else Path(chosen.schedule).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--schedule {chosen.schedule} is not UTF-8 text, so it holds no table: {error}") from None
+    table = build(schedule, chosen.stages, chosen.chunks)
+    cost = StageCost(chosen.forward, chosen.backward, chosen.recompute)
+    seen = forecast(table, [cost] * chosen.stages)
+    print(table.text())
+    print(f"live micro-batches of each stage: {' '.join(map(str, table.live()))}")
+    print(f"forecast: takes {seen.total:g}, idle {seen.bubble:.1%} of the time of {len(table.workers)} workers")
+
+
+def _count(word: str) -> int:
+    if not (word.isdecimal() and int(word) > 0):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 up")
+    return int(word)
+
+
+def _cost(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 up")
+    return value
+
+
+def _version() -> str:
+    try:
+        return version("weft")
+    except PackageNotFoundError:
+        return "(run from its sources, not installed)"

@@ -1,0 +1,271 @@
+"""Line charts as SVG: scales, round ticks, units, a legend that wraps.
+
+MiB |              ╱ full        a line is a prediction, or a course over time;
+    |    ○      ╱                a dot of the same colour is a measurement of the same name;
+    |  ╱    ╱───── states        a logarithmic axis shows ratios, not differences
+    +────────────────  steps     a mark is a vertical line with its name: an event at one moment
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+from weft.report.html import AttributeValue, Markup, join, number, tag
+
+Point = tuple[float, float]
+
+WIDTH, LEFT, BOTTOM = 960.0, 64.0, 42.0
+"""The width of every picture in its own units, and the margins of its axes."""
+LETTER = 6.8
+"""Approximate width of a character."""
+_RIGHT, _PLOT, _LABEL, _ROW, _SAMPLE, _COLORS = 20.0, 250.0, 28.0, 20.0, 28.0, 6
+_LARGEST = 1e100  # far from the ends of float64, so that no scale overflows
+_MEAN_RADIUS = 10  # values on each side that a running mean averages
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A map from `low`..`high` of the data to `start`..`end` of the picture: linear, or with `log` logarithmic, for
+    data above 0."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high, at = (math.log(x) if self.log else x for x in (self.low, self.high, value))
+        share = (at - low) / (high - low) if high > low else 0.0
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, unit: float, most: int = 6) -> list[float]:
+        """Values that are round when counted in `unit`."""
+        rounded = (
+            _log_ticks(self.low / unit, self.high / unit)
+            if self.log
+            else ticks(self.low / unit, self.high / unit, most)
+        )
+        return [value * unit for value in rounded]
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten from `low` to `high`: at most `most`, and at least 2 if that is 5 or
+    more. `low` alone if the ends do not differ or are not finite.
+    """
+    span = high - low
+    if not (span > 0 and math.isfinite(span)):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / most))
+    for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if step > 0 and last - first < most:
+            return [i * step for i in range(first, last + 1)]
+    return [low]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten from `low` to `high`, both above 0; only the powers where there are many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if len(powers) <= 4 else (1,)
+    found = [float(f"{digit}e{power}") for power in powers for digit in digits]
+    return [value for value in found if low <= value <= high]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit of display: `factor` of the data's own units make one."""
+
+    name: str
+    factor: float
+
+    def show(self, value: int | float) -> str:
+        """The value with at least three digits and the unit's name."""
+        scaled = value / self.factor
+        size = abs(scaled)
+        digits = 0 if size >= 100 or size == round(size) else 1 if size >= 10 else 2
+        return f"{scaled:.{digits}f} {self.name}".rstrip()
+
+
+COUNT = Unit("", 1.0)
+SECONDS = (Unit("s", 1.0), Unit("ms", 1e-3), Unit("µs", 1e-6))
+BYTES = (Unit("GiB", 2.0**30), Unit("MiB", 2.0**20), Unit("KiB", 2.0**10), Unit("bytes", 1.0))
+
+
+def unit_for(largest: int | float, units: Sequence[Unit]) -> Unit:
+    """The largest unit that `largest` has at least one of; `units` in descending order."""
+    return next((unit for unit in units if abs(largest) >= unit.factor), units[-1])
+
+
+def show_time(seconds: int | float) -> str:
+    """A duration in a fitting unit."""
+    return unit_for(seconds, SECONDS).show(seconds)
+
+
+def show_bytes(count: int | float) -> str:
+    """A number of bytes in a fitting unit."""
+    return unit_for(count, BYTES).show(count)
+
+
+def svg(title: str, height: float, *content: str, **attributes: AttributeValue | None) -> Markup:
+    """A picture `WIDTH` units wide, with its title for screen readers."""
+    box = f"0 0 {number(WIDTH)} {number(height)}"
+    return tag("svg", *content, viewBox=box, role="img", aria_label=title, **attributes)
+
+
+def bottom_axis(x: Scale, top: float, base: float, unit: Unit, label: str) -> Markup:
+    """Vertical grid lines from `base` to `top`, with their values and the label below."""
+    at = x.ticks(unit.factor, 10)
+    lines = [tag("line", x1=x(v), x2=x(v), y1=top, y2=base, class_="grid") for v in at]
+    values = [tag("text", f"{v / unit.factor:g}", x=x(v), y=base + 16, class_="tick") for v in at]
+    return join(*lines, *values, tag("text", label, x=(x.start + x.end) / 2, y=base + 34, class_="tick"))
+
+
+def _left_axis(x: Scale, y: Scale, unit: Unit, label: str) -> Markup:
+    """Horizontal grid lines with their values on the left, and the label above."""
+    at = y.ticks(unit.factor)
+    lines = [tag("line", x1=x.start, x2=x.end, y1=y(v), y2=y(v), class_="grid") for v in at]
+    values = [tag("text", f"{v / unit.factor:g}", x=x.start - 8, y=y(v) + 4, class_="tick end") for v in at]
+    return join(*lines, *values, tag("text", label, x=4, y=y.end - 10, class_="tick start"))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What an axis shows, in which unit, and whether its scale is logarithmic."""
+
+    label: str
+    unit: Unit = COUNT
+    log: bool = False
+
+
+def line_chart(
+    lines: Mapping[str, Sequence[Point]],
+    *,
+    title: str,
+    x: Axis,
+    y: Axis,
+    measured: Mapping[str, Sequence[Point]] | None = None,
+    marks: Mapping[str, float] | None = None,
+    thin: Collection[str] = (),
+) -> Markup:
+    """Draw named lines, and measured points as dots in the colour of the line of the same name.
+
+    `marks` are named moments on the x axis, such as the end of a server; lines in `thin` are drawn faintly. Points
+    that are not finite, or that a logarithmic axis cannot show, are left out. A linear y axis begins at 0, or at the
+    smallest value if that is below.
+    """
+    drawn = {name: _visible(points, x, y) for name, points in lines.items()}
+    dotted = {name: _visible(points, x, y) for name, points in (measured or {}).items()}
+    moments = {name: float(at) for name, at in (marks or {}).items() if _is_visible(at, x.log)}
+    colors = {name: f"color-{i % _COLORS}" for i, name in enumerate(dict.fromkeys([*drawn, *dotted]))}
+    legend, top = _legend(colors)
+    base = top + _PLOT
+    points = [point for each in (drawn, dotted) for curve in each.values() for point in curve]
+    across, up = _scales(points, [*moments.values()], x, y, top, base)
+
+    parts = [bottom_axis(across, top, base, x.unit, x.label), _left_axis(across, up, y.unit, y.label)]
+    for name, curve in drawn.items():
+        path = " ".join(f"{number(across(a))},{number(up(b))}" for a, b in curve)
+        style = f"line {colors[name]}{' faint' * (name in thin)}"
+        parts += [tag("polyline", tag("title", name), points=path, class_=style)] * bool(curve)
+    for name, curve in dotted.items():
+        for a, b in curve:
+            tip = f"{name}: {x.label} {x.unit.show(a)}, measured {y.unit.show(b)}"
+            parts.append(tag("circle", tag("title", tip), cx=across(a), cy=up(b), r=4.5, class_=f"dot {colors[name]}"))
+    for row, (name, at) in enumerate(moments.items()):
+        place, level = across(at), top + 12 + row * _ROW  # names lie below one another
+        left = place + 6 + len(name) * LETTER > across.end
+        stroke = tag("line", x1=place, x2=place, y1=top, y2=base, class_="mark")
+        side = {"x": place - 6, "class_": "mark-name end"} if left else {"x": place + 6, "class_": "mark-name start"}
+        parts.append(tag("g", tag("title", name), stroke, tag("text", name, y=level, **side)))
+    return svg(title, base + BOTTOM, legend, *parts)
+
+
+def memory_curve(
+    curves: Mapping[str, Sequence[tuple[float, int]]], *, title: str = "Live activation bytes over time"
+) -> Markup:
+    """Draw named curves of (seconds, bytes from then on), each with its peak in the legend.
+
+    Points are taken in the order of recording: a time before that of its predecessor, as two threads may report it, is
+    drawn at the predecessor's.
+    """
+    ordered = {
+        name: list(zip(accumulate((t for t, _ in points), max), (float(b) for _, b in points), strict=True))
+        for name, points in curves.items()
+    }
+    every = [point for points in ordered.values() for point in points]
+    time = unit_for(max((t for t, _ in every), default=0.0), SECONDS)
+    size = unit_for(max((b for _, b in every), default=0.0), BYTES)
+    peaks = {name: show_bytes(max((b for _, b in points), default=0)) for name, points in ordered.items()}
+    lines = {f"{name}, peak {peaks[name]}": _steps(points) for name, points in ordered.items()}
+    return line_chart(lines, title=title, x=Axis(f"time in {time.name}", time), y=Axis(size.name, size))
+
+
+def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label: str = "loss") -> Markup:
+    """Draw the loss of every step, thin, and its running mean, on a logarithmic axis if all losses are above 0.
+
+    Losses that are not finite are left out.
+    """
+    points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if _is_visible(loss, False)]
+    log = all(_is_visible(loss, True) for _, loss in points)
+    lines = {"every step": points, "running mean": list(running_mean(points, log=log))}
+    return line_chart(lines, title=title, x=Axis("step"), y=Axis(label, log=log), thin=["every step"])
+
+
+def running_mean(points: Sequence[Point], *, log: bool = False) -> Iterator[Point]:
+    """The centred mean of the y values; with `log` the geometric mean, of values above 0.
+
+    It averages as many values before a point as behind it, fewer towards both ends, so that it lies on the curve: a
+    mean over the past alone lags behind, above a loss that falls.
+    """
+    values = [math.log(value) if log else value for _, value in points]
+    for i, (x, _) in enumerate(points):
+        radius = min(_MEAN_RADIUS, i, len(values) - 1 - i)
+        mean = fmean(values[i - radius : i + radius + 1])
+        yield x, math.exp(mean) if log else mean
+
+
+def _steps(points: Sequence[Point]) -> list[Point]:
+    """The corners of a curve that holds each value until the next."""
+    corners = list(points[:1])
+    for (_, before), (time, after) in pairwise(points):
+        corners += [(time, before), (time, after)]
+    return corners
+
+
+def _visible(points: Iterable[Point], x: Axis, y: Axis) -> list[Point]:
+    return [(float(a), float(b)) for a, b in points if _is_visible(a, x.log) and _is_visible(b, y.log)]
+
+
+def _is_visible(value: float, log: bool) -> bool:
+    return math.isfinite(value) and abs(value) < _LARGEST and (not log or value > 1 / _LARGEST)
+
+
+def _legend(colors: Mapping[str, str]) -> tuple[Markup, float]:
+    """A sample of each line with its name, in as many rows as it takes; and where the plot begins below them."""
+    parts: list[str] = []
+    at, y = LEFT, 14.0
+    for name, color in colors.items():
+        space = _SAMPLE + 34 + len(name) * LETTER
+        if at > LEFT and at + space > WIDTH - _RIGHT:
+            at, y = LEFT, y + _ROW
+        parts.append(tag("line", x1=at, x2=at + _SAMPLE, y1=y, y2=y, class_=f"line {color}"))
+        parts.append(tag("text", name, x=at + _SAMPLE + 7, y=y + 4, class_="key"))
+        at += space
+    return join(*parts), y + 6 + _LABEL
+
+
+def _scales(
+    points: Sequence[Point], moments: Sequence[float], x: Axis, y: Axis, top: float, base: float
+) -> tuple[Scale, Scale]:
+    """Of both axes, around all data."""
+    xs, ys = [*(a for a, _ in points), *moments] or [1.0], [b for _, b in points] or [1.0]
+    low, high = min(ys), max(ys)
+    if y.log:
+        low, high = low / 1.2, high * 1.2
+    else:
+        low = min(0.0, low)
+        high = high + 0.05 * (high - low) if high > low else low + 1.0
+    return Scale(min(xs), max(xs), LEFT, WIDTH - _RIGHT, x.log), Scale(low, high, base, top, y.log)

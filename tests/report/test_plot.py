@@ -1,0 +1,218 @@
+"""Scales, ticks and units; line charts, memory curves and loss curves."""
+
+import math
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.report.plot import (
+    BYTES,
+    Axis,
+    Scale,
+    line_chart,
+    loss_curve,
+    memory_curve,
+    running_mean,
+    show_bytes,
+    show_time,
+    ticks,
+)
+
+POINTS = st.lists(st.tuples(st.floats(), st.floats()), max_size=8)
+NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
+SAMPLES = st.lists(st.tuples(st.floats(0, 1e3), st.integers(0, 2**40)), max_size=20)
+X, Y = Axis("steps"), Axis("bits")
+LOG = Axis("steps", log=True)
+FINITE = st.floats(-1e9, 1e9, allow_nan=False)
+POSITIVE = st.floats(1e-9, 1e9)
+
+
+def corners(text: str) -> list[list[tuple[float, float]]]:
+    """The corners of every line."""
+    found: list[list[tuple[float, float]]] = []
+    for line in ElementTree.fromstring(text).iter("polyline"):
+        pairs = [pair.split(",") for pair in (line.get("points") or "").split()]
+        found.append([(float(x), float(y)) for x, y in pairs])
+    return found
+
+
+def words(text: str) -> str:
+    return " | ".join(element.text or "" for element in ElementTree.fromstring(text).iter("text"))
+
+
+@given(FINITE, st.floats(1e-6, 1e9), st.integers(5, 12))
+def test_ticks_are_few_and_inside_and_at_least_two(low: float, span: float, most: int) -> None:
+    high = low + span
+    if not high - low > 1e-9 * abs(low):
+        return  # floating point cannot tell ticks apart there
+    found = ticks(low, high, most)
+    assert 2 <= len(found) <= most
+    assert all(low - 1e-6 * span <= tick <= high + 1e-6 * span for tick in found)
+
+
+@given(st.floats(1e-6, 1e9), st.integers(5, 12))
+def test_steps_between_ticks_are_one_two_or_five_times_a_power_of_ten(high: float, most: int) -> None:
+    found = ticks(0.0, high, most)
+    step = found[1] - found[0] if len(found) > 1 else 1.0
+    assert round(step / 10 ** math.floor(math.log10(step * (1 + 1e-9))), 6) in (1, 2, 5)
+
+
+@pytest.mark.parametrize("low, high", [(3.0, 3.0), (5.0, 1.0), (0.0, math.inf), (math.nan, 1.0)])
+def test_where_there_is_nothing_to_divide_one_tick_remains(low: float, high: float) -> None:
+    assert len(ticks(low, high)) == 1
+
+
+@given(POSITIVE, st.floats(1.5, 1e6))
+def test_ticks_of_a_logarithm_are_inside(low: float, factor: float) -> None:
+    high = low * factor
+    found = Scale(low, high, 0.0, 1.0, log=True).ticks(1.0)
+    assert all(low <= tick <= high for tick in found)
+    assert factor < 10 or found
+
+
+@given(POSITIVE, st.floats(1.1, 1e6), st.booleans())
+def test_a_scale_meets_both_ends_and_keeps_the_order(low: float, factor: float, log: bool) -> None:
+    scale = Scale(low, low * factor, 10.0, 110.0, log)
+    assert scale(scale.low) == pytest.approx(10) and scale(scale.high) == pytest.approx(110)
+    assert 10 < scale(low * (1 + factor) / 2) < 110
+
+
+def test_a_scale_without_extent_stays_at_its_start() -> None:
+    assert Scale(2.0, 2.0, 10.0, 20.0)(2.0) == 10
+
+
+def test_times_and_bytes_have_the_unit_that_suits_them() -> None:
+    assert [show_time(t) for t in (2.0, 0.0123, 1.5e-6, 0.0)] == ["2 s", "12.3 ms", "1.50 µs", "0 µs"]
+    assert [show_bytes(b) for b in (0, 512, 2048, 3.5 * 2**20, 2**31)] == [
+        "0 bytes", "512 bytes", "2 KiB", "3.50 MiB", "2 GiB",
+    ]  # fmt: skip
+
+
+@given(st.dictionaries(NAMES, POINTS, max_size=4), st.dictionaries(NAMES, POINTS, max_size=2), st.booleans())
+def test_any_points_make_a_picture_and_stay_inside_of_it(
+    lines: dict[str, list[tuple[float, float]]], measured: dict[str, list[tuple[float, float]]], log: bool
+) -> None:
+    text = line_chart(lines, title="t", x=Axis("x", log=log), y=Axis("y", log=log), measured=measured)
+    image = ElementTree.fromstring(text)
+    width, height = (float(each) for each in (image.get("viewBox") or "").split()[2:])
+    seen = [point for line in corners(text) for point in line]
+    seen += [(float(each.get("cx") or "nan"), float(each.get("cy") or "nan")) for each in image.iter("circle")]
+    assert all(-1 <= x <= width + 1 and -1 <= y <= height + 1 for x, y in seen)
+
+
+def test_a_mark_is_an_upright_line_with_its_name_and_no_curve() -> None:
+    marks = {"a < b is killed": 9.0, "it is back": 20.0, "never": float("nan")}
+    text = line_chart({"a": [(0.0, 1.0), (10.0, 2.0)]}, title="t", x=X, y=Y, marks=marks)
+    image = ElementTree.fromstring(text)
+    upright = [each for each in image.iter("line") if each.get("class") == "mark"]
+    assert len(corners(text)) == 1 and len(upright) == 2
+    assert all(each.get("x1") == each.get("x2") and each.get("y1") != each.get("y2") for each in upright)
+    names = {each.text: each for each in image.iter("text") if "mark-name" in (each.get("class") or "")}
+    assert [*names] == ["a < b is killed", "it is back"]
+    assert len({each.get("y") for each in names.values()}) == 2, "they do not lie over each other"
+    assert "end" in (names["it is back"].get("class") or ""), "it stays inside of the picture"
+
+
+def test_what_an_axis_cannot_show_is_left_out() -> None:
+    points = [(1.0, 1.0), (0.0, 1.0), (2.0, -1.0), (3.0, float("nan")), (4.0, 2.0)]
+    assert len(corners(line_chart({"a": points}, title="t", x=LOG, y=Axis("y", log=True)))[0]) == 2
+    assert len(corners(line_chart({"a": points}, title="t", x=X, y=Y))[0]) == 4
+
+
+def test_a_power_is_straight_where_both_axes_are_logarithmic() -> None:
+    [(a, b, c)] = corners(line_chart({"a": [(t, 3 * t**2) for t in (1.0, 10.0, 100.0)]}, title="t", x=LOG, y=LOG))
+    assert b[0] - a[0] == pytest.approx(c[0] - b[0], abs=0.02) and b[1] - a[1] == pytest.approx(c[1] - b[1], abs=0.02)
+
+
+def test_a_linear_axis_begins_at_zero() -> None:
+    [(a, b)] = corners(line_chart({"a": [(5.0, 0.0), (6.0, 4.0)]}, title="t", x=X, y=Y))
+    [(c, _)] = corners(line_chart({"a": [(5.0, 2.0), (6.0, 4.0)]}, title="t", x=X, y=Y))
+    assert c[1] == pytest.approx((a[1] + b[1]) / 2, abs=0.02)
+
+
+@given(st.lists(st.text("abc", max_size=60), max_size=12, unique=True))
+def test_the_legend_wraps_and_colours_follow_the_order_of_names(names: list[str]) -> None:
+    image = ElementTree.fromstring(line_chart({name: [(1.0, 1.0)] for name in names}, title="t", x=X, y=Y))
+    samples = [each for each in image.iter("line") if "color" in (each.get("class") or "")]
+    assert [each.get("class") for each in samples] == [f"line color-{i % 6}" for i in range(len(names))]
+    keys = [each for each in image.iter("text") if each.get("class") == "key"]
+    assert [each.text or "" for each in keys] == names
+    places = [(float(each.get("y") or "nan"), float(each.get("x") or "nan")) for each in keys]
+    assert places == sorted(places) and len({*places}) == len(places)
+    ends = [x + 6.8 * len(name) for name, (_, x) in zip(names, places, strict=True)]
+    assert all(end <= 960 for end in ends), "no name leaves the picture"
+
+
+def test_a_dot_has_the_colour_of_its_line_and_tells_its_numbers_in_their_units() -> None:
+    points = [(1.0, 2.0**20), (10.0, 2.0**21)]
+    measured = {"two": points[:1], "dots only": points[1:]}
+    mib = Axis("MiB", BYTES[1], log=True)
+    text = line_chart({"one": points, "two": points}, title="t", x=LOG, y=mib, measured=measured)
+    circles = list(ElementTree.fromstring(text).iter("circle"))
+    assert [each.get("class") for each in circles] == ["dot color-1", "dot color-2"]
+    assert [each[0].text for each in circles] == [
+        "two: steps 1, measured 1 MiB",
+        "dots only: steps 10, measured 2 MiB",
+    ]
+
+
+def test_ticks_are_round_in_the_unit_of_the_axis() -> None:
+    points = [(3.0, 2.0**20), (3.1, 2.0**30)]
+    mib = Axis("MiB", BYTES[1], log=True)
+    text = line_chart({"one": points}, title="t", x=LOG, y=mib)
+    words = [each.text for each in ElementTree.fromstring(text).iter("text")]
+    assert {"1", "10", "100", "1000", "MiB", "steps", "one"} <= set(words)
+
+
+@given(st.dictionaries(NAMES, SAMPLES, max_size=4))
+def test_any_memory_curves_make_a_picture_in_which_time_never_runs_back(
+    curves: dict[str, list[tuple[float, int]]],
+) -> None:
+    drawn = corners(memory_curve(curves))
+    assert len(drawn) == sum(1 for points in curves.values() if points)
+    for line in drawn:
+        assert all(a[0] <= b[0] for a, b in pairwise(line))
+
+
+@given(st.lists(st.floats(), max_size=30))
+def test_any_losses_make_a_picture_also_when_some_are_no_numbers(losses: list[float]) -> None:
+    for line in corners(loss_curve(losses)):
+        assert all(0 <= x <= 960 and -1 <= y <= 330 for x, y in line)
+
+
+def test_bytes_hold_until_they_change() -> None:
+    [line] = corners(memory_curve({"a": [(0.0, 0), (1.0, 1024), (2.0, 0)]}))
+    assert len(line) == 5
+    assert line[0][1] == line[1][1] and line[2][1] == line[3][1] < line[1][1]
+    assert line[1][0] == line[2][0]
+
+
+def test_the_legend_names_every_curve_with_its_peak_and_the_axes_have_units() -> None:
+    seen = words(memory_curve({"gpipe": [(0.0, 0), (0.01, 3 * 2**20)], "<1f1b>": [(0.0, 512)]}))
+    assert "gpipe, peak 3 MiB" in seen and "<1f1b>, peak 512 bytes" in seen
+    assert "time in ms" in seen and "MiB" in seen
+
+
+def test_losses_above_zero_stand_on_a_logarithmic_axis() -> None:
+    _, mean = corners(loss_curve([1.0, 1.0, 1.0])), corners(loss_curve([1.0, 0.1, 0.01]))[0]
+    assert mean[1][1] - mean[0][1] == pytest.approx(mean[2][1] - mean[1][1], abs=0.05)
+
+
+def test_the_running_mean_of_a_constant_is_that_constant() -> None:
+    every, mean = corners(loss_curve([-2.0] * 9))
+    assert every == mean
+
+
+def test_the_running_mean_lies_on_the_line_that_it_is_the_mean_of() -> None:
+    for losses in ([5.0 - 0.1 * step for step in range(60)], [2.0**-step for step in range(60)]):
+        every, mean = corners(loss_curve(losses))  # straight lines, on an axis that is linear and one that is not
+        assert all(one == pytest.approx(other, abs=0.02) for one, other in zip(every, mean, strict=True))
+    noisy = [(float(step), 1.0 + (-1) ** step) for step in range(60)]
+    assert all(mean == pytest.approx(1.0, abs=0.1) for _, mean in [*running_mean(noisy)][10:-10])
+
+
+def test_a_loss_that_is_no_number_is_left_out() -> None:
+    assert len(corners(loss_curve([1.0, float("nan"), 2.0, float("inf")]))[0]) == 2
