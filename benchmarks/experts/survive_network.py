@@ -16,8 +16,8 @@ from benchmarks.experts.survive_steps import UID, Applied, counted, marks, step_
 from tests.experts.bad_network import CALM, BadNetwork, Weather
 from weft.experts import ExpertBackend
 from weft.experts.client import GrpcTransport, Retry
-from weft.experts.client.line import Line
-from weft.experts.client.route import FixedRoute
+from weft.experts.client.connections import FixedResolver
+from weft.experts.client.retry import RetryingCaller
 from weft.experts.server import Server
 from weft.experts.wire import Call, DeadlineError, Header, Kind, LostError, UnreachableError
 from weft.experts.wire.service import read_receipt
@@ -36,7 +36,7 @@ _FAULTS = (DeadlineError, LostError, UnreachableError)
 class _Trainers:
     """Threads that send one key after the other, each call within so many seconds; some fail."""
 
-    line: Line
+    line: RetryingCaller
     most: int
     seconds: float
     heard: list[Applied] = field(default_factory=list[Applied])
@@ -63,7 +63,7 @@ class _Trainers:
                 return
             start = time.monotonic()
             try:
-                answer = self.line.ask(step_call(number), self.seconds, repeatable=True)
+                answer = self.line.call(step_call(number), self.seconds)
                 self.heard.append(Applied(number, answer.header.step, read_receipt(answer.header.data)))
             except _FAULTS as error:
                 self.faults[type(error).__name__] += 1
@@ -110,7 +110,7 @@ def _trained(weather: Weather, times: int, seconds: float) -> tuple[ExpertBacken
         BadNetwork(server.address, weather, seed=13) as network,
         GrpcTransport(network.address) as transport,
     ):
-        trainers = _Trainers(Line(FixedRoute(transport), RETRY), times, seconds)
+        trainers = _Trainers(RetryingCaller(FixedResolver(transport), RETRY), times, seconds)
         trainers.run()
     return backend, network, trainers
 
@@ -134,14 +134,17 @@ def silent(times: int) -> Verdict:
     with Server([marks(8)]) as server:
         for _ in range(times):
             with BadNetwork(server.address) as network, GrpcTransport(network.address) as transport:
-                line, ask = Line(FixedRoute(transport), RETRY), Call(Header(kind=Kind.PING, call_id=0, uid=UID))
-                line.ask(ask, 30.0, repeatable=True)
+                line, ask = (
+                    RetryingCaller(FixedResolver(transport), RETRY),
+                    Call(Header(kind=Kind.PING, call_id=0, uid=UID)),
+                )
+                line.call(ask, 30.0)
                 network.weather = Weather(silent=1.0)
                 calming = threading.Thread(target=_calm_once_silent, args=(network,))
                 calming.start()
                 start = time.monotonic()
                 try:
-                    line.ask(ask, 30.0, repeatable=True)
+                    line.call(ask, 30.0)
                 except _FAULTS:
                     failed += 1
                 took.append(time.monotonic() - start)

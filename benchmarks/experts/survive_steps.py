@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.experts import ExpertBackend, IdempotencyOptions, TensorSpec
-from weft.experts.client.line import Line
-from weft.experts.client.retry import Retry
-from weft.experts.client.route import FixedRoute
+from weft.experts.client.connections import FixedResolver
+from weft.experts.client.retry import Retry, RetryingCaller
 from weft.experts.client.transport import Transport
 from weft.experts.wire import Call, Header, Kind
 from weft.experts.wire.service import Receipt, read_receipt
@@ -64,7 +63,7 @@ class Trainers:
 
     def __post_init__(self) -> None:
         self._lock, self._stop = threading.Lock(), threading.Event()
-        self._line = Line(FixedRoute(self.transport), self.retry)
+        self._line = RetryingCaller(FixedResolver(self.transport), self.retry)
         self._running = [threading.Thread(target=self._run) for _ in range(self.threads)]
         for thread in self._running:
             thread.start()
@@ -87,7 +86,7 @@ class Trainers:
             if number >= self.most:
                 return
             try:
-                answer = self._line.ask(step_call(number), self.seconds, repeatable=True)
+                answer = self._line.call(step_call(number), self.seconds)
             except BaseException as error:
                 self.faults.append(error)
                 return

@@ -109,7 +109,7 @@ def _append(table: dict[str, Any], name: str, more: list[Any]) -> None:
 
 
 def _status(chosen: argparse.Namespace) -> None:
-    client = _experts("weft.experts.client.command")
+    client = _experts("weft.experts.client.status")
     pems = (chosen.authority, chosen.key, chosen.certificate)
     tls = None if pems == (None, None, None) else _experts("weft.experts.client").ClientTls(*pems)
     print(client.status(chosen.address, tls=tls, token=_token(chosen), as_json=chosen.json))

@@ -13,9 +13,9 @@ from weft.core.spec import TensorSpec
 from weft.experts import GraphBudget, Guards, IdempotencyOptions, SumsOptions
 from weft.experts.batching import PoolOptions
 from weft.experts.checks import LONGEST
-from weft.experts.client.asking import CallOptions
-from weft.experts.client.pending import Pending
+from weft.experts.client import RemoteExpert
 from weft.experts.client.retry import Retry
+from weft.experts.client.stream import PendingCalls
 from weft.experts.directory import LocalDirectory
 from weft.experts.directory.etcd import EtcdDirectory
 from weft.experts.mixture.terms import Terms
@@ -49,7 +49,7 @@ def etcd(timeout: float) -> None:
 
 
 def call(timeout: float) -> None:
-    pending = Pending("nowhere:1")
+    pending = PendingCalls("nowhere:1")
     try:
         pending.open(CALL, timeout)
     finally:
@@ -64,7 +64,7 @@ SECONDS: dict[str, Callable[[Any], object]] = {
     "ServerOptions.drain_seconds": lambda s: ServerOptions(drain_seconds=s),
     "ReplicaOptions.follow_seconds": lambda s: ReplicaOptions(follow_seconds=s),
     "ReplicaOptions.first_seconds": lambda s: ReplicaOptions(first_seconds=s),
-    "CallOptions.timeout": lambda s: CallOptions(timeout=s),
+    "RemoteExpert.timeout": lambda s: RemoteExpert("a", "b:1", timeout=s).close(),
     "Retry.longest": lambda s: Retry(longest=s),
     "Retry.attempt_seconds": lambda s: Retry(attempt_seconds=s),
     "Terms.forward_timeout": lambda s: Terms(**{**TERMS, "forward_timeout": s}),

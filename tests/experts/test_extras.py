@@ -4,7 +4,7 @@ import pytest
 
 from tests.apart import python
 
-PARTS = ("client", "server", "checkpoint", "mixture", "replica", "wire", "service", "directory.etcd")
+PARTS = ("client", "server", "checkpoint", "mixture", "replica", "wire", "directory.etcd")
 HIDDEN = ("google", "grpc", "grpc_health", "grpc_reflection", "numpy", "prometheus_client", "safetensors")
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN!r})); "
 

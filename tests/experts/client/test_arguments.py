@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
+from weft.core.validation import Validator
 from weft.experts.address import address_fault, split
 from weft.experts.checks import token_fault
 from weft.experts.client import ClientTls, Connections, GrpcTransport, LocalTransport, RemoteExpert, Retry
-from weft.experts.client.arguments import remote_faults
 from weft.experts.client.group import create_remote_experts
+from weft.experts.client.remote import check_remote_expert
 from weft.experts.compression import Policy
 from weft.experts.directory import LocalDirectory
 from weft.experts.directory.etcd import EtcdDirectory
@@ -129,10 +130,16 @@ BAD: dict[str, list[Any]] = {
 }
 
 
+def faults_of(uid: Any, where: Any, **options: Any) -> list[str]:
+    check = Validator("invalid")
+    check_remote_expert(check, uid, where, options)
+    return check.faults
+
+
 @pytest.mark.parametrize(("name", "value"), [(name, each) for name, values in BAD.items() for each in values])
 def test_each_fault_is_told_by_its_name(name: str, value: Any) -> None:
     good = {each: values[0] for each, values in GOOD.items()}
-    (fault,) = remote_faults(**{"where": HERE, **good, name: value})
+    (fault,) = faults_of(**{"where": HERE, **good, name: value})
     assert fault.startswith((name, f"there is no option '{name}'"))
 
 
@@ -147,7 +154,7 @@ def test_every_fault_of_the_arguments_is_told_and_nothing_else(data: st.DataObje
         }
         if not isinstance(drawn["where"], str):
             drawn.update({name: None for name in ("tls", "token") if name not in wrong})
-        faults = remote_faults(**drawn)
+        faults = faults_of(**drawn)
     about = {name for name in BAD for fault in faults if fault.startswith((name, f"there is no option '{name}'"))}
     assert about - {"tls"} == wrong - {"tls"} and (wrong <= about)
     assert "s3cret" not in "".join(faults)

@@ -77,7 +77,7 @@ def test_of_a_call_whose_error_is_that_of_an_earlier_attempt(close: bool) -> Non
         way.fates += [LostError("x"), LostError("y"), UnreachableError("z")]
         call = CALL._replace(tensors=[rows(2, 0)])
         with pytest.raises(LostError, match="y"):
-            way.line.ask(call, 15.0, repeatable=True)
+            way.line.call(call, 15.0)
 
     assert not left_behind(work)
 

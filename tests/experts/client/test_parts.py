@@ -4,18 +4,16 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.experts.client.test_retry import ANSWER, CALL, Scripted
 from tests.experts.expert_cases import rows
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, create_remote_experts
-from weft.experts.client.accumulation import Accumulation
-from weft.experts.client.key import Key
-from weft.experts.client.pending import Pending
-from weft.experts.client.remembered import Remembered
-from weft.experts.client.route import DirectoryRoute
+from weft.experts.client.autograd import RecomputeCache
+from weft.experts.client.connections import DirectoryResolver
+from weft.experts.client.stream import PendingCalls
+from weft.experts.client.stub import OpenMiniBatch
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.wire import DeadlineError, LostError, NotOwnerError, UnreachableError
@@ -24,44 +22,44 @@ pytestmark = pytest.mark.timeout(20)
 
 
 @pytest.fixture
-def pending() -> Iterator[Pending]:
-    pending = Pending("there")
+def pending() -> Iterator[PendingCalls]:
+    pending = PendingCalls("there")
     yield pending
     pending.close()
 
 
-def test_a_call_ends_once_whoever_comes_first(pending: Pending) -> None:
+def test_a_call_ends_once_whoever_comes_first(pending: PendingCalls) -> None:
     entry = pending.open(CALL, 5.0)
     pending.settle(entry.number, ANSWER)
     pending.settle(entry.number, LostError("late"))
-    assert entry.future.result(0) is ANSWER and pending.numbers() == (1, 1, 0, {})
+    assert entry.future.result(0) is ANSWER and pending.counts() == (1, 1, 0, {})
 
 
-def test_the_clock_ends_what_is_late_and_nothing_else(pending: Pending) -> None:
+def test_the_clock_ends_what_is_late_and_nothing_else(pending: PendingCalls) -> None:
     late, early = pending.open(CALL, 0.05), pending.open(CALL, 10.0)
     assert isinstance(late.future.exception(2.0), DeadlineError) and not early.future.done()
 
 
-def test_the_clock_sleeps_and_wakes(pending: Pending, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.experts.client.pending._IDLE", 1)
+def test_the_clock_sleeps_and_wakes(pending: PendingCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.experts.client.stream._IDLE", 1)
     for _ in range(2):
         assert isinstance(pending.open(CALL, 0.03).future.exception(2.0), DeadlineError)
         until(lambda: pending._asleep)
 
 
-def test_a_cancelled_call_is_forgotten(pending: Pending) -> None:
+def test_a_cancelled_call_is_forgotten(pending: PendingCalls) -> None:
     pending.open(CALL, 10.0).future.cancel()
-    until(lambda: pending.numbers()[2] == 0)
+    until(lambda: pending.counts()[2] == 0)
 
 
-def test_only_the_calls_of_an_owner_fail_with_it(pending: Pending) -> None:
+def test_only_the_calls_of_an_owner_fail_with_it(pending: PendingCalls) -> None:
     mine, other = pending.open(CALL, 5.0), pending.open(CALL, 5.0)
-    mine.owner, other.owner, mine.sent = "a", "b", True
+    mine.stream, other.stream, mine.sent = "a", "b", True
     pending.fail("a", lambda sent: LostError("x") if sent else UnreachableError("x"))
     assert isinstance(mine.future.exception(0), LostError) and not other.future.done()
 
 
-def test_close_tells_who_was_sent_from_who_was_not(pending: Pending) -> None:
+def test_close_tells_who_was_sent_from_who_was_not(pending: PendingCalls) -> None:
     sent, unsent = pending.open(CALL, 5.0), pending.open(CALL, 5.0)
     sent.sent = True
     pending.close()
@@ -70,36 +68,33 @@ def test_close_tells_who_was_sent_from_who_was_not(pending: Pending) -> None:
         pending.open(CALL, 5.0)
 
 
-def test_a_timeout_that_is_none_is_misuse(pending: Pending) -> None:
+def test_a_timeout_that_is_none_is_misuse(pending: PendingCalls) -> None:
     for timeout in (0.0, -1.0, float("nan")):
         with pytest.raises(UsageError, match="timeout"):
             pending.open(CALL, timeout)
 
 
-def test_an_answer_is_remembered_for_equal_inputs_once_and_in_order() -> None:
-    known, keys = Remembered(most=3), [Key() for _ in range(3)]
-    known.put([rows(2, 0)], [rows(2, 10)], keys[0])
-    known.put([rows(2, 0)], [rows(2, 11)], keys[1])
-    known.put([rows(3, 0)], [rows(3, 12)], keys[2])
-    assert known.take([rows(2, 5)]) is None
-    for wanted, key in ((10, keys[0]), (11, keys[1])):
-        found = known.take([rows(2, 0)])
-        assert found is not None and torch.equal(found[0][0], rows(2, wanted)) and found[1] is key
-    assert known.take([rows(2, 0)]) is None and len(known) == 1
+def test_a_result_is_cached_for_equal_inputs_and_taken_once_in_order() -> None:
+    cache = RecomputeCache[int](most=3)
+    cache.put([rows(2, 0)], 10)
+    cache.put([rows(2, 0)], 11)
+    cache.put([rows(3, 0)], 12)
+    assert cache.take([rows(2, 5)]) is None
+    assert [cache.take([rows(2, 0)]) for _ in range(3)] == [10, 11, None] and len(cache) == 1
 
 
-def test_what_is_remembered_is_a_copy_and_bounded() -> None:
-    known, x = Remembered(most=2), rows(2, 0)
-    known.put([x], [x], Key())
+def test_cached_inputs_are_copies_and_bounded() -> None:
+    cache, x = RecomputeCache[int](most=2), rows(2, 0)
+    cache.put([x], 1)
     x.zero_()
-    assert known.take([rows(2, 0)]) is not None
+    assert cache.take([rows(2, 0)]) == 1
     for seed in range(5):
-        known.put([rows(2, seed)], [rows(2, seed)], Key())
-    assert len(known) == 2
+        cache.put([rows(2, seed)], seed)
+    assert len(cache) == 2
 
 
 def test_a_mini_batch_of_one_incarnation_can_be_committed() -> None:
-    open_ = Accumulation("x")
+    open_ = OpenMiniBatch("x")
     assert open_.ready() is None
     name = open_.name
     open_.added(name, 1)
@@ -111,7 +106,7 @@ def test_a_mini_batch_of_one_incarnation_can_be_committed() -> None:
 
 def test_a_mini_batch_that_is_not_whole_cannot_be_committed() -> None:
     for spoil in (lambda o: o.added(o.name, 2), lambda o: o.failed(o.name, ValueError("why"))):
-        open_ = Accumulation("x")
+        open_ = OpenMiniBatch("x")
         open_.added(open_.name, 1)
         spoil(open_)
         with pytest.raises(CommitError, match="not whole"):
@@ -121,7 +116,7 @@ def test_a_mini_batch_that_is_not_whole_cannot_be_committed() -> None:
 
 
 def test_what_belongs_to_an_older_mini_batch_does_not_touch_the_next() -> None:
-    open_ = Accumulation("x")
+    open_ = OpenMiniBatch("x")
     old = open_.name
     open_.end(old)
     open_.failed(old, ValueError("late"))
@@ -137,9 +132,9 @@ def directory() -> Iterator[LocalDirectory]:
     with_experts.close()
 
 
-def routed(directory: LocalDirectory) -> tuple[Connections, DirectoryRoute]:
+def routed(directory: LocalDirectory) -> tuple[Connections, DirectoryResolver]:
     connections = Connections(directory, open_transport=Named)
-    return connections, DirectoryRoute("x", connections)
+    return connections, DirectoryResolver("x", connections)
 
 
 class Named(Scripted):

@@ -2,52 +2,118 @@
 
 import pytest
 
-from weft.experts.client import StepsLostWarning
-from weft.experts.client.progress import Progress
-from weft.experts.wire import UnreachableError
-from weft.experts.wire.service import Receipt
+from tests.experts.client.test_retry import Scripted
+from weft.experts.client import Connections, StepsLostWarning, Transport
+from weft.experts.client.connections import DirectoryResolver, FixedResolver, Resolver
+from weft.experts.client.stub import ExpertProgress, RequestBuilder, client_name
+from weft.experts.compression import Policy
+from weft.experts.directory import LocalDirectory
+from weft.experts.directory.token import token_of
+from weft.experts.errors import MalformedError, NotOwnerError
+from weft.experts.wire import Call, Header, Kind, decode, encode
+from weft.experts.wire.service import Receipt, read_receipt
 
 
-def new() -> Progress:
-    return Progress("ffn.0", lambda: "10.0.0.7:7070")
+class Named(Scripted):
+    @property
+    def address(self) -> str:
+        return "10.0.0.7:7070"
+
+
+def new() -> ExpertProgress:
+    return ExpertProgress("ffn.0", FixedResolver(Named()))
 
 
 def test_answers_that_overtake_each_other_do_not_count_backwards() -> None:
     progress = new()
     assert progress.steps is None and progress.receipt is None and progress.durable_step is None
-    progress.heard(4, Receipt(3, 1))
-    progress.heard(2, Receipt(1, 1))
+    progress.update(4, Receipt(3, 1))
+    progress.update(2, Receipt(1, 1))
     assert progress.steps == 4
 
 
 def test_a_server_that_was_started_again_with_all_of_its_steps_is_believed() -> None:
     progress = new()
-    progress.heard(9, Receipt(5, 1))
-    progress.heard(9, Receipt(9, 2))
+    progress.update(9, Receipt(5, 1))
+    progress.update(9, Receipt(9, 2))
     assert progress.steps == 9 and progress.durable_step == 9 and progress.steps_lost == 0
 
 
 def test_a_server_that_comes_back_with_older_weights_is_told_once_and_counted() -> None:
     progress = new()
-    progress.heard(9, Receipt(5, 1))
+    progress.update(9, Receipt(5, 1))
     with pytest.warns(StepsLostWarning, match="'ffn.0' went back from step 9 to step 5.* at 10.0.0.7:7070") as told:
-        progress.heard(5, Receipt(5, 2))
-        progress.heard(6, Receipt(5, 2))
+        progress.update(5, Receipt(5, 2))
+        progress.update(6, Receipt(5, 2))
     one = told[0].message
     assert len(told) == 1 and isinstance(one, StepsLostWarning)
     assert (one.uid, one.before, one.after, one.server) == ("ffn.0", 9, 5, "10.0.0.7:7070")
-    progress.heard(9, Receipt(5, 1))  # late
+    progress.update(9, Receipt(5, 1))  # late
     assert (progress.steps, progress.durable_step, progress.steps_lost) == (6, 5, 4)
     with pytest.warns(StepsLostWarning, match="from step 6 to step 0"):
-        progress.heard(0, Receipt(None, 3))
+        progress.update(0, Receipt(None, 3))
     assert progress.steps_lost == 10
 
 
 def test_a_directory_that_knows_no_server_any_more_hurts_no_warning() -> None:
-    def nobody() -> str:
-        raise UnreachableError("the directory knows no server")
+    with Connections(LocalDirectory()) as connections:
+        progress = ExpertProgress("ffn.0", DirectoryResolver("ffn.0", connections))
+        progress.update(9, Receipt(5, 1))
+        with pytest.warns(StepsLostWarning, match="an unknown address"):
+            progress.update(5, Receipt(5, 2))
 
-    progress = Progress("ffn.0", nobody)
-    progress.heard(9, Receipt(5, 1))
-    with pytest.warns(StepsLostWarning, match="an address that is not known now"):
-        progress.heard(5, Receipt(5, 2))
+
+class Owned:
+    """A resolver of an expert whose owner has this token."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def transport(self, attempt: int, last: BaseException | None) -> Transport:
+        raise NotImplementedError
+
+    def token(self) -> int:
+        return self._token
+
+    def takeover_expected(self, error: BaseException) -> bool:
+        return False
+
+
+def accepted(resolver: Resolver, data: bytes) -> ExpertProgress:
+    (received,) = decode(b"".join(encode([Call(Header(kind=Kind.RESULT, call_id=1, uid="a", data=data))])))
+    progress = ExpertProgress("a", resolver)
+    progress.accept(received)
+    return progress
+
+
+def test_a_commit_bears_the_owners_token_and_the_incarnation() -> None:
+    data = RequestBuilder("me", Policy()).commit("a", "m", 5, 7).header.data
+    assert read_receipt(data) == Receipt(None, 5, 7)
+
+
+@pytest.mark.parametrize("token", [0, 6, 7, 8])
+def test_an_owner_that_was_replaced_is_not_listened_to(token: int) -> None:
+    receipt = Receipt(3, 5, token)
+    if token >= 7:
+        assert accepted(Owned(7), receipt.to_bytes()).receipt == receipt
+    else:
+        with pytest.raises(NotOwnerError, match=f"'a' .* token {token}, but its owner has 7"):
+            accepted(Owned(7), receipt.to_bytes())
+
+
+@pytest.mark.parametrize("number", [6, 7, 8])
+def test_an_owner_of_another_life_of_the_directory_is_not_listened_to(number: int) -> None:
+    for one, other in ((3, 9), (9, 3)):
+        receipt = Receipt(3, 5, token_of(one, number))
+        with pytest.raises(NotOwnerError, match=f"'a' .* token {number}, but its owner has 7"):
+            accepted(Owned(token_of(other, 7)), receipt.to_bytes())
+
+
+def test_an_answer_without_a_receipt_is_malformed() -> None:
+    with pytest.raises(MalformedError, match="receipt"):
+        accepted(Owned(0), b"")
+
+
+def test_a_client_has_the_name_that_it_wants_or_one_of_its_own() -> None:
+    assert client_name("me") == "me"
+    assert len({client_name("") for _ in range(9)}) == 9

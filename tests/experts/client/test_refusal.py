@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.experts.client.refusal import explained
+from weft.experts.client.transport import explained
 from weft.experts.tls import ClientTls
 
 CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.7:7070: Socket closed"
@@ -11,7 +11,7 @@ CLOSED = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0
 @pytest.mark.parametrize(
     ("tls", "words"),
     [
-        (None, "spoken to without TLS"),
+        (None, "called without TLS"),
         (ClientTls(b"authority"), "shown no certificate"),
         (ClientTls(b"authority", b"key", b"certificate"), "check both ends' certificates"),
     ],

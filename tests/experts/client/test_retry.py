@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import SpecError, UsageError
-from weft.experts.client.line import Line
-from weft.experts.client.retry import NEVER, Retry
-from weft.experts.client.route import FixedRoute
+from weft.experts.client.connections import FixedResolver
+from weft.experts.client.retry import NEVER, Retry, RetryingCaller
 from weft.experts.client.transport import TransportStatistics
 from weft.experts.errors import ExpiredError, GradientError, OverloadError, ResultEvictedError
 from weft.experts.wire import (
@@ -63,8 +62,8 @@ class Scripted:
         return TransportStatistics("script", self.calls, 0, 0, {}, 0)
 
 
-def line(transport: Scripted, **options: float | int | None) -> Line:
-    return Line(FixedRoute(transport), Retry(**{"first": 0.001, "longest": 0.002, **options}))  # type: ignore[arg-type]
+def line(transport: Scripted, **options: float | int | None) -> RetryingCaller:
+    return RetryingCaller(FixedResolver(transport), Retry(**{"first": 0.001, "longest": 0.002, **options}))  # type: ignore[arg-type]
 
 
 SURE = [OverloadError("x"), DrainingError("x"), UnreachableError("x"), ExpiredError("x")]
@@ -73,54 +72,49 @@ FINAL = [SpecError("x"), GradientError("x"), ResultEvictedError("x"), ForbiddenE
 
 
 @pytest.mark.parametrize("error", SURE, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("repeatable", [True, False])
-def test_what_was_surely_not_done_is_asked_again(error: Exception, repeatable: bool) -> None:
+def test_what_was_surely_not_executed_is_sent_again(error: Exception) -> None:
     transport = Scripted(error, error)
-    assert line(transport).ask(CALL, 5.0, repeatable=repeatable) is ANSWER and transport.calls == 3
+    assert line(transport).call(CALL, 5.0) is ANSWER and transport.calls == 3
 
 
 @pytest.mark.parametrize("error", UNSURE, ids=lambda e: type(e).__name__)
-def test_what_may_have_been_done_is_asked_again_only_where_that_is_harmless(error: Exception) -> None:
-    assert line(Scripted(error)).ask(CALL, 5.0, repeatable=True) is ANSWER
-    transport = Scripted(error)
-    with pytest.raises(type(error)):
-        line(transport).ask(CALL, 5.0, repeatable=False)
-    assert transport.calls == 1
+def test_what_may_have_been_executed_is_sent_again(error: Exception) -> None:
+    assert line(Scripted(error)).call(CALL, 5.0) is ANSWER
 
 
 @pytest.mark.parametrize("error", FINAL, ids=lambda e: type(e).__name__)
 def test_what_would_fail_again_is_not_asked_again(error: Exception) -> None:
     transport = Scripted(error)
     with pytest.raises(type(error)):
-        line(transport).ask(CALL, 5.0, repeatable=True)
+        line(transport).call(CALL, 5.0)
     assert transport.calls == 1
 
 
 def test_attempts_are_counted() -> None:
     transport = Scripted(*[LostError("x") for _ in range(9)])
     with pytest.raises(LostError):
-        line(transport, attempts=4).ask(CALL, 5.0, repeatable=True)
+        line(transport, attempts=4).call(CALL, 5.0)
     assert transport.calls == 4
-    assert not NEVER.again(OverloadError("x"), 1, repeatable=True)
+    assert not NEVER.again(OverloadError("x"), 1)
 
 
 def test_all_attempts_end_with_the_deadline() -> None:
     transport, start = Scripted(*[UnreachableError("x") for _ in range(1000)]), time.monotonic()
     with pytest.raises(UnreachableError):
-        line(transport, attempts=1000, first=0.05, longest=0.05).ask(CALL, 0.3, repeatable=True)
+        line(transport, attempts=1000, first=0.05, longest=0.05).call(CALL, 0.3)
     assert time.monotonic() - start < 20.0 and 0 < transport.calls < 100
 
 
 @pytest.mark.parametrize("error", [*SURE, *UNSURE], ids=lambda e: type(e).__name__)
 def test_unless_told_otherwise_only_the_deadline_ends_the_attempts(error: Exception) -> None:
     transport = Scripted(*[error for _ in range(100)])
-    assert line(transport, first=0.0, longest=0.0).ask(CALL, 15.0, repeatable=True) is ANSWER
+    assert line(transport, first=0.0, longest=0.0).call(CALL, 15.0) is ANSWER
     assert transport.calls == 101
 
 
 def test_an_error_tells_how_long_it_was_tried() -> None:
     with pytest.raises(UnreachableError) as caught:
-        line(Scripted(*[UnreachableError("x") for _ in range(9)]), attempts=9).ask(CALL, 5.0, repeatable=True)
+        line(Scripted(*[UnreachableError("x") for _ in range(9)]), attempts=9).call(CALL, 5.0)
     assert re.search(r"this was attempt 9 in [\d.]+ s; the one before it ended", caught.value.__notes__[0])
 
 
@@ -139,10 +133,10 @@ def test_a_pause_that_took_all_the_time_left_does_not_hide_what_was_before_it(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow()
-    monkeypatch.setattr("weft.experts.client.line.time", SimpleNamespace(monotonic=lambda: slow.now))
-    mine = Line(FixedRoute(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
+    monkeypatch.setattr("weft.experts.client.retry.time", SimpleNamespace(monotonic=lambda: slow.now))
+    mine = RetryingCaller(FixedResolver(Scripted(type(error)("x"))), Retry(first=0.0, longest=0.0), slow)
     with pytest.raises(type(error), match="x") as caught:
-        mine.ask(CALL, 0.5, repeatable=True)
+        mine.call(CALL, 0.5)
     assert "no time" in caught.value.__notes__[0]
 
 
@@ -151,7 +145,7 @@ class ClosedAfter(Scripted):
 
     def __init__(self, close: bool, *fates: Exception | str) -> None:
         super().__init__(*fates)
-        self._close, self.line = close, Line(FixedRoute(self), Retry(first=0.0, longest=0.0))
+        self._close, self.line = close, RetryingCaller(FixedResolver(self), Retry(first=0.0, longest=0.0))
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         if not self.fates:
@@ -168,7 +162,7 @@ def test_what_may_have_been_done_is_never_called_not_sent(close: bool, errors: l
     fates = [type(error)("x") for error in errors]
     unsure = [fate for fate in fates if isinstance(fate, LostError | DeadlineError)]
     with pytest.raises((UsageError, LostError, DeadlineError)) as caught:
-        ClosedAfter(close, *fates).line.ask(CALL, 15.0, repeatable=True)
+        ClosedAfter(close, *fates).line.call(CALL, 15.0)
     if unsure:
         assert caught.value is unsure[-1] and "closed" in caught.value.__notes__[0]
     else:
@@ -179,11 +173,11 @@ def test_what_may_have_been_done_is_never_called_not_sent(close: bool, errors: l
 def test_the_last_attempts_do_not_hide_that_an_earlier_one_may_have_been_done(sure: Exception) -> None:
     transport = Scripted(LostError("first"), *[sure for _ in range(3)])
     with pytest.raises(LostError, match="first") as caught:
-        line(transport, attempts=4).ask(CALL, 5.0, repeatable=True)
+        line(transport, attempts=4).call(CALL, 5.0)
     (note,) = caught.value.__notes__
     assert transport.calls == 4 and note.startswith("attempt 4 in ") and f"{type(sure).__name__}: x" in note
     with pytest.raises(SpecError):  # the last word is the server's
-        line(Scripted(LostError("first"), SpecError("y"))).ask(CALL, 5.0, repeatable=True)
+        line(Scripted(LostError("first"), SpecError("y"))).call(CALL, 5.0)
 
 
 class Interrupted(Future[Received]):
@@ -198,29 +192,29 @@ def test_who_is_interrupted_has_the_call_cancelled() -> None:
     transport = Scripted()
     transport.submit = lambda call, timeout: future  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        line(transport).ask(CALL, 5.0, repeatable=True)
+        line(transport).call(CALL, 5.0)
     assert future.cancelled()
 
 
 def test_a_transport_that_never_answers_is_not_waited_for_longer() -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineError, match="script"):
-        line(Scripted("never")).ask(CALL, 0.1, repeatable=False)
+        line(Scripted("never")).call(CALL, 0.1)
     assert time.monotonic() - start < 20.0
 
 
 def test_an_attempt_may_be_given_less_time_than_the_call() -> None:
     transport = Scripted("never", "never")
-    assert line(transport, attempt_seconds=0.05).ask(CALL, 5.0, repeatable=True) is ANSWER and transport.calls == 3
+    assert line(transport, attempt_seconds=0.05).call(CALL, 5.0) is ANSWER and transport.calls == 3
 
 
 def test_closing_wakes_who_pauses() -> None:
     transport = Scripted(*[OverloadError("x") for _ in range(100)])
-    mine = Line(FixedRoute(transport), Retry(first=60.0, longest=60.0))
+    mine = RetryingCaller(FixedResolver(transport), Retry(first=60.0, longest=60.0))
     threading.Timer(0.1, mine.closed.set).start()
     start = time.monotonic()
     with pytest.raises((UsageError, OverloadError)):
-        mine.ask(CALL, 90.0, repeatable=True)
+        mine.call(CALL, 90.0)
     assert time.monotonic() - start < 30.0
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.experts.expert_cases import NESTED_SCHEMAS, Nested, fussy_backend, rows, seeded
 from weft.core.errors import SpecError
 from weft.experts import ExpertBackend
-from weft.experts.client.journey import RemoteJourney
-from weft.experts.client.key import Key
+from weft.experts.client.autograd import RemoteFunction
 from weft.experts.client.signature import Signature
+from weft.experts.client.stub import ExpertStub, IdempotencyKey
 from weft.experts.wire import Call, Header, Kind, MalformedError, Received, decode, encode
 from weft.experts.wire.service import describe, read_description
 
@@ -80,12 +80,18 @@ def test_only_outputs_that_can_have_a_gradient_are_tracked() -> None:
 def test_a_gradient_that_is_missing_is_sent_as_zeros_like_its_output() -> None:
     outputs, sent = [rows(3, 1), rows(3, 2), torch.tensor([1, 2, 3])], list[Tensor]()
 
-    def ask_backward(inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: Key) -> list[Tensor]:
-        sent.extend(gradients)
-        return list(inputs)
+    class Fake(ExpertStub):
+        def __init__(self) -> None: ...
+
+        def forward(self, inputs: Sequence[Tensor], key: IdempotencyKey, deadline: float) -> list[Tensor]:
+            return outputs
+
+        def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: IdempotencyKey) -> list[Tensor]:
+            sent.extend(gradients)
+            return list(inputs)
 
     inputs = [torch.empty(0) for _ in NESTED.inputs.names]
-    journey = RemoteJourney(NESTED, inputs, torch.empty(0), lambda inputs, key: outputs, ask_backward, Key())
+    journey = RemoteFunction(Fake(), NESTED, inputs, torch.empty(0), IdempotencyKey(), 0.0)
     assert journey.forward() == (outputs, NESTED.tracked)
     assert journey.backward([None, rows(3, 0), None], retain=False)[-1] is not None, "autograd finds the anchor by it"
     assert torch.equal(sent[0], torch.zeros_like(outputs[0])) and torch.equal(sent[1], rows(3, 0))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from weft.core.spec import TensorSpec
 from weft.core.tree import map_leaves, nested_flatten, pack
 from weft.experts.client.connections import Connections
-from weft.experts.client.local import LocalTransport
 from weft.experts.client.retry import NEVER
+from weft.experts.client.transport import LocalTransport
 from weft.experts.directory import LocalDirectory
 from weft.experts.wire import Call, Header, Kind, Received, write_fault
 from weft.experts.wire.service import Receipt, describe

@@ -91,7 +91,7 @@ def test_an_owner_that_changes_in_the_middle_tears_the_mini_batch() -> None:
         step(mixture, 0)
         first.shutdown()
         step(mixture, 1)
-        with pytest.raises(CommitError, match="started again"):
+        with pytest.raises(CommitError, match="restarted"):
             mixture.commit()
         mixture.discard()
         step(mixture, 0)
@@ -114,5 +114,5 @@ def test_what_is_durable_is_told_by_expert() -> None:
         mixture(numbers(16, GRID_WIDTH)).sum().backward()
         assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
         receipt = partial(Receipt, incarnation=9)
-        mixture._link.calls.progress["ffn.1"].heard(7, receipt(5))
+        mixture._link.calls.progress["ffn.1"].update(7, receipt(5))
         assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7

@@ -171,17 +171,17 @@ def test_an_interrupted_commit_may_be_called_again() -> None:
     with Experts() as experts:
         mixture = experts.mixture()
         run(mixture, numbers(16, WIDTH))
-        heard = type(mixture._link.calls).heard
+        accept = type(mixture._link.calls).accept
         seen: list[str] = []
 
         def interrupted(self: Any, uid: str, answer: Any) -> Any:
             seen.append(uid)
             if len(seen) == 2:
                 raise KeyboardInterrupt
-            return heard(self, uid, answer)
+            return accept(self, uid, answer)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(mixture._link.calls), "heard", interrupted)
+            patch.setattr(type(mixture._link.calls), "accept", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 mixture.commit()
         assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 1)

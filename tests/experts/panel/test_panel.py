@@ -20,7 +20,7 @@ from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.address import split
 from weft.experts.client import LocalTransport, RemoteExpert
-from weft.experts.client.command import status
+from weft.experts.client.status import status
 from weft.experts.directory import LocalDirectory
 from weft.experts.panel import http
 from weft.experts.server import Server, ServerOptions

@@ -20,7 +20,7 @@ from weft.core.errors import UsageError
 from weft.experts.accumulation import SumsOptions
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert, Retry
-from weft.experts.client.command import status
+from weft.experts.client.status import status
 from weft.experts.errors import ClosedError
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions

@@ -27,7 +27,7 @@ from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert
-from weft.experts.client.command import shown
+from weft.experts.client.status import shown
 from weft.experts.directory import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.replica import ReplicaOptions

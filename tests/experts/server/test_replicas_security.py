@@ -54,7 +54,7 @@ def test_a_server_with_a_certificate_follows(owner: tuple[Server, LocalDirectory
 @pytest.mark.parametrize(
     ("who", "words"),
     [
-        ("plain", "UnreachableError: .* spoken to without TLS"),
+        ("plain", "UnreachableError: .* called without TLS"),
         ("nobody", "CertificateError: .* shown no certificate"),
         ("stranger", "CertificateError: .* check both ends' certificates"),
         ("expired", "(?s)UsageError: .* the other end will refuse the certificate: certificate has expired"),

@@ -25,7 +25,7 @@ from tests.experts.crashing_disk import CrashingDisk
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointError, CheckpointStore
-from weft.experts.client.command import shown
+from weft.experts.client.status import shown
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
 

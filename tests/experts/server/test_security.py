@@ -62,7 +62,7 @@ def test_a_certificate_says_who_a_client_is(secured: Server, authority: Authorit
         ("nobody", "shown no certificate: if it asks for one, give key= and certificate= .tls=."),
         ("stranger", "check both ends' certificates: that of this client.*that neither has expired"),
         ("mistrusts", "check both ends' certificates.*authority= .tls=., which must have signed the other's"),
-        ("plain", "spoken to without TLS: if it wants TLS, give this client certificates .tls=."),
+        ("plain", "called without TLS: if it wants TLS, give this client certificates .tls=."),
     ],
 )
 def test_wrong_certificates_are_refused_at_the_door_and_the_client_hears_what_to_do(
@@ -100,7 +100,7 @@ def test_a_wrong_certificate_is_an_error_at_once_and_not_at_the_deadline(
         with pytest.raises(CertificateError):
             remote.describe()
         with pytest.raises(CertificateError):
-            remote._asker.line.ask(Call(Header(kind=Kind.PING, call_id=0)), 600.0, repeatable=True)
+            remote._stub.caller.call(Call(Header(kind=Kind.PING, call_id=0)), 600.0)
 
 
 @pytest.mark.parametrize(("days", "why"), [((-3, -1), "has expired"), ((1, 3), "is not yet valid")])

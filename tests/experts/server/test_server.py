@@ -18,7 +18,7 @@ from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
-from weft.experts.client.command import shown
+from weft.experts.client.status import shown
 from weft.experts.directory import DeclaredError, LocalDirectory, Snapshot
 from weft.experts.errors import ClosedError, CommitError
 from weft.experts.replica import ReplicaOptions

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tests.experts.expert_cases import fussy_backend, rows
-from weft.experts.client import Connections, RemoteExpert, channel
+from weft.experts.client import Connections, RemoteExpert, transport
 from weft.experts.directory import LocalDirectory
 from weft.experts.fork_guard import GrpcThreads
 from weft.experts.server import Server
@@ -39,7 +39,7 @@ def test_a_closed_connection_leaves_no_thread(how: str) -> None:
 
 
 def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, wait, waited_for = channel._told, GrpcThreads.wait, threading.Event()
+    told, wait, waited_for = transport._info_done, GrpcThreads.wait, threading.Event()
 
     def slowly(*arguments: Any) -> None:
         told(*arguments)
@@ -49,7 +49,7 @@ def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch
         waited_for.set()
         return wait(crew, *arguments)
 
-    monkeypatch.setattr(channel, "_told", slowly)
+    monkeypatch.setattr(transport, "_info_done", slowly)
     monkeypatch.setattr(GrpcThreads, "wait", waiting)
     with Server([fussy_backend()]) as server:
         before = set(threading.enumerate())
@@ -71,7 +71,7 @@ def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_f
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         before, crew = set(threading.enumerate()), GrpcThreads()
-        opened = channel.open_channel(f"127.0.0.1:{port}", None, LIMITS)
+        opened = transport.open_channel(f"127.0.0.1:{port}", None, LIMITS)
 
         def at_once() -> Any:
             call = opened.unary_unary("/test/Echo").future(b"")

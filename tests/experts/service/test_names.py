@@ -11,8 +11,8 @@ from tests.experts.bad_network import CALM, BadNetwork, Weather
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.waiting import until
 from weft.experts.client import GrpcTransport, Retry
-from weft.experts.client.line import Line
-from weft.experts.client.route import FixedRoute
+from weft.experts.client.connections import FixedResolver
+from weft.experts.client.retry import RetryingCaller
 from weft.experts.server import Server
 from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
 from weft.experts.wire.service import (
@@ -49,17 +49,17 @@ def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.Monk
     def of_server(limits: Limits, connections: int) -> Options:
         return sooner(server_options(limits, connections), number(CLIENT, "keepalive_time_ms") / asks)
 
-    monkeypatch.setattr("weft.experts.client.channel.client_options", of_client)
+    monkeypatch.setattr("weft.experts.client.transport.client_options", of_client)
     monkeypatch.setattr("weft.experts.server.grpc_server.server_options", lambda limits, _: common_options(limits))
     with ExitStack() as stack:
         bare = stack.enter_context(Server([fussy_backend()]))
         monkeypatch.setattr("weft.experts.server.grpc_server.server_options", of_server)
         ours = stack.enter_context(Server([fussy_backend()]))
         borne = stack.enter_context(GrpcTransport(ours.address))
-        Line(FixedRoute(borne), SOON).ask(PING, 30.0, repeatable=True)
+        RetryingCaller(FixedResolver(borne), SOON).call(PING, 30.0)
         for _ in range(2):  # it outlasts two that are ended one after the other
             refused = stack.enter_context(GrpcTransport(bare.address))
-            Line(FixedRoute(refused), SOON).ask(PING, 30.0, repeatable=True)
+            RetryingCaller(FixedResolver(refused), SOON).call(PING, 30.0)
             until(lambda stream=refused._streams[0]: stream.gone)
         assert not borne._streams[0].gone
 
@@ -87,14 +87,14 @@ def test_a_connection_that_swallows_everything_is_given_up_under_a_call(monkeypa
     def hasty(limits: Limits) -> Options:
         return [(name, 300 if name.endswith(times) else value) for name, value in client_options(limits)]
 
-    monkeypatch.setattr("weft.experts.client.channel.client_options", hasty)
+    monkeypatch.setattr("weft.experts.client.transport.client_options", hasty)
     with (
         Server([fussy_backend()]) as server,
         BadNetwork(server.address) as network,
         GrpcTransport(network.address) as transport,
     ):
-        line = Line(FixedRoute(transport), SOON)
-        line.ask(PING, 30.0, repeatable=True)
+        line = RetryingCaller(FixedResolver(transport), SOON)
+        line.call(PING, 30.0)
         network.weather = Weather(silent=1.0)
 
         def calm() -> None:  # for the next connection; the silent one stays silent
@@ -104,18 +104,18 @@ def test_a_connection_that_swallows_everything_is_given_up_under_a_call(monkeypa
 
         waiting = threading.Thread(target=calm)
         waiting.start()
-        line.ask(PING, 30.0, repeatable=True)
+        line.call(PING, 30.0)
         waiting.join()
         assert network.connections == 2 and transport.statistics().streams == 2
 
 
 def test_a_server_that_is_back_at_its_address_is_found() -> None:
     with Server([fussy_backend()]) as first, GrpcTransport(first.address) as transport:
-        line = Line(FixedRoute(transport), SOON)
-        line.ask(PING, 30.0, repeatable=True)
+        line = RetryingCaller(FixedResolver(transport), SOON)
+        line.call(PING, 30.0)
         first.shutdown()
         answers: list[object] = []
-        waiting = threading.Thread(target=lambda: answers.append(line.ask(PING, 30.0, repeatable=True)))
+        waiting = threading.Thread(target=lambda: answers.append(line.call(PING, 30.0)))
         waiting.start()
         waiting.join(1.0)
         assert not answers
@@ -130,5 +130,5 @@ def test_a_network_of_long_ways_is_no_reason_not_to_connect() -> None:
         BadNetwork(server.address, Weather(stall=1.0, stall_seconds=0.4)) as network,
         GrpcTransport(network.address) as transport,
     ):
-        Line(FixedRoute(transport), SOON).ask(PING, 30.0, repeatable=True)
+        RetryingCaller(FixedResolver(transport), SOON).call(PING, 30.0)
         assert network.connections == 1

@@ -1,25 +1,33 @@
-"""One connection per server, shared by all experts that it serves.
+"""Connections: one transport per server, shared by all its experts; and resolvers, which say where an expert is.
 
-with Connections(directory) as connections:
-    experts = create_remote_experts(["ffn.0", "ffn.1"], connections)
+    with Connections(directory) as connections:
+        experts = create_remote_experts(["ffn.0", "ffn.1"], connections)
+
+    FixedResolver        always the same transport
+    DirectoryResolver    snapshot ── owner, else any server of it ──> address ──> transport of the connections
+
+A dead address stays in the directory until its lease ends; so every further attempt takes the next address. A server
+that only follows an expert says so (`NotOwnerError`): it is alive, and takes over when the owner's lease has ended.
 """
 
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
-from weft.core.errors import UsageError, listed
-from weft.experts.checks import kind_fault
-from weft.experts.client.channel import GrpcTransport
-from weft.experts.client.fixed import fixed, fixed_faults
-from weft.experts.client.transport import Transport, TransportStatistics
-from weft.experts.directory import Directory, Mirror, Snapshot
+from weft.core.errors import UsageError, escaped, listed
+from weft.core.validation import LONGEST, Validator
+from weft.experts.address import address_fault
+from weft.experts.checks import uid_fault
+from weft.experts.client.transport import GrpcTransport, Transport, TransportStatistics
+from weft.experts.directory import Directory, LocalDirectory, Mirror, Snapshot
+from weft.experts.errors import NotOwnerError, UnreachableError
 from weft.experts.fork_guard import finalizer
 from weft.experts.tls import ClientTls, address_faults, directory_faults, way_faults
 from weft.experts.wire import LIMITS, Limits
 
 _WANTED = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
+_LISTED = 10  # names that a message lists; there may be as many as experts
 
 
 class Connections:
@@ -33,11 +41,10 @@ class Connections:
         open_transport: makes the transport to an address, in place of `GrpcTransport`.
 
     An address of the directory that is not one of ``tls.servers``, or to which a token would go in plain text, is
-    passed over.
+    not connected to.
 
-    Raises ``UsageError`` for a directory that is none, for one of several machines with a ``tls`` that names no
-    ``servers``, for certificates and tokens as `GrpcTransport` does, and for those that ``open_transport`` would not
-    get.
+    Raises ``UsageError`` that lists all invalid arguments, among them a directory of several machines with a ``tls``
+    that names no ``servers``, and certificates or tokens that ``open_transport`` would not get.
     """
 
     def __init__(
@@ -49,21 +56,19 @@ class Connections:
         limits: Limits = LIMITS,
         open_transport: Callable[[str], Transport] | None = None,
     ) -> None:
-        faults = way_faults(tls, token)
-        if open_transport is not None and (tls is not None or token is not None):
-            faults.append("tls= and token= are for GrpcTransport; what open_transport= makes has its own")
-        if isinstance(directory, Mapping):
-            faults += fixed_faults(cast("Mapping[Any, Any]", directory))
-        else:
-            faults += kind_fault("directory", directory, Directory, _WANTED, none=True)
-            faults += [] if faults else directory_faults(directory, tls)
-        if faults:
-            raise UsageError(listed("there are no connections like this:", faults))
+        with Validator("invalid connections") as check:
+            check.add(*way_faults(tls, token))
+            own = open_transport is not None and (tls is not None or token is not None)
+            check.that(not own, "tls= and token= are for GrpcTransport; what open_transport= makes has its own")
+            if isinstance(directory, Mapping):
+                check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
+            elif check.instance("directory", directory, Directory, _WANTED, optional=True) and not check.faults:
+                check.add(*directory_faults(directory, tls))
         self._refusal = partial(address_faults, tls=tls, token=token) if open_transport is None else _no_faults
         self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
-        found = fixed(directory) if isinstance(directory, Mapping) else directory
         self.fixed = isinstance(directory, Mapping)
-        """Whether addresses were given, so that what is not among them never will be."""
+        """Whether addresses were given, so that an expert which is not among them never will be."""
+        found = _fixed_directory(directory) if isinstance(directory, Mapping) else directory
         self._mirror = None if found is None else Mirror(found)
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
@@ -80,12 +85,12 @@ class Connections:
             return self._transports[address]
 
     def refusal(self, address: str) -> str | None:
-        """Why nobody is to be spoken to at an address that a directory or a server told; None: it is fine."""
+        """Why an address from a directory or a server must not be connected to; None: it may be."""
         faults = self._refusal(address)
         return faults[0] if faults else None
 
     def snapshot(self) -> Snapshot:
-        """The newest that is known of the directory. Raises ``UsageError`` without one."""
+        """The newest known snapshot of the directory. Raises ``UsageError`` without a directory."""
         if self._mirror is None:
             raise UsageError("these connections have no directory to look experts up in; give Connections(directory)")
         return self._mirror.snapshot()
@@ -97,7 +102,7 @@ class Connections:
         return {address: transport.statistics() for address, transport in transports.items()}
 
     def close(self) -> None:
-        """Close all transports; what waits fails with ``LostError``. May be called twice."""
+        """Close all transports; calls in flight fail with ``LostError``. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> "Connections":
@@ -105,6 +110,103 @@ class Connections:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@runtime_checkable
+class Resolver(Protocol):
+    """How one expert is reached."""
+
+    def transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """Where to send the attempt of this number (from 0), after the one before ended with ``last``.
+
+        Raises ``UnreachableError`` if no server has the expert now, ``UsageError`` if none ever will.
+        """
+        ...
+
+    def token(self) -> int:
+        """The fencing token of the expert's owner, as far as it is known; 0: none."""
+        ...
+
+    def takeover_expected(self, error: BaseException) -> bool:
+        """Whether, after this error, a server is sure to take the expert over soon."""
+        ...
+
+
+class FixedResolver:
+    """A resolver to one transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """See `Resolver.transport`."""
+        return self._transport
+
+    def token(self) -> int:
+        """See `Resolver.token`."""
+        return 0
+
+    def takeover_expected(self, error: BaseException) -> bool:
+        """See `Resolver.takeover_expected`."""
+        return False
+
+
+class DirectoryResolver:
+    """A resolver to the server that the directory names."""
+
+    def __init__(self, uid: str, connections: Connections) -> None:
+        self.connections = connections
+        self._uid = uid
+
+    def transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """See `Resolver.transport`."""
+        named = last.details.get("address") if isinstance(last, NotOwnerError) else None
+        if named and self.connections.refusal(named) is None:
+            return self.connections.to(named)
+        snapshot = self.connections.snapshot()
+        owner, addresses = snapshot.owner(self._uid), list(snapshot.addresses(self._uid))
+        if owner is not None and owner.address in addresses:
+            addresses.remove(owner.address)
+            addresses.insert(0, owner.address)
+        if not addresses and self.connections.fixed:
+            raise UsageError(
+                f"these connections were given no address of expert {self._uid!r}, but addresses of "
+                f"{', '.join(sorted(snapshot.experts)[:_LISTED]) or 'no expert'}"
+            )
+        if not addresses:
+            raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
+        refusals = {address: self.connections.refusal(address) for address in addresses}
+        trusted = [address for address, refusal in refusals.items() if refusal is None]
+        if not trusted:
+            raise UnreachableError(
+                listed(
+                    f"the directory knows no server of expert {self._uid!r} that may be connected to:",
+                    [escaped(each) for each in refusals.values()],
+                )
+            )
+        return self.connections.to(trusted[attempt % len(trusted)])
+
+    def token(self) -> int:
+        """See `Resolver.token`."""
+        owner = self.connections.snapshot().owner(self._uid)
+        return 0 if owner is None else owner.token
+
+    def takeover_expected(self, error: BaseException) -> bool:
+        """See `Resolver.takeover_expected`."""
+        return isinstance(error, NotOwnerError)
+
+
+def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
+    """What is wrong with addresses by uid."""
+    pairs = addresses.items()
+    return [fault for uid, one in pairs for fault in (*uid_fault(uid), *address_fault(f"the address of {uid!r}", one))]
+
+
+def _fixed_directory(addresses: Mapping[str, str]) -> LocalDirectory:
+    directory = LocalDirectory()
+    for uid, address in addresses.items():
+        directory.declare(uid, address, ttl=LONGEST)
+    return directory
 
 
 def _no_faults(address: str) -> list[str]:

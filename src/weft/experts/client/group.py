@@ -1,23 +1,26 @@
-"""Many remote experts at once: made from a directory, committed or discarded together."""
+"""Groups of remote experts: created from a directory, committed or discarded together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import nn
 
-from weft.core.errors import UsageError, listed
+from weft.core.validation import Validator
 from weft.experts.checks import uid_fault
-from weft.experts.client.arguments import call_faults
-from weft.experts.client.connections import Connections
-from weft.experts.client.fixed import fixed_faults
-from weft.experts.client.remote import RemoteExpert
+from weft.experts.client.connections import Connections, fixed_faults
+from weft.experts.client.remote import RemoteExpert, check_options
 from weft.experts.directory import Directory
+
+_WANTED = (
+    "a directory, Connections to one, or addresses by uid; for the address of a single server, make each "
+    "RemoteExpert(uid, address)"
+)
 
 
 def create_remote_experts(
     uids: Sequence[str], directory: Directory | Connections | Mapping[str, str], **options: Any
 ) -> list[RemoteExpert | None]:
-    """One `RemoteExpert` per uid, in order; None for those that the directory does not know now.
+    """Create one `RemoteExpert` per uid, in order; None for those that the directory does not know now.
 
     Args:
         uids: names of experts.
@@ -26,41 +29,29 @@ def create_remote_experts(
             collected.
         options: as `RemoteExpert` takes them, but for ``tls`` and ``token``, which `Connections` have.
 
-    Raises ``AwayError`` if the directory does not answer, ``UsageError`` that lists all arguments that make no sense,
+    Raises ``AwayError`` if the directory does not answer, ``UsageError`` that lists all invalid arguments,
     such as a single text in place of a list.
     """
-    names, faults = _named(uids)
-    faults += _faults(directory, options)
-    if faults:
-        raise UsageError(listed("remote experts cannot be made like this:", faults))
+    with Validator("invalid remote experts") as check:
+        names: list[Any] = []
+        if isinstance(uids, str) or not isinstance(cast("Any", uids), Iterable):
+            check.add(f"uids is {uids!r}, wanted a list of names")
+        else:
+            names = list(uids)
+            check.add(*(fault for uid in names for fault in uid_fault(uid)))
+        if isinstance(directory, Mapping):
+            check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
+        else:
+            check.instance("directory", directory, (Directory, Connections), _WANTED)
+        check_options(check, options, address=False)
     connections = directory if isinstance(directory, Connections) else Connections(directory)
     known = connections.snapshot()
     return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]
 
 
-def _named(uids: Any) -> tuple[list[str], list[str]]:
-    """The names, and what is wrong with them."""
-    if isinstance(uids, str) or not isinstance(uids, Iterable):
-        return [], [f"uids is {uids!r}, wanted a list of names"]
-    names = list(cast("Iterable[Any]", uids))
-    return names, [fault for uid in names for fault in uid_fault(uid)]
-
-
-def _faults(directory: Any, options: Mapping[str, Any]) -> list[str]:
-    faults: list[str] = []
-    if isinstance(directory, Mapping):
-        faults += fixed_faults(cast("Mapping[Any, Any]", directory))
-    elif not isinstance(directory, Directory | Connections):
-        faults.append(
-            f"directory is {directory!r}, wanted a directory, Connections to one, or addresses by uid; for the address "
-            "of a single server, make each RemoteExpert(uid, address)"
-        )
-    return faults + call_faults(address=False, **options)
-
-
 @runtime_checkable
 class Commits(Protocol):
-    """A layer that stands for several experts, such as a mixture, and commits to all of them."""
+    """A layer of several experts, such as a mixture, that commits to all of them."""
 
     @property
     def accumulates(self) -> bool:
@@ -74,7 +65,7 @@ class Commits(Protocol):
 
 @runtime_checkable
 class Discards(Protocol):
-    """A layer that can forget: a remote expert, or one that stands for several."""
+    """A layer that can drop its open mini-batch: a remote expert, or a layer of several."""
 
     @property
     def accumulates(self) -> bool:
@@ -82,14 +73,14 @@ class Discards(Protocol):
         ...
 
     def discard(self) -> None:
-        """Forget the gradients since the last commit."""
+        """Drop the gradients since the last commit."""
         ...
 
 
 def commit(module: nn.Module) -> dict[str, bool]:
     """Commit every accumulating remote expert and mixture inside of ``module``: whether it stepped, by uid.
 
-    To be called where the optimizer of the local parameters steps. An expert that several of them call has stepped if
+    Call it where the optimizer of the local parameters steps. An expert that several of them call has stepped if
     it did for one. Raises as `RemoteExpert.commit` and `RemoteMixtureOfExperts.commit`; layers before the one that
     failed have stepped. After a `CommitError`, `discard` begins a new mini-batch.
     """
@@ -101,10 +92,10 @@ def commit(module: nn.Module) -> dict[str, bool]:
 
 
 def discard(module: nn.Module) -> None:
-    """Forget the gradients since the last commit, of every accumulating remote expert and mixture inside of ``module``.
+    """Drop the gradients since the last commit, of every accumulating remote expert and mixture inside of ``module``.
 
-    For a mini-batch that failed, and is to be run again or left out: until then every `commit` of it fails. The servers
-    are told, but not waited for.
+    For a mini-batch that failed, and is to be run again or left out: until then every `commit` of it fails. Does not
+    wait for the servers.
     """
     for each in module.modules():
         if isinstance(each, Discards) and each.accumulates:

@@ -2,14 +2,13 @@
 
     layer = RemoteExpert("ffn.0", "10.0.0.7:7070")
     model = nn.Sequential(nn.Linear(8, 512), layer, nn.Linear(512, 2))
-    loss(model(x)).backward()           # also trains the expert, over there
+    loss(model(x)).backward()           # also trains the expert at its server
 
 For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import deepcopy
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,43 +16,41 @@ from torch import Tensor
 
 from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError
 from weft.core.untraced import untraced
-from weft.experts.client.anchor import Anchored
-from weft.experts.client.arguments import remote_faults
-from weft.experts.client.asking import Asker, CallOptions
-from weft.experts.client.channel import ClientTls, GrpcTransport
-from weft.experts.client.connections import Connections
-from weft.experts.client.journey import Forward, RemoteJourney, forbid_tangents
-from weft.experts.client.key import Key
-from weft.experts.client.line import Line
-from weft.experts.client.remembered import Remembered
-from weft.experts.client.retry import Retry
-from weft.experts.client.route import DirectoryRoute, FixedRoute
+from weft.core.validation import Validator
+from weft.experts.address import address_fault
+from weft.experts.checks import uid_fault
+from weft.experts.client.autograd import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
+from weft.experts.client.connections import Connections, DirectoryResolver, FixedResolver
+from weft.experts.client.retry import Retry, RetryingCaller
 from weft.experts.client.signature import Signature
-from weft.experts.client.transport import Transport
+from weft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey
+from weft.experts.client.transport import GrpcTransport, Transport
 from weft.experts.compression import Policy
+from weft.experts.directory import Directory
 from weft.experts.fork_guard import finalizer
+from weft.experts.tls import ClientTls, way_faults
 from weft.experts.wire.service import Description
 
-_LAST_WORD = 1.0  # seconds that `close` waits until the server has heard that a mini-batch is discarded
-_HERE = ("_asker", "_remembered", "_finalizer")  # belongs to this process, and is made anew in another
-_SHARED = ("_where", "_keys", "_retry", "_options")  # which a copy takes as they are
+_LAST_DISCARD = 1.0  # seconds that `close` waits until the server has dropped an open mini-batch
+_LOCAL = ("_stub", "_cache", "_finalizer")  # belongs to this process, and is made anew in another
+_SHARED = ("_where", "_credentials", "_retry", "_options")  # which a copy takes as they are
 
 
-class RemoteExpert(Anchored):
+class RemoteExpert(RemoteLayer):
     """An expert behind a server, as a layer. Any number of threads may call it at once.
 
     Args:
         uid: the expert's name.
         where: the server's address (``host:port``), then this expert has a connection of its own, until `close` or
-            until it is collected; or a `Transport` that several share; or `Connections` with a directory, which then
-            says where the expert is at every call.
+            until it is collected; or a `Transport` that several share; or `Connections` with a directory, which
+            then says where the expert is at every call.
         timeout: seconds for one forward, backward or commit, with all its repetitions.
         retry: which calls are sent again, and when; see `Retry`.
         compression: how tensors travel; see `weft.experts.compression.Policy`. ``outputs`` and ``input_gradients``
             take one choice each.
-        client: what the server knows this caller by, for quotas; a name of this process by default.
+        client: the name by which the server knows this caller, for quotas; one of this process by default.
         accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step. For
             mini-batches that are cut into micro-batches (in a `weft.Pipe`, or by hand): otherwise every micro-batch
             is a step. ``False``: every backward steps.
@@ -65,7 +62,7 @@ class RemoteExpert(Anchored):
     tensor of the inputs. Under `torch.no_grad` only forward happens. With gradients on, each backward is one call,
     and the server's optimizer steps, also where no input wants a gradient. A call of more rows than the server takes at
     a time is sent in parts, whose gradients are one step all the same. In a `weft.Pipe` that recomputes, forward
-    is not asked again.
+    is not sent again.
 
     Its parameters live at the server. Here there is a single zero, ``anchor``, through which autograd finds the expert.
     It is in `parameters`, not in `state_dict`; its gradient is zero, and its value means nothing. Freezing it forbids
@@ -74,7 +71,7 @@ class RemoteExpert(Anchored):
     A copy or a pickle of it is one more client of the same expert, and the same layer in all else: with an address it
     makes a connection of its own; with a `Transport` or `Connections` it can be copied, but not pickled.
 
-    Raises ``UsageError`` that lists all arguments that make no sense; at the first call or `describe`,
+    Raises ``UsageError`` that lists all invalid arguments; at the first call or `describe`,
     ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``; at every call ``SpecError`` for arguments that do
     not fit (before anything is sent), ``DeadlineError``, ``LostError``, and what the expert answers; see
     `weft.experts.errors`.
@@ -95,14 +92,14 @@ class RemoteExpert(Anchored):
         token: str | None = None,
     ) -> None:
         super().__init__()
-        calls = {"timeout": timeout, "client": client, "accumulate": accumulate, "keep_graph": keep_graph}
-        faults = remote_faults(uid, where, retry=retry, compression=compression, tls=tls, token=token, **calls)
-        if faults:
-            raise UsageError(listed("a remote expert cannot be made like this:", faults))
+        options = {"timeout": timeout, "client": client, "accumulate": accumulate, "keep_graph": keep_graph}
+        options |= {"retry": retry, "compression": compression, "tls": tls, "token": token}
+        with Validator("invalid remote expert") as check:
+            check_remote_expert(check, uid, where, options)
         self.uid = uid
         self.make_anchor()
         self._where = where
-        self._keys = (tls, token)
+        self._credentials = (tls, token)
         self._retry = retry or Retry()
         self._options = CallOptions(timeout, compression or Policy(), client, accumulate, keep_graph)
         self._connect()
@@ -112,39 +109,39 @@ class RemoteExpert(Anchored):
         return untraced(self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        deadline = self._asker.deadline()
-        signature = self._asker.signature(deadline)
+        stub = self._stub
+        deadline = stub.deadline()
+        signature = stub.signature(deadline)
         inputs = signature.flat(args, kwargs)
         forbid_tangents(f"expert {self.uid!r}", inputs)
-        ask = partial(self._asker.forward, deadline=deadline)
-        key = Key(evaluation=not self.training)
-        if is_recomputing() or is_checkpointing():
-            outputs = self._replayed(signature, inputs, ask, key)
-        elif torch.is_grad_enabled():
-            key.keep = self._options.keep_graph
-            outputs = self._crossed(signature, inputs, ask, key)
+        key = IdempotencyKey(evaluation=not self.training)
+        if is_recomputing():
+            outputs = self._remote(signature, inputs, deadline, *(self._cache.take(inputs) or (key, None)))
+        elif is_checkpointing():
+            outputs = stub.forward(inputs, key, deadline)
+            self._cache.put(inputs, (key, [tensor.detach().clone() for tensor in outputs]))
         else:
-            outputs = ask(inputs, key)
+            outputs = self._remote(signature, inputs, deadline, key, None)
         return signature.nested(outputs)
 
     def describe(self) -> Description:
-        """What the server says of the expert now: schemas, steps, which of them are durable."""
-        return self._asker.describe()
+        """The server's current description of the expert: schemas, steps, which of them are durable."""
+        return self._stub.describe()
 
     @property
     def steps(self) -> int | None:
         """Optimizer steps of the expert, as of the last answer; None before the first."""
-        return self._asker.progress.steps
+        return self._stub.progress.steps
 
     @property
     def durable_step(self) -> int | None:
-        """The last step that a crash of the server does not lose, as of the last answer; None: not known, or none."""
-        return self._asker.progress.durable_step
+        """The last step that a crash of the server does not lose, as of the last answer; None: unknown, or none."""
+        return self._stub.progress.durable_step
 
     @property
     def steps_lost(self) -> int:
         """Steps that servers of the expert came back without; each time there is a `StepsLostWarning`."""
-        return self._asker.progress.steps_lost
+        return self._stub.progress.steps_lost
 
     @property
     def accumulates(self) -> bool:
@@ -155,26 +152,26 @@ class RemoteExpert(Anchored):
         """One optimizer step with all gradients since the last commit; False if there were none.
 
         Raises ``UsageError`` without ``accumulate``; ``CommitError`` if a part of the gradients is missing, because a
-        backward failed or the server was started again: call `discard`, and run the mini-batch again.
+        backward failed or the server was restarted: call `discard`, and run the mini-batch again.
         """
         if not self._options.accumulate:
             raise UsageError(
                 f"expert {self.uid!r} steps at every backward, so there is nothing to commit; make it with accumulate"
             )
-        return self._asker.commit()
+        return self._stub.commit()
 
     def discard(self) -> None:
-        """Forget the gradients since the last commit. The server is told, but not waited for; one that does not hear
-        of it drops them after a while."""
-        self._asker.discard()
+        """Drop the gradients since the last commit. Does not wait for the server; one that does not get the message
+        drops them after a while."""
+        self._stub.discard()
 
     def close(self) -> None:
-        """Call it no more: an open mini-batch is discarded, own connections are closed, and who waits gets an error.
+        """Discard an open mini-batch, close own connections, and end calls in flight with an error.
 
-        Waits for at most a second until the server has heard of the discard. May be called twice.
+        Waits for at most a second until the server has dropped the mini-batch. May be called twice.
         """
         if self._options.accumulate:
-            self._asker.discard(_LAST_WORD)
+            self._stub.discard(_LAST_DISCARD)
         self._finalizer()
 
     def __enter__(self) -> "RemoteExpert":
@@ -203,57 +200,93 @@ class RemoteExpert(Anchored):
         return made
 
     def extra_repr(self) -> str:
-        """For `print`."""
+        """For `repr`."""
         where = self._where if isinstance(self._where, str) else type(self._where).__name__
         return f"{self.uid!r}, {where!r}"
 
     def _state(self) -> dict[str, Any]:
-        """What makes this layer what it is, whatever a subclass or a user has added, and nothing of this process."""
-        return {name: value for name, value in super().__getstate__().items() if name not in _HERE}
+        """The state of this layer, with what subclasses or users have added, and nothing of this process."""
+        return {name: value for name, value in super().__getstate__().items() if name not in _LOCAL}
 
     def _connect(self) -> None:
-        where, (tls, token) = self._where, self._keys
+        where, (tls, token) = self._where, self._credentials
         own = GrpcTransport(where, tls=tls, token=token) if isinstance(where, str) else None
         if isinstance(where, Connections):
-            line = Line(DirectoryRoute(self.uid, where), self._retry)
+            resolver = DirectoryResolver(self.uid, where)
         else:
-            line = Line(FixedRoute(cast("Transport", own or where)), self._retry)
-        self._asker = Asker(self.uid, line, self._options)
-        self._remembered = Remembered()
-        # Not this module's end but its asker's: a graph that is still to be walked back holds it too.
-        self._finalizer = finalizer(self._asker, _close, line, own)
+            resolver = FixedResolver(cast("Transport", own or where))
+        caller = RetryingCaller(resolver, self._retry)
+        self._stub = ExpertStub(self.uid, caller, self._options)
+        self._cache = RecomputeCache[tuple[IdempotencyKey, list[Tensor]]]()
+        # Not this module's end but its stub's: a graph that is still to be walked back holds the stub, too.
+        self._finalizer = finalizer(self._stub, _close, caller, own)
 
-    def _crossed(self, signature: Signature, inputs: list[Tensor], ask: Forward, key: Key) -> list[Tensor]:
-        """The outputs, as one node of autograd."""
+    def _remote(
+        self,
+        signature: Signature,
+        inputs: list[Tensor],
+        deadline: float,
+        key: IdempotencyKey,
+        known: list[Tensor] | None,
+    ) -> list[Tensor]:
+        """The outputs, as one node of autograd where anything wants a gradient. ``known``: from the cache."""
         reached = [*inputs, self.anchor_for(f"remote expert {self.uid!r} is", signature.trained, inputs)]
-        if not any(tensor.requires_grad for tensor in reached):
-            key.keep = False
-            return ask(inputs, key)
-        journey = RemoteJourney(signature, inputs, self.anchor, ask, self._asker.backward, key)
-        return list(cross(journey, reached))
-
-    def _replayed(self, signature: Signature, inputs: list[Tensor], ask: Forward, key: Key) -> list[Tensor]:
-        """In a stage that is run twice: the first time ask, the second time remember."""
-        if is_recomputing():
-            known = self._remembered.take(inputs)
-            if known is None:
-                key.keep = self._options.keep_graph
-            else:
-                (outputs, key), ask = known, _giving(known[0])
-            return self._crossed(signature, inputs, ask, key) if torch.is_grad_enabled() else ask(inputs, key)
-        outputs = ask(inputs, key)
-        self._remembered.put(inputs, outputs, key)
-        return outputs
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in reached):
+            return self._stub.forward(inputs, key, deadline) if known is None else known
+        key.keep = known is None and self._options.keep_graph
+        return list(cross(RemoteFunction(self._stub, signature, inputs, self.anchor, key, deadline, known), reached))
 
 
-def _giving(known: list[Tensor]) -> Forward:
-    def forward(inputs: Sequence[Tensor], key: Key) -> list[Tensor]:
-        return known
+def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping[str, Any]) -> None:
+    """Check the arguments of `RemoteExpert`."""
+    check.add(*uid_fault(uid))
+    if isinstance(where, str):
+        check.add(*address_fault("where", where))
+    elif isinstance(where, Directory):
+        check.add("where is a directory, wanted Connections(directory), which several experts share")
+    else:
+        wanted = "the server's address (host:port), a Transport, or Connections to a directory"
+        check.instance("where", where, (Connections, Transport), wanted)
+    check_options(check, options, address=isinstance(where, str))
 
-    return forward
+
+def check_options(check: Validator, options: Mapping[str, Any], *, address: bool) -> None:
+    """Check keyword arguments of `RemoteExpert`; ``address``: whether it is made from one."""
+    known = {
+        "timeout": 30.0,
+        "retry": None,
+        "compression": None,
+        "client": "",
+        "accumulate": False,
+        "keep_graph": False,
+        "tls": None,
+        "token": None,
+    }
+    given = {**known, **options}
+    check.seconds("timeout", given["timeout"])
+    check.instance("retry", given["retry"], Retry, "a Retry, such as Retry(attempts=3)", optional=True)
+    check_compression(check, given["compression"])
+    check.instance("client", given["client"], str, "a text: the name by which servers know this caller")
+    check.boolean("accumulate", given["accumulate"])
+    check.boolean("keep_graph", given["keep_graph"])
+    check.add(*way_faults(given["tls"], given["token"]))
+    own = address or (given["tls"] is None and given["token"] is None)
+    check.that(own, "tls= and token= are for an address; a transport or connections have their own")
+    for name in options.keys() - known.keys():
+        check.add(f"there is no option {name!r}, but there are {', '.join(known)}")
 
 
-def _close(line: Line, transport: Transport | None) -> None:
-    line.closed.set()
+def check_compression(check: Validator, compression: Any) -> None:
+    """Check a ``compression``: a server takes one wish for all outputs, and one for all input gradients."""
+    wanted = "a Policy, such as Policy(inputs='fp16')"
+    if check.instance("compression", compression, Policy, wanted, optional=True) and compression is not None:
+        replies = {"output": compression.outputs, "input gradient": compression.input_gradients}
+        for name, choice in replies.items():
+            single = isinstance(choice, str | int)
+            check.that(single, f"compression has one choice per {name}; the server takes one for all of them")
+
+
+def _close(caller: RetryingCaller, transport: Transport | None) -> None:
+    caller.closed.set()
     if transport is not None:
         transport.close()

@@ -1,44 +1,60 @@
-"""The one rule by which calls are repeated.
+"""Retries: which calls are sent again, and the loop that sends them within one deadline.
 
-    overloaded, draining, no connection, another owner     surely not carried out      repeat
-    a follower answers, where there is a directory         an owner comes soon         repeat; not counted
-    a certificate that one end does not believe            would fail again            do not
-    expired in the server's queue                          surely not carried out      repeat
-    connection lost, no answer in time                     nobody knows                repeat only what may be
-    all else                                               would fail again            do not
+    call ── resolve ── submit ── wait ──┬── answer
+             ^                          └── error ── retry? ── pause ──┐
+             '─────────────────────────────────────────────────────────┘      until the deadline of the whole call
 
-What may be repeated: a forward, which changes nothing; and a backward or commit that bears its idempotency key, under
-the same key, so that it steps once however often it is asked for.
+    overloaded, draining, no connection, another owner     surely not executed         retry
+    a follower answers, where there is a directory         an owner takes over soon    retry; not counted
+    expired in the server's queue                          surely not executed         retry
+    connection lost, no answer in time                     may have been executed      retry
+    a certificate that one end rejects                     would fail again            raise
+    any other error                                        would fail again            raise
 
-Pauses grow, and are drawn at random between nothing and their size ("full jitter", Brooker, AWS Architecture Blog
-2015), so that clients that failed together do not come back together.
+A call that may have been executed can be retried because a forward changes nothing, and a backward or commit bears its
+idempotency key: under the same key it steps once, however often it is sent.
+
+Pauses grow, and are drawn at random between zero and their bound ("full jitter", Brooker, AWS Architecture Blog 2015),
+so that clients that failed together do not come back together.
 """
 
 import math
 import random
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault, is_number, seconds_fault
-from weft.experts.errors import ExpiredError
-from weft.experts.wire import RETRYABLE, CertificateError, DeadlineError, LostError
+from weft.core.errors import UsageError, WeftError
+from weft.core.turns import waiting
+from weft.core.validation import Validator
+from weft.experts.client.connections import Resolver
+from weft.experts.client.stream import TICK, named
+from weft.experts.errors import CertificateError, DeadlineError, ExpiredError, LostError
+from weft.experts.wire import RETRYABLE, Call, Received
 
-_MOST = 60.0  # of an exponent: far beyond any pause, and far from overflow
-_random = random.Random()  # its own: the caller's numbers are the caller's
+_MAX_EXPONENT = 60.0  # far beyond any pause, and far from overflow
+_GRACE = 10 * TICK  # a transport ends late calls itself; this is for one that does not
+_random = random.Random()  # its own: the user's generators are not touched
 
 
 @dataclass(frozen=True)
 class Retry:
-    """Args:
-    attempts: how often a call is sent at most; 1: never again; None: until its deadline.
-    first, growth, longest: seconds of the first pause, its factor each time, and where it stops growing.
-    attempt_seconds: how long one attempt waits for its answer before the call is sent again; None: all the time
-        that the call has. For networks that swallow messages while the connection seems fine.
+    """Rule by which calls are retried.
 
-    The call's own timeout goes over all: attempts and pauses end with it. So a server that is away for a while is
-    waited for, and one that was never there as well: which of them it is nobody can tell.
+    Args:
+        attempts: how often a call is sent at most; 1: once; None: until its deadline.
+        first, growth, longest: seconds of the first pause, its factor each time, and the bound of all pauses.
+        attempt_seconds: how long one attempt waits for its answer before the call is sent again; None: until the
+            deadline. For networks that drop messages while the connection seems fine.
 
-    Raises ``UsageError`` that lists all numbers that make no sense.
+    The timeout of the call bounds attempts and pauses together. A server that is down for a while is waited for, and so
+    is one that never existed: a client cannot tell them apart.
+
+    Raises ``UsageError`` that lists all invalid numbers.
     """
 
     attempts: int | None = None
@@ -48,38 +64,151 @@ class Retry:
     attempt_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        faults = count_fault("attempts", self.attempts, none=True)
-        if not (is_number(self.growth) and 1 <= self.growth < math.inf):
-            faults.append(f"growth is {self.growth!r}, wanted a finite number of at least 1")
-        faults += seconds_fault("first", self.first, zero=True)
-        longest = seconds_fault("longest", self.longest, zero=True)
-        if not faults and not longest and self.first > self.longest:
-            faults.append(f"first is {self.first}, wanted at most longest, which is {self.longest}")
-        faults += longest
-        faults += seconds_fault("attempt_seconds", self.attempt_seconds, none=True)
-        if faults:
-            raise UsageError(listed("calls cannot be repeated by these rules:", faults))
+        with Validator("invalid retry rule") as check:
+            valid = check.count("attempts", self.attempts, optional=True)
+            valid &= check.number("growth", self.growth, least=1.0, most=1e9)
+            valid &= check.seconds("first", self.first, zero=True)
+            valid &= check.seconds("longest", self.longest, zero=True)
+            if valid:
+                check.that(
+                    self.first <= self.longest,
+                    f"first is {self.first}, wanted at most longest, which is {self.longest}",
+                )
+            check.seconds("attempt_seconds", self.attempt_seconds, optional=True)
 
-    def again(self, error: BaseException, attempt: int, *, repeatable: bool) -> bool:
-        """Whether to send the call again, after ``attempt`` attempts of which the last ended with this error."""
+    def again(self, error: BaseException, attempt: int) -> bool:
+        """Whether to send a call again, after ``attempt`` attempts of which the last ended with this error."""
         if self.attempts is not None and attempt >= self.attempts:
             return False
         if isinstance(error, CertificateError):
             return False
-        if surely_not_done(error):
-            return True
-        return repeatable and isinstance(error, LostError | DeadlineError)
+        return not_executed(error) or isinstance(error, LostError | DeadlineError)
 
     def pause(self, attempt: int) -> float:
         """Seconds to wait after so many attempts."""
-        factor = math.exp(min(_MOST, (attempt - 1) * math.log(self.growth)))
+        factor = math.exp(min(_MAX_EXPONENT, (attempt - 1) * math.log(self.growth)))
         return _random.uniform(0.0, min(self.longest, self.first * factor))
 
 
-def surely_not_done(error: BaseException) -> bool:
-    """Whether a call that ended so was surely not carried out, and may be next time."""
+def not_executed(error: BaseException) -> bool:
+    """Whether a call that ended with this error was surely not executed, and may be next time."""
     return isinstance(error, (*RETRYABLE, ExpiredError))
 
 
 NEVER = Retry(attempts=1)
 """No call is sent twice."""
+
+
+@dataclass(eq=False)
+class RetryingCaller:
+    """Calls of one expert, which wait for their answer. Thread-safe: any number of calls at a time."""
+
+    resolver: Resolver
+    retry: Retry = field(default_factory=Retry)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def call(self, call: Call, timeout: float, accept: Callable[[Received], None] | None = None) -> Received:
+        """The answer; the RNG lock is released meanwhile.
+
+        ``accept`` may raise for an answer that must not be used, which counts as if that error had been the answer.
+        Raises what the server answered, ``DeadlineError`` after ``timeout`` seconds, ``LostError``,
+        ``UnreachableError``, each with a note about the attempts before it; ``UsageError`` once this is closed. Where
+        the last attempt was surely not executed but an earlier one may have been, the error is that one's.
+        """
+        attempts = _Attempts(time.monotonic())
+        end = attempts.start + timeout
+        with waiting():
+            while True:
+                try:
+                    answer = self._attempt(call, timeout, end, attempts)
+                    if accept is not None:
+                        accept(answer)
+                    return answer
+                except WeftError as error:
+                    attempts.count += 1
+                    attempts.counted = 1 if self.resolver.takeover_expected(error) else attempts.counted + 1
+                    pause = self.retry.pause(attempts.count)
+                    if time.monotonic() + pause >= end or not self.retry.again(error, attempts.counted):
+                        attempts.end(error)
+                        raise
+                    attempts.failed(error)
+                self.closed.wait(pause)
+
+    def send(self, call: Call, timeout: float) -> "Future[Received] | None":
+        """Send it once without waiting: a hint, which may be lost. Raises nothing that a server may cause.
+
+        Returns the future of the answer; None if it could not be sent.
+        """
+        with suppress(WeftError):
+            return self.resolver.transport(0, None).submit(call, timeout)
+        return None
+
+    def _attempt(self, call: Call, timeout: float, end: float, attempts: "_Attempts") -> Received:
+        attempts.sent = False
+        if self.closed.is_set():
+            raise UsageError(f"{named(call)} was not sent: its RemoteExpert is closed")
+        seconds = end - time.monotonic()
+        if seconds <= 0:
+            raise DeadlineError(f"{named(call)} was not sent again: no time is left of its {timeout:g} s")
+        if self.retry.attempt_seconds is not None:
+            seconds = min(seconds, self.retry.attempt_seconds)
+        transport = self.resolver.transport(attempts.count, attempts.last)
+        future = transport.submit(call, seconds)
+        attempts.sent = True
+        try:
+            return future.result(seconds + _GRACE)
+        except FutureTimeout as error:
+            if isinstance(error, WeftError):  # an error that was answered, and is a TimeoutError as well
+                raise
+            future.cancel()
+            raise DeadlineError(f"{named(call)} had no answer from {transport.address} within {seconds:g} s") from None
+        except CancelledError:
+            raise UsageError(f"{named(call)} was cancelled while it waited") from None
+        except BaseException:  # Ctrl-C, for instance: what is still queued is not sent any more
+            future.cancel()
+            raise
+        finally:
+            del future  # it holds an error which holds this frame, and with it the tensors of the call
+
+
+@dataclass(eq=False, slots=True)
+class _Attempts:
+    """What became of the attempts of one call.
+
+    ``counted``: attempts that count against `Retry.attempts`. ``sent``: the current one was given to its transport.
+    ``unsure``: the error of the last attempt that may have been executed.
+    """
+
+    start: float
+    count: int = 0
+    counted: int = 0
+    sent: bool = False
+    last: WeftError | None = None
+    unsure: WeftError | None = None
+
+    def failed(self, error: WeftError) -> None:
+        """Note an attempt that will be followed by another."""
+        self.last = error.with_traceback(None)  # which holds a frame, and so would keep itself alive
+        if not not_executed(error):
+            self.unsure = self.last
+
+    def end(self, error: WeftError) -> None:
+        """Note the last attempt: add a note about those before it, or raise the earlier error if it says more."""
+        last, earlier, seconds = self.last, self.unsure, time.monotonic() - self.start
+        self.last = self.unsure = None
+        if self.sent and not not_executed(error):
+            earlier = None
+        elif not self.sent and isinstance(error, DeadlineError):
+            earlier = earlier or last
+        if earlier is not None:
+            over = f"attempt {self.count} in {seconds:.3g} s, the last, ended with {type(error).__name__}"
+            earlier.add_note(f"{over if self.sent else 'it was not sent again'}: {error}")
+            try:
+                raise earlier from None
+            finally:
+                del earlier, last, error  # for the same reason
+        if last is not None:
+            error.add_note(
+                f"this was attempt {self.count} in {seconds:.3g} s; the one before it ended with "
+                f"{type(last).__name__}: {last}"
+            )

@@ -1,7 +1,7 @@
-"""What a call of a remote expert looks like, checked where the caller stands, before anything is sent.
+"""Signature of a remote expert: checks a call before anything is sent, and an answer before it is used.
 
-    expert(x, mask=m) ── nested as the schema says? ── flat [x, m] ── fits? ──> to be sent
-    flat outputs ──> nested as the module returns them, on the device of the inputs
+    expert(x, mask=m) ── nested as the schema says? ── flat [x, m] ── fits? ──> sent
+    flat outputs ── fit? ──> nested as the module returns them, on the device of the inputs
 
 Values may be nested in other containers of the same names (a list for a tuple, a named tuple of one's own).
 """
@@ -15,13 +15,14 @@ from torch import Tensor
 from weft.core.errors import SpecError, listed
 from weft.core.spec import TensorSpec
 from weft.core.tree import difference, flatten, structure_paths
+from weft.experts.errors import MalformedError
 from weft.experts.schema import Columns, Nest, call_nest, gradient_columns, outputs_nest
-from weft.experts.wire import MalformedError, Received
+from weft.experts.wire import Received
 from weft.experts.wire.service import Description
 
 
 class Signature:
-    """Of one expert, out of its description."""
+    """Of one expert, from its description."""
 
     def __init__(self, description: Description) -> None:
         self.name = description.name
@@ -60,11 +61,11 @@ class Signature:
         leaves, structure = flatten((tuple(args), {**named, **rest}))
         if structure != self.inputs.structure and structure_paths(structure, "call") != self._paths:
             fault = difference(self.inputs.structure, structure, "the call (args, kwargs)")
-            raise SpecError(f"{where} is not called like this: {fault}")
+            raise SpecError(f"{where} was called with other arguments: {fault}")
         wrong = [(place, leaf) for place, leaf in self._constants if not _same(leaf, leaves[place])]
         if wrong:
             faults = [f"{self._paths[place]} is {leaves[place]!r}, wanted {leaf!r}" for place, leaf in wrong]
-            raise SpecError(listed(f"{where} takes these values and no others:", faults))
+            raise SpecError(listed(f"{where} takes only these constants:", faults))
         return [leaves[place] for place in self.inputs.places]
 
     def results(self, answer: Received, device: torch.device) -> list[Tensor]:
@@ -75,7 +76,7 @@ class Signature:
         """One gradient per flat input, like it in shape, dtype and device. Raises as `results`."""
         found = self._checked(answer, self._columns, torch.device("cpu"))
         if any(gradient.shape != tensor.shape for gradient, tensor in zip(found, inputs, strict=True)):
-            raise MalformedError(f"expert {self.name!r} answered gradients of other shapes", reason="shape")
+            raise MalformedError(f"expert {self.name!r} returned gradients of other shapes", reason="shape")
         return [g.to(device=x.device, dtype=x.dtype) for g, x in zip(found, inputs, strict=True)]
 
     def nested(self, outputs: Sequence[Tensor]) -> Any:

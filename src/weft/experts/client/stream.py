@@ -1,59 +1,189 @@
-"""One gRPC stream to a server, from the first try to its end.
+"""Calls in flight, and the gRPC stream that carries them, from its opening to its end.
 
-    callers ── send ──> queue ──> gRPC's sender: one frame of all that waits ──> server
-    callers <── futures <── reader thread: answers by number <────────────────────┘
+    callers ── send ──> queue ──> gRPC's sender: one frame of all that is queued ──> server
+    callers <── futures <── reader thread: answers by number <───────────────────────┘
 
-    opening ── the server says that it listens ──> open ── ends ──> gone: what was sent is lost, the rest never left
+    opening ── the server sends its metadata ──> open ── ends ──> gone: what was sent is lost, the rest never left
 
-Nothing is sent before the server has said that it listens; so a call that was not carried out for sure can be told
+Nothing is sent before the server has answered with its metadata; so a call that was surely not executed can be told
 from one that may have been. gRPC's own threads send: a round trip takes them two thirds of the time that it takes an
 asyncio loop in a thread, and no loop is shared with a server in the same process.
+
+    PendingCalls.open ──> PendingCall: future, deadline, stream ──┬── settle: the answer came, or its error
+                                                                  ├── fail: the stream that carried it is gone
+                                                                  ├── the clock: its deadline passed
+                                                                  └── close
+
+Whichever comes first takes the entry out and ends the future; the others find nothing. So no call waits for ever.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 import grpc
 
-from weft.core.errors import WeftError
-from weft.experts.client.pending import Entry, Pending
-from weft.experts.errors import OverloadError
-from weft.experts.wire import (
-    Call,
+from weft.core.errors import UsageError, WeftError
+from weft.experts.checks import LONGEST, seconds_fault
+from weft.experts.errors import (
+    DeadlineError,
     ForbiddenError,
-    Kind,
-    Limits,
     LostError,
+    OverloadError,
     UnreachableError,
     WireError,
-    decode,
-    encode,
-    read_fault,
 )
+from weft.experts.wire import Call, Kind, Limits, Received, decode, encode, read_fault
 from weft.experts.wire.service import COALESCED, FRAME_BYTES, messages
 
-_grpc = cast("Any", grpc)
+TICK = 0.02
+"""Seconds by which a deadline may be noticed late."""
+_IDLE = 50  # ticks without a call before the clock stops
 _JOIN = 5.0
+_grpc = cast("Any", grpc)
 Start = Callable[[Iterator[bytes]], Any]
-"""Starts a call of gRPC that sends what the iterator yields."""
+"""Starts a gRPC call that sends what the iterator yields."""
 Explain = Callable[[str, str], UnreachableError]
-"""The error of a connection that was not made: what could not be done, and what gRPC says."""
+"""The error of a connection that failed: what could not be done, and gRPC's words."""
+
+
+@dataclass(eq=False, slots=True)
+class PendingCall:
+    """One call in flight. ``sent``: it may have left. ``stream``: what carries it."""
+
+    number: int
+    call: Call
+    timeout: float
+    deadline: float
+    future: "Future[Received]"
+    stream: object = None
+    sent: bool = False
+
+
+class PendingCalls:
+    """All calls in flight on one transport. Thread-safe. ``address`` is for errors."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._numbers = count(1)
+        self._entries: dict[int, PendingCall] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._calls = self._answered = 0
+        self._failed: Counter[str] = Counter()
+        self._clock: threading.Thread | None = None
+        self._asleep = False
+
+    def open(self, call: Call, timeout: float) -> PendingCall:
+        """A new entry. Raises ``UsageError`` after `close`, and for a timeout that no thread can wait for."""
+        if not 0 < timeout <= LONGEST:  # checked at every call, so without a Validator
+            raise UsageError(*seconds_fault("a call's timeout", timeout))
+        entry = PendingCall(next(self._numbers), call, timeout, time.monotonic() + timeout, Future())
+        with self._changed:
+            if self._closed:
+                raise UsageError(f"the transport to {self.address} was closed; make a new one")
+            self._entries[entry.number] = entry
+            self._calls += 1
+            if self._clock is None:
+                self._clock = threading.Thread(target=self._run, name=f"weft-clock-{self.address}", daemon=True)
+                self._clock.start()
+            elif self._asleep:
+                self._changed.notify_all()
+        return entry
+
+    def settle(self, number: int, outcome: Received | Exception) -> None:
+        """End a call with its answer or error. One that nobody waits for any more is ignored."""
+        with self._changed:
+            entry = self._entries.pop(number, None)
+        if entry is not None:
+            self._end(entry, outcome)
+
+    def fail(self, stream: object, error: Callable[[bool], Exception]) -> None:
+        """End every call of a stream; ``error`` is given whether the call may have been sent."""
+        with self._changed:
+            entries = [entry for entry in self._entries.values() if entry.stream is stream]
+            for entry in entries:
+                del self._entries[entry.number]
+        for entry in entries:
+            self._end(entry, error(entry.sent))
+
+    def close(self) -> None:
+        """End all calls, and the clock."""
+        with self._changed:
+            self._closed = True
+            entries = list(self._entries.values())
+            self._entries.clear()
+            self._changed.notify_all()
+        for entry in entries:
+            kind = LostError if entry.sent else UnreachableError
+            self._end(entry, kind(f"the transport to {self.address} was closed while {named(entry.call)} waited"))
+        if self._clock is not None and self._clock is not threading.current_thread():
+            self._clock.join(_JOIN)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def counts(self) -> tuple[int, int, int, dict[str, int]]:
+        """Calls so far, answers so far, calls in flight, errors by class."""
+        with self._changed:
+            return self._calls, self._answered, len(self._entries), dict(self._failed)
+
+    def _end(self, entry: PendingCall, outcome: Received | Exception) -> None:
+        future = entry.future
+        if not future.set_running_or_notify_cancel():
+            return
+        failed = isinstance(outcome, Exception)
+        with self._changed:
+            if failed:
+                self._failed[type(outcome).__name__] += 1
+            else:
+                self._answered += 1
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    def _run(self) -> None:
+        """The clock. It sleeps when nothing has been in flight for a while."""
+        quiet = 0
+        while True:
+            with self._changed:
+                quiet = 0 if self._entries else quiet + 1
+                self._asleep = quiet > _IDLE
+                if not self._closed:
+                    self._changed.wait(None if self._asleep else TICK)
+                quiet = 0 if self._asleep else quiet
+                self._asleep = False
+                if self._closed:
+                    return
+                now = time.monotonic()
+                late = [entry for entry in self._entries.values() if entry.deadline <= now or entry.future.cancelled()]
+                for entry in late:
+                    del self._entries[entry.number]
+            for entry in late:
+                state = "whether it was executed is unknown" if entry.sent else "it was not sent"
+                text = f"{named(entry.call)} had no answer from {self.address} within {entry.timeout:g} s; {state}"
+                self._end(entry, DeadlineError(text))
 
 
 class Stream:
-    """Carries calls of `Pending` whose ``owner`` it is. ``draining``: the server takes no new work."""
+    """One gRPC stream, for calls of ``pending``. ``draining``: the server takes no new work."""
 
-    def __init__(self, start: Start, pending: Pending, limits: Limits, explain: Explain) -> None:
+    def __init__(self, start: Start, pending: PendingCalls, limits: Limits, explain: Explain) -> None:
         self.draining = False
         self._explain = explain
         self._unreached: UnreachableError | None = None
         self._pending = pending
         self._limits = limits
-        self._queue: SimpleQueue[Entry | None] = SimpleQueue()
+        self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._gone = False
         self._decided = threading.Event()
@@ -68,12 +198,12 @@ class Stream:
         """Whether it has ended."""
         return self._gone
 
-    def send(self, entry: Entry) -> bool:
-        """Take a call along; False if the stream is gone."""
+    def send(self, entry: PendingCall) -> bool:
+        """Queue a call; False if the stream is gone."""
         with self._lock:
             if self._gone:
                 return False
-            entry.owner = self
+            entry.stream = self
             self._queue.put(entry)
             return True
 
@@ -87,7 +217,7 @@ class Stream:
 
     def _frames(self) -> Iterator[bytes]:
         self._decided.wait()
-        kept: Entry | None = None
+        kept: PendingCall | None = None
         while True:
             first = self._queue.get() if kept is None else kept
             if first is None or self._gone:
@@ -97,8 +227,8 @@ class Stream:
                 entry.sent = True
             yield from self._encoded(batch)
 
-    def _batch(self, first: Entry) -> tuple[list[Entry], Entry | None]:
-        """What shares a frame with this call, and what was taken too much."""
+    def _batch(self, first: PendingCall) -> tuple[list[PendingCall], PendingCall | None]:
+        """The calls that share a frame with this one, and the one that was taken too many."""
         batch, total = [first], _size(first.call)
         while len(batch) < self._limits.calls:
             try:
@@ -114,7 +244,7 @@ class Stream:
             batch.append(entry)
         return batch, None
 
-    def _encoded(self, batch: list[Entry]) -> Iterator[bytes]:
+    def _encoded(self, batch: list[PendingCall]) -> Iterator[bytes]:
         """One frame, or, if something in it cannot be sent so, one for each call that can."""
         calls = [(entry, _addressed(entry)) for entry in batch if not entry.future.cancelled()]
         if not calls:
@@ -182,7 +312,7 @@ class Stream:
         if not self._open and code is _grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadError(f"{address} takes no more clients: {text}")
         if not self._open:
-            if self._unreached is None:  # found out once: it may have to ask
+            if self._unreached is None:  # once for all calls: it may have to probe the server
                 self._unreached = self._explain("cannot be reached", text)
             return type(self._unreached)(str(self._unreached))
         if not sent:
@@ -191,7 +321,12 @@ class Stream:
         return LostError(f"the connection to {address} ended before the answer came: {why}")
 
 
-def _addressed(entry: Entry) -> Call:
+def named(call: Call) -> str:
+    """A call in words."""
+    return f"the {call.header.kind.name.lower()} of expert {call.header.uid!r}"
+
+
+def _addressed(entry: PendingCall) -> Call:
     """The call with its number, and what is left of its time now."""
     left = max(0, int((entry.deadline - time.monotonic()) * 1000))
     return entry.call.addressed(entry.number, left)

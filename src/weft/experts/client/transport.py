@@ -1,20 +1,53 @@
-"""How calls get to experts and answers back: one small protocol, whatever is behind it.
+"""Transports: how calls reach experts and answers come back, over gRPC or within the process.
 
-    submit(call, timeout) ──> future of the answer, or of the error that came instead      GrpcTransport, LocalTransport
+    submit(call, timeout) ──> future of the answer, or of the error that came instead
 
-Every future comes to an end: with an answer, with an error of the other side, with `LostError` or `UnreachableError`
-when the way is gone, with `DeadlineError` when the time is up, or at `close`. A transport calls nobody's experts in
-particular and repeats nothing; that is for who knows what may be repeated, see `weft.experts.client.line`.
+    GrpcTransport    one channel, one stream at a time, opened again when it is gone: the server may have restarted
+    LocalTransport   encode ── decode ──> handler ── encode ── decode ──> future; the same frames without a network
 
-One protocol for the real, the local and the fake is httpx's idea.
+Every future ends: with an answer, with an error of the other side, with `LostError` or `UnreachableError` when the
+connection is gone, with `DeadlineError` when the time is up, or at `close`. A transport knows no expert and retries
+nothing; see `weft.experts.client.retry`. One protocol for the real, the local and the fake one is httpx's idea.
+
+A `GrpcTransport` has no threads but the stream's reader and the clock of `PendingCalls`; both end with `close`.
+
+In TLS 1.3 a server may refuse a client after the handshake, without a word; gRPC then reports
+
+    "Socket closed", "connection reset"    the server ended the handshake     a probe by hand finds out whether it did
+    "CERTIFICATE_VERIFY_FAILED"            this client rejects the server     what to check
+    "Hostname Verification"                the certificate is for other names which name to give
+    any other text, "Connection refused"   no matter of certificates          gRPC's words are enough
 """
 
-from collections.abc import Mapping
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, cast, runtime_checkable
 
-from weft.experts.wire import Call, Received
+import grpc
+
+from weft.core.errors import WeftError
+from weft.core.validation import Validator
+from weft.experts.address import address_fault, split
+from weft.experts.client.stream import Explain, PendingCall, PendingCalls, Stream
+from weft.experts.errors import CertificateError, DeadlineError, DrainingError, ForbiddenError, UnreachableError
+from weft.experts.fork_guard import GrpcThreads, check_fork, finalizer
+from weft.experts.tls import ClientTls, check_address, pair_faults, read_pem, way_faults
+from weft.experts.wire import LIMITS, Call, Header, Kind, Limits, Received, decode, encode, read_fault
+from weft.experts.wire.service import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
+
+_grpc = cast("Any", grpc)
+_REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
+_HANDSHAKE_ENDED = ("socket closed", "handshake", "connection reset")
+"""How connections end where certificates are missing or wrong."""
+_REJECTED = ("certificate_verify_failed", "hostname verification")
+_PROBE = 1.0  # seconds for each message of a handshake by hand
+Handler = Callable[[Received, Callable[[Call], None]], Any]
+"""Takes a call and a function for its one answer, such as ``server.handler()``."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +67,300 @@ class TransportStatistics:
 
 @runtime_checkable
 class Transport(Protocol):
-    """A way to one server. All methods may be called in any thread."""
+    """A connection to one server. All methods may be called in any thread."""
 
     @property
     def address(self) -> str:
-        """Where it leads, for errors and statistics."""
+        """Of the server, for errors and statistics."""
         ...
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         """Send a call; never waits. Its ``call_id`` and ``deadline_ms`` are set on the way.
 
-        The tensors are not to be written to before the future is done. Callbacks of the future run in a thread of
-        the transport and must not wait. Raises ``UsageError`` after `close`.
+        The tensors must not be written to before the future is done. Callbacks of the future run in a thread of the
+        transport and must not wait. Raises ``UsageError`` after `close`.
         """
         ...
 
     def close(self) -> None:
-        """Fail what waits with ``LostError``, and end all threads. May be called twice."""
+        """Fail calls in flight with ``LostError``, and end all threads. May be called twice."""
         ...
 
     def statistics(self) -> TransportStatistics:
-        """What was sent so far, and what waits."""
+        """Calls so far, and those in flight."""
         ...
+
+
+class _BaseTransport:
+    """Calls in flight, and their end."""
+
+    def __init__(self, address: str) -> None:
+        self._pending = PendingCalls(address)
+        self._finalizer: Callable[[], object] = self._pending.close
+
+    @property
+    def address(self) -> str:
+        """See `Transport.address`."""
+        return self._pending.address
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._finalizer()
+
+    def statistics(self) -> TransportStatistics:
+        """See `Transport.statistics`."""
+        return TransportStatistics(self.address, *self._pending.counts(), self._streams_opened())
+
+    def _streams_opened(self) -> int:
+        return 1
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class GrpcTransport(_BaseTransport):
+    """A `Transport` to the server at ``address`` (host:port). A context manager.
+
+    Args:
+        address: host:port, such as 10.0.0.7:7070 or [::1]:7070; nothing is connected before the first call.
+        tls: certificates; None: nothing is encrypted.
+        token: proves who this client is, where certificates do not.
+        limits: of a frame; the server's are kept as well.
+        trace: returns a traceparent; called in the caller's thread whenever a stream is opened, whose calls then belong
+            to that trace. Such as ``current`` of a `weft.experts.telemetry.Observer`.
+
+    Raises ``UsageError`` for an address that is none or not one of ``tls.servers``, a token that no header can carry,
+    and a token without TLS to another machine.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: ClientTls | None = None,
+        token: str | None = None,
+        limits: Limits = LIMITS,
+        trace: Callable[[], str | None] | None = None,
+    ) -> None:
+        with Validator("invalid transport options") as check:
+            check.add(*address_fault("address", address), *way_faults(tls, token))
+        check_address(address, tls, token)
+        super().__init__(address)
+        self._limits = limits
+        self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
+        self._channel = open_channel(address, tls, limits)
+        self._trace = trace
+        self._explain = partial(unreachable, address, tls)
+        self._name = f"the transport to {address}"
+        self._lock = threading.Lock()
+        self._streams: list[Stream] = []  # at most one; shared with the finalizer, which must not hold this object
+        self._opened = 0
+        self._threads = GrpcThreads()
+        self._finalizer = finalizer(self, _close, self._pending, self._streams, self._channel, self._threads)
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        """See `Transport.submit`."""
+        check_fork(self._name)
+        entry = self._pending.open(call, timeout)
+        if call.header.kind is Kind.INFO:
+            self._request_info(entry)
+            return entry.future
+        while not self._pending.closed:
+            try:
+                stream = self._stream()
+            except ValueError as error:  # closed just now, and so all calls in flight were ended
+                self._pending.settle(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
+                break
+            if stream.draining:
+                self._pending.settle(
+                    entry.number, DrainingError(f"{self.address} is shutting down and takes no new work")
+                )
+                break
+            if stream.send(entry):
+                break
+        return entry.future
+
+    def status(self, timeout: float = 10.0) -> bytes:
+        """The server's status, as JSON. Raises ``ForbiddenError``, ``UnreachableError`` or ``DeadlineError``."""
+        try:
+            return self._channel.unary_unary(STATUS)(b"", timeout=timeout, metadata=self._metadata)
+        except _grpc.RpcError as error:
+            raise _failure(error, self.address, "status", self._explain) from None
+
+    def __enter__(self) -> "GrpcTransport":
+        return self
+
+    def _streams_opened(self) -> int:
+        return self._opened
+
+    def _stream(self) -> Stream:
+        with self._lock:
+            if not self._streams or self._streams[0].gone:
+                trace = None if self._trace is None else self._trace()
+                metadata = self._metadata if trace is None else (*self._metadata, (TRACEPARENT, trace))
+                start = partial(self._threads.stream, self._channel.stream_stream(STREAM), metadata=metadata)
+                self._streams[:] = [Stream(start, self._pending, self._limits, self._explain)]
+                self._opened += 1
+            return self._streams[0]
+
+    def _request_info(self, entry: PendingCall) -> None:
+        """A unary call for the description of an expert."""
+        header = Header(kind=Kind.INFO, call_id=entry.number, uid=entry.call.header.uid)
+        try:
+            message = b"".join(encode([Call(header)], self._limits))
+            request = self._channel.unary_unary(INFO).future
+            future = self._threads.begin(lambda: request(message, timeout=entry.timeout, metadata=self._metadata))
+        except (WeftError, ValueError) as error:
+            self._pending.settle(entry.number, error)
+            return
+        entry.sent = True
+        future.add_done_callback(partial(_info_done, self._pending, self._limits, entry.number, self._explain))
+
+
+class LocalTransport(_BaseTransport):
+    """A `Transport` to a handler of this process. A context manager.
+
+    For tests, and to try on one machine what will be remote. As only bytes are handed over, neither side can write into
+    the other's tensors.
+    """
+
+    def __init__(self, handler: Handler, *, name: str = "here", limits: Limits = LIMITS) -> None:
+        super().__init__(name)
+        self._handler = handler
+        self._limits = limits
+        self._finalizer = finalizer(self, self._pending.close)
+
+    def submit(self, call: Call, timeout: float) -> "Future[Received]":
+        """See `Transport.submit`."""
+        entry = self._pending.open(call, timeout)
+        try:
+            message = b"".join(encode([call.addressed(entry.number, int(timeout * 1000))], self._limits))
+            (received,) = decode(message, self._limits)
+        except WeftError as error:
+            self._pending.settle(entry.number, error)
+            return entry.future
+        entry.sent = True
+        self._handler(received, partial(_answered, self._pending, self._limits, entry.number))
+        return entry.future
+
+    def __enter__(self) -> "LocalTransport":
+        return self
+
+
+def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
+    """A gRPC channel to a server of experts. Raises ``UsageError`` in a fork; see `weft.experts.fork_guard`."""
+    check_fork(f"the transport to {address}")
+    options = client_options(limits)
+    if tls is None:
+        return _grpc.insecure_channel(address, options)
+    return _grpc.secure_channel(address, tls.credentials(), [*options, *tls.options()])
+
+
+def _answered(pending: PendingCalls, limits: Limits, number: int, answer: Call) -> None:
+    try:
+        outcome = _outcome(b"".join(encode([answer], limits)), limits)
+    except WeftError as error:
+        outcome = error
+    pending.settle(number, outcome)
+
+
+def _info_done(pending: PendingCalls, limits: Limits, number: int, explain: Explain, done: Any) -> None:
+    try:
+        outcome = _outcome(done.result(), limits)
+    except _grpc.RpcError as error:
+        outcome = _failure(error, pending.address, "info", explain)
+    except (WeftError, ValueError) as error:
+        outcome = error
+    except _grpc.FutureCancelledError:
+        outcome = UnreachableError(f"the transport to {pending.address} was closed")
+    pending.settle(number, outcome)
+
+
+def _outcome(message: bytes, limits: Limits) -> Received | WeftError:
+    (answer,) = decode(message, limits)
+    return read_fault(answer.header.data) if answer.header.kind is Kind.ERROR else answer
+
+
+def _failure(error: Any, address: str, what: str, explain: Explain) -> WeftError:
+    code, text = error.code(), str(error.details())
+    if code in _REFUSED:
+        return ForbiddenError(f"{address} refuses this client: {text}")
+    if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(f"{address} did not answer a call for its {what} in time")
+    return explain(f"did not answer a call for its {what}", text)
+
+
+def _close(pending: PendingCalls, streams: list[Stream], channel: Any, threads: GrpcThreads) -> None:
+    pending.close()
+    for stream in streams:
+        stream.close()
+    channel.close()
+    threads.wait()
+
+
+def unreachable(
+    address: str, tls: ClientTls | None, what: str, text: str, who: str = "this client", where: str = "tls="
+) -> UnreachableError:
+    """The error of a failed connection to ``address``; ``what`` follows the address, gRPC says ``text``.
+
+    A `CertificateError` where the certificates are surely at fault.
+    """
+    lower = text.lower()
+    refused = tls is not None and any(words in lower for words in _REJECTED)
+    if not refused and tls is not None and any(words in lower for words in _HANDSHAKE_ENDED):
+        refused = _hangs_up(address, tls)
+    kind = CertificateError if refused else UnreachableError
+    return kind(f"{address} {what}: {explained(text, tls, who, where)}")
+
+
+def explained(text: str, tls: ClientTls | None, who: str = "this client", where: str = "tls=") -> str:
+    """gRPC's words for a failed connection to a server that was shown ``tls``, and what to do.
+
+    ``who`` has shown it, and was given it as ``where``.
+    """
+    if "hostname verification" in text.lower():
+        return (
+            f"{text} Its certificate is for other names than that in the address: call it by one of those "
+            f"(subjectAltName), or say which one it has by server_name= ({where})"
+        )
+    closed = any(words in text.lower() for words in _HANDSHAKE_ENDED)
+    return f"{text}; {_advice(tls, who, where)}" if closed else text
+
+
+def _hangs_up(address: str, tls: ClientTls) -> bool:
+    """Whether the server ends a complete handshake, which it does because of the certificate that it was shown, or
+    because there was none. By itself a server of HTTP/2 sends first.
+    """
+    host, port = split(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # whether it is trusted here, gRPC has said; nothing is sent to it
+    context.set_alpn_protocols(["h2"])
+    if tls.key is not None and tls.certificate is not None:
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+        if pair_faults(context, read_pem(tls.key), read_pem(tls.certificate)):
+            return False
+    try:
+        with (
+            socket.create_connection((host, port), _PROBE) as plain,
+            context.wrap_socket(plain, server_hostname=tls.server_name or host) as secured,
+        ):
+            return not secured.recv(1)
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "") and "CERT" in (error.reason or "")
+    except OSError:
+        return False
+
+
+def _advice(tls: ClientTls | None, who: str, where: str) -> str:
+    if tls is None:
+        return f"it was called without TLS: if it wants TLS, give {who} certificates ({where})"
+    if tls.certificate is None:
+        return (
+            f"it was shown no certificate: if it asks for one, give key= and certificate= ({where}); and check that "
+            f"authority= ({where}) has signed the server's"
+        )
+    return (
+        f"check both ends' certificates: that of {who}, which the other's authority must have signed, and authority= "
+        f"({where}), which must have signed the other's; and that neither has expired"
+    )

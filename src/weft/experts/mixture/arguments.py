@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from weft.core.validation import Validator
 from weft.experts.checks import count_fault, kind_fault, switch_fault
 from weft.experts.client.connections import Connections
+from weft.experts.client.remote import check_compression
 from weft.experts.client.retry import Retry
-from weft.experts.compression import Policy
 from weft.experts.mixture.grid import grid_faults
 from weft.experts.mixture.terms import term_faults
 
@@ -24,7 +25,13 @@ def mixture_faults(given: Mapping[str, Any]) -> list[str]:
         *kind_fault("connections", connections, Connections, "Connections, made with Connections(directory)"),
         *term_faults(given, None if nowhere else prod(given["grid_size"])),
         *kind_fault("retry", retry, Retry, "a Retry", none=True),
-        *kind_fault("compression", compression, Policy, "a Policy, such as Policy(inputs='fp16')", none=True),
+        *_compression_faults(compression),
         *kind_fault("client", given["client"], str, "a name", none=True),
         *[fault for name in _SWITCHES for fault in switch_fault(name, given[name])],
     ]
+
+
+def _compression_faults(compression: Any) -> list[str]:
+    check = Validator("")
+    check_compression(check, compression)
+    return check.faults

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from weft.core.errors import listed
-from weft.experts.client.accumulation import Accumulation
+from weft.experts.client.stub import OpenMiniBatch
 from weft.experts.errors import CommitError, GradientError, MixtureCommitError, StepError
-from weft.experts.mixture.calls import Calls
+from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.gathering import Patience, gather
 from weft.experts.mixture.minibatch import MiniBatch
 from weft.experts.mixture.tally import Tally
@@ -57,7 +57,7 @@ class Committer:
         self.tally.count("left_out", len(faults))
         return {uid: uid in stepped for uid in touched}
 
-    def commit_parts(self, sums: Mapping[str, Accumulation]) -> None:
+    def commit_parts(self, sums: Mapping[str, OpenMiniBatch]) -> None:
         """One step of each expert that was called several times in a backward which does not accumulate.
 
         One that lacks a part does not step, as one whose only call failed. Raises ``MixtureCommitError`` for one that
@@ -76,10 +76,12 @@ class Committer:
             return {}
         uids, many = list(whole), len(whole)
         deadline = time.monotonic() + self.terms.backward_timeout
-        requests = [self.calls.commit(uid, *whole[uid], deadline) for uid in uids]
+        requests = [
+            Request(self.calls.requests.commit(uid, *whole[uid], self.calls.token(uid)), deadline) for uid in uids
+        ]
 
         def accept(index: int, answer: Received) -> None:
-            self.calls.heard(uids[index], answer)
+            self.calls.accept(uids[index], answer)
 
         samples = [torch.tensor([index], device="cpu") for index in range(many)]  # for `gather`: each call has its own
         one = torch.ones(many, dtype=torch.int64, device="cpu")
@@ -89,7 +91,7 @@ class Committer:
         return {uids[index]: fault for index, fault in gathered.faults.items()}
 
 
-def _parted(touched: Mapping[str, Accumulation]) -> tuple[dict[str, tuple[str, int]], dict[str, BaseException]]:
+def _parted(touched: Mapping[str, OpenMiniBatch]) -> tuple[dict[str, tuple[str, int]], dict[str, BaseException]]:
     """The names and incarnations of the sums that are whole, and what is wrong with the others."""
     whole: dict[str, tuple[str, int]] = {}
     torn: dict[str, BaseException] = {}

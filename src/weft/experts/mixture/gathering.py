@@ -178,11 +178,11 @@ class _Wait:
             return True
         self._attempts[index] += 1
         self._last[index] = error
-        hopeful = self._calls.hopeful(self._requests[index], error)
+        hopeful = self._calls.takeover_expected(self._requests[index], error)
         self._counted[index] = 1 if hopeful else self._counted[index] + 1
         retry = self._calls.retry
         at = time.monotonic() + retry.pause(self._attempts[index])
-        if at >= self._patience.deadline or not retry.again(error, self._counted[index], repeatable=True):
+        if at >= self._patience.deadline or not retry.again(error, self._counted[index]):
             return False
         heappush(self._pauses, (at, index))
         return True

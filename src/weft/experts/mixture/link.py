@@ -13,12 +13,12 @@ import torch
 
 from weft.core.errors import UsageError
 from weft.experts.client.connections import Connections
-from weft.experts.client.fencing import client_name
 from weft.experts.client.retry import Retry
+from weft.experts.client.stub import RequestBuilder, client_name
 from weft.experts.compression import Policy
 from weft.experts.directory import Snapshot
 from weft.experts.errors import NoExpertsError
-from weft.experts.mixture.calls import Calls
+from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.gathering import Patience, gather, too_few
 from weft.experts.mixture.grid import Crowd, Grid
 from weft.experts.mixture.layout import Layout
@@ -35,7 +35,7 @@ class Link:
 
     def __init__(self, grid: Grid, connections: Connections, retry: Retry, compression: Policy, client: str) -> None:
         self.grid, self.connections = grid, connections
-        self.calls = Calls(connections, retry, compression, client_name(client))
+        self.calls = Calls(connections, retry, RequestBuilder(client_name(client), compression))
         self.tally, self.recall = Tally(), Recall()
         self._known: tuple[Snapshot, Crowd] | None = None
         self._layout: Layout | None = None
@@ -80,7 +80,7 @@ class Link:
         def accept(index: int, answer: Received) -> None:
             found.append(read_description(answer.header.data))
 
-        requests = [self.calls.info(uid, deadline) for uid in uids]
+        requests = [Request(self.calls.requests.info(uid), deadline) for uid in uids]
         sample = [torch.zeros(1, dtype=torch.int64, device="cpu")] * len(uids)
         one = torch.ones(1, dtype=torch.int64, device="cpu")
         patience = Patience(deadline, 0.0, lenient=True)

@@ -11,7 +11,7 @@ torn, and what follows from it, is said at `RemoteMixtureOfExperts.commit`.
 import threading
 from collections.abc import Mapping
 
-from weft.experts.client.accumulation import Accumulation
+from weft.experts.client.stub import OpenMiniBatch
 
 
 class MiniBatch:
@@ -23,7 +23,7 @@ class MiniBatch:
     def __init__(self, accumulates: bool) -> None:
         self.accumulates = accumulates
         self._lock = threading.Lock()
-        self._sums: dict[str, Accumulation] = {}
+        self._sums: dict[str, OpenMiniBatch] = {}
         self._broken: BaseException | None = None
 
     @property
@@ -35,14 +35,14 @@ class MiniBatch:
         """For the calls of one backward."""
         return Addition(self)
 
-    def open(self, uid: str) -> Accumulation:
+    def open(self, uid: str) -> OpenMiniBatch:
         """The sum of an expert, which from now on is touched."""
         with self._lock:
             if uid not in self._sums:
-                self._sums[uid] = Accumulation(uid)
+                self._sums[uid] = OpenMiniBatch(uid)
             return self._sums[uid]
 
-    def touched(self) -> dict[str, Accumulation]:
+    def touched(self) -> dict[str, OpenMiniBatch]:
         """The sums that a commit would apply, by expert."""
         with self._lock:
             return dict(self._sums)
@@ -52,14 +52,14 @@ class MiniBatch:
         with self._lock:
             self._broken = self._broken or error
 
-    def end(self, sums: Mapping[str, Accumulation]) -> None:
+    def end(self, sums: Mapping[str, OpenMiniBatch]) -> None:
         """These were committed, or are given up."""
         with self._lock:
             for uid, each in sums.items():
                 if self._sums.get(uid) is each:
                     del self._sums[uid]
 
-    def discard(self) -> dict[str, Accumulation]:
+    def discard(self) -> dict[str, OpenMiniBatch]:
         """All are given up; what they were."""
         with self._lock:
             given_up, self._sums, self._broken = self._sums, {}, None
@@ -77,9 +77,9 @@ class Addition:
     """
 
     def __init__(self, batch: MiniBatch) -> None:
-        self.parts: dict[str, Accumulation] = {}
+        self.parts: dict[str, OpenMiniBatch] = {}
         self._batch = batch
-        self._sums: list[Accumulation | None] = []
+        self._sums: list[OpenMiniBatch | None] = []
         self._added: set[int] = set()
 
     def begin(self, uid: str, *, split: bool = False) -> str:
@@ -88,7 +88,7 @@ class Addition:
         if self._batch.accumulates:
             one = self._batch.open(uid)
         elif split:
-            one = self.parts.setdefault(uid, Accumulation(uid))
+            one = self.parts.setdefault(uid, OpenMiniBatch(uid))
         self._sums.append(one)
         return "" if one is None else one.name
 

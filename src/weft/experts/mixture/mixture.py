@@ -20,9 +20,8 @@ from weft.core.ambient import is_checkpointing, is_recomputing
 from weft.core.boundary import cross
 from weft.core.errors import SpecError, UsageError
 from weft.core.untraced import untraced
-from weft.experts.client.anchor import Anchored
+from weft.experts.client.autograd import RemoteLayer, forbid_tangents
 from weft.experts.client.connections import Connections
-from weft.experts.client.journey import forbid_tangents
 from weft.experts.client.retry import Retry
 from weft.experts.compression import Policy
 from weft.experts.mixture.arguments import mixture_faults
@@ -43,7 +42,7 @@ RETRY = Retry(attempts=3)
 """A mixture has other experts to go on with, so it does not try one for long."""
 
 
-class RemoteMixtureOfExperts(Anchored):
+class RemoteMixtureOfExperts(RemoteLayer):
     """The weighted mean of the k best experts of a grid, for each sample.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import TWICE, BackwardTwiceError, listed
-from weft.experts.client.journey import AT_ITS_SERVER
+from weft.experts.client.autograd import ONLY_ONCE
 from weft.experts.errors import AnomalyError, NoExpertsError
 from weft.experts.mixture.calls import Calls, Request
 from weft.experts.mixture.commit import Committer
@@ -105,7 +105,7 @@ class Passage:
     @property
     def only_once(self) -> str:
         """See `weft.core.boundary.OnceDifferentiable`."""
-        return f"each expert of a mixture {AT_ITS_SERVER}"
+        return f"each expert of a mixture {ONLY_ONCE}"
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
         """Zero for the anchor, then one gradient per flat input that wants one. Each call is a backward of the experts.
@@ -132,13 +132,13 @@ class Passage:
         means, dispatch, terms = self._means, self._dispatch, self._means.terms
         sent, signature = self._sent or [], means.layout.signature
         shelf = Shelf(dispatch.samples, dispatch.k, finite=terms.detect_anomalies)
-        many = len(signature.outputs.specs)
         floor = terms.k_min if terms.allow_zero_outputs else max(1, terms.k_min)
         if dispatch.k < floor and not terms.allow_zero_outputs:  # nobody has failed, and no wait would help
             raise few_live(len(self._uids), floor)
         requests = [
-            means.calls.forward(
-                self._uids[span.expert], _part(sent, span, None), many, self.keys.forward(span), self._deadline
+            Request(
+                means.calls.requests.forward(self._uids[span.expert], _part(sent, span, None), self.keys.forward(span)),
+                self._deadline,
             )
             for span in dispatch.spans
         ]
@@ -178,7 +178,10 @@ class Passage:
             uid, key = self._uids[span.expert], self.keys.backward(span, whole=left is None)
             inputs.append(_part(sent, span, left))
             mini_batch = addition.begin(uid, split=signature.trained and counts[span.expert] > 1)
-            requests.append(means.calls.backward(uid, inputs[-1], _part(rows, span, left), key, mini_batch, deadline))
+            call, whole = means.calls.requests.backward(
+                uid, inputs[-1], _part(rows, span, left), key, mini_batch, means.calls.token(uid)
+            )
+            requests.append(Request(call, deadline, whole))
             places.append(torch.arange(span.start, span.stop, device=_CPU) if left is None else left)
         try:
             self._exchange(
@@ -215,7 +218,7 @@ class Passage:
         samples = [self._dispatch.rows[place] for place in places]
 
         def heard(index: int, answer: Received) -> Tensor | None:
-            receipt = means.calls.heard(requests[index].uid, answer)
+            receipt = means.calls.accept(requests[index].uid, answer)
             if addition is not None:
                 addition.added(index, receipt.incarnation)
             return accept(index, answer)

@@ -19,7 +19,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import WeftError
-from weft.experts.client.channel import open_channel
+from weft.experts.client.transport import open_channel
 from weft.experts.errors import DamagedError
 from weft.experts.fork_guard import GrpcThreads
 from weft.experts.replica.mark import Ask, News, Told, read_told

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.core.errors import UsageError, listed
 from weft.experts.checks import count_fault, seconds_fault, token_fault
-from weft.experts.client.channel import ClientTls
+from weft.experts.client.transport import ClientTls
 
 
 @dataclass(frozen=True)

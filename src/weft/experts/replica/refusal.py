@@ -10,7 +10,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import WeftError
-from weft.experts.client.refusal import unreachable
+from weft.experts.client.transport import unreachable
 from weft.experts.tls import ClientTls
 from weft.experts.wire import ForbiddenError
 

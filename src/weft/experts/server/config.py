@@ -42,7 +42,7 @@ from typing import Any
 
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client.channel import ClientTls
+from weft.experts.client.transport import ClientTls
 from weft.experts.directory import Directory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls

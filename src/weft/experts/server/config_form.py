@@ -11,7 +11,7 @@ from weft.experts.accumulation import SumsOptions
 from weft.experts.address import address_fault, is_loopback, split
 from weft.experts.batching import PoolOptions
 from weft.experts.checks import count_fault
-from weft.experts.client.channel import ClientTls
+from weft.experts.client.transport import ClientTls
 from weft.experts.directory.etcd_endpoints import EtcdTls
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.server.auth import Role

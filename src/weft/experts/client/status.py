@@ -1,4 +1,4 @@
-"""``weft status``: what a server says of itself, for a person in a terminal.
+"""Text of ``weft status``: the numbers of a server's status page, for a terminal.
 
 weft server 10.0.0.7:7070, up 1:02:03, 12 connections, 3 calls under way
 expert   steps   durable  batches    waiting  refused
@@ -9,21 +9,21 @@ import json
 from datetime import timedelta
 
 from weft.core.errors import escaped
-from weft.experts.client.channel import ClientTls, GrpcTransport
+from weft.experts.client.transport import GrpcTransport
 from weft.experts.panel.summary import ExpertLine, Status, summary
 from weft.experts.replica.statistics import line
+from weft.experts.tls import ClientTls
 
 
 def status(address: str, *, tls: ClientTls | None = None, token: str | None = None, as_json: bool = False) -> str:
-    """The text. Raises ``UnreachableError``, ``ForbiddenError`` or ``DeadlineError``."""
+    """The text of a server's status. Raises ``UnreachableError``, ``ForbiddenError`` or ``DeadlineError``."""
     with GrpcTransport(address, tls=tls, token=token) as transport:
-        told = transport.status()
-    found = json.loads(told)
+        found = json.loads(transport.status())
     return json.dumps(found) if as_json else shown(found)
 
 
 def shown(status: Status) -> str:
-    """A status as lines: the numbers of the status page."""
+    """A status as lines."""
     seen = summary(status)
     state = f", draining: {seen.draining}" if seen.draining else ""
     head = (

@@ -1,0 +1,457 @@
+"""Client stub of one expert: info, forward, backward, commit and discard as calls under one deadline each.
+
+    forward    key ──> the server keeps graph and inputs, if it is asked to and has a budget for them, and says so
+    backward   key ──> kept: only the gradients are sent; and where the inputs are gone meanwhile, the whole call
+    again      key+1   another backward of the same forward: a step of its own, with the same random numbers
+    in parts   key/2   of the third part of a call that has more rows than the server takes at a time
+    commit     the name of the mini-batch is its key
+
+A call that steps bears a fence: the fencing token of the owner that the directory names (a replaced owner refuses), and
+for a commit the incarnation of the server that holds the sum. An answer of a replaced owner is not used.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+import uuid
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import WeftError
+from weft.core.turns import waiting
+from weft.experts.client.connections import Resolver
+from weft.experts.client.retry import RetryingCaller
+from weft.experts.client.signature import Signature
+from weft.experts.compression import Policy
+from weft.experts.directory.token import number_of, replaced
+from weft.experts.errors import CommitError, DeadlineError, InputsGoneError, NotOwnerError, StepsLostWarning
+from weft.experts.task import REPEATED
+from weft.experts.wire import Call, Flags, Header, Kind, Received
+from weft.experts.wire.service import Description, Receipt, read_description, read_receipt
+
+_PAST_INCARNATIONS = 16  # whose late answers are recognised
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How a `RemoteExpert` calls; see its arguments."""
+
+    timeout: float = 30.0
+    compression: Policy = field(default_factory=Policy)
+    client: str = ""
+    accumulate: bool = False
+    keep_graph: bool = False
+
+
+class ExpertStub:
+    """The calls of one expert. Thread-safe."""
+
+    def __init__(self, uid: str, caller: RetryingCaller, options: CallOptions) -> None:
+        self.uid = uid
+        self.caller = caller
+        self.options = options
+        self.requests = RequestBuilder(client_name(options.client), options.compression)
+        self.mini_batch = OpenMiniBatch(uid)
+        self.progress = ExpertProgress(uid, caller.resolver)
+        self._lock = threading.Lock()
+        self._signature: Signature | None = None
+
+    def describe(self) -> Description:
+        """The server's current description of the expert."""
+        return self._described(self.options.timeout)
+
+    def deadline(self) -> float:
+        """Of a call that begins now, as a time of `time.monotonic`."""
+        return time.monotonic() + self.options.timeout
+
+    def signature(self, deadline: float) -> Signature:
+        """The expert's signature, requested once. Raises ``DeadlineError`` if it is not known by ``deadline``."""
+        found = self._signature
+        if found is not None:
+            return found
+        with waiting():  # for the lock too: its holder needs the RNG lock only afterwards
+            if not self._lock.acquire(timeout=self._left(deadline)):
+                raise self._late()
+            try:
+                found = self._signature = self._signature or Signature(self._described(self._left(deadline)))
+            finally:
+                self._lock.release()
+        return found
+
+    def forward(self, inputs: Sequence[Tensor], key: "IdempotencyKey", deadline: float) -> list[Tensor]:
+        """The flat outputs. The key says whether the server is to keep the graph, and is told whether it did.
+
+        A call of more rows than the server takes at a time is sent in parts.
+        """
+        signature = self.signature(deadline)
+        parts = _split(inputs, signature.max_batch_size)
+        keys = key.split(len(parts)) if len(parts) > 1 else [key]
+        found: list[list[Tensor]] = []
+        for part, own in zip(parts, keys, strict=True):
+            answer = self._answer(self.requests.forward(self.uid, part, own), deadline)
+            own.on_response(answer)
+            found.append(signature.results(answer, part[0].device))
+        return found[0] if len(parts) == 1 else [torch.cat(outputs) for outputs in zip(*found, strict=True)]
+
+    def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: "IdempotencyKey") -> list[Tensor]:
+        """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch.
+
+        Parts of a call add to one mini-batch, which is committed in the end: they are one step as well, or none.
+        """
+        deadline = self.deadline()
+        signature = self.signature(deadline)
+        parts = _split([*inputs, *gradients], signature.max_batch_size)
+        mini_batch = self.mini_batch if self.options.accumulate else None
+        if len(parts) == 1:
+            return self._backward(inputs, gradients, key, mini_batch, deadline)
+        own = OpenMiniBatch(self.uid) if signature.trained and mini_batch is None else None
+        try:
+            found = [
+                self._backward(part[: len(inputs)], part[len(inputs) :], each, own or mini_batch, deadline)
+                for part, each in zip(parts, key.split(len(parts)), strict=True)
+            ]
+            if own is not None:
+                self._commit(own, deadline)
+        except BaseException:
+            if own is not None:
+                self._discard(own, 0.0)
+            raise
+        return [torch.cat(rows) for rows in zip(*found, strict=True)]
+
+    def commit(self) -> bool:
+        """One step with the gradients of the open mini-batch; False if there are none."""
+        return self._commit(self.mini_batch, self.deadline())
+
+    def discard(self, timeout: float = 0.0) -> None:
+        """Begin the next mini-batch, and tell the server to drop this one.
+
+        Its answer is waited for at most ``timeout`` seconds, such as before the connection is closed.
+        """
+        self._discard(self.mini_batch, timeout)
+
+    def _backward(
+        self,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        key: "IdempotencyKey",
+        mini_batch: "OpenMiniBatch | None",
+        deadline: float,
+    ) -> list[Tensor]:
+        """One call, whose gradients of parameters are added to this mini-batch; None: they are a step."""
+        name = "" if mini_batch is None else mini_batch.name
+        token = self.caller.resolver.token()
+        call, whole = self.requests.backward(self.uid, inputs, gradients, key, name, token)
+        try:
+            try:
+                answer = self._answer(call, deadline)
+            except InputsGoneError:
+                answer = self._answer(whole, deadline)
+        except BaseException as error:
+            if mini_batch is not None:
+                mini_batch.failed(name, error)
+            raise
+        if mini_batch is not None:
+            mini_batch.added(name, read_receipt(answer.header.data).incarnation)
+        return self.signature(deadline).input_gradients(answer, inputs)
+
+    def _commit(self, mini_batch: "OpenMiniBatch", deadline: float) -> bool:
+        ready = mini_batch.ready()
+        if ready is None:
+            return False
+        name, incarnation = ready
+        try:
+            self._answer(self.requests.commit(self.uid, name, incarnation, self.caller.resolver.token()), deadline)
+        except CommitError as error:
+            mini_batch.failed(name, error)
+            raise
+        mini_batch.end(name)
+        return True
+
+    def _discard(self, mini_batch: "OpenMiniBatch", timeout: float) -> None:
+        name = mini_batch.give_up()
+        if name is not None:
+            sent = self.caller.send(self.requests.discard(self.uid, name), self.options.timeout)
+            if sent is not None and timeout:
+                wait([sent], min(timeout, self.options.timeout))
+
+    def _described(self, seconds: float) -> Description:
+        found = read_description(self.caller.call(self.requests.info(self.uid), seconds).header.data)
+        self.progress.update(found.steps, Receipt(found.durable, found.incarnation))
+        return found
+
+    def _answer(self, call: Call, deadline: float) -> Received:
+        return self.caller.call(call, self._left(deadline), self.progress.accept)
+
+    def _left(self, deadline: float) -> float:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise self._late()
+        return left
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(
+            f"a call of expert {self.uid!r} was not sent: its description is requested first, which took all of the "
+            f"{self.options.timeout:g} s"
+        )
+
+
+def _split(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
+    """The parts of a call, each of at most so many rows."""
+    if not tensors or tensors[0].shape[0] <= rows:
+        return [tensors]
+    count = -(-tensors[0].shape[0] // rows)
+    return [[tensor[part * rows : (part + 1) * rows] for tensor in tensors] for part in range(count)]
+
+
+def client_name(wanted: str) -> str:
+    """The name by which servers know a caller: the wanted one, or one that no other client has."""
+    return wanted or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+@dataclass(eq=False, slots=True)
+class IdempotencyKey:
+    """Key of a forward and its backward. By it a server finds what it kept of the one for the other, recognises a
+    repetition, and draws the same random numbers for both.
+
+    ``text`` is sent. ``keep``: the server is asked to keep graph and inputs; ``kept``: it has said that it holds the
+    inputs. ``evaluation``: the module runs as after ``eval()``, in forward and backward.
+    """
+
+    keep: bool = False
+    evaluation: bool = False
+    text: str = field(default_factory=lambda: secrets.token_hex(16))  # not of the user's generators
+    kept: bool = False
+    _repetition: int = 0
+    _parts: "list[IdempotencyKey]" = field(default_factory=list["IdempotencyKey"])
+
+    def on_response(self, answer: Received) -> None:
+        """Note whether the server kept what the forward asked it to keep."""
+        self.kept = Flags.KEEP in answer.header.flags
+
+    def again(self) -> "IdempotencyKey":
+        """The key of one more backward of the same forward."""
+        first, _, _ = self.text.partition(REPEATED)
+        number = self._repetition + 1
+        return IdempotencyKey(evaluation=self.evaluation, text=f"{first}{REPEATED}{number}", _repetition=number)
+
+    def split(self, count: int) -> "list[IdempotencyKey]":
+        """The keys of so many parts of a call, the same ones for its forward and its backward."""
+        if len(self._parts) != count:
+            first, repeated, number = self.text.partition(REPEATED)
+            texts = [f"{first}/{part}{repeated}{number}" for part in range(count)]
+            self._parts = [IdempotencyKey(self.keep, self.evaluation, text) for text in texts]
+        return self._parts
+
+
+@dataclass(frozen=True)
+class RequestBuilder:
+    """Calls of any expert, as a client sends them under its name. ``token``: the fencing token of the owner."""
+
+    client: str
+    compression: Policy
+
+    def info(self, uid: str) -> Call:
+        """Request the description of an expert."""
+        return Call(Header(kind=Kind.INFO, call_id=0, uid=uid, client=self.client))
+
+    def forward(self, uid: str, inputs: Sequence[Tensor], key: IdempotencyKey) -> Call:
+        """Request flat outputs."""
+        mode = Flags.EVALUATION if key.evaluation else Flags.NONE
+        header = Header(
+            kind=Kind.FORWARD,
+            call_id=0,
+            uid=uid,
+            client=self.client,
+            key=key.text,
+            flags=mode | Flags.KEEP if key.keep else mode,
+            reply=self.compression.choose("outputs", 1)[0],
+        )
+        return Call(header, inputs, self.compression.choose("inputs", len(inputs)))
+
+    def backward(
+        self,
+        uid: str,
+        inputs: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        key: IdempotencyKey,
+        mini_batch: str,
+        token: int,
+    ) -> tuple[Call, Call]:
+        """Request input gradients: the call to send first, and the whole one, for a server without the inputs.
+
+        The expert steps, once for this key; or adds to its ``mini_batch``, if that is not empty.
+        """
+        mode = Flags.EVALUATION if key.evaluation else Flags.NONE
+        header = Header(
+            kind=Kind.BACKWARD,
+            call_id=0,
+            uid=uid,
+            client=self.client,
+            key=key.text,
+            flags=mode,
+            mini_batch=mini_batch,
+            reply=self.compression.choose("input_gradients", 1)[0],
+            data=Receipt(None, 0, token).to_bytes(),
+        )
+        ways = self.compression.choose("output_gradients", len(gradients))
+        whole = Call(header, [*inputs, *gradients], [*self.compression.choose("inputs", len(inputs)), *ways])
+        if not key.kept:
+            return whole, whole
+        return Call(header._replace(flags=mode | Flags.KEEP), gradients, ways), whole
+
+    def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
+        """Request one step with the sum of a mini-batch, which a server has if it is still of this incarnation."""
+        data = Receipt(None, incarnation, token).to_bytes()
+        return Call(
+            Header(
+                kind=Kind.COMMIT,
+                call_id=0,
+                uid=uid,
+                client=self.client,
+                key=mini_batch,
+                mini_batch=mini_batch,
+                data=data,
+            )
+        )
+
+    def discard(self, uid: str, mini_batch: str) -> Call:
+        """Request that a mini-batch is dropped."""
+        return Call(Header(kind=Kind.DISCARD, call_id=0, uid=uid, client=self.client, mini_batch=mini_batch))
+
+
+class OpenMiniBatch:
+    """The mini-batch whose gradients wait at a server for one commit. Thread-safe.
+
+    It is incomplete, and never applied, if a backward failed or its server was restarted in between.
+    """
+
+    def __init__(self, uid: str) -> None:
+        self._uid = uid
+        self._lock = threading.Lock()
+        self._renew()
+
+    @property
+    def name(self) -> str:
+        """Of the mini-batch, unique."""
+        return self._name
+
+    def added(self, name: str, incarnation: int) -> None:
+        """A gradient was added at this incarnation of the server."""
+        with self._lock:
+            if name == self._name:
+                self._incarnations.add(incarnation)
+
+    def failed(self, name: str, error: BaseException) -> None:
+        """A gradient of this mini-batch was not added."""
+        with self._lock:
+            if name == self._name:
+                self._failure = self._failure or f"{type(error).__name__}: {error}"
+
+    @property
+    def fault(self) -> str | None:
+        """Why gradients are missing; None if none are."""
+        with self._lock:
+            return self._missing()
+
+    def ready(self) -> tuple[str, int] | None:
+        """The name and incarnation to commit; None if nothing was added.
+
+        Raises ``CommitError`` if a part of the gradients is missing.
+        """
+        with self._lock:
+            why = self._missing()
+            if why is not None:
+                raise CommitError(
+                    f"a mini-batch of expert {self._uid!r} is not whole: {why}. Call discard() and run it again"
+                )
+            return None if not self._incarnations else (self._name, next(iter(self._incarnations)))
+
+    def end(self, name: str) -> None:
+        """Begin the next, after this one was committed or given up."""
+        with self._lock:
+            if name == self._name:
+                self._renew()
+
+    def give_up(self) -> str | None:
+        """Begin the next; the name of this one, if a server may have something of it."""
+        with self._lock:
+            name = self._name if self._incarnations or self._failure is not None else None
+            self._renew()
+            return name
+
+    def _missing(self) -> str | None:
+        return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
+
+    def _renew(self) -> None:
+        self._name = uuid.uuid4().hex
+        self._incarnations: set[int] = set()
+        self._failure: str | None = None
+
+
+class ExpertProgress:
+    """Optimizer steps of one expert, and which of them are durable, as of its last answer. Thread-safe.
+
+        steps 41, incarnation 7 ── answers may overtake each other ──> the larger number
+        steps 35, incarnation 8 ── the server was restarted ─────────> what it says now; fewer: a `StepsLostWarning`
+        steps 42, incarnation 7 ── a late answer of the one before ──> ignored
+
+    ``steps`` and ``receipt`` are None before the first answer; ``steps_lost`` counts steps that servers came back
+    without.
+    """
+
+    def __init__(self, uid: str, resolver: Resolver) -> None:
+        self.steps: int | None = None
+        self.receipt: Receipt | None = None
+        self.steps_lost = 0
+        self._uid, self._resolver = uid, resolver
+        self._past: deque[int] = deque(maxlen=_PAST_INCARNATIONS)
+        self._lock = threading.Lock()
+
+    @property
+    def durable_step(self) -> int | None:
+        """The last step that a crash of the server does not lose; None: unknown, or none."""
+        receipt = self.receipt
+        return None if receipt is None else receipt.durable
+
+    def accept(self, answer: Received) -> None:
+        """Take the progress from an answer.
+
+        Raises ``NotOwnerError`` for the answer of an owner which the directory has replaced: its steps are lost.
+        """
+        receipt, known = read_receipt(answer.header.data), self._resolver.token()
+        if known and replaced(receipt.token, known):
+            raise NotOwnerError(
+                f"expert {self._uid!r} was answered by a server with fencing token {number_of(receipt.token)}, but its "
+                f"owner has {number_of(known)}: its step does not count, and the call has to be sent to the owner"
+            )
+        self.update(answer.header.step, receipt)
+
+    def update(self, steps: int, receipt: Receipt) -> None:
+        """Note an answer. Warns with `StepsLostWarning` if the expert has gone back."""
+        with self._lock:
+            if receipt.incarnation in self._past:
+                return
+            before = self.steps or 0
+            if self.receipt is None or self.receipt.incarnation == receipt.incarnation:
+                self.steps, lost = max(before, steps), 0
+            else:
+                self._past.append(self.receipt.incarnation)
+                self.steps, lost = steps, max(0, before - steps)
+                self.steps_lost += lost
+            self.receipt = receipt
+        if lost:
+            warnings.warn(StepsLostWarning(self._uid, before, steps, self._address()), stacklevel=2)
+
+    def _address(self) -> str:
+        try:
+            return self._resolver.transport(0, None).address
+        except WeftError:  # the directory has no server any more
+            return "an unknown address"
