@@ -17,9 +17,7 @@ from weft.core.schedule import Action
 from weft.report import (
     Axis,
     Section,
-    Tile,
     code,
-    details,
     figure,
     line_chart,
     loss_curve,
@@ -27,7 +25,6 @@ from weft.report import (
     page,
     paragraph,
     table,
-    tiles,
     timeline,
 )
 from weft.report.html import Markup, join, number, tag, text
@@ -59,12 +56,11 @@ def html() -> str:
     ran = [Event("F", Action(0, "F", 0), "t", 0.0, 1.0)]
     body = [
         paragraph("a < b"),
-        tiles([Tile("score", "3 dB", "of 4"), Tile("bare", "1")]),
         figure(timeline(ran), "when"),
         figure(memory_curve({"m": [(0.0, 1)]})),
         figure(loss_curve([1.0, 0.5])),
         figure(line_chart({"a": [(1.0, 1.0)]}, title="t", x=Axis("x"), y=Axis("y"), measured={"a": [(1.0, 1.0)]})),
-        details("more <words>", code("if a < b:\n    pass")),
+        code("if a < b:\n    pass"),
         table(["", "<peak>"], [["gpipe", "1 MiB"]]),
     ]
     return page("a & b", [Section("one <two>", body)])
@@ -90,7 +86,7 @@ def test_nothing_is_fetched_and_nothing_runs(html: str) -> None:
 
 def test_what_it_is_given_is_escaped(html: str) -> None:
     assert "<title>a &amp; b</title>" in html and "one &lt;two&gt;" in html and "&lt;peak&gt;" in html
-    assert "a &lt; b" in html and "<summary>more &lt;words&gt;</summary><pre>if a &lt; b:\n    pass</pre>" in html
+    assert "a &lt; b" in html and "<pre>if a &lt; b:\n    pass</pre>" in html
 
 
 def test_both_colour_schemes_give_every_colour_that_the_classes_use(html: str) -> None:

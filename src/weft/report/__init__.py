@@ -7,7 +7,7 @@ Everything here is a pure function from data to text; nothing here runs a model.
 """
 
 from weft.report.chrome_trace import trace, write_trace
-from weft.report.html import Markup, Section, Tile, code, details, figure, page, paragraph, table, tiles
+from weft.report.html import Markup, Section, code, figure, page, paragraph, table
 from weft.report.plot import Axis, line_chart, loss_curve, memory_curve, running_mean, show_bytes, show_time
 from weft.report.timeline import live_bytes, timeline
 
@@ -15,9 +15,7 @@ __all__ = [
     "Axis",
     "Markup",
     "Section",
-    "Tile",
     "code",
-    "details",
     "figure",
     "line_chart",
     "live_bytes",
@@ -29,7 +27,6 @@ __all__ = [
     "show_bytes",
     "show_time",
     "table",
-    "tiles",
     "timeline",
     "trace",
     "write_trace",

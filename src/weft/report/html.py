@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
 
 AttributeValue = str | int | float
 
@@ -55,18 +54,10 @@ def tag(name: str, *content: str, **attributes: AttributeValue | None) -> Markup
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title above what `paragraph`, `figure`, `table`, `tiles`, `code` and `details` make."""
+    """A part of a page: a title above what `paragraph`, `figure`, `table` and `code` make."""
 
     title: str
     body: Sequence[Markup]
-
-
-class Tile(NamedTuple):
-    """A headline number, with its name and what to compare it with."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
@@ -97,24 +88,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
 
 
-def tiles(each: Sequence[Tile]) -> Markup:
-    """Headline numbers side by side."""
-    return tag("div", *map(_tile, each), class_="tiles")
-
-
-def _tile(tile: Tile) -> Markup:
-    note = tag("dd", tile.note, class_="note") if tile.note else ""
-    return tag("dl", tag("dt", tile.label), tag("dd", tile.value), note, class_="tile")
-
-
 def code(words: str) -> Markup:
     """Preformatted text in a monospaced font."""
     return tag("pre", words)
-
-
-def details(summary: str, *body: Markup) -> Markup:
-    """A summary line that a click expands."""
-    return tag("details", tag("summary", summary), *body)
 
 
 # Pictures name classes only; all colours are here, in light and dark. The colours of kinds and curves differ in
@@ -122,13 +98,13 @@ def details(summary: str, *body: Markup) -> Markup:
 _STYLE = """
 :root {
   color-scheme: light dark;
-  --paper: #fbfaf8; --card: #ffffff; --ink: #1f2328; --soft: #5d6570; --rule: #e3e1dc; --accent: #1f6f78;
+  --paper: #fbfaf8; --card: #ffffff; --ink: #1f2328; --soft: #5d6570; --rule: #e3e1dc;
   --f: #2f6fb0; --b: #e39a2d; --r: #a9a4c9; --i: #5aa469; --w: #b75d69; --bar-ink: #ffffff; --b-ink: #1f2328;
   --c0: #2f6fb0; --c1: #d9822b; --c2: #3f8f5b; --c3: #8a5fb5; --c4: #b75d69; --c5: #6b7280;
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --paper: #15181c; --card: #1d2126; --ink: #e8e6e1; --soft: #a2a8b0; --rule: #343a42; --accent: #6fc3cc;
+    --paper: #15181c; --card: #1d2126; --ink: #e8e6e1; --soft: #a2a8b0; --rule: #343a42;
     --f: #6aa5de; --b: #f0b45c; --r: #8f89b8; --i: #7cc48b; --w: #d98a95; --bar-ink: #101418; --b-ink: #101418;
     --c0: #6aa5de; --c1: #f0a04c; --c2: #7cc48b; --c3: #b99ae0; --c4: #d98a95; --c5: #a2a8b0;
   }
@@ -146,11 +122,6 @@ section > :last-child { margin-bottom: 0; }
 figure { margin: 18px 0; overflow-x: auto; }
 figcaption { color: var(--soft); font-size: 14px; margin-top: 6px; max-width: 90ch; }
 svg { display: block; width: 100%; min-width: 640px; height: auto; font: 12px system-ui, sans-serif; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 4px 0 18px; }
-.tile { margin: 0; border-left: 3px solid var(--accent); padding: 2px 0 2px 14px; }
-.tile dt { color: var(--soft); font-size: 14px; }
-.tile dd { margin: 0; font-size: 25px; line-height: 1.25; font-variant-numeric: tabular-nums; }
-.tile dd.note { color: var(--soft); font-size: 13px; line-height: 1.4; }
 .wide { overflow-x: auto; margin: 12px 0 18px; }
 table { border-collapse: collapse; font-size: 15px; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 6px 22px 6px 0; text-align: right; border-bottom: 1px solid var(--rule); }
@@ -159,8 +130,6 @@ th:first-child, td:first-child { text-align: left; }
 pre { margin: 12px 0 18px; padding: 12px 16px; max-height: 480px; overflow: auto; }
 pre { background: var(--paper); border: 1px solid var(--rule); border-radius: 8px; }
 pre { font: 12.5px/1.5 ui-monospace, monospace; }
-details { margin: 12px 0 18px; }
-summary { cursor: pointer; color: var(--accent); }
 @media (max-width: 720px) {
   main { padding: 20px 10px 40px; }
   section { padding: 16px 14px; }
