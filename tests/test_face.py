@@ -28,7 +28,7 @@ import sys
 import weft
 assert not [name for name in sys.modules if name.startswith(("weft.recurrent", "weft.experts", "weft.pipeline"))]
 assert "Recurrent" in dir(weft) and "errors" in dir(weft)
-from weft.recurrent.network import Recurrent
+from weft.recurrent.recurrent import Recurrent
 assert weft.Recurrent is Recurrent and "weft.experts" not in sys.modules
 assert weft.experts.ExpertBackend is weft.ExpertBackend and "grpc" not in sys.modules
 assert issubclass(weft.errors.OverloadError, weft.WeftError) and "grpc" not in sys.modules

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.recurrent.cells import LSTMCell, by_torch, by_weft, with_weights_of
 from benchmarks.recurrent.work import Forward
-from weft.recurrent import Recurrent, workspace
+from weft.recurrent import Recurrent
+from weft.recurrent import buffers as workspace
 from weft.recurrent.memory import Memory, keeping, size_of
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

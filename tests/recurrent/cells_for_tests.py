@@ -11,7 +11,7 @@ from weft.recurrent.capture import capture
 from weft.recurrent.cpp.backend import NativeEngine
 from weft.recurrent.cpp.decompositions import composed
 from weft.recurrent.engine import Engine
-from weft.recurrent.python_engine import PythonEngine
+from weft.recurrent.python_backend import PythonEngine
 
 
 class Case(NamedTuple):

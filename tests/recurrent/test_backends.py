@@ -14,8 +14,8 @@ from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import KINDS, NoPlanWarning, Plans
 from weft.recurrent.cpp.backend import NativeEngine
-from weft.recurrent.network import _check
 from weft.recurrent.planned import PlannedCall
+from weft.recurrent.recurrent import _check
 from weft.recurrent.verify import PlanError
 
 ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)

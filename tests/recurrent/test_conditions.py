@@ -25,8 +25,7 @@ from weft.core.tree import map_leaves
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.cell import adapt
-from weft.recurrent.conditions import conditions_of
-from weft.recurrent.rows import Rows
+from weft.recurrent.masking import Rows, conditions_of
 
 STEPS, ROWS = 6, 3
 

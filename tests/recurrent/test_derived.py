@@ -11,7 +11,7 @@ from tests.recurrent.cells_for_tests import CASES, Case, engine_of, every_case
 from tests.recurrent.recurrent_cases import by_plan
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
 from weft.core.tree import flatten, unflatten
-from weft.recurrent.derived import run_derived
+from weft.recurrent.autograd import run_derived
 from weft.recurrent.memory import Memory
 
 

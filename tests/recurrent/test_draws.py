@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import by_plan, eagerly, planned, run_by
 from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.capture import capture
-from weft.recurrent.draws import drawn
+from weft.recurrent.random import drawn
 
 
 class Drawing(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weft.core.tree import flatten
 from weft.recurrent import Recurrent
-from weft.recurrent import inductor_engine as module
+from weft.recurrent import inductor_backend as module
 from weft.recurrent.plan import Plan
 
 T, N, D, H = 5, 2, 3, 4

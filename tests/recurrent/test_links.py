@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
 from weft.core.errors import SpecError, UsageError
-from weft.recurrent import Window, functional, network, recurrent_net
+from weft.recurrent import Window, recurrent_net
+from weft.recurrent import recurrent as network
 
 Named = dict[str, Any]
 
@@ -147,7 +148,7 @@ def test_what_is_no_cell_no_links_or_no_inputs_by_name_is_told_at_once() -> None
         "links['h'] is of type int, wanted the name of an output, or a Window over it",
     ]
     with pytest.raises(SpecError) as mixed:
-        functional._check(None, torch.ones(3, 2, 1), "h", None, "full", "auto", "first")
+        network._check_net(None, torch.ones(3, 2, 1), "h", None, "full", "auto", "first")
     assert told(mixed) == [
         "cell is None, wanted a module or a function of one time step",
         "links is of type str, wanted a dict: for every state the output that feeds it",

@@ -14,12 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 from tests.recurrent.recurrent_cases import by_plan, needs_compiler, planned
 from weft.core.errors import UsageError
 from weft.core.tree import flatten
-from weft.recurrent import cells, workspace
+from weft.recurrent import buffers as workspace
+from weft.recurrent import cells
+from weft.recurrent.buffers import pool
 from weft.recurrent.cell import adapt
 from weft.recurrent.cpp.backend import NativeEngine
 from weft.recurrent.engine import Chunk, borders
-from weft.recurrent.memory import Keeping, Size, keeping, size_of
-from weft.recurrent.workspace import pool
+from weft.recurrent.memory import Keeping, Size, keeping
 
 TOLD = 0.1  # how far a prediction may be off
 
@@ -100,10 +101,7 @@ def measured(cell: nn.Module, backend: str, memory: Any, steps: int) -> tuple[in
     """Bytes that a call with its backward takes, and what was predicted."""
     net = planned(cell, backend, memory=memory, verify="never")
     x = torch.randn(steps, 8, 24, requires_grad=True)
-    net(x[:2])  # makes the plan
-    (choice,) = net._plans._known.values()
-    state = flatten(zero_state(cell, 8))[0]
-    looks = size_of(choice.engine, steps, state)
+    told = net.forecast(steps, x[:2])
     pool.release()
 
     def run() -> list[Tensor]:
@@ -113,13 +111,21 @@ def measured(cell: nn.Module, backend: str, memory: Any, steps: int) -> tuple[in
         return [outputs, *torch.autograd.grad(ends, [x, *net.parameters()], seeds)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workspace, "PAGES_OF_ITS_OWN", 1 << 60)  # all by PyTorch's allocator, which is watched
-        return peak(run), looks.peak(keeping(memory, looks))
+        patch.setattr(workspace, "_OWN_PAGES", 1 << 60)  # all by PyTorch's allocator, which is watched
+        return peak(run), told.get(memory, memory)
 
 
 def zero_state(cell: nn.Module, rows: int) -> Any:
     """An initial state of the cell."""
     return adapt(cell).own_initial()(torch.zeros(rows, 24))
+
+
+def test_without_a_plan_there_is_no_forecast() -> None:
+    net = planned(CELLS["LSTM"](), "eager")
+    with pytest.raises(UsageError, match=r'run by the eager loop, because .*backend="eager"'):
+        net.forecast(10, torch.randn(1, 8, 24))
+    with pytest.raises(UsageError, match="steps is 0, wanted at least 1"):
+        net.forecast(0, torch.randn(1, 8, 24))
 
 
 @needs_compiler

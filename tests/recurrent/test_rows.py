@@ -12,7 +12,7 @@ from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradi
 from weft.core.errors import SpecError
 from weft.core.tree import map_leaves
 from weft.recurrent.faults import Faults, truncate_fault
-from weft.recurrent.rows import read_rows
+from weft.recurrent.masking import read_rows
 from weft.recurrent.sequence import read_inputs
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.recurrent.recurrent_cases import by_plan, run_by
 from weft.core.errors import InPlaceError, UsageError
 from weft.recurrent import NoPlanWarning, Recurrent, recurrent_net
-from weft.recurrent.workspace import Workspaces
+from weft.recurrent.buffers import WorkspacePool
 
 SCALE = 2.0
 Pair = tuple[Tensor, Tensor]
@@ -208,7 +208,7 @@ def test_a_plan_can_be_made_within_checkpointing() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_has_workspaces_of_its_own() -> None:
-    spaces = Workspaces()
+    spaces = WorkspacePool()
     buffer = spaces.take(1 << 20)
     buffer.zero_()
     child = os.fork()

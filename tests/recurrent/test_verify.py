@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tests.recurrent.cells_for_tests import CASES, Case, engine_of, every_case
 from tests.recurrent.recurrent_cases import by_plan
 from tests.recurrent.test_derived import sequence
-from weft.recurrent import python_engine
+from weft.recurrent import python_backend as python_engine
 from weft.recurrent.capture import capture
 from weft.recurrent.parts import cut
-from weft.recurrent.python_engine import PythonEngine
+from weft.recurrent.python_backend import PythonEngine
 from weft.recurrent.verify import PlanError, verify
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.recurrent.recurrent_cases import by_plan, planned
-from weft.recurrent import workspace
-from weft.recurrent.workspace import Workspaces, pool
+from weft.recurrent import buffers as workspace
+from weft.recurrent.buffers import WorkspacePool, pool
 
 
 def test_a_buffer_that_was_given_back_is_used_again_for_what_is_not_much_smaller() -> None:
-    pool = Workspaces()
+    pool = WorkspacePool()
     one, other = pool.take(100_000), pool.take(150_000)
     pool.give(other)
     pool.give(one)
@@ -29,7 +29,7 @@ def test_a_buffer_that_was_given_back_is_used_again_for_what_is_not_much_smaller
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1 << 20)), max_size=30))
 def test_a_buffer_has_one_owner_is_large_enough_and_what_is_idle_is_counted(steps: list[tuple[int, int]]) -> None:
-    pool = Workspaces()
+    pool = WorkspacePool()
     out: list[torch.Tensor] = []
     idle: dict[int, int] = {}
     for what, size in steps:
@@ -52,8 +52,8 @@ def test_a_buffer_has_one_owner_is_large_enough_and_what_is_idle_is_counted(step
 def test_what_is_more_than_a_share_of_the_free_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 8_000_000
     monkeypatch.setattr(workspace, "_free_memory", lambda: free)
-    monkeypatch.setattr(workspace, "ASK_AGAIN", -1.0)
-    pool = Workspaces()
+    monkeypatch.setattr(workspace, "_ASK_AGAIN", -1.0)
+    pool = WorkspacePool()
     buffers = [pool.take(400_000) for _ in range(4)]
     for each in buffers:
         pool.give(each)
@@ -65,7 +65,7 @@ def test_what_is_more_than_a_share_of_the_free_memory_is_not_kept(monkeypatch: p
 
 
 def test_when_memory_runs_out_the_idle_is_given_up_and_it_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Workspaces()
+    pool = WorkspacePool()
     pool.give(pool.take(1000))
     empty, tries = torch.empty, []
 

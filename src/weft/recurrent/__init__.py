@@ -17,14 +17,12 @@ A plan in place of the loop: conditions.py, draws.py   lengths and random number
 """
 
 from weft.recurrent.backends import NoPlanWarning
+from weft.recurrent.buffers import release
 from weft.recurrent.cell import InputWidthError
-from weft.recurrent.functional import recurrent_net
 from weft.recurrent.layers import GRU, LSTM, RNN, Bidirectional, Caffe2LSTM, Stack
-from weft.recurrent.layers.arguments import LayerInputError
+from weft.recurrent.layers.rnn import LayerInputError
 from weft.recurrent.links import Window
-from weft.recurrent.network import Recurrent
-from weft.recurrent.unrolling import Result
-from weft.recurrent.workspace import release
+from weft.recurrent.recurrent import Recurrent, Result, recurrent_net
 
 __all__ = [
     "GRU",

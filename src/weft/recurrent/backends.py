@@ -21,16 +21,16 @@ from typing import Literal
 
 import torch
 
-from weft.core.errors import WeftError
+from weft.core.errors import UsageError, WeftError
 from weft.recurrent import eager
 from weft.recurrent.capture import MisfitError
 from weft.recurrent.cpp.compiler import CompileError
 from weft.recurrent.cpp.operators import Unsupported
 from weft.recurrent.engine import Engine
+from weft.recurrent.guards import unobserved
 from weft.recurrent.memory import NAMES as MEMORY
-from weft.recurrent.memory import Memory
+from weft.recurrent.memory import Memory, keeping
 from weft.recurrent.planned import RACE_STEPS, PlannedCall, unfit
-from weft.recurrent.trial import unobserved
 from weft.recurrent.verify import PlanError
 
 Name = Literal["auto", "c", "inductor", "python", "eager"]
@@ -139,6 +139,20 @@ class Plans:
             return None, f"cell {call.cell.name} runs by the eager loop: {COMPUTED}"
         choice = self._choice(call)
         return None if choice.engine is None else call.run(choice.engine, self._memory), choice.warning
+
+    def forecast(self, job: eager.Job, steps: int) -> dict[str, int]:
+        """See `Recurrent.forecast`; makes the plan, if there is none yet."""
+        why = unfit(job.inputs, job.initial)
+        if self._backend == "eager":
+            why = 'the network has backend="eager"'
+        elif why is None:
+            call = PlannedCall(job)
+            choice = None if call.computed else self._choice(call)
+            if choice is not None and choice.engine is not None:
+                size = call.size(choice.engine, steps)
+                return {mode: size.peak(keeping(mode, size)) for mode in MEMORY}
+            why = COMPUTED if choice is None else choice.why
+        raise UsageError(f"no forecast for cell {job.cell.name}: such sequences run by the eager loop, because {why}")
 
     def explanations(self) -> list[str]:
         """What was chosen for every kind, in words."""

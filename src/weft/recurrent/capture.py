@@ -29,9 +29,8 @@ from weft.core.boundary import quiet_hooks
 from weft.core.errors import WeftError
 from weft.core.tree import Structure, flatten, map_leaves, unflatten
 from weft.recurrent.captured import Captured, roles_of
-from weft.recurrent.draws import bound, lifted, note_strides, tell_apart
-from weft.recurrent.pure import make_fx, purified, writes
-from weft.recurrent.shorten import shorten
+from weft.recurrent.passes import make_fx, purified, shorten, writes
+from weft.recurrent.random import bound, lifted, note_strides, tell_apart
 from weft.recurrent.tidy import tidy
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from weft.core.tree import Structure, unflatten
-from weft.recurrent.draws import Draw
+from weft.recurrent.random import Draw
 
 Value = fx.Node | None
 """A node of the graph, or None where there is no value: a gradient of what has none."""

@@ -8,16 +8,30 @@
     the loop calls       cell(x_t, state, t) -> (y_t, new_state)          a `Cell`
 
 An adapter holds no tensor of its own: parameters stay where the user's module has them, under its own names.
+
+States at the border of a step: the initial one is broadcast over the batch, a new one must fit the old.
+
+    given                   x_t            becomes
+    N x H                   N x D          as it is
+    1 x H                   N x D          N x H, the gradient is summed over the rows
+    H                       N x D          N x H: fewer axes than the input, so no rows yet
+    H                       D              as it is: a sequence without rows
+
+A state has one shape and one dtype through all steps. Only the first step may settle them, as a plain loop would:
+the cell may return a larger shape that the initial state broadcasts to, and floating numbers where the initial state
+holds whole ones. Of two floating dtypes, one is a mistake, but under autocast.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from weft.core.errors import SpecError
-from weft.core.tree import flatten, map_leaves, unflatten
+from weft.core.errors import SpecError, listed
+from weft.core.tree import difference, flatten, map_leaves, structure_paths, unflatten
 from weft.recurrent.faults import Faults
+from weft.recurrent.sequence import Inputs
 
 
 class InputWidthError(SpecError, RuntimeError):
@@ -113,3 +127,109 @@ def adapt(function: Callable[..., Any], *, time_step: bool = False) -> Cell:
     if isinstance(function, nn.RNNCellBase):
         return TorchCell(function)
     return Cell(function, time_step=time_step)
+
+
+def spread(state: Any, inputs: Inputs, faults: Faults, *, for_one_row: bool = False) -> Any:
+    """An initial state with one row per row of the inputs. What does not fit goes to ``faults``.
+
+    ``for_one_row``: it was written down before any batch was known, so that a first axis which happens to have
+    size N is no batch.
+    """
+    leaves, structure = flatten(state)
+    names = structure_paths(structure, "state")
+    return unflatten(
+        structure,
+        [_spread(name, leaf, inputs, for_one_row, faults) for name, leaf in zip(names, leaves, strict=True)],
+    )
+
+
+def _spread(name: str, leaf: Any, inputs: Inputs, for_one_row: bool, faults: Faults) -> Any:
+    if not isinstance(leaf, Tensor):
+        faults.spec.append(f"{name} is of type {type(leaf).__name__}, wanted a tensor")
+        return leaf
+    rows = inputs.rows
+    if rows is None:
+        return leaf
+    first = leaf.shape[0] if leaf.dim() else None
+    # A state with fewer axes than this has no rows yet. 0: nothing tells that there are rows, so none are added.
+    with_rows = max(inputs.axes, 2) if inputs.certain else inputs.axes if inputs.axes > 1 else 0
+    if leaf.dim() < with_rows and (first not in (1, rows) or (for_one_row and leaf.dim() < inputs.axes)):
+        return leaf.expand(rows, *leaf.shape)
+    if first == 1 and (with_rows or leaf.dim() > 1):
+        return leaf.expand(rows, *leaf.shape[1:])
+    if first != rows and (inputs.certain or inputs.axes == leaf.dim() == 2):
+        faults.spec.append(f"{name} has shape {tuple(leaf.shape)}, wanted {rows} rows, or 1 for all of them")
+    return leaf
+
+
+class Border:
+    """What passes from step to step: the structure, shapes and dtypes of the states, checked at every step."""
+
+    def __init__(self, initial: Any, rows: int | None) -> None:
+        """``rows``: N where states are chosen per row (masks, resets), so that each must have rows."""
+        self.leaves, self.structure = flatten(initial)
+        self._rows = rows
+        self._settled = False
+
+    def accept(self, new: Any, t: int) -> list[Tensor]:
+        """The leaves of the state that step ``t`` returned. Raises ``SpecError`` that lists all that is wrong."""
+        leaves, structure = flatten(new)
+        if structure is not self.structure:
+            fault = difference(self.structure, structure, "state")
+            if fault:
+                raise SpecError(listed(f"the state that step {t} returned is not as the one that it got:", [fault]))
+        if self._settled and all(map(_alike, self.leaves, leaves)):
+            return leaves
+        return self._settle(leaves, t)
+
+    def _settle(self, leaves: list[Any], t: int) -> list[Tensor]:
+        names = structure_paths(self.structure, "state")
+        faults = [
+            f"{name} {fault}"
+            for name, old, leaf in zip(names, self.leaves, leaves, strict=True)
+            for fault in self._faults(old, leaf)
+        ]
+        if faults:
+            raise SpecError(listed(f"the state that step {t} returned is not as the one that it got:", faults))
+        self.leaves = [fit(old, leaf) for old, leaf in zip(self.leaves, leaves, strict=True)]
+        self._settled = True
+        return leaves
+
+    def _faults(self, old: Tensor, leaf: Any) -> list[str]:
+        if not isinstance(leaf, Tensor):
+            return [f"is of type {type(leaf).__name__}, wanted a tensor"]
+        faults: list[str] = []
+        if not (leaf.shape == old.shape or (not self._settled and _broadcasts(old.shape, leaf.shape))):
+            faults.append(f"has shape {tuple(leaf.shape)}, wanted {tuple(old.shape)}")
+        if not (leaf.dtype == old.dtype or (not self._settled and _holds(leaf, old.dtype))):
+            faults.append(f"has dtype {leaf.dtype}, wanted {old.dtype}; convert it, or begin with {leaf.dtype}")
+        return faults + row_faults(leaf, self._rows)
+
+
+def row_faults(leaf: Tensor, rows: int | None) -> list[str]:
+    """What is wrong with a tensor that is chosen per row."""
+    if rows is None or leaf.shape[:1] == (rows,):
+        return []
+    return [f"has shape {tuple(leaf.shape)}, wanted {rows} rows first, since lengths, mask and reset choose by row"]
+
+
+def fit(old: Tensor, like: Tensor) -> Tensor:
+    """``old`` with the shape and dtype of ``like``."""
+    return old if _alike(old, like) else old.expand(like.shape).to(like.dtype)
+
+
+def _alike(old: Tensor, leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.shape == old.shape and leaf.dtype == old.dtype
+
+
+def _holds(leaf: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a first state of that dtype becomes one of the leaf's without losing what it says."""
+    if dtype.is_floating_point and leaf.dtype.is_floating_point:
+        return torch.is_autocast_enabled(leaf.device.type)
+    return torch.can_cast(dtype, leaf.dtype)
+
+
+def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
+    """Whether a tensor of the small shape can be expanded to the large one."""
+    tail = large[len(large) - len(small) :]
+    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small, tail, strict=True))

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from weft.core.errors import SpecError, listed
 from weft.core.tree import Structure, difference, flatten, structure_paths, unflatten
-from weft.recurrent.cell import Cell, InputWidthError
-from weft.recurrent.rows import Rows, pick, replaced, stand_ins
+from weft.recurrent.cell import Border, Cell, InputWidthError, fit, row_faults
+from weft.recurrent.masking import Rows, pick, replaced, stand_ins
 from weft.recurrent.sequence import Inputs
-from weft.recurrent.states import Border, fit, row_faults
 
 Unrolled = tuple[Any, Any, Any]
 """Outputs (T x N x ...), the last state (N x ...), and all states (rows 1 to T, T x N x ...)."""

@@ -25,7 +25,7 @@ from weft.core.errors import UsageError
 from weft.recurrent.engine import Engine, borders
 
 Memory = Literal["full", "states", "sqrt"] | int
-NAMES = ("full", "states", "sqrt")
+NAMES: tuple[Literal["full", "states", "sqrt"], ...] = ("full", "states", "sqrt")
 
 
 @dataclass(frozen=True)

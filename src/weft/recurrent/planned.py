@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,26 +13,22 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from weft.core.tree import flatten, map_leaves, unflatten
 from weft.recurrent import eager
-from weft.recurrent.as_it_was import as_it_was
+from weft.recurrent.autograd import Replay, run_derived
 from weft.recurrent.capture import CaptureError, capture
 from weft.recurrent.captured import Captured
-from weft.recurrent.conditions import check_number, conditions_of, held_inputs, more_inputs, nested
 from weft.recurrent.cpp.backend import NativeEngine
 from weft.recurrent.cpp.decompositions import composed
 from weft.recurrent.cpp.operators import Unsupported
-from weft.recurrent.derived import run_derived
-from weft.recurrent.double_backward import Again
-from weft.recurrent.draws import drawn, lies
 from weft.recurrent.engine import Engine
-from weft.recurrent.inductor_engine import InductorEngine
+from weft.recurrent.guards import Guards, no_foreign_draws, unobserved
+from weft.recurrent.inductor_backend import InductorEngine
 from weft.recurrent.links import Linked
-from weft.recurrent.memory import Memory
-from weft.recurrent.owned import Owned, owned
-from weft.recurrent.pure import made_in_the_step
-from weft.recurrent.python_engine import PythonEngine
-from weft.recurrent.rows import Rows
+from weft.recurrent.masking import Rows, check_number, conditions_of, held_inputs, more_inputs, nested
+from weft.recurrent.memory import Memory, Size, size_of
+from weft.recurrent.passes import made_in_the_step
+from weft.recurrent.python_backend import PythonEngine
+from weft.recurrent.random import drawn, layouts_drawn, lies
 from weft.recurrent.sequence import Inputs
-from weft.recurrent.trial import check_layouts, drawing_nothing, put_back, unobserved
 from weft.recurrent.verify import verify
 
 RACE_STEPS = 32
@@ -71,7 +66,7 @@ class PlannedCall:
         references = cell.references if isinstance(cell, Linked) and cell.references is not None else ()
         held = [] if rows.valid is None or not self._on.valid else held_inputs(inputs, rows.valid)
         self._states, self._structure = flatten((state, again, references, held))
-        self._owned: Owned = owned(cell.function)
+        self._guards = Guards(cell.function)
 
     @property
     def kind(self) -> str:
@@ -85,27 +80,27 @@ class PlannedCall:
     @property
     def reads(self) -> Hashable:
         """What the cell is and reads, as it is now: a plan was made for just that."""
-        return tuple(self._owned.key)
+        return tuple(self._guards.key)
 
     @property
     def held(self) -> tuple[object, ...]:
         """What must live as long as `reads` is to be compared with."""
-        return tuple(self._owned.held)
+        return tuple(self._guards.held)
 
     @property
     def tensors(self) -> list[Tensor]:
         """Those of `reads`; where one of them is gone, nothing is as it was."""
-        return self._owned.tensors
+        return self._guards.tensors
 
     @property
     def computed(self) -> bool:
         """Whether the cell reads what was computed from other tensors: another one at every call."""
-        return not all([each.is_leaf for each in self._owned.tensors])
+        return not all([each.is_leaf for each in self._guards.tensors])
 
     @property
     def unready(self) -> bool:
         """Whether a lazy module of the cell has yet to see its first input."""
-        return self._owned.unready
+        return self._guards.unready
 
     def looks(self) -> Hashable:
         """What else a plan depends on: how a step looks."""
@@ -141,23 +136,12 @@ class PlannedCall:
         """A new engine. Raises CaptureError, Unsupported and CompileError."""
         if not all(isinstance(each, Tensor) for each in self._states):
             raise CaptureError("not all references are tensors; let the step net close over what is none")
-        if any("_plans" in inside and "_handle" in inside for inside in self._owned.holders):
-            raise CaptureError(
-                "the cell contains a recurrent network, whose loop is no part of a step's graph; the inner network "
-                "runs by a plan of its own"
-            )
-        if self._owned.remote:
-            names = ", ".join(dict.fromkeys(self._owned.remote))
-            raise CaptureError(f"the cell calls {names}, which servers compute, so that no plan can hold it")
-        if self._owned.unknown:
-            raise CaptureError(
-                f"the cell reads {', '.join(self._owned.unknown[:3])}, which may change unseen; make it a module whose "
-                "tensors are parameters and buffers, or a function that closes over tensors and plain values"
-            )
+        if self._guards.refusal is not None:
+            raise CaptureError(self._guards.refusal)
         if name == "c" and any(each.device.type != "cpu" for each in self._inputs.leaves):
             raise Unsupported(f"loops in C run on the CPU, and the inputs are on {self._inputs.device}")
         captured = self._captured(composed() if name == "c" else None)
-        own = {id(each) for each in self._owned.tensors}
+        own = {id(each) for each in self._guards.tensors}
         read = [(node, captured.reference(node)) for node in captured.roles.references]
         strange = sum(id(each) not in own and not _constant(node, each) for node, each in read)
         if strange:
@@ -165,7 +149,7 @@ class PlannedCall:
                 f"it reads {strange} tensors that are neither parameters nor buffers of it; register them"
             )
         makers = {"c": NativeEngine, "inductor": InductorEngine, "python": PythonEngine}
-        return makers[name](captured.lent(self._owned.tensors))
+        return makers[name](captured.lent(self._guards.tensors))
 
     def _captured(self, operators: Mapping[Any, Any] | None) -> Captured:
         """The step, run for trial: it draws nothing that the caller would miss, and changes nothing."""
@@ -181,21 +165,27 @@ class PlannedCall:
                 return step(*(map_leaves(torch.clone, each) for each in (nest, before)))
 
         # Tracing patches modules for the whole process.
-        with torch.random.fork_rng(self._devices()), _CAPTURING, put_back(self._owned), drawing_nothing(once):
+        with torch.random.fork_rng(self._devices()), _CAPTURING, self._guards.undone(), no_foreign_draws(once):
             captured = capture(
                 step,
                 nest,
                 state,
-                self._owned.parameters,
+                self._guards.parameters,
                 wanted_inputs=wants,
                 composed=operators,
-                watched=self._owned.tensors,
+                watched=self._guards.tensors,
             )
             if self._on.time:
                 check_number(captured.roles.inputs[len(leaves) - 1], [*first, *self._states])
-            changed = owned(self.cell.function).key != self._owned.key
+            changed = Guards(self.cell.function).key != self._guards.key
             if captured.draws and not changed:
-                check_layouts(once, state)
+                first, *later = layouts_drawn(once, state)
+                if any(each != first for each in later):
+                    raise CaptureError(
+                        "the cell draws numbers for a state in the order in which that lies in memory, and the first "
+                        "state lies in another way than later ones, as a transposed tensor does; make both contiguous, "
+                        "as by .contiguous()"
+                    )
         if changed:
             raise CaptureError(
                 "the cell changes what it reads in a step (an attribute of its own, a variable that it closes over or "
@@ -203,24 +193,28 @@ class PlannedCall:
             )
         return captured
 
+    def size(self, engine: Engine, steps: int) -> Size:
+        """What a sequence like this one takes over so many steps."""
+        return size_of(engine, steps, self._states)
+
     def verify(self, engine: Engine, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
-        with put_back(self._owned):
+        with self._guards.undone():
             verify(engine, self._step(), self._leaves(), self._states, memory)
 
     def run(self, engine: Engine, memory: Memory) -> eager.Unrolled:
         """The whole sequence."""
         captured, device = engine.captured, self._inputs.device
-        again = Again.capture(captured, self._step(), device, self._as_it_was()) if torch.is_grad_enabled() else None
+        again = (
+            Replay.capture(captured, self._step(), device, partial(self._guards.restored, self.cell.function))
+            if torch.is_grad_enabled()
+            else None
+        )
         inputs = [*self._leaves(), *drawn(captured.draws, self._inputs.steps, device)]
         leaves = run_derived(engine, inputs, self._states, memory, again)
         last = unflatten(captured.state_structure, leaves.last)[0]
         states = unflatten(captured.state_structure, leaves.states)[0] if leaves.states else None
         return captured.nested(leaves.outputs), last, states
-
-    def _as_it_was(self) -> Callable[[], AbstractContextManager[bool]]:
-        """See `as_it_was`; it must not keep the inputs alive."""
-        return partial(as_it_was, self.cell.function, self._owned)
 
     @property
     def race_steps(self) -> int:
@@ -241,8 +235,8 @@ class PlannedCall:
         def by_plan() -> eager.Unrolled:
             return call.run(engine, "full")
 
-        with unobserved(), torch.random.fork_rng(self._devices()), put_back(self._owned):
-            ours, loop = (min(_seconds(each, self._owned.parameters) for _ in range(2)) for each in (by_plan, job.run))
+        with unobserved(), torch.random.fork_rng(self._devices()), self._guards.undone():
+            ours, loop = (min(_seconds(each, self._guards.parameters) for _ in range(2)) for each in (by_plan, job.run))
         return ours, loop
 
     @property

@@ -10,6 +10,16 @@ A sequence without rows (T x D) is taken too, as ``torch.func.vmap`` over the ba
 shapes can tell whether T x 5 holds five rows or one row of width five. ``certain`` says that there are rows for
 sure, since the caller spoke of them (lengths, mask, reset, batch first); an input of a step with two axes makes
 them likely.
+
+``PackedSequence`` in, ``PackedSequence`` out.
+
+Torch packs rows of different length step by step, longest row first, without padding. Here such a sequence is
+padded on the way in, with its lengths known, and the outputs are packed on the way out, with the same sizes and
+the same order of rows. States go in and come out in the user's order of rows, as with ``torch.nn.LSTM``.
+
+Packed sequences for a layer of layers: opened once on the way in, packed once on the way out.
+
+A single network opens and packs by itself. Several of them would do so once each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +28,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from weft.core.tree import Structure, flatten, structure_paths
+from weft.core.errors import UsageError
+from weft.core.tree import Structure, flatten, map_leaves, structure_paths
 from weft.recurrent.faults import Faults
+
+Lengths = Tensor | Sequence[int]
+"""Steps of every row, N integers."""
 
 
 @dataclass(frozen=True)
@@ -120,3 +135,57 @@ def some(values: Sequence[str], most: int = 5) -> str:
     """The first few of them, and how many more there are."""
     rest = len(values) - most
     return ", ".join(values[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def unpack(packed: PackedSequence) -> tuple[Tensor, Tensor]:
+    """T x N x ... in the user's order of rows, and the lengths (on the CPU)."""
+    return pad_packed_sequence(packed)
+
+
+def pack_like(padded: Tensor | None, lengths: Tensor, packed: PackedSequence) -> PackedSequence | None:
+    """The inverse of :func:`unpack`, with the order of rows that ``packed`` has. ``None`` stays ``None``."""
+    if padded is None:
+        return None
+    order = packed.sorted_indices
+    if order is not None:
+        padded, lengths = padded.index_select(1, order), lengths[order.to(lengths.device)]
+    again = pack_padded_sequence(padded, lengths)
+    return PackedSequence(again.data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Inputs with time and batch axes, and the lengths of their rows. `packed` is what they came as, if it was that."""
+
+    inputs: Any
+    lengths: Lengths | None
+    packed: PackedSequence | None = None
+    batch_first: bool = False
+
+    def close(self, outputs: Any) -> Any:
+        """Outputs in the form in which the inputs came."""
+        packed, lengths = self.packed, self.lengths
+        if packed is None or not isinstance(lengths, Tensor):
+            return outputs
+
+        def closed(leaf: Any) -> Any:
+            return pack_like(_turned(leaf, self.batch_first), lengths, packed) if isinstance(leaf, Tensor) else leaf
+
+        return map_leaves(closed, outputs)
+
+
+def opened(inputs: Any, lengths: Lengths | None, *, batch_first: bool, who: str) -> Opened:
+    """Unpack a ``PackedSequence``, with the batch first if the layers want it so. Other inputs stay as they are.
+
+    Raises ``UsageError`` if there are lengths besides.
+    """
+    if not isinstance(inputs, PackedSequence):
+        return Opened(inputs, lengths)
+    if lengths is not None:
+        raise UsageError(f"{who}: lengths were given, but the inputs are a PackedSequence, which has its own")
+    padded, lengths = unpack(inputs)
+    return Opened(_turned(padded, batch_first), lengths, inputs, batch_first)
+
+
+def _turned(leaf: Tensor, batch_first: bool) -> Tensor:
+    return leaf.transpose(0, 1) if batch_first else leaf

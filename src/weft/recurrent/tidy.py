@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from weft.recurrent.draws import is_random
-from weft.recurrent.strided import by_elements
+from weft.recurrent.passes import by_elements
+from weft.recurrent.random import is_random
 
 _aten, _prims = cast(Any, torch.ops.aten), cast(Any, torch.ops.prims)
 _CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}

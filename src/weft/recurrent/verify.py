@@ -13,13 +13,11 @@ from torch import Tensor
 from weft.core.boundary import quiet_hooks
 from weft.core.errors import WeftError, listed
 from weft.core.segment import differentiable
+from weft.recurrent.autograd import Leaves, run_derived, stepwise
 from weft.recurrent.capture import Cell
-from weft.recurrent.derived import run_derived
-from weft.recurrent.double_backward import stepwise
-from weft.recurrent.draws import drawn
 from weft.recurrent.engine import Engine
-from weft.recurrent.gradients_back import Leaves
 from weft.recurrent.memory import Memory
+from weft.recurrent.random import drawn
 
 TRIALS = ((3, True), (1, False))
 """Steps, and whether gradients come to the states after all of them too, or only to what most losses read. Gradients of

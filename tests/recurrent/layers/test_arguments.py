@@ -7,7 +7,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from tests.recurrent.layers.layer_cases import HIDDEN, WIDTH, pair
 from tests.recurrent.recurrent_cases import told
 from weft.core.errors import SpecError
-from weft.recurrent.layers.arguments import LayerInputError
+from weft.recurrent.layers.rnn import LayerInputError
 
 
 def test_all_faults_are_told_at_once() -> None:

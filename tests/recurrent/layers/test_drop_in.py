@@ -193,7 +193,7 @@ def test_no_steps_give_no_output_and_the_first_state() -> None:
 
 def test_an_error_of_a_layer_names_it() -> None:
     _, ours = pair("GRU", num_layers=2, bidirectional=True)
-    ours._made()[1].backward_net.cell.forward = None
+    ours._networks()[1].backward_net.cell.forward = None
     with pytest.raises(TypeError) as caught:
         ours(torch.randn(4, 2, WIDTH).double())
     assert "weft: in layer 1" in caught.value.__notes__

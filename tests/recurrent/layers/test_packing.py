@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from weft.core.errors import UsageError
-from weft.recurrent.layers.packing import opened
+from weft.recurrent.sequence import opened
 
 
 @pytest.mark.parametrize("batch_first", [False, True])

@@ -2,7 +2,7 @@
 
 import torch
 
-from weft.recurrent.layers.reverse import Axes, reverse_inputs, reverse_results, reverse_rows
+from weft.recurrent.layers.bidirectional import Axes, reverse_inputs, reverse_results, reverse_rows
 
 
 def test_rows_begin_where_their_mask_does() -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from weft.recurrent.layers.steps import GRUStep, LSTMStep
+from weft.recurrent.layers.rnn import GRUStep, LSTMStep
 
 
 def test_parameters_are_the_owners_own_and_other_tensors_are_none_of_it() -> None:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from weft.recurrent.cell import adapt
 from weft.recurrent.cells.gated import Device, refuse, size_faults
 from weft.recurrent.faults import Faults
-from weft.recurrent.rows import Lengths, read_rows
-from weft.recurrent.sequence import read_inputs
+from weft.recurrent.masking import read_rows
+from weft.recurrent.sequence import Lengths, read_inputs
 
 
 class AttentionState(NamedTuple):

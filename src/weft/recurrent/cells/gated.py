@@ -44,7 +44,7 @@ def rate_fault(name: str, rate: object) -> list[str]:
 def refuse(cell: object, faults: Sequence[str]) -> None:
     """Raise ``UsageError`` that lists the faults, if there are any."""
     if faults:
-        raise UsageError(listed(f"{type(cell).__name__} cannot be built from these arguments:", faults))
+        raise UsageError(listed(f"invalid arguments of {type(cell).__name__}:", faults))
 
 
 class GatedCell(nn.Module):

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from weft.recurrent.buffers import pool, rounded
 from weft.recurrent.bulk import Bulk, summed_at_once
 from weft.recurrent.captured import Captured
 from weft.recurrent.cpp import compiler
@@ -31,7 +32,6 @@ from weft.recurrent.cpp.partitioner import Halves, inputs_of
 from weft.recurrent.cpp.scheduling import Function
 from weft.recurrent.engine import Chunk, Gradients, chunk_length
 from weft.recurrent.parts import explain, leading_to
-from weft.recurrent.workspace import pool, rounded
 
 _HERE = Path(__file__).parent
 _TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")

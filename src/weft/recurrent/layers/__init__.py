@@ -8,9 +8,7 @@ stack.py                  layer upon layer
 
 from weft.recurrent.layers.bidirectional import Bidirectional
 from weft.recurrent.layers.caffe2 import Caffe2LSTM, Caffe2Result
-from weft.recurrent.layers.gru import GRU
-from weft.recurrent.layers.lstm import LSTM
-from weft.recurrent.layers.rnn import RNN
+from weft.recurrent.layers.rnn import GRU, LSTM, RNN
 from weft.recurrent.layers.stack import Stack
 
 __all__ = ["GRU", "LSTM", "RNN", "Bidirectional", "Caffe2LSTM", "Caffe2Result", "Stack"]

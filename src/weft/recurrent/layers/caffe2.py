@@ -15,6 +15,7 @@ Layout, and the way from and to ``torch.nn.LSTM``:
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,13 +24,32 @@ from torch.nn.functional import linear
 
 from weft.core.errors import UsageError, listed
 from weft.recurrent.faults import Faults
-from weft.recurrent.layers.beside import Beside, call
-from weft.recurrent.layers.steps import Caffe2Step
-from weft.recurrent.network import Recurrent
-from weft.recurrent.rows import Lengths, read_rows
-from weft.recurrent.sequence import read_inputs
+from weft.recurrent.layers.rnn import LayerStep, State, WeightKeyedCache, call_with
+from weft.recurrent.masking import read_rows
+from weft.recurrent.recurrent import Recurrent
+from weft.recurrent.sequence import Lengths, read_inputs
 
 _PAIRS = {"i2h_w": "weight_ih_l0", "gates_t_w": "weight_hh_l0", "i2h_b": "bias_ih_l0", "gates_t_b": "bias_hh_l0"}
+
+
+class Caffe2Step(LayerStep):
+    """Caffe2's LSTM step: gates in the order i, f, o, g, of which the input's part comes as ``x``."""
+
+    gates_t_w: Tensor
+    gates_t_b: Tensor
+
+    def __init__(self, weights: Mapping[str, Tensor | None], forget_bias: float) -> None:
+        super().__init__(weights)
+        self.forget_bias = forget_bias
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """N x 4H and (N x H, N x H) to the output N x H and the new state."""
+        hidden, cell = state
+        i, f, o, g = (x + linear(hidden, self.gates_t_w, self.gates_t_b)).chunk(4, -1)
+        keep = (f + self.forget_bias if self.forget_bias else f).sigmoid()
+        cell = keep * cell + i.sigmoid() * g.tanh()
+        hidden = o.sigmoid() * cell.tanh()
+        return hidden, (hidden, cell)
 
 
 class Caffe2Result(NamedTuple):
@@ -77,12 +97,12 @@ class Caffe2LSTM(nn.Module):
         super().__init__()
         wrong = [f"{name} is {n}, wanted at least 1" for name, n in (("dim_in", dim_in), ("dim_out", dim_out)) if n < 1]
         if wrong:
-            raise UsageError(listed("Caffe2LSTM cannot be built from these arguments:", wrong))
+            raise UsageError(listed("invalid arguments of Caffe2LSTM:", wrong))
         self.dim_in, self.dim_out, self.forget_bias = dim_in, dim_out, forget_bias
         self.how = how
         for name, shape in {"i2h_w": (dim_in,), "i2h_b": (), "gates_t_w": (dim_out,), "gates_t_b": ()}.items():
             setattr(self, name, nn.Parameter(torch.empty((4 * dim_out, *shape), device=device, dtype=dtype)))
-        self._net: Beside[Recurrent] = Beside()
+        self._net: WeightKeyedCache[Recurrent] = WeightKeyedCache()
         self._recurrent()
         self.reset_parameters()
 
@@ -118,7 +138,7 @@ class Caffe2LSTM(nn.Module):
             input = torch.where(valid.unsqueeze(-1), input, 0)  # NaN times a gradient of zero would be NaN
         gates = linear(input, self.i2h_w, self.i2h_b)
         weights = {f"cell.{name}": cast(Tensor, getattr(self, name)) for name in ("gates_t_w", "gates_t_b")}
-        result = call(self._recurrent(), weights, gates, state, lengths=seq_lengths)
+        result = call_with(self._recurrent(), weights, gates, state, lengths=seq_lengths)
         return Caffe2Result(result.states[0], result.last[0], result.states[1], result.last[1])
 
     @classmethod

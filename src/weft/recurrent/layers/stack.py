@@ -15,9 +15,8 @@ from torch.nn.functional import dropout
 from weft.core.errors import SpecError, UsageError, listed
 from weft.core.tree import difference, flatten, map_leaves, structure_paths
 from weft.recurrent.layers.bidirectional import told
-from weft.recurrent.layers.packing import opened
-from weft.recurrent.rows import Lengths
-from weft.recurrent.unrolling import Result
+from weft.recurrent.recurrent import Result
+from weft.recurrent.sequence import Lengths, opened
 
 
 class Stack(nn.Module):
@@ -68,7 +67,9 @@ class Stack(nn.Module):
         """
         states = self._each(state)
         given = opened(inputs, lengths, batch_first=self.batch_first, who="Stack")
-        x, last, histories = given.inputs, list[Any](), list[Any]()
+        x = given.inputs
+        last: list[Any] = []
+        histories: list[Any] = []
         for index, (layer, before) in enumerate(zip(self.layers, states, strict=True)):
             try:
                 result: Result = layer(x, before, lengths=given.lengths, mask=mask, reset=reset, start=start)
@@ -162,4 +163,4 @@ def _check(layers: Sequence[nn.Module], dropout: float) -> None:
         if isinstance(layer, (nn.RNNCellBase, nn.RNNBase)):
             faults.append(f"layer {i} is a {type(layer).__name__}, which is called otherwise; wrap a cell in Recurrent")
     if faults:
-        raise UsageError(listed("Stack cannot be built from these arguments:", faults))
+        raise UsageError(listed("invalid arguments of Stack:", faults))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weft.core import tree
 from weft.core.errors import BackwardTwiceError, UsageError
 from weft.core.tree import flatten
-from weft.recurrent import GRU, LSTM, Caffe2LSTM, Recurrent, opaque, traced
+from weft.recurrent import GRU, LSTM, Caffe2LSTM, Recurrent, custom_op
 
 T, N, D, H = 5, 3, 3, 4
 
@@ -75,10 +75,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
     monkeypatch.setattr(Recurrent, "forward", inspect.unwrap(Recurrent.forward))
-    for module in (traced, tree):
-        for name, value in list(vars(module).items()):
-            if inspect.isfunction(value) and name != "_one_operator":
-                monkeypatch.setattr(module, name, inspect.unwrap(value))
+    functions = [name for name, value in vars(tree).items() if inspect.isfunction(value)]
+    for module, names in ((custom_op, ("traced_call", "_without_none", "_with_none", "map_leaves")), (tree, functions)):
+        for name in names:
+            monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
 
 
 CHECKED = hasattr(Recurrent.forward, "__wrapped__")
@@ -178,13 +178,13 @@ def test_without_gradients_nothing_is_kept_and_with_them_until_backward() -> Non
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         held = compiled(sequence()).outputs
-    assert not opaque._sequences
+    assert not custom_op._sequences
     held = compiled(sequence()).outputs.sum()
-    assert len(opaque._sequences) == 1
+    assert len(custom_op._sequences) == 1
     held.backward()
     del held
     gc.collect()
-    assert not opaque._sequences
+    assert not custom_op._sequences
 
 
 def test_a_copied_token_is_refused_by_name() -> None:

@@ -5,30 +5,85 @@
             new = state + x_t                        result.outputs               T x N x ...
             return new.tanh(), new                   result.last, result.states   N x ...,  T x N x ...
 
+The functional form is a step net over named values, with explicit links:
+
+    result = recurrent_net(step, {"x": x}, {"h": h0}, {"h": "hidden"})
+    result.outputs["hidden"]    T x N x ...       every output, also those that are no state
+    result.all["h"]             T x N x ...       every state after every step, also those that are no output
+    result.last["h"]            N x ...           ready to be the next call's initial state
+
+One call, of either:
+
+    inputs (packed?)      ->  Inputs: time first                                     outputs   (packed?)
+    lengths, mask, reset  ->  Rows: T x N                  a plan, or the loop  ->   last
+    state | own initial   ->  one row per row of inputs                              states
+
 The idea, a step net that an engine runs over time, is Caffe2's (`recurrent_net`).
 """
 
-from collections.abc import Callable
+import itertools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from weft.core.errors import UsageError, listed
-from weft.core.tree import flatten, unflatten
+from weft.core.errors import SpecError, UsageError, listed
+from weft.core.tree import difference, flatten, map_leaves, unflatten
 from weft.recurrent import backends, eager
-from weft.recurrent.cell import Cell, StoredState, adapt
-from weft.recurrent.faults import Faults, cell_fault, truncate_fault
-from weft.recurrent.forms import enrol
+from weft.recurrent.backends import Name, Plans, Verify, settings_faults
+from weft.recurrent.cell import Cell, StoredState, adapt, spread
+from weft.recurrent.faults import Faults, cell_fault, truncate_fault, whole
 from weft.recurrent.links import Linked, Links, link_faults
+from weft.recurrent.masking import Rows, read_rows, replaced, stand_ins
 from weft.recurrent.memory import Memory
-from weft.recurrent.rows import Lengths
-from weft.recurrent.sequence import read_inputs
-from weft.recurrent.states import spread
-from weft.recurrent.unrolling import Initial, Result, Settings, initial_state, run
+from weft.recurrent.sequence import Inputs, Lengths, batch_first_again, pack_like, read_inputs, unpack
 
-_CANNOT = "Recurrent cannot run with these settings:"
+
+class Result(NamedTuple):
+    """What a recurrent network returns. Its tensors may share memory: read them, do not write into them."""
+
+    outputs: Any
+    """Nested as ``y_t``, T x N x ...; zero where a row does not count. Packed if the inputs were."""
+    last: Any
+    """Nested as the state, N x ...: the state after each row's last step that counts."""
+    states: Any
+    """Nested as the state, T x N x ...: the state after every step (not the initial one). None where ``memory`` is such
+    that not all are kept ("sqrt", or a number of bytes that is too small for them)."""
+
+    @property
+    def all(self) -> Any:
+        """The same as ``states``; the name that Caffe2 had for it."""
+        return self.states
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Where states begin: a function of the first input, and whether it returns the state of a single row."""
+
+    make: Callable[[Any], Any]
+    for_one_row: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a network runs, whatever it runs on."""
+
+    initial: Initial | None = None
+    batch_first: bool = False
+    truncate: int | None = None
+    plans: Plans | None = None
+
+
+_SETTINGS = "invalid settings of a Recurrent:"
+_handles = itertools.count(1)
+NETWORKS: "weakref.WeakValueDictionary[int, Recurrent]" = weakref.WeakValueDictionary()
+"""Networks by the handle that a traced graph knows them by."""
 
 
 class Recurrent(nn.Module):
@@ -93,7 +148,7 @@ class Recurrent(nn.Module):
         self.verify: backends.Verify = verify
         self._plans = backends.Plans(backend, memory, verify)
         self.initial = initial if initial is None or callable(initial) else StoredState(initial)
-        self._handle = enrol(self)  # by which a traced graph knows it
+        self._handle = _register(self)
 
     def forward(
         self,
@@ -126,11 +181,11 @@ class Recurrent(nn.Module):
         what the cell returns does not fit. Errors of the cell itself get a note that names the step.
         """
         if torch.compiler.is_compiling():
-            from weft.recurrent import traced  # noqa: PLC0415  (brings Dynamo, which then is there already)
+            from weft.recurrent.custom_op import traced_call  # noqa: PLC0415  (brings Dynamo, which is there then)
 
             given = {"lengths": lengths, "mask": mask, "reset": reset}
             more = {name: value for name, value in given.items() if value is not None}
-            return traced.call(self, self._handle, inputs, state, more, start)
+            return traced_call(self, self._handle, inputs, state, more, start)
         return self.run_plainly(inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
 
     def run_plainly(
@@ -174,6 +229,33 @@ class Recurrent(nn.Module):
         y, new = eager.call(cell, x, unflatten(border.structure, before), t)
         return y, cell.leave(unflatten(border.structure, border.accept(new, t)))
 
+    def forecast(
+        self,
+        steps: int,
+        inputs: Any,
+        state: Any = None,
+        *,
+        lengths: Lengths | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+    ) -> dict[str, int]:
+        """Bytes that a call over so many steps takes with its backward, for each of ``memory``'s modes by name.
+
+        Args:
+            steps: T of the call that is asked about, at least 1.
+            inputs, state, lengths, mask, reset: as for :meth:`forward`, of a sequence of the same kind; one step will
+                do, since a plan does not depend on T. It is not run, but for the few steps by which a plan is made.
+
+        Outputs, states and the gradients that are returned count; what the caller gives does not. For loops in Python
+        it is an upper bound. Raises as :meth:`forward`, and ``UsageError`` where the eager loop would run the call:
+        then autograd keeps everything, and how much that is no plan says.
+        """
+        if not whole(steps) or steps < 1:
+            raise UsageError(f"steps is {steps!r}, wanted at least 1")
+        settings = self._settings(self._adapted())
+        job, _ = _job(self._adapted(), settings, inputs, state, lengths, mask, reset, 0)
+        return self._current().forecast(job, steps)
+
     def explain(self) -> str:
         """For a person: for every kind of sequence seen, what runs step by step and what was moved out of the loop,
         or why the eager loop runs it. Empty until a sequence was run. A notebook folds the parts of it."""
@@ -190,7 +272,7 @@ class Recurrent(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plans = backends.Plans(self.backend, self.memory, self.verify)
-        self._handle = enrol(self)
+        self._handle = _register(self)
 
     def extra_repr(self) -> str:
         """The arguments that are not as by default."""
@@ -210,7 +292,7 @@ class Recurrent(nn.Module):
         if self._plans.settings != wanted:
             faults = backends.settings_faults(self.memory, self.backend, self.verify)
             if faults:
-                raise UsageError(listed(_CANNOT, faults))
+                raise UsageError(listed(_SETTINGS, faults))
             self._plans = backends.Plans(*wanted)
         return self._plans
 
@@ -221,9 +303,16 @@ class Recurrent(nn.Module):
             kind = type(make).__name__
             faults.append(f"initial is of type {kind}, wanted a function or module; tensors go to a new Recurrent")
         if faults:
-            raise UsageError(listed(_CANNOT, faults))
+            raise UsageError(listed(_SETTINGS, faults))
         initial = None if make is None else Initial(make, for_one_row=isinstance(make, StoredState))
         return Settings(initial, self.batch_first, self.truncate, plans)
+
+
+def _register(network: Recurrent) -> int:
+    """A handle for a network."""
+    handle = next(_handles)
+    NETWORKS[handle] = network
+    return handle
 
 
 def _check(
@@ -243,7 +332,161 @@ def _check(
         if kinds:
             faults.append(f"initial holds {', '.join(kinds)}, wanted nested tensors, or a function of the first input")
     if faults:
-        raise UsageError(listed("Recurrent cannot be built from these arguments:", faults))
+        raise UsageError(listed("invalid arguments of Recurrent:", faults))
+
+
+def recurrent_net(
+    step: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    states: Mapping[str, Any],
+    links: Links,
+    *,
+    references: Mapping[str, Any] | None = None,
+    lengths: Lengths | None = None,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    time_step: bool = False,
+    truncate: int | None = None,
+    start: int = 0,
+    memory: Memory = "full",
+    backend: Name = "auto",
+    verify: Verify = "first",
+) -> Result:
+    """Run ``step(inputs, states) -> outputs`` over time; every value is a dict by name.
+
+    Args:
+        inputs: sequences, T x N x ... each.
+        states: for every state its value before the first step, N x ...; 1 x ... holds for all rows. A windowed one
+            is k x N x ..., oldest first.
+        links: for every state the name of the output that feeds it, or a :class:`Window`.
+        references: handed to ``step`` as the third dict, if given.
+        time_step: ``step`` gets the number of the step as its last argument.
+        lengths, mask, reset, truncate, start: as for :class:`Recurrent`; a reset brings ``states`` back.
+        memory, backend, verify: as for :class:`Recurrent`. Plans are kept for the process, by what ``step`` is and
+            closes over. Give it what the model computes, such as an encoded source, as ``references``: a step that
+            closes over it would be another one at every call.
+
+    Returns ``Result(outputs, last, states)`` with dicts by name; ``result.all`` is ``result.states``.
+    Raises as :class:`Recurrent` does.
+    """
+    _check_net(step, inputs, links, truncate, memory, backend, verify)
+    cell = Linked(step, links, references=references, time_step=time_step)
+    settings = Settings(truncate=truncate, plans=_plans(backend, memory, verify))
+    return run(cell, settings, dict(inputs), states, lengths=lengths, mask=mask, reset=reset, start=start)
+
+
+def _check_net(
+    step: object, inputs: object, links: object, truncate: object, memory: object, backend: object, verify: object
+) -> None:
+    """Raise SpecError or UsageError that lists all that is wrong with the arguments."""
+    faults = Faults(usage=[*cell_fault(step), *link_faults(links), *truncate_fault(truncate)])
+    faults.usage.extend(settings_faults(memory, backend, verify))
+    if not isinstance(inputs, Mapping):
+        faults.spec.append(f"inputs is of type {type(inputs).__name__}, wanted a dict of sequences by name")
+    faults.check("invalid arguments of recurrent_net:")
+
+
+@lru_cache(maxsize=16)
+def _plans(backend: Name, memory: Memory, verify: Verify) -> Plans:
+    """The plans of this process; as many are kept as by one network."""
+    return Plans(backend, memory, verify)
+
+
+def run(
+    cell: Cell,
+    settings: Settings,
+    inputs: Any,
+    state: Any,
+    *,
+    lengths: Lengths | None,
+    mask: Tensor | None,
+    reset: Tensor | None,
+    start: int,
+) -> Result:
+    """See :class:`weft.recurrent.Recurrent`, whose ``forward`` this is."""
+    packed = inputs if isinstance(inputs, PackedSequence) else None
+    job, lengths = _job(cell, settings, inputs, state, lengths, mask, reset, start)
+    outputs, last, states = job.run() if settings.plans is None else settings.plans.run(job)
+    if settings.batch_first and states is not None:
+        states = map_leaves(partial(batch_first_again, rows=job.inputs.rows), states)
+    if packed is not None and isinstance(lengths, Tensor):
+        outputs = map_leaves(partial(pack_like, lengths=lengths, packed=packed), outputs)
+    elif settings.batch_first:
+        outputs = map_leaves(partial(batch_first_again, rows=job.inputs.rows), outputs)
+    axis = 2 if settings.batch_first else 1
+    return Result(outputs, cell.leave(last), None if states is None else cell.leave(states, axis))
+
+
+def _job(
+    cell: Cell,
+    settings: Settings,
+    inputs: Any,
+    state: Any,
+    lengths: Lengths | None,
+    mask: Tensor | None,
+    reset: Tensor | None,
+    start: int,
+) -> tuple[eager.Job, Lengths | None]:
+    """The arguments of a call, checked and in one form, and the lengths, which a PackedSequence has itself."""
+    faults = Faults()
+    packed = inputs if isinstance(inputs, PackedSequence) else None
+    if packed is not None:
+        if lengths is not None:
+            faults.usage.append("lengths were given, but the inputs are a PackedSequence, which has its own")
+        inputs, lengths = unpack(packed)
+    by_row = any(each is not None for each in (lengths, mask, reset))
+    batch_first = settings.batch_first and packed is None
+    read = read_inputs(inputs, batch_first=batch_first, certain=batch_first or by_row, faults=faults)
+    rows = read_rows(read, lengths, mask, reset, batch_first=settings.batch_first, faults=faults)
+    if not whole(start) or start < 0:
+        faults.usage.append(f"start is {start!r}, wanted the number of the first step, 0 or more")
+    begin = _given(cell, settings, state, read, faults)
+    faults.check(f"the recurrent network of cell {cell.name} cannot run on these arguments:")
+    assert read is not None
+    fresh = None
+    if state is None or (reset is not None and settings.initial is not None):
+        fresh = _own(cell, settings, read, rows)
+        _alike(cell, begin, fresh)
+    begin = fresh if state is None else begin
+    return eager.Job(cell, read, rows, begin, fresh, start, settings.truncate), lengths
+
+
+def initial_state(cell: Cell, initial: Initial, x: Any, inputs: Inputs) -> Any:
+    """The network's own initial state in the loop's form, for the rows of ``inputs``; ``x`` is its first step."""
+    faults = Faults()
+    state = spread(cell.enter(initial.make(x), faults), inputs, faults, for_one_row=initial.for_one_row)
+    faults.check(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs:")
+    return state
+
+
+def _given(cell: Cell, settings: Settings, state: Any, inputs: Inputs | None, faults: Faults) -> Any:
+    """The state that came with the call, in the loop's form; ``None`` if none came."""
+    if state is None:
+        if settings.initial is None:
+            faults.usage.append(
+                f"there is no initial state: give state=, or initial= to the network, or give {cell.name} a method "
+                "initial_state(first input)"
+            )
+        return None
+    before = len(faults.spec)
+    entered = cell.enter(state, faults)
+    return entered if inputs is None or len(faults.spec) > before else spread(entered, inputs, faults)
+
+
+def _alike(cell: Cell, given: Any, own: Any) -> None:
+    """Raise ``SpecError`` if the state of the call is nested otherwise than the one that a reset brings back."""
+    fault = None if given is None else difference(flatten(own)[1], flatten(given)[1], "state")
+    if fault:
+        raise SpecError(f"the state given to cell {cell.name} is not nested as its initial state: {fault}")
+
+
+def _own(cell: Cell, settings: Settings, inputs: Inputs, rows: Rows) -> Any:
+    """The network's own initial state, made from the first step, in which padding is replaced."""
+    assert settings.initial is not None
+    step = inputs.first() if inputs.steps else inputs.blank()
+    if inputs.steps and rows.valid is not None:
+        step = replaced(step, rows.valid[0], stand_ins(inputs, rows.valid))
+    return initial_state(cell, settings.initial, unflatten(inputs.structure, step), inputs)
 
 
 class FoldedText(str):

@@ -5,11 +5,11 @@ import pickle
 
 import torch
 
-from weft.recurrent.layers.beside import Beside
+from weft.recurrent.layers.rnn import WeightKeyedCache
 
 
 def test_it_is_made_again_only_when_a_tensor_was_replaced() -> None:
-    made, beside = [], Beside[int]()
+    made, beside = [], WeightKeyedCache[int]()
     weights = [torch.zeros(1), torch.ones(1)]
 
     def make() -> int:
@@ -24,7 +24,7 @@ def test_it_is_made_again_only_when_a_tensor_was_replaced() -> None:
 
 
 def test_a_copy_begins_empty() -> None:
-    beside = Beside[int]()
+    beside = WeightKeyedCache[int]()
     weights = [torch.zeros(1)]
     beside.get(weights, lambda: 1)
     for again in (copy.deepcopy(beside), pickle.loads(pickle.dumps(beside))):

@@ -7,7 +7,7 @@ numbers of the eager loop, and backward and recomputation read what was drawn. W
 probabilities of a sampled action do, cannot be drawn in advance; such cells run by the eager loop.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -128,8 +128,21 @@ def lies(tensor: Tensor) -> Hashable:
     return None if like.is_contiguous() else _strides(like)
 
 
-class Layouts(TorchDispatchMode):
-    """Inside, `seen` tells how all that is drawn lies in memory."""
+def layouts_drawn(step: Callable[[Any], tuple[Any, Any]], state: Any, steps: int = 3) -> list[list[tuple[int, ...]]]:
+    """The strides of all that a cell draws, for each of some steps. `step` runs it once, from a state.
+
+    A state may be given transposed, and then be row by row: then other numbers come where draws follow its layout.
+    """
+    found: list[list[tuple[int, ...]]] = []
+    for _ in range(steps):
+        with _Layouts() as layouts:
+            _, state = step(state)
+        found.append(layouts.seen)
+    return found
+
+
+class _Layouts(TorchDispatchMode):
+    """Inside, `seen` collects the strides of all that is drawn."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,478 @@
+"""A recurrent network as one custom operator, which `torch.compile` and `torch.export` do not look into.
+
+    Recurrent.forward       under tracing only
+      traced_call           traced by Dynamo: plain values and tensors in, plain values and tensors out
+        _one_operator       skipped by Dynamo; traced by what comes behind it (AOTAutograd, export)
+          weft.recurrent    the operator: runs the ordinary network, whose plans are made at run time
+
+    compiled graph     ... -> weft.recurrent(spec, tensors, references, wanted, start) -> ends, token -> ...
+                       ... <- weft.recurrent_backward(token, tensors, references, wanted, gradients) <- ...
+
+A *call spec* is what a graph cannot hold of a call: which network, how its arguments are nested, what is no tensor,
+under which autocast. The graph has its number as a constant, so it works in the process that traced it, as long as the
+network lives. A network's tensors are arguments (`references`): a graph may be run with others.
+
+The *token* stands for what autograd saved of the sequence. It is a tensor over memory that owns these values:
+when nothing refers to that memory any more, nor the graph that was to call backward, they go with it.
+
+The module is imported when something is being traced, not before: it brings Dynamo, whose import takes seconds.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from weft.core.ambient import Ambient
+from weft.core.boundary import keeps_graph, quiet_hooks
+from weft.core.errors import BackwardTwiceError, UsageError
+from weft.core.segment import differentiable
+from weft.core.tree import Structure, flatten, map_leaves, unflatten
+from weft.recurrent import eager
+from weft.recurrent.backends import Plans
+from weft.recurrent.guards import Guards
+from weft.recurrent.masking import Rows
+from weft.recurrent.recurrent import NETWORKS, Recurrent, Result
+
+_C = cast(Any, torch._C)
+_numbers = itertools.count(1)
+_specs: dict[int, "CallSpec"] = {}
+_sequences: "weakref.WeakValueDictionary[int, _TokenMemory]" = weakref.WeakValueDictionary()
+_NONE = "weft: None"
+"""Stands for None, which a traced call cannot take."""
+_GONE = (
+    "a compiled or exported graph runs a recurrent network that is not there: it was deleted, or the graph was loaded "
+    "in another process; keep the module, or compile and export it anew where it runs"
+)
+
+
+# -- a call as it is traced -----------------------------------------------------------------------------------------
+
+
+def traced_call(network: Recurrent, handle: int, inputs: Any, state: Any, more: dict[str, Any], start: int) -> Result:
+    """A whole sequence as one operator. `more` holds lengths, mask and reset, as far as they were given.
+
+    Raises UsageError for what cannot be traced: a PackedSequence, and a function that closes over parameters.
+    """
+    if isinstance(inputs, PackedSequence):
+        raise UsageError("a PackedSequence cannot be traced; pad it (pad_packed_sequence), and give its lengths")
+    if "lengths" in more and not isinstance(more["lengths"], Tensor):
+        more["lengths"] = torch.tensor(more["lengths"], dtype=torch.int64)
+    references = (*network.parameters(), *network.buffers())
+    value = map_leaves(_without_none, (inputs, state, more))
+    outputs, last, states = map_leaves(_with_none, _one_operator(handle, references, value, start))
+    return Result(outputs, last, states)
+
+
+def _without_none(leaf: Any) -> Any:
+    return _NONE if leaf is None else leaf
+
+
+def _with_none(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Tensor) else None
+
+
+@torch._dynamo.nonstrict_trace
+def _one_operator(handle: int, references: tuple[Tensor, ...], value: Any, start: int) -> Any:
+    _check_parameters(_network(handle))
+    leaves, structure = flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    constants = tuple([None if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves])
+    spec = _spec_of(handle, structure, constants)
+    graph = torch.is_grad_enabled()
+    wanted = [graph and each.requires_grad for each in (*tensors, *references)]
+    return spec.nested(recurrent(spec.number, tensors, list(references), wanted, start))
+
+
+def _plain(leaf: Any) -> Any:
+    """A leaf that is no tensor, as a constant; symbols get their value."""
+    kinds: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return next((make(leaf) for kind, make in kinds.items() if isinstance(leaf, kind)), leaf)
+
+
+def _check_parameters(network: Recurrent) -> None:
+    """Raise UsageError if the cell reaches parameters that are not the network's: their gradients would be lost."""
+    own = {id(each) for each in network.parameters()}
+    strange = sum(id(each) not in own for each in Guards(network.cell).parameters)
+    if strange:
+        raise UsageError(
+            f"the cell reads {strange} tensors that want a gradient and are not parameters of the network, so a traced "
+            "graph would not know of them; make the cell a module that has them"
+        )
+
+
+# -- call specs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class CallSpec:
+    """One kind of call: everything about it but the tensors."""
+
+    network: int
+    structure: Structure
+    """How (inputs, state, further arguments by name) are nested."""
+    constants: tuple[Any, ...]
+    """Their leaves that are no tensors; None stands for a tensor."""
+    ambient: Ambient
+    number: int = field(default_factory=lambda: next(_numbers))
+    results: tuple[Structure, list[int | None]] | None = None
+    """How (outputs, last, states) are nested, and which tensor of the operator each leaf is."""
+
+    def run(self, tensors: Sequence[Tensor], references: Sequence[Tensor], start: int, fake: bool) -> list[Tensor]:
+        """The tensors that the network returns, each memory once; with `fake`, fake ones for fake ones."""
+        network = _network(self.network)
+        rest = iter(tensors)
+        leaves = [next(rest) if each is None else each for each in self.constants]
+        inputs, state, more = unflatten(self.structure, leaves)
+        if fake and "lengths" in more:  # their content is not known; they act as a mask does
+            more = {"mask": _any_mask(inputs), **{name: each for name, each in more.items() if name != "lengths"}}
+        given = {"plans": OutputMeta() if fake else None, "start": start, **more}
+        with ExitStack() as stack:
+            stack.enter_context(self.ambient.here())
+            stack.enter_context(self.ambient.casting())
+            result = _called(network, references, (inputs, None if state == _NONE else state), given)
+        parts = (result.outputs, result.last, result.states if network.memory in ("full", "states") else None)
+        ends, structure = flatten(parts)
+        if fake or self.results is None:
+            found, at = _distinct(ends)
+            self.results = (structure, at)
+            return found
+        placed: dict[int, Tensor] = {}
+        for end, place in zip(ends, self.results[1], strict=True):
+            if place is not None:
+                placed.setdefault(place, end)
+        return [placed[i] for i in range(len(placed))]
+
+    def nested(self, values: Sequence[Tensor]) -> Any:
+        """(outputs, last, states) out of the operator's tensors, with 0 for None, which a traced call cannot return."""
+        assert self.results is not None
+        structure, at = self.results
+        return unflatten(structure, [0 if i is None else values[i] for i in at])
+
+
+def _network(handle: int) -> Recurrent:
+    """The network of a handle. Raises UsageError if it is gone."""
+    network = NETWORKS.get(handle)
+    if network is None:
+        raise UsageError(_GONE)
+    return network
+
+
+def _spec(number: int) -> CallSpec:
+    """The call spec of this number. Raises UsageError if it is gone."""
+    spec = _specs.get(number)
+    if spec is None:
+        raise UsageError(_GONE)
+    return spec
+
+
+def _spec_of(handle: int, structure: Structure, constants: tuple[Any, ...]) -> CallSpec:
+    """The spec of a call, always the same one for the same kind."""
+    network = _network(handle)
+    ambient = Ambient.capture([each.device.type for each in network.parameters()])
+    key = (handle, constants, ambient.autocast, structure)
+    for spec in _specs.values():
+        if (spec.network, spec.constants, spec.ambient.autocast, spec.structure) == key:
+            return spec
+    spec = CallSpec(handle, structure, constants, ambient)
+    _specs[spec.number] = spec
+    weakref.finalize(network, _specs.pop, spec.number, None)
+    return spec
+
+
+def _tensors_of(network: nn.Module) -> dict[str, Tensor]:
+    """A network's parameters and buffers by name: the references of its calls, in their order."""
+    return dict(itertools.chain(network.named_parameters(), network.named_buffers()))
+
+
+class _Inside(nn.Module):
+    """The network with other tensors in the place of its own, for one call."""
+
+    def __init__(self, network: Recurrent) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Any, state: Any, given: dict[str, Any]) -> Any:
+        return self.network.run_plainly(inputs, state, **given)
+
+
+def _called(network: Recurrent, references: Sequence[Tensor], arguments: tuple[Any, Any], given: dict[str, Any]) -> Any:
+    own = _tensors_of(network)
+    if all(each is other for each, other in zip(own.values(), references, strict=True)):
+        return network.run_plainly(*arguments, **given)
+    swapped = {f"network.{name}": each for name, each in zip(own, references, strict=True)}
+    return torch.func.functional_call(_Inside(network), swapped, (*arguments, given))
+
+
+# -- shapes of the results, before any number is known --------------------------------------------------------------
+
+
+class OutputMeta(Plans):
+    """Shapes and dtypes of a sequence's results, in place of a network's plans.
+
+    The cell runs one step, on fake tensors, in the eager loop; what comes out is stretched to T steps. T and N may be
+    symbols. The values that it returns are arbitrary.
+    """
+
+    def run(self, job: eager.Job) -> eager.Unrolled:
+        """See `Plans.run`."""
+        inputs, rows, steps = job.inputs, job.rows, job.inputs.steps
+        if not steps:
+            return job.run()
+        leaves = [leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves]
+        tables = _UnreadRows(*(None if each is None else each[:1] for each in (rows.valid, rows.reset)))
+        outputs, last, states = replace(job, inputs=replace(inputs, leaves=leaves, steps=1), rows=tables).run()
+        known: dict[int, Tensor] = {}
+
+        def stretched(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return known.setdefault(id(leaf), leaf.new_empty((steps, *leaf.shape[1:])))
+
+        return map_leaves(stretched, outputs), last, map_leaves(stretched, states)
+
+
+@dataclass(frozen=True)
+class _UnreadRows(Rows):
+    """Tables whose content cannot be looked at."""
+
+    def valid_steps(self, steps: int) -> list[Tensor | None]:
+        return [None] * steps if self.valid is None else list(self.valid.unbind(0))
+
+    def reset_steps(self, steps: int) -> list[Tensor | None]:
+        return [None] * steps if self.reset is None else list(self.reset.unbind(0))
+
+
+def _any_mask(inputs: Any) -> Tensor:
+    """A mask for these inputs, its content arbitrary."""
+    leaf = next(each for each in flatten(inputs)[0] if isinstance(each, Tensor) and each.dim() > 1)
+    return torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)
+
+
+def _distinct(leaves: list[Any]) -> tuple[list[Tensor], list[int | None]]:
+    """The tensors among the leaves, each memory once, and for each leaf which of them it is."""
+    found: list[Tensor] = []
+    at: list[int | None] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            at.append(None)
+            continue
+        same = next((i for i, each in enumerate(found) if _same_view(each, leaf)), None)
+        at.append(len(found) if same is None else same)
+        if same is None:
+            found.append(leaf)
+    return found, at
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same view of the same memory."""
+    if a is b:
+        return True
+    if a.dtype != b.dtype or a.dim() != b.dim() or a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+
+
+# -- the operator and its backward ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _RunSequence:
+    """What was run: its ends in autograd's graph, and the tensors that want a gradient."""
+
+    ends: list[Tensor]
+    asked: list[Tensor]
+
+
+class _TokenMemory(bytearray):
+    """The memory of a token. What it owns lives as long as it."""
+
+    sequence: _RunSequence
+
+
+def _token(sequence: _RunSequence) -> Tensor:
+    number = next(_numbers)
+    memory = _TokenMemory(number.to_bytes(8, "little"))
+    memory.sequence = sequence
+    _sequences[number] = memory
+    return torch.frombuffer(memory, dtype=torch.int64)
+
+
+@torch.library.custom_op("weft::recurrent", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def recurrent(
+    spec: int, tensors: Sequence[Tensor], references: Sequence[Tensor], wanted: Sequence[bool], start: int
+) -> list[Tensor]:
+    """Run the network. `wanted` says which of `tensors` and `references` want a gradient. The last result is the token.
+
+    Raises UsageError if the network is gone, and whatever the network raises.
+    """
+    which = _spec(spec)
+    leaves = [_leaf(each, want) for each, want in zip(tensors, wanted, strict=False)]
+    own = _tensors_of(_network(which.network)).values()
+    given = [
+        _reference(each, mine, want) for each, mine, want in zip(references, own, wanted[len(tensors) :], strict=True)
+    ]
+    with _outside_operator(), torch.set_grad_enabled(any(wanted)):
+        ends = which.run(leaves, given, start, fake=False)
+        asked = [each for each, want in zip((*leaves, *given), wanted, strict=True) if want]
+        token = _token(_RunSequence(ends, asked)) if asked else torch.zeros(1, dtype=torch.int64)
+        return [*_separate([each.detach() for each in ends], [*tensors, *references]), token]
+
+
+@recurrent.register_fake
+def _(
+    spec: int, tensors: Sequence[Tensor], references: Sequence[Tensor], wanted: Sequence[bool], start: int
+) -> list[Tensor]:
+    with _real_tensors_allowed(tensors):
+        ends = _spec(spec).run(tensors, references, start, fake=True)
+    token = torch.empty(1, dtype=torch.int64, device="cpu")
+    return [*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in ends), token]
+
+
+@torch.library.custom_op("weft::recurrent_backward", mutates_args=())
+def recurrent_backward(
+    token: Tensor,
+    tensors: Sequence[Tensor],
+    references: Sequence[Tensor],
+    wanted: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """The gradients of what is wanted, out of those of the ends.
+
+    Raises BackwardTwiceError if the values of the sequence are gone.
+    """
+    memory = _sequences.get(int(token))
+    if memory is None:
+        raise BackwardTwiceError(
+            "the values of a compiled recurrent network's sequence are gone: its token was copied, as offloading saved "
+            "tensors does, or the graph was freed; run forward again, or keep the network out of the compiled region"
+        )
+    sequence = memory.sequence
+    pairs = [
+        (end, gradient)
+        for end, gradient in zip(sequence.ends, gradients, strict=True)
+        if gradient is not None and end.requires_grad
+    ]
+    found: Sequence[Tensor | None] = [None] * len(sequence.asked)
+    if pairs:
+        with _outside_operator(), quiet_hooks(each for each in sequence.asked if each.is_leaf):
+            found = torch.autograd.grad(
+                [end for end, _ in pairs],
+                sequence.asked,
+                [gradient for _, gradient in pairs],
+                retain_graph=keeps_graph(),
+                allow_unused=True,
+            )
+    zeros = zip(found, sequence.asked, strict=True)
+    values = [torch.zeros_like(like) if gradient is None else gradient for gradient, like in zeros]
+    return _separate(values, [*tensors, *references, *(each for each in gradients if each is not None)])
+
+
+@recurrent_backward.register_fake
+def _(
+    token: Tensor,
+    tensors: Sequence[Tensor],
+    references: Sequence[Tensor],
+    wanted: Sequence[bool],
+    gradients: Sequence[Tensor | None],
+) -> list[Tensor]:
+    return [
+        torch.empty_like(each, memory_format=torch.contiguous_format)
+        for each, want in zip((*tensors, *references), wanted, strict=True)
+        if want
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, tensors, references, wanted, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[-1], *tensors, *references)
+    ctx.count, ctx.wanted = len(tensors), wanted
+
+
+def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
+    token, *saved = ctx.saved_tensors
+    tensors, references = saved[: ctx.count], saved[ctx.count :]
+    given = [None if each is None else each.contiguous() for each in gradients[:-1]]
+    found = iter(recurrent_backward(token, tensors, references, ctx.wanted, given))
+    every = [next(found) if want else None for want in ctx.wanted]
+    return None, every[: ctx.count], every[ctx.count :], None, None
+
+
+recurrent.register_autograd(_backward, setup_context=_save)
+
+
+def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
+    return tensor.detach().requires_grad_(wanted and differentiable(tensor))
+
+
+def _reference(given: Tensor, own: Tensor, wanted: bool) -> Tensor:
+    """The network's own tensor where the given one is it, so that the network's plans serve; else the given one."""
+    same = given is own or (
+        (given.data_ptr(), given.shape, given.stride(), given.dtype)
+        == (own.data_ptr(), own.shape, own.stride(), own.dtype)
+    )
+    best = own if same else given
+    # One that wants more is as good: a new tensor at every call would be a new plan at every call.
+    return best if best.is_leaf and best.requires_grad >= wanted else _leaf(best, wanted)
+
+
+def _separate(values: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """The values, contiguous, and none in memory of another or of `others`: so an operator's results must be."""
+    taken = {each.untyped_storage()._cdata for each in others}
+    found: list[Tensor] = []
+    for value in values:
+        value = value.contiguous()
+        if value.untyped_storage()._cdata in taken:
+            value = value.clone(memory_format=torch.contiguous_format)
+        taken.add(value.untyped_storage()._cdata)
+        found.append(value)
+    return found
+
+
+@contextmanager
+def _outside_operator() -> Generator[None]:
+    """Everything as usual: inside an operator PyTorch has turned off autograd, and under tracing also `torch.func`."""
+    include, exclude = _DEFAULT_KEYS
+    if torch.is_inference_mode_enabled():
+        include = include.remove(_C.DispatchKey.ADInplaceOrView)
+    with _C._ForceDispatchKeyGuard(include, exclude):
+        yield
+
+
+def _default_dispatch_keys() -> tuple[Any, Any]:
+    """The dispatch keys that are on and off in a thread where nobody has changed them yet."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.extend((_C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()))
+
+    thread = threading.Thread(target=look, name="weft-dispatch-keys")
+    thread.start()
+    thread.join()
+    return found[0], found[1]
+
+
+_DEFAULT_KEYS = _default_dispatch_keys()
+
+
+@contextmanager
+def _real_tensors_allowed(tensors: Sequence[Tensor]) -> Generator[None]:
+    """A cell may close over real tensors; fake ones are made of them."""
+    mode = next((each.fake_mode for each in cast("Sequence[Any]", tensors) if hasattr(each, "fake_mode")), None)
+    before = None if mode is None else mode.allow_non_fake_inputs
+    if mode is not None:
+        mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        if mode is not None:
+            mode.allow_non_fake_inputs = before

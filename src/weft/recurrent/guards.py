@@ -1,0 +1,472 @@
+"""Guards of a plan: all that a cell reads besides its arguments, as a key, so that no stale plan is run.
+
+    module      parameters and buffers; its and its children's attributes
+    function    closure, defaults, and what its code names in its module
+    class       of all that the cell can reach, with its bases: attributes and methods that any of the code names
+    any of them may be, or hold in lists, tuples, dicts and plain objects:
+                tensors, modules, numbers, strings, functions, classes
+
+A plan is found again only if the key is the same, so a changed flag, another activation or a replaced tensor makes
+another plan. Values of tensors are no part of it: a plan looks them up at every call. Where a cell reads what cannot be
+known in this way, such as a file or a generator, or where hooks want to see every step, `refusal` says so, and the
+eager loop runs it. Dynamo guards what a trace has read; here it is looked up from the objects, at every call.
+
+To make and to check a plan the cell is run; `undone` takes back what these runs change of what the guards reach.
+"""
+
+import dis
+import enum
+import functools
+import pickle
+import random
+import sys
+import types
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import parametrize
+
+from weft.recurrent.capture import CaptureError
+
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+_BY_IDENTITY = (types.ModuleType, types.MethodDescriptorType, type(...), range)
+_CACHED = type(functools.lru_cache(lambda: None))
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, _CACHED)
+_UNREADY = (UninitializedParameter, UninitializedBuffer)
+_OF_MODULES = frozenset(nn.Module().__dict__)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MAX_DEPTH = 8
+_IMPLICIT = frozenset({"forward", "__call__", "__bool__", "__int__", "__float__", "__neg__"}).union(
+    f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "matmul") for side in ("", "r")
+)
+"""Methods that run without being named."""
+_GLOBAL_READS = frozenset(name for name in dis.opmap if name.endswith(("_GLOBAL", "_GLOBALS", "_NAME")))
+_BY_STRING = frozenset({"getattr", "globals", "vars"})
+_ENVIRONMENT = frozenset({"environ", "getenv"})
+_PLAIN_SIZE = type("_Plain", (), {}).__basicsize__
+"""Of an object that has attributes, and nothing else that could change."""
+_torch_module = cast(Any, nn.modules.module)
+
+
+class Guards:
+    """What a cell reads, looked up now.
+
+    Attributes:
+        key: equal where nothing has changed; hashable as a tuple.
+        tensors: each once, in the order in which they are found.
+        unready: whether a lazy module has yet to see its first input.
+        held: what the key knows by its address; to be kept alive as long as the key.
+    """
+
+    def __init__(self, cell: Callable[..., Any]) -> None:
+        self.key: list[Hashable] = []
+        self.tensors: list[Tensor] = []
+        self.unready = False
+        self.held: list[object] = []
+        self._unknown: list[str] = []
+        self._remote: list[str] = []
+        self._network = False
+        self._modules: list[nn.Module] = []
+        self._mutables: list[
+            dict[Any, Any] | list[Any] | set[Any]
+        ] = []  # attributes of modules and objects; lists, dicts and sets
+        self._closures: list[types.CellType] = []
+        self._classes: list[type] = []
+        self._names: set[str] = set(_IMPLICIT)
+        self._seen: dict[int, int] = {}
+        if _torch_module._global_forward_hooks or _torch_module._global_forward_pre_hooks:
+            self._unknown.append("hooks of all modules")
+        self._add("cell", cell)
+        if isinstance(cell, nn.Module):
+            for tensor in (*cell.parameters(), *cell.buffers()):  # a module may say itself what its tensors are
+                self._tensor(tensor)
+        self._read_classes()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The tensors that want a gradient."""
+        return [each for each in self.tensors if each.requires_grad]
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no plan may stand for the cell; None if one may."""
+        if self._network:
+            return (
+                "the cell contains a recurrent network, whose loop is no part of a step's graph; the inner network "
+                "runs by a plan of its own"
+            )
+        if self._remote:
+            names = ", ".join(dict.fromkeys(self._remote))
+            return f"the cell calls {names}, which servers compute, so that no plan can hold it"
+        if self._unknown:
+            return (
+                f"the cell reads {', '.join(self._unknown[:3])}, which may change unseen; make it a module whose "
+                "tensors are parameters and buffers, or a function that closes over tensors and plain values"
+            )
+        return None
+
+    @contextmanager
+    def undone(self) -> Generator[None]:
+        """Inside, the cell is run for tracing or checking: its writes into buffers, attributes, lists, dicts, sets and
+        closures are taken back. It cannot write into parameters; globals and classes stay as it leaves them."""
+        with ExitStack() as undo:
+            for tensor in self.tensors:
+                if not tensor.requires_grad:
+                    undo.callback(_restore_tensor, tensor, tensor._version, tensor.detach().clone())
+            for mutable in self._mutables:
+                undo.callback(_restore, mutable, dict(mutable) if isinstance(mutable, dict) else [*mutable])
+            for closure in self._closures:
+                undo.callback(setattr, closure, "cell_contents", closure.cell_contents)
+            yield
+
+    @contextmanager
+    def restored(self, function: Callable[..., Any]) -> Generator[bool]:
+        """Inside, the modules of `function` hold the tensors of these guards again; yields whether the key holds, too.
+
+        A forward under `torch.func.functional_call` ran with tensors that the modules do not hold any more when
+        backward runs the cell again; so it is where a parameter was replaced in between. Flags and attributes are not
+        put back.
+        """
+        now = Guards(function)
+        if now.key == self.key:
+            yield True
+            return
+        then = {id(new): old for new, old in zip(now.tensors, self.tensors, strict=False)}
+        tables = [cast(Any, table) for module in now._modules for table in (module._parameters, module._buffers)]
+        slots = [(table, name, tensor) for table in tables for name, tensor in table.items()]
+        try:
+            for table, name, tensor in slots:
+                table[name] = then.get(id(tensor), tensor)
+            yield Guards(function).key == self.key
+        finally:
+            for table, name, tensor in slots:
+                table[name] = tensor
+
+    # -- the walk over what a cell can reach ------------------------------------------------------------------------
+
+    def _add(self, name: str, value: Any, depth: int = 0) -> None:
+        """One value; `name` is for people."""
+        if isinstance(value, Tensor):
+            self._tensor(value)
+        elif isinstance(value, _BY_VALUE):
+            self.key += (type(value), value)  # 1, 1.0 and True are equal, but not the same to a graph
+        elif isinstance(value, nn.Module):
+            self._module(value)
+        elif isinstance(value, type):
+            self.key.append(value)
+            self._class(value)
+        elif isinstance(value, _BY_IDENTITY) or _of_torch(value):
+            self.key.append(value)
+        elif depth >= _MAX_DEPTH:
+            self._give_up(f"{name} ({type(value).__name__}, nested too deeply)")
+        elif isinstance(value, list | tuple | set | frozenset | Mapping):
+            self._container(name, cast("Collection[Any]", value), depth + 1)
+        elif isinstance(value, _FUNCTIONS):
+            self._function(cast("Callable[..., Any]", value), depth + 1)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self.key.append(value)
+            if value.__self__ is not None and not isinstance(value.__self__, types.ModuleType | type):
+                self._add(name, value.__self__, depth + 1)  # a method in C, by its object too
+        else:
+            self._object(name, value, depth + 1)
+
+    def _again(self, value: object) -> bool:
+        """Whether a thing was seen before; then the key says which it is, since two names may change places."""
+        at = self._seen.get(id(value))
+        if at is None:
+            self._seen[id(value)] = len(self._seen)
+            return False
+        self.key.append(("again", at))
+        return True
+
+    def _give_up(self, name: str) -> None:
+        self._unknown.append(name)
+        self.key.append(name)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        if self._again(tensor):
+            return
+        if type(tensor) in _UNREADY:
+            self.unready = True
+            return
+        self.tensors.append(tensor)
+        self.key.append((id(tensor), tensor.requires_grad, tensor.shape, tensor.dtype))
+
+    def _module(self, module: nn.Module) -> None:
+        if self._again(module):
+            return
+        inside, kind = module.__dict__, type(module)
+        if hasattr(kind, "steps_in_backward"):  # a remote expert: what it holds are connections
+            self._remote.append(kind.__name__)
+            self._give_up(kind.__name__)
+            return
+        if "training" not in inside:  # the attributes are not where those of a module are
+            self._give_up(f"a compiled or scripted module ({kind.__name__})")
+            return
+        self._network = self._network or ("_plans" in inside and "_handle" in inside)
+        self._modules.append(module)
+        self._mutables.append(inside)
+        self.key += (kind, inside["training"])
+        self._class(kind)
+        if any([inside[name] for name in _HOOKS]):
+            self._give_up(f"the hooks of {kind.__name__}")
+        for name, tensor in (*inside["_parameters"].items(), *inside["_buffers"].items()):
+            self.key.append(name)  # the slot counts: two tensors may change places
+            if tensor is None:
+                self.key.append(None)
+            else:
+                self._tensor(tensor)
+        for name, child in inside["_modules"].items():
+            self.key.append(name)
+            if child is not None:
+                self._module(child)
+        for name, value in inside.items():
+            if name not in _OF_MODULES:
+                self.key.append(name)
+                self._add(f"{name} of {kind.__name__}", value, 1)
+
+    def _container(self, name: str, value: "Collection[Any]", depth: int) -> None:
+        kind = type(cast(object, value))
+        if kind is not tuple and self._again(value):
+            return
+        self.key += (kind, len(value))
+        self._class(kind)
+        if isinstance(value, list | dict | set):
+            self._mutables.append(cast(Any, value))
+        for each in value:
+            self._add(name, each, depth)
+            if isinstance(value, Mapping):
+                self._add(name, value[each], depth)
+
+    def _object(self, name: str, value: Any, depth: int) -> None:
+        """An object of the user's by its attributes, where these are all that it has."""
+        if self._again(value):
+            return
+        kind = cast("type[Any]", type(value))
+        if not _is_open(value):
+            self._give_up(f"{name} ({kind.__name__})")
+            return
+        self.key.append(kind)
+        self._class(kind)
+        inside = cast("dict[str, Any]", vars(value))
+        self._mutables.append(inside)
+        for inner, each in inside.items():
+            self.key.append(inner)
+            self._add(f"{name}.{inner}", each, depth)
+
+    def _function(self, function: Callable[..., Any], depth: int) -> None:
+        """What a function closes over, has as defaults, or names in its module."""
+        if self._again(function):
+            return
+        if isinstance(function, functools.partial):
+            for each in (function.func, *function.args, *function.keywords.items()):
+                self._add("partial", each, depth)
+            return
+        if isinstance(function, _CACHED):
+            function = cast(Any, function).__wrapped__
+        if isinstance(function, types.MethodType):
+            self._add("self", function.__self__, depth)
+            function = function.__func__
+            if _of_torch(function):  # the apply of a torch.autograd.Function: the class says all
+                self.key.append(function)
+                return
+        if not isinstance(function, types.FunctionType):
+            self._give_up(type(function).__name__)
+            return
+        code = function.__code__
+        self.held.append(code)  # known by its address, which is quick to compare
+        self.key.append(id(code))
+        for name, closure in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                self._add(name, closure.cell_contents, depth)
+            except ValueError:  # not yet bound
+                self._give_up(name)
+            else:
+                self._closures.append(closure)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._add("a default", value, depth)
+        if not _is_constant(function.__globals__.get("__name__")):
+            self._globals(code, function.__globals__, depth)
+
+    def _globals(self, code: types.CodeType, inside: dict[str, Any], depth: int) -> None:
+        """What code, and code within it, names in its module, and of the user's other modules."""
+        names = (*code.co_names, *_strings(code))
+        self._names.update(names)
+        if not _ENVIRONMENT.isdisjoint(code.co_names):
+            self._give_up("the environment (os.environ)")
+        for name in _globals_read(code):
+            if name not in inside:
+                continue
+            value = inside[name]
+            self._add(name, value, depth)
+            if isinstance(value, types.ModuleType) and not _is_constant(value.__name__) and depth < _MAX_DEPTH:
+                for inner in names:
+                    if inner in vars(value):
+                        self.key.append(inner)
+                        self._add(f"{value.__name__}.{inner}", vars(value)[inner], depth + 1)
+        for each in code.co_consts:
+            if isinstance(each, types.CodeType):
+                self._globals(each, inside, depth)
+
+    def _class(self, kind: type[Any]) -> None:
+        """A class of the user's, with its bases; what code names of it is read in the end."""
+        if id(kind) in self._seen:
+            return
+        for each in kind.__mro__:
+            if id(each) not in self._seen:
+                self._seen[id(each)] = len(self._seen)
+                if not _is_constant(each.__module__):
+                    self._classes.append(each)
+
+    def _read_classes(self) -> None:
+        """What the code names of the classes, until nothing new comes of it: each may bring more code and classes."""
+        done: set[tuple[type, str]] = set()
+        size = (0, 0)
+        while self._classes and size != (len(self._names), len(self._classes)):
+            size = (len(self._names), len(self._classes))
+            for kind in self._classes:  # it may grow meanwhile
+                for name in [name for name in kind.__dict__ if name in self._names and (kind, name) not in done]:
+                    done.add((kind, name))
+                    value = kind.__dict__[name]
+                    function = _function_of(value)
+                    if function is not None:
+                        self._function(function, 1)
+                    elif not hasattr(cast(object, type(value)), "__get__"):
+                        self.key.append(name)
+                        self._add(f"{name} of {kind.__name__}", value, 1)
+
+
+# -- what is constant while a program runs, and what code names ------------------------------------------------------
+
+
+@functools.cache
+def _is_constant(module: str | None) -> bool:
+    """Whether a module of code is torch's, numpy's, Python's or ours."""
+    home = (module or "").partition(".")[0]
+    return home in ("torch", "numpy", "weft") or home in sys.stdlib_module_names
+
+
+def _of_torch(value: object) -> bool:
+    """Functions and constants of torch and numpy, which do not change and are known by themselves."""
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
+    kind = type(value)
+    home = kind.__module__.partition(".")[0]
+    if home == "numpy":  # numbers, dtypes, functions; no arrays, which can be written to
+        return kind.__hash__ is not None and (callable(value) or hasattr(value, "itemsize"))
+    return home == "torch" and (callable(value) or isinstance(value, torch.layout | torch.memory_format))
+
+
+def _is_open(value: object) -> bool:
+    """Whether the attributes of an object of the user's are all that it has: no slots, nothing hidden in C."""
+    kind = type(value)
+    if kind.__basicsize__ > _PLAIN_SIZE or not hasattr(value, "__dict__"):
+        return False
+    return all([each is object or "__slots__" not in each.__dict__ for each in kind.__mro__])
+
+
+def _function_of(found: object) -> types.FunctionType | None:
+    """The function behind what stands in a class under the name of a method or property; None for anything else."""
+    if isinstance(found, staticmethod | classmethod):
+        found = cast(Any, found).__func__
+    elif isinstance(found, property):
+        found = found.fget
+    elif isinstance(found, functools.cached_property):
+        found = cast(Any, found).func
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _strings(code: types.CodeType) -> list[str]:
+    """The strings of code that reads names by strings."""
+    return [] if _BY_STRING.isdisjoint(code.co_names) else [each for each in code.co_consts if type(each) is str]
+
+
+@functools.lru_cache(4096)
+def _globals_read(code: types.CodeType) -> tuple[str, ...]:
+    """Names that code may read in its module: `h.mean()` and `self.net` say nothing of a global `mean`."""
+    read = [each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS]
+    return (*dict.fromkeys(read), *_strings(code))
+
+
+# -- running a cell without a trace ----------------------------------------------------------------------------------
+
+
+def _restore_tensor(tensor: Tensor, version: int, before: Tensor) -> None:
+    with torch.no_grad():
+        nan = tensor.isnan() & before.isnan() if tensor.is_floating_point() else torch.zeros((), dtype=torch.bool)
+        # By value as well: batch norm writes without telling the version.
+        if tensor._version != version or bool(((tensor != before) & ~nan).any()):
+            tensor.copy_(before)
+
+
+def _restore(mutable: Any, before: Any) -> None:
+    if isinstance(mutable, dict):
+        table, entries = cast("dict[Any, Any]", mutable), cast("dict[Any, Any]", before)
+        for name in [name for name in table if name not in entries]:
+            del table[name]
+        for name, value in entries.items():
+            if name not in table or table[name] is not value:
+                table[name] = value
+    elif isinstance(mutable, list):
+        mutable[:] = before
+    elif list(map(id, mutable)) != list(map(id, before)):
+        mutable.clear()
+        mutable.update(before)
+
+
+@contextmanager
+def unobserved() -> Generator[None]:
+    """Inside, what autograd was told to do with the user's own graph does not hold.
+
+    Hooks on saved tensors, as those of recomputation are; anomaly mode, which looks at every value; and the cache of
+    parametrized weights, which would hold a weight that was made without a graph.
+    """
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    cache = cast(Any, parametrize)
+    before = cache._cache_enabled, cache._cache
+    with torch.autograd.graph.saved_tensors_hooks(same, same), torch.autograd.set_detect_anomaly(False):
+        if not before[0]:  # it is one for the whole process: so as not to meddle with that of another thread
+            yield
+            return
+        cache._cache_enabled, cache._cache = 0, {}
+        try:
+            yield
+        finally:
+            cache._cache_enabled, cache._cache = before
+
+
+@contextmanager
+def no_foreign_draws(step: Callable[[], object]) -> Generator[None]:
+    """Refuses a cell that draws from Python's generator or numpy's: a plan would keep what was drawn when it was made.
+
+    `step` runs the cell once, without tracing. Where an error comes out, both generators are as before, so that the
+    eager loop draws what it would have drawn. Raises CaptureError.
+    """
+    before = _generators()
+    try:
+        yield
+        # Another thread may move the generators as well, but hardly every time.
+        if _generators() != before and all([_generators() != (step(), _generators())[1] for _ in range(3)]):
+            raise CaptureError(
+                "the cell draws from Python's `random` or from numpy's generator, and a plan would keep what was drawn "
+                "when it was made; draw by torch, as torch.rand_like does"
+            )
+    except BaseException:
+        python, numpys = pickle.loads(before)
+        random.setstate(python)
+        if numpys is not None:
+            sys.modules["numpy.random"].set_state(numpys)
+        raise
+
+
+def _generators() -> bytes:
+    """What Python's and numpy's own generators will draw next."""
+    numpy = sys.modules.get("numpy.random")
+    return pickle.dumps((random.getstate(), None if numpy is None else numpy.get_state(legacy=False)))

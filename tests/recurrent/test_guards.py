@@ -1,0 +1,553 @@
+"""What a cell reads is the key of its plan: whatever changes makes another; what cannot be known is refused."""
+
+import copy
+import enum
+import functools
+import logging
+import os
+import random
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tests.recurrent.recurrent_cases import by_plan, eagerly, equal, planned, run_by
+from weft.recurrent import NoPlanWarning
+from weft.recurrent.capture import CaptureError
+from weft.recurrent.guards import Guards, no_foreign_draws
+
+RATE = 2.0
+
+
+class Mode(enum.Enum):
+    SUM = 1
+    DIFFERENCE = 2
+
+
+@dataclass
+class Settings:
+    scale: float = 1.0
+    more: list[float] = field(default_factory=lambda: [1.0])
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * RATE
+
+
+class Reader(nn.Module):
+    """Reads everything that a module may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+        self.inner = nn.Dropout(0.0)
+        self.flag, self.number, self.word, self.mode = True, 2, "tanh", Mode.SUM
+        self.listed, self.pair, self.table = [1.0, 2.0], (1.0, [3.0]), {"a": 1.0}
+        self.settings = Settings()
+        self.act: Callable[[Tensor], Tensor] = torch.tanh
+        self.part: Callable[..., Tensor] = functools.partial(torch.mul, other=2.0)
+        self.loose = torch.ones(3).double()
+        self.register_buffer("kept", torch.ones(3).double())
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.act(self.linear(x) + h) * (self.loose if self.flag else self.kept) * self.number
+        h = h * self.listed[0] * self.pair[1][0] * self.table["a"] * self.settings.scale * self.settings.more[0]
+        h = self.part(h) if self.mode is Mode.SUM else -h
+        return self.inner(h) + len(self.word), h
+
+
+CHANGES: dict[str, Callable[[Reader], Any]] = {
+    "a flag": lambda cell: setattr(cell, "flag", False),
+    "a number": lambda cell: setattr(cell, "number", 5),
+    "a number's type": lambda cell: setattr(cell, "number", 2.0),
+    "a word": lambda cell: setattr(cell, "word", "sinus"),
+    "an enum": lambda cell: setattr(cell, "mode", Mode.DIFFERENCE),
+    "an item of a list": lambda cell: cell.listed.__setitem__(0, 7.0),
+    "an item of a list in a tuple": lambda cell: cell.pair[1].__setitem__(0, 7.0),
+    "a value in a dict": lambda cell: cell.table.update(a=7.0),
+    "an attribute of an object": lambda cell: setattr(cell.settings, "scale", 7.0),
+    "a list of an object": lambda cell: cell.settings.more.__setitem__(0, 7.0),
+    "another function": lambda cell: setattr(cell, "act", torch.relu),
+    "a function of the user's": lambda cell: setattr(cell, "act", twice),
+    "an argument of a partial": lambda cell: setattr(cell, "part", functools.partial(torch.mul, other=3.0)),
+    "another tensor": lambda cell: setattr(cell, "loose", torch.full((3,), 5.0).double()),
+    "another parameter": lambda cell: setattr(cell.linear, "weight", nn.Parameter(torch.ones(3, 3).double())),
+    "a frozen parameter": lambda cell: cell.linear.bias.requires_grad_(False),
+    "another module": lambda cell: setattr(cell, "linear", nn.Linear(3, 3, bias=False).double()),
+    "evaluation": lambda cell: cell.eval(),
+    "a child's attribute": lambda cell: setattr(cell.inner, "inplace", True),
+    "an instance's forward": lambda cell: setattr(cell.inner, "forward", twice),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_changes_in_a_module_is_another_key(change: Callable[[Reader], Any]) -> None:
+    cell = Reader()
+    before, again = Guards(cell).key, Guards(cell).key
+    assert before == again and hash(tuple(before)) == hash(tuple(again))
+    assert Guards(cell).refusal is None
+    change(cell)
+    assert Guards(cell).key != before
+
+
+def test_a_network_follows_every_change_of_its_cell() -> None:
+    cell = Reader()
+    net = planned(cell, "python", verify="never")
+    x, h = torch.randn(3, 2, 3).double(), torch.zeros(2, 3).double()
+    for name in ("an item of a list", "another function", "an attribute of an object", "another tensor"):
+        net(x, h)
+        CHANGES[name](cell)
+        torch.testing.assert_close(net(x, h).outputs, eagerly(cell)(x, h).outputs, rtol=1e-12, atol=1e-12)
+    assert len(net.why()) == 5
+
+
+def test_values_of_tensors_are_no_part_of_the_key() -> None:
+    cell = Reader()
+    before = Guards(cell).key
+    with torch.no_grad():
+        for each in (*cell.parameters(), cell.loose):
+            each.mul_(2)
+    assert Guards(cell).key == before
+    assert {id(each) for each in Guards(cell).tensors} >= {id(cell.loose), id(cell.kept), id(cell.linear.weight)}
+
+
+def closure(weight: Tensor, rate: list[float], inner: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def cell(x: Tensor, h: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        h = inner(x @ weight + h) * rate[0] * scale
+        return h, next(h for _ in range(1))
+
+    return cell
+
+
+def test_what_a_function_closes_over_is_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, rate = torch.randn(3, 3, requires_grad=True), [1.0]
+    cell = closure(weight, rate, twice)
+    found = Guards(cell)
+    assert found.parameters == [weight] and found.refusal is None
+    keys = [found.key]
+    rate[0] = 2.0
+    keys.append(Guards(cell).key)
+    monkeypatch.setitem(globals(), "RATE", 3.0)  # what a function names, that this one calls
+    keys.append(Guards(cell).key)
+    cell.__defaults__ = (2.0,)
+    keys.append(Guards(cell).key)
+    keys.append(Guards(closure(weight, rate, torch.tanh)).key)
+    assert len({str(key) for key in keys}) == 5
+
+
+def test_methods_are_known_by_their_object() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.scale = 1.0
+
+        def cell(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            return x * self.scale, h
+
+    holder = Holder()
+    before = Guards(holder.cell).key
+    holder.scale = 2.0
+    assert Guards(holder.cell).key != before and Guards(holder.cell).refusal is None
+
+
+UNKNOWN: dict[str, tuple[Callable[[Reader], Any], str]] = {
+    "a generator": (lambda cell: setattr(cell, "word", iter("abcd")), "word of Reader"),
+    "a logger": (lambda cell: setattr(cell, "log", logging.getLogger("cell")), "log of Reader"),
+    "a random generator": (lambda cell: setattr(cell, "draw", torch.Generator()), "draw of Reader"),
+    "a forward hook": (lambda cell: cell.inner.register_forward_hook(lambda *a: None), "the hooks of Dropout"),
+    "a forward pre-hook": (lambda cell: cell.register_forward_pre_hook(lambda *a: None), "the hooks of Reader"),
+    "a backward hook": (lambda cell: cell.register_full_backward_hook(lambda *a: None), "the hooks of Reader"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), UNKNOWN.values(), ids=UNKNOWN)
+def test_what_cannot_be_known_is_named_and_is_another_key(change: Callable[[Reader], Any], words: str) -> None:
+    cell = Reader()
+    before = Guards(cell).key
+    change(cell)
+    found = Guards(cell)
+    assert found.refusal is not None and words in found.refusal
+    assert found.key != before
+
+
+def test_what_holds_itself_is_looked_at_once() -> None:
+    cell = Reader()
+    cell.listed.append(cell.listed)  # type: ignore[arg-type]
+    cell.table["self"] = cell  # type: ignore[assignment]
+    cell.settings.more = cell.settings  # type: ignore[assignment]
+    assert Guards(cell).refusal is None
+
+
+class Holding(nn.Module):
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__()
+        for i, each in enumerate(tensors):
+            self.register_buffer(f"held{i}", each)
+
+
+def test_a_trial_run_leaves_buffers_as_they_were() -> None:
+    kept, other = torch.ones(3), torch.ones(3)
+    with pytest.raises(ZeroDivisionError), Guards(Holding(kept, other)).undone():
+        kept.add_(1)
+        raise ZeroDivisionError
+    assert kept.tolist() == [1, 1, 1] and other._version == 0
+
+
+class Rates:
+    """What a user's module of code may hold settings in."""
+
+    scale = 2.0
+    steps = (1.0,)
+
+    @staticmethod
+    def more(x: Tensor) -> Tensor:
+        return x * Rates.steps[0]
+
+
+def by_rates(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.tanh(Rates.more(x) * Rates.scale + h)
+    return h, h
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 5.0), ("steps", (3.0,)), ("more", staticmethod(torch.neg))])
+def test_what_a_function_reads_of_a_class_may_change(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, loop = planned(by_rates, "python"), eagerly(by_rates)
+    x, h = torch.randn(3, 2, 3), torch.zeros(2, 3)
+    before = net(x, h).outputs
+    monkeypatch.setattr(Rates, name, value)
+    assert torch.allclose(net(x, h).outputs, loop(x, h).outputs) and not torch.allclose(net(x, h).outputs, before)
+
+
+class Counting(nn.Module):
+    """Changes attributes of its own in every step, so no plan can stand for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.cache = 0, [], None
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        self.seen.append(x)
+        if self.cache is None:
+            self.cache = torch.ones(3)
+            self.late = 1
+        return x + h * self.cache, h + 1
+
+
+@pytest.mark.filterwarnings("ignore::weft.recurrent.NoPlanWarning")
+@pytest.mark.parametrize("backend", ["auto", "python"])
+def test_a_refused_cell_was_run_for_trial_without_a_trace(backend: str) -> None:
+    cell = Counting()
+    net = planned(cell, backend)
+    for number in (1, 2):
+        net(torch.randn(4, 2, 3), torch.zeros(2, 3))
+        assert cell.calls == len(cell.seen) == 4 * number
+    assert all(type(each) is Tensor for each in cell.seen)
+
+
+@pytest.mark.parametrize("change", ["new", "gone", "other", "within"])
+def test_a_trial_run_leaves_attributes_as_they_were(change: str) -> None:
+    cell = Reader()
+    before = {name: copy.copy(value) for name, value in vars(cell).items()}
+    with Guards(cell).undone():
+        if change == "new":
+            cell.another = 1
+        elif change == "gone":
+            del cell.word
+        elif change == "other":
+            cell.number, cell.settings.scale = 7, 9.0
+        else:
+            cell.listed.append(3.0)
+            cell.table["b"] = 4.0
+            cell.settings.more.append(5.0)
+    assert vars(cell).keys() == before.keys() and cell.settings == Settings()
+    assert all(vars(cell)[name] == before[name] for name in ("word", "number", "listed", "table"))
+
+
+# -- classes, objects and modules of code
+
+HERE = sys.modules[__name__]
+
+
+class Shared:
+    rate = 2.0
+
+
+class Activation:
+    """An activation with settings, as an object."""
+
+    slope = 2.0
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return z * RATE * self.slope
+
+    def halved(self, z: Tensor) -> Tensor:
+        return z * RATE * self.share
+
+    @property
+    def share(self) -> float:
+        return 0.5
+
+    def __mul__(self, other: float) -> float:
+        return RATE * other
+
+
+class Cell(nn.Module):
+    """Hands what it computes to a function that reads something."""
+
+    def __init__(self, read: Callable[..., Tensor], **more: Any) -> None:
+        super().__init__()
+        self.read = read
+        for name, value in more.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.read(self, torch.tanh(x + h))
+        return h, h
+
+
+class Parent(nn.Module):
+    kept = 1.0
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + h) * RATE
+        return h, h
+
+
+class Child(Parent):
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x, h)
+
+
+class Inner(nn.Module):
+    def scaled(self, z: Tensor) -> Tensor:
+        return z * RATE
+
+
+def of_class(module: nn.Module, z: Tensor) -> Tensor:
+    return z * type(module).kept
+
+
+class Typed(nn.Module):
+    kept = 2.0
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = of_class(self, torch.tanh(x + h))
+        return h, h
+
+
+@functools.lru_cache
+def cached(number: int) -> float:
+    return number * RATE
+
+
+def with_default(cell: Cell, z: Tensor, activation: Activation = Activation()) -> Tensor:  # noqa: B008
+    return activation(z)
+
+
+READERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "an object's __call__": (lambda: Cell(lambda cell, z: cell.act(z), act=Activation()), "RATE"),
+    "a method of an object": (lambda: Cell(lambda cell, z: cell.act.halved(z), act=Activation()), "RATE"),
+    "an object's operator": (lambda: Cell(lambda cell, z: z * (cell.act * 1.0), act=Activation()), "RATE"),
+    "an object's class": (lambda: Cell(lambda cell, z: cell.act(z), act=Activation()), "Activation.slope"),
+    "an object in a default": (lambda: Cell(with_default), "Activation.slope"),
+    "another method": (lambda: Cell(lambda cell, z: cell.act(z), act=Activation()), "Activation.__call__"),
+    "a parent's forward": (Child, "RATE"),
+    "a child's method": (lambda: Cell(lambda cell, z: cell.inner.scaled(z), inner=Inner()), "RATE"),
+    "a class held": (lambda: Cell(lambda cell, z: z * cell.settings.rate, settings=Shared), "Shared.rate"),
+    "a class of a module": (lambda: Cell(lambda cell, z: z * HERE.Shared.rate), "Shared.rate"),
+    "a class by a helper": (Typed, "Typed.kept"),
+    "a word": (lambda: Cell(lambda cell, z: z * getattr(HERE, "RATE")), "RATE"),  # noqa: B009
+    "a global by its word": (lambda: Cell(lambda cell, z: z * globals()["RATE"]), "RATE"),
+    "a function with a cache": (lambda: Cell(lambda cell, z: z * cached.__wrapped__(1)), "RATE"),
+}
+
+
+@pytest.mark.parametrize(("make", "what"), READERS.values(), ids=READERS)
+def test_what_code_says_of_classes_and_objects_may_change(
+    make: Callable[[], nn.Module], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell, x, h = make(), torch.randn(3, 2, 3), torch.zeros(2, 3)
+    net, loop = planned(cell, "python", verify="never"), eagerly(cell)
+    before = net(x, h).outputs
+    *owner, name = what.split(".")
+    other = (lambda self, z: z * 5) if name == "__call__" else 5.0
+    monkeypatch.setattr(getattr(HERE, owner[0]) if owner else HERE, name, other)
+    after = net(x, h).outputs
+    assert torch.allclose(after, loop(x, h).outputs) and not torch.allclose(after, before)
+    assert run_by(net) == {"python"}
+
+
+@pytest.mark.parametrize("name", ["inner", "scaled", "mean"])
+def test_a_global_that_is_named_as_an_attribute_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell(lambda cell, z: cell.inner.scaled(z) - z.mean(), inner=Inner())
+    net, before = planned(cell, "python"), Guards(cell).key
+    monkeypatch.setattr(HERE, name, net, raising=False)  # as after `inner = Recurrent(cell)`
+    net(torch.randn(3, 2, 3), torch.zeros(2, 3))
+    assert run_by(net) == {"python"} and Guards(cell).key == before
+
+
+HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "a generator's method in C": (lambda: random.Random(0).random, "Random"),
+    "a generator's method": (lambda: random.Random(0).uniform, "Random"),
+    "a subclass of a class in C": (lambda: type("Line", (deque,), {})([1.0]), "Line"),
+    "a compiled module": (lambda: torch.compile(nn.Linear(3, 3), backend="eager"), "a compiled or scripted module"),
+    "the environment": (lambda: lambda: os.environ["HOME"], "environment"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), HIDDEN.values(), ids=HIDDEN)
+def test_what_hides_its_state_is_given_up(make: Callable[[], Any], words: str) -> None:
+    assert words in str(Guards(Cell(of_class, thing=make())).refusal)
+
+
+@pytest.mark.parametrize("thing", [Activation(), [1.0].index, {"a": 1.0}.get, torch.tanh, max, cached, Shared])
+def test_what_shows_its_state_is_known(thing: Any) -> None:
+    assert Guards(Cell(of_class, thing=thing)).refusal is None
+
+
+def test_a_method_in_c_is_known_by_what_its_object_holds() -> None:
+    table = {"a": 1.0}
+    cell = Cell(of_class, look_up=table.get)
+    before = Guards(cell).key
+    table["a"] = 2.0
+    assert Guards(cell).key != before
+
+
+# -- running a cell without a trace
+
+CALLS = 0
+Pair = tuple[Tensor, Tensor]
+
+
+def sequence() -> Pair:
+    return torch.linspace(-1, 1, 24).view(4, 2, 3), torch.zeros(2, 3)
+
+
+def step(x: Tensor, h: Tensor, factor: float) -> Pair:
+    h = torch.tanh(x + h) * factor
+    return h, h
+
+
+def closing() -> Callable[..., Pair]:
+    calls, seen = 0, []
+
+    def cell(x: Tensor, h: Tensor) -> Pair:
+        nonlocal calls
+        calls += 1
+        seen.append(calls)
+        return step(x, h, len(seen) + calls)
+
+    return cell
+
+
+def test_a_cell_that_counts_its_calls_counts_no_trial() -> None:
+    with pytest.warns(NoPlanWarning, match="changes what it reads"):
+        seen = planned(closing(), "auto")(*sequence())
+    assert equal(tuple(seen), tuple(eagerly(closing())(*sequence())))
+
+
+def test_a_cell_that_counts_in_a_global_or_a_class_has_no_plan() -> None:
+    class Counter(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor, h: Tensor) -> Pair:
+            global CALLS  # noqa: PLW0603
+            CALLS += 1
+            type(self).calls += 1
+            return step(x, h, self.calls + CALLS)
+
+    net = planned(Counter(), "python")
+    with pytest.warns(NoPlanWarning, match="changes what it reads"):
+        net(*sequence())
+    assert run_by(net) == {"eager"}
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "random": lambda: 1 - random.random(),
+    "a function of random": lambda: random.uniform(0, 1),
+    "numpy": lambda: float(np.random.rand()),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_what_is_drawn_by_python_or_numpy_is_in_no_plan_and_not_drawn_for_trial(draw: Callable[[], float]) -> None:
+    def cell(x: Tensor, h: Tensor) -> Pair:
+        return step(torch.zeros_like(x) if draw() < 1e-3 else x, h, 1.0)  # a branch that a trial hardly takes
+
+    def seeded(net: Any) -> Any:
+        random.seed(1)
+        np.random.seed(1)
+        return tuple(net(*sequence()))
+
+    net = planned(cell, "python")
+    with pytest.warns(NoPlanWarning, match="draws from Python's `random` or from numpy"):
+        seen = seeded(net)
+    assert run_by(net) == {"eager"} and equal(seen, seeded(eagerly(cell)))
+
+
+def test_what_is_drawn_before_another_error_is_drawn_again() -> None:
+    random.seed(1)
+    with pytest.raises(ZeroDivisionError), no_foreign_draws(lambda: None):
+        random.random()
+        raise ZeroDivisionError
+    after = random.random()
+    random.seed(1)
+    assert after == random.random()
+
+
+def test_what_another_thread_draws_is_not_the_cell_s() -> None:
+    random.seed(1)
+    with no_foreign_draws(lambda: None):
+        first = random.random()  # as if by another: the step itself draws nothing
+    assert random.random() != first
+    with pytest.raises(CaptureError), no_foreign_draws(random.random):
+        random.random()
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + weight.mT
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        parametrize.register_parametrization(self.linear, "weight", Symmetric())
+
+    def forward(self, x: Tensor, h: Tensor) -> Pair:
+        h = torch.tanh(self.linear(h) + x)
+        return h, h
+
+
+@by_plan
+def test_a_plan_made_under_the_cache_of_parametrizations_has_all_gradients(backend: str) -> None:
+    cell, (x, h) = Parametrized(), sequence()
+    net = planned(cell, backend)
+
+    def gradients(net: Any) -> tuple[Tensor, ...]:
+        with parametrize.cached():
+            return torch.autograd.grad(net(x, h).outputs.sum(), list(cell.parameters()))
+
+    for seen, wanted in zip(gradients(net), gradients(eagerly(cell)), strict=True):
+        torch.testing.assert_close(seen, wanted)
+    assert run_by(net) == {backend}
+
+
+@by_plan
+def test_a_plan_can_be_made_in_anomaly_mode(backend: str) -> None:
+    net, (x, h) = planned(Parametrized(), backend), sequence()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.autograd.set_detect_anomaly(True):
+            net(x, h).outputs.sum().backward()
+            assert torch.is_anomaly_enabled()
+    assert run_by(net) == {backend}
