@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from weft.core.spec import TensorSpec
-from weft.experts.schema import Column, Columns
+from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import Task
 
-X = Columns([Column("x", TensorSpec((None,), torch.float32))])
+X = FlatSchema([Column("x", TensorSpec((None,), torch.float32))])
 
 
 def same(tasks: Sequence[Task]) -> list[list[Tensor]]:

@@ -11,19 +11,20 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from tests.experts.expert_cases import X, adam, rows, seeded, task
 from weft.core.errors import UsageError
+from weft.core.validation import Validator
 from weft.experts import ExpertBackend, GraphBudget, Guards, Journal
-from weft.experts.expert import one_of
-
-NOTHING = dict.fromkeys(
-    [
-        *("module", "expert", "optimizer", "opt", "clip_grad_norm"),
-        *("guards", "records", "mini_batches", "keep_graphs", "journal"),
-    ]
-)
+from weft.experts.expert import _OPTIONS, _check_arguments
 
 
 def layer() -> nn.Module:
     return nn.Linear(4, 4, dtype=torch.float64)
+
+
+def check(name: Any, module: Any = None, optimizer: Any = None, *, clip_grad_norm: Any = None, **options: Any) -> None:
+    """As `ExpertBackend` does, past the types that tests enforce."""
+    known = {name: options.pop(name, None) for name in _OPTIONS}
+    with Validator("e") as validator:
+        _check_arguments(validator, name, module, optimizer, {"clip_grad_norm": clip_grad_norm, **known}, options)
 
 
 def made(optimizer: Any, schedule: Any = None, kind: type[ExpertBackend] = ExpertBackend) -> ExpertBackend:
@@ -42,27 +43,29 @@ def test_all_arguments_of_a_wrong_kind_are_told_at_once() -> None:
         "journal": "path",
     }
     with pytest.raises(UsageError) as caught:
-        one_of(5, {**NOTHING, **wrong}, {"max_batch": 3})
+        check(5, **wrong, max_batch=3)
     faults = str(caught.value).splitlines()[1:]
-    assert [fault.split()[1] for fault in faults] == ["name", *wrong, "max_batch"]
-    assert "  - keep_graphs is of type int, wanted a GraphBudget, or None" in faults
+    assert [fault.split()[1] for fault in faults] == ["name", *wrong, "ExpertBackend"]
+    assert "  - keep_graphs is 1048576, wanted a GraphBudget, or None" in faults
+    assert "has 'max_batch', known are max_batch_delay" in faults[-1]
 
 
 @pytest.mark.parametrize("clip", [0, -1.0, True, math.nan, "1", [1.0]])
 def test_what_is_no_norm_to_clip_to_is_refused(clip: Any) -> None:
     with pytest.raises(UsageError, match="clip_grad_norm is"):
-        one_of("e", {**NOTHING, "module": layer(), "clip_grad_norm": clip}, {})
+        check("e", layer(), adam, clip_grad_norm=clip)
 
 
 def test_a_norm_to_clip_to_without_an_optimizer_is_refused() -> None:
     with pytest.raises(UsageError, match="clip_grad_norm was given, but no optimizer"):
-        one_of("e", {**NOTHING, "module": layer(), "clip_grad_norm": 1.0}, {})
+        check("e", layer(), clip_grad_norm=1.0)
 
 
 def test_what_fits_passes() -> None:
     module = layer()
-    fine = {"module": module, "opt": adam, "clip_grad_norm": 1, "guards": Guards(), "journal": Journal()}
-    assert one_of("e", {**NOTHING, **fine, "keep_graphs": GraphBudget(1)}, {"max_rows": 1}) == (module, adam)
+    fine: dict[str, Any] = {"clip_grad_norm": 1.0, "guards": Guards(), "journal": Journal(), "max_rows": 4096}
+    backend = ExpertBackend("e", module, opt=adam, args_schema=(X,), keep_graphs=GraphBudget(1), **fine)
+    assert backend.module is module and isinstance(backend.optimizer, torch.optim.Optimizer)
 
 
 def test_steps_that_want_what_nobody_gives_are_refused_with_both_reasons() -> None:
@@ -90,6 +93,6 @@ class Gives(ExpertBackend):
 def test_who_gives_it_may_take_any_optimizer_and_schedule() -> None:
     backend = made(partial(torch.optim.SGD, lr=0.1), partial(ReduceLROnPlateau, patience=0), Gives)
     for seed in range(3):
-        assert isinstance(backend.engine.backward([task(rows(2, seed), rows(2, 9))])[0], list)
+        assert isinstance(backend.executor.backward([task(rows(2, seed), rows(2, 9))])[0], list)
     assert backend.steps == 3 and backend.optimizer is not None
     assert backend.optimizer.param_groups[0]["lr"] < 0.1

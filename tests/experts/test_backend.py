@@ -50,9 +50,9 @@ def test_forward_and_backward_are_those_of_plain_pytorch(sizes: list[int], seed:
     for step in range(2):
         calls = [nested_call(count, seed + 10 * i) for i, count in enumerate(sizes)]
         seeds = [[rows(n, seed + i), rows(n, seed + i, 1)[:, 0], torch.zeros(n).long()] for i, n in enumerate(sizes)]
-        forwards = good(backend.engine.forward([task(*tensors(call)) for call in calls]))
+        forwards = good(backend.executor.forward([task(*tensors(call)) for call in calls]))
         tasks = [task(*tensors(call), *grads) for call, grads in zip(calls, seeds, strict=True)]
-        backwards = good(backend.engine.backward(tasks))
+        backwards = good(backend.executor.backward(tasks))
         for (args, kwargs), grads, results, found in zip(calls, seeds, forwards, backwards, strict=True):
             leaves = tensors((args, kwargs))
             for leaf in leaves:
@@ -73,7 +73,7 @@ def test_forward_and_backward_are_those_of_plain_pytorch(sizes: list[int], seed:
 def test_only_the_inputs_that_say_so_get_a_gradient_if_any_says_so() -> None:
     schema = (TensorSpec((None, WIDTH), torch.float64), TensorSpec((None, WIDTH), torch.float64, requires_grad=True))
     backend = ExpertBackend("pair", nn.Bilinear(WIDTH, WIDTH, 2, dtype=torch.float64), args_schema=schema)
-    [[first, second]] = good(backend.engine.backward([task(rows(2, 0), rows(2, 1), rows(2, 2, 2))]))
+    [[first, second]] = good(backend.executor.backward([task(rows(2, 0), rows(2, 1), rows(2, 2, 2))]))
     assert not first.any() and second.any()
 
 
@@ -84,8 +84,8 @@ def test_gradients_are_moved_to_the_dtype_of_their_outputs(dtype: torch.dtype) -
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            good(one.engine.backward([task(x, g)]))[0],
-            good(other.engine.backward([task(x, g.double())]))[0],
+            good(one.executor.backward([task(x, g)]))[0],
+            good(other.executor.backward([task(x, g.double())]))[0],
             strict=True,
         )
     )
@@ -120,11 +120,11 @@ def test_results_and_inputs_stay_as_they_are_whatever_the_module_does(habit: Cal
     backend = ExpertBackend("habit", module, optimizer, args_schema=(X,))
     x, g = rows(2, 0), rows(2, 1)
     x_before, g_before = x.clone(), g.clone()
-    [first] = good(backend.engine.forward([task(x)]))
-    [gradients] = good(backend.engine.backward([task(x, g)]))
+    [first] = good(backend.executor.forward([task(x)]))
+    [gradients] = good(backend.executor.backward([task(x, g)]))
     kept = [tensor.clone() for tensor in (*first, *gradients)]
-    good(backend.engine.forward([task(rows(2, 5))]))
-    good(backend.engine.backward([task(rows(2, 5), rows(2, 6))]))
+    good(backend.executor.forward([task(rows(2, 5))]))
+    good(backend.executor.backward([task(rows(2, 5), rows(2, 6))]))
     assert torch.equal(x, x_before) and torch.equal(g, g_before)
     assert all(torch.equal(a, b) for a, b in zip(kept, (*first, *gradients), strict=True))
     if habit is Habits.InPlace:
@@ -136,9 +136,9 @@ def test_results_and_inputs_stay_as_they_are_whatever_the_module_does(habit: Cal
 def test_an_expert_that_draws_leaves_the_generator_of_others_alone() -> None:
     backend = fussy_backend(dropout=0.5)
     before = torch.get_rng_state()
-    first = good(backend.engine.forward([task(rows(4, 0))]))[0][0]
-    second = good(backend.engine.forward([task(rows(4, 0))]))[0][0]
-    good(backend.engine.backward([task(rows(4, 0), rows(4, 1))]))
+    first = good(backend.executor.forward([task(rows(4, 0))]))[0][0]
+    second = good(backend.executor.forward([task(rows(4, 0))]))[0][0]
+    good(backend.executor.backward([task(rows(4, 0), rows(4, 1))]))
     assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(first, second)
 
@@ -146,11 +146,11 @@ def test_an_expert_that_draws_leaves_the_generator_of_others_alone() -> None:
 def test_without_an_optimizer_backward_gives_gradients_and_changes_nothing() -> None:
     backend = ExpertBackend("still", seeded(Fussy), args_schema=(X,))
     before = weights(backend)
-    assert good(backend.engine.backward([task(rows(2, 0), rows(2, 1))]))[0][0].any()
+    assert good(backend.executor.backward([task(rows(2, 0), rows(2, 1))]))[0][0].any()
     assert weights(backend) == before and backend.steps == 0
     with pytest.raises(UsageError, match="has no optimizer"):
         backend.commit("m")
-    with pytest.raises(UsageError, match="adds up no gradients"):
+    with pytest.raises(UsageError, match="does not accumulate gradients"):
         backend.backward_pool.submit_task(rows(2, 0), rows(2, 1), mini_batch="m")
 
 
@@ -162,7 +162,7 @@ def test_gradients_are_clipped_and_the_schedule_is_stepped() -> None:
     backend = fussy_backend(optimizer=sgd, schedule=schedule, clip_grad_norm=0.25)
     for step in range(2):
         before = [parameter.detach().clone() for parameter in backend.module.parameters()]
-        good(backend.engine.backward([task(rows(2, 0), rows(2, 1))]))
+        good(backend.executor.backward([task(rows(2, 0), rows(2, 1))]))
         moved = [b - a for a, b in zip(before, backend.module.parameters(), strict=True)]
         assert torch.nn.utils.get_total_norm(moved).item() == pytest.approx(0.25 * 0.5**step, rel=1e-5)
 
@@ -178,8 +178,8 @@ def test_how_gradients_are_applied_may_be_overridden_and_may_raise() -> None:
 
     backend = Own("own", seeded(Fussy), adam, args_schema=(X,))
     before = copy.deepcopy(backend.module.state_dict())
-    good(backend.engine.backward([task(rows(2, 0), rows(2, 1))]))
-    answers = backend.engine.backward([task(rows(2, 0), rows(2, 1)), task(rows(1, 0), rows(1, 1))])
+    good(backend.executor.backward([task(rows(2, 0), rows(2, 1))]))
+    answers = backend.executor.backward([task(rows(2, 0), rows(2, 1)), task(rows(1, 0), rows(1, 1))])
     assert all(isinstance(answer, StepError) and "ZeroDivisionError: mine" in str(answer) for answer in answers)
     assert Own.seen == 2 and backend.steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before.values(), backend.module.state_dict().values(), strict=True))
@@ -199,15 +199,15 @@ def test_a_state_goes_into_another_expert_and_both_go_on_alike() -> None:
     with torch.random.fork_rng(devices=[]):
         one, other = made(1), made(2)
     for step in range(3):
-        good(one.engine.backward([task(rows(2, step), rows(2, step + 9))]))
+        good(one.executor.backward([task(rows(2, step), rows(2, step + 9))]))
     state = one.state_dict()
-    good(one.engine.backward([task(rows(2, 5), rows(2, 6))]))  # a state does not change with its expert
+    good(one.executor.backward([task(rows(2, 5), rows(2, 6))]))  # a state does not change with its expert
     other.load_state_dict(state)
     assert other.steps == 3
-    good(other.engine.backward([task(rows(2, 5), rows(2, 6))]))
+    good(other.executor.backward([task(rows(2, 5), rows(2, 6))]))
     assert weights(one) == weights(other)
     assert torch.equal(
-        good(one.engine.forward([task(rows(3, 7))]))[0][0], good(other.engine.forward([task(rows(3, 7))]))[0][0]
+        good(one.executor.forward([task(rows(3, 7))]))[0][0], good(other.executor.forward([task(rows(3, 7))]))[0][0]
     )
 
 
@@ -246,7 +246,7 @@ def test_both_spellings_work_but_not_together() -> None:
     with pytest.raises(UsageError) as caught:
         ExpertBackend("", module, adam, expert=module, opt=adam, clip_grad_norm=-1.0, args_schema=(X,), max_batch=3)
     faults = str(caught.value).splitlines()
-    assert len(faults) == 6 and "max_batch is no option; those of a pool are min_batch_size" in faults[-1]
+    assert len(faults) == 6 and "ExpertBackend has 'max_batch', known are max_batch_delay" in faults[-1]
     with pytest.raises(UsageError, match=r"wanted a torch\.nn\.Module"):
         ExpertBackend("none", args_schema=(X,))
 

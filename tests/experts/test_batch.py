@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from tests.experts.expert_cases import task
 from weft.core.spec import TensorSpec
-from weft.experts.executor import BatchBuffers, released
-from weft.experts.schema import Column, Columns
+from weft.experts.executor import BatchBuffers, _released
+from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import split_rows
 
-COLUMNS = Columns(
+COLUMNS = FlatSchema(
     [Column("x", TensorSpec((None, None), torch.float32)), Column("g", TensorSpec((None,), torch.float32), casts=True)]
 )
 
@@ -39,7 +39,7 @@ def test_what_looks_into_a_buffer_is_copied_out_and_nothing_else() -> None:
     one = task(torch.ones(2, 3), torch.ones(2))
     x, _ = buffers.gather([one])
     other = torch.ones(2)
-    copied, same = released([x.T, other], buffers.owners())
+    copied, same = _released([x.T, other], buffers.owners())
     assert copied.data_ptr() != x.data_ptr() and torch.equal(copied, x.T)
     assert same.data_ptr() == other.data_ptr()
     fresh, _ = buffers.gather([one], fresh=True)
@@ -63,6 +63,6 @@ def test_on_a_gpu_buffers_are_pinned_and_results_come_back_to_the_cpu() -> None:
         tasks = [task(torch.randn(size, 7), torch.randn(size, dtype=torch.float64)) for _ in range(3)]
         joined = buffers.gather(tasks)
         assert all(tensor.is_cuda for tensor in joined)
-        back = released(joined, buffers.owners())
+        back = _released(joined, buffers.owners())
         assert torch.equal(back[0], torch.cat([each.tensors[0] for each in tasks]))
     assert all(flat.is_pinned() for flat in buffers._flat)

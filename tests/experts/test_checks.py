@@ -21,7 +21,7 @@ from weft.experts.directory.etcd import EtcdDirectory
 from weft.experts.mixture.terms import Terms
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.runtime import Runtime
-from weft.experts.schema import Column, Columns
+from weft.experts.schema import Column, FlatSchema
 from weft.experts.server.options import ServerOptions
 from weft.experts.task import Answer, Task
 from weft.experts.task_pool import TaskPool
@@ -86,7 +86,7 @@ WRONG: list[tuple[type, str, list[Any]]] = [
     (PoolOptions, "max_rows", [*COUNT, 0, None]),
     (PoolOptions, "max_client_tasks", [*COUNT, 0]),
     (PoolOptions, "timeout", [*NUMBER, None]),
-    (PoolOptions, "linger", [*NUMBER, None]),
+    (PoolOptions, "max_batch_delay", [*NUMBER, None]),
     (GraphBudget, "nbytes", [*COUNT, 0, None]),
     (GraphBudget, "seconds", [*NUMBER, 0, None]),
     (IdempotencyOptions, "max_result_bytes", [*COUNT, None]),
@@ -134,7 +134,7 @@ def test_the_longest_seconds_are_taken(option: str) -> None:
         (lambda: ServerOptions(connections=0, lease_seconds=-1.0), ["connections is 0", "lease_seconds is -1"]),
         (lambda: ReplicaOptions(follow_steps=0, state_bytes=-1), ["follow_steps is 0", "state_bytes is -1"]),
         (lambda: Retry(attempts=0, longest=float("inf")), ["attempts is 0", "longest is inf"]),
-        (lambda: PoolOptions(linger=float("inf"), max_tasks=0), ["linger is inf", "max_tasks is 0"]),
+        (lambda: PoolOptions(max_batch_delay=float("inf"), max_tasks=0), ["max_batch_delay is inf", "max_tasks is 0"]),
         (lambda: GraphBudget(0, seconds=0.0), ["nbytes is 0", "seconds is 0"]),
         (lambda: SumsOptions(0, seconds=0.0), ["mini_batches is 0", "seconds is 0"]),
         (lambda: IdempotencyOptions(-1, 0.0, 0), ["max_result_bytes is -1", "max_result_age is 0", "max_keys is 0"]),
@@ -148,7 +148,7 @@ def test_all_faults_of_one_set_of_options_are_told_at_once(made: Callable[[], ob
 
 
 def test_a_pool_that_waits_for_as_long_as_may_be_leaves_the_other_pools_their_runtime() -> None:
-    columns = Columns([Column("x", TensorSpec((None, 1), torch.float32))])
+    columns = FlatSchema([Column("x", TensorSpec((None, 1), torch.float32))])
     slow = TaskPool("slow", answers, columns, PoolOptions(4, timeout=LONGEST))
     quick = TaskPool("quick", answers, columns)
     row = torch.zeros(1, 1)

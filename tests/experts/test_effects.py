@@ -56,17 +56,17 @@ def test_a_forward_changes_nothing_and_a_backward_what_the_module_changes(make: 
     backend = ExpertBackend("e", make(), still, args_schema=(X,))
     backend.module.train()
     before = weights(backend)
-    good(backend.engine.forward([task(rows(4, 0, 3))]))
+    good(backend.executor.forward([task(rows(4, 0, 3))]))
     assert weights(backend) == before
     gradient = torch.ones(4, 3, dtype=torch.float64)
-    answers = backend.engine.backward([task(rows(4, 0, 3), gradient), task(rows(4, 0, 3), gradient * torch.nan)])
+    answers = backend.executor.backward([task(rows(4, 0, 3), gradient), task(rows(4, 0, 3), gradient * torch.nan)])
     assert isinstance(answers[0], list) and isinstance(answers[1], Exception)
     once = weights(backend)
     assert once[0] != before[0]
     other = ExpertBackend("e", make(), still, args_schema=(X,))
     other.module.train()
     if make is not Renorms:  # its first numbers are drawn
-        good(other.engine.backward([task(rows(4, 0, 3), gradient)]))
+        good(other.executor.backward([task(rows(4, 0, 3), gradient)]))
         assert weights(other) == once
 
 
@@ -81,8 +81,8 @@ def test_a_mode_that_is_switched_later_is_observed_anew() -> None:
     backend = ExpertBackend("late", LateDropout().eval(), args_schema=(X,))
     state = torch.get_rng_state()
     x = rows(20, 0, 3)
-    assert torch.equal(good(backend.engine.forward([task(x)]))[0][0], x)
+    assert torch.equal(good(backend.executor.forward([task(x)]))[0][0], x)
     backend.module.train()
-    one, other = (good(backend.engine.forward([task(x)]))[0][0] for _ in range(2))
+    one, other = (good(backend.executor.forward([task(x)]))[0][0] for _ in range(2))
     assert not torch.equal(one, x) and not torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), state)

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, parametrizations
 
 from tests.experts.expert_cases import seeded, work
 from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.optimizer_step import nbytes, own
+from weft.experts.optimizer_step import nbytes, private_gradients
 
 D = torch.float64
 
@@ -185,7 +185,7 @@ def test_only_what_has_to_be_is_copied() -> None:
     parts = [flat[:12].view(3, 4), flat[12:].view(3, 4)]
     held = {other.untyped_storage().data_ptr()}
     gradients = [whole, whole, other, *parts, torch.ones(4, 3).t(), torch.ones(()).expand(3, 4), None]
-    found = own([matrix] * len(gradients), gradients, held)
+    found = private_gradients([matrix] * len(gradients), gradients, held)
     assert [one is given for one, given in zip(found, gradients, strict=True)] == [
         *(True, False, False),  # nobody else's; the same again; held
         *(True, False),  # two halves of one memory
@@ -201,7 +201,7 @@ def test_a_sparse_gradient_is_copied_where_its_numbers_are_others() -> None:
     gradient = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3, 4), check_invariants=True)
     parameter = nn.Parameter(torch.zeros(3, 4, dtype=D))
     for held, copied in ((set[int](), False), ({values.untyped_storage().data_ptr()}, True)):
-        one, other = own([parameter] * 2, [gradient] * 2, held)
+        one, other = private_gradients([parameter] * 2, [gradient] * 2, held)
         assert one is not None and other is not None and (one is not gradient) == copied and other is not gradient
         other._values().zero_()
         assert values.equal(torch.ones(2, 4, dtype=D)) and one.to_dense().sum() == 8
@@ -212,7 +212,7 @@ def test_a_gradient_gets_the_layout_of_its_parameter() -> None:
     for parameter in (one, one.transpose(0, 2), one.to(memory_format=torch.channels_last), one[:, :, :, ::2]):
         state = torch.zeros_like(parameter)
         for gradient in (torch.randn(parameter.shape), torch.ones(()).expand(parameter.shape)):
-            (found,) = own([nn.Parameter(parameter)], [gradient], set())
+            (found,) = private_gradients([nn.Parameter(parameter)], [gradient], set())
             assert found is not None and found.equal(gradient) and found.stride() == state.stride()
 
 

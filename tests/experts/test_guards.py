@@ -64,7 +64,7 @@ def test_gradients_of_outputs_of_eight_bits_are_judged_as_others_are(dtype: torc
     plain, x = seeded(lambda: Narrow(dtype)), rows(2, 0)
     backend = ExpertBackend("e", seeded(lambda: Narrow(dtype)), adam, args_schema=(X,))
     ones, bad = torch.ones(2, 4).to(dtype), torch.full((2, 4), math.nan).to(dtype)
-    answer, refused = backend.engine.backward([task(x, ones), task(rows(2, 1), bad)])
+    answer, refused = backend.executor.backward([task(x, ones), task(rows(2, 1), bad)])
     assert good([answer]) and isinstance(refused, GradientError) and backend.steps == 1
     plain(x).backward(ones)
     adam(plain.parameters()).step()
@@ -90,8 +90,8 @@ def test_an_input_that_would_spoil_running_statistics_for_good_is_refused_alone(
     spoiled = rows(2, 5)
     spoiled[1, 2] = bad
     fine = [task(rows(2, seed), rows(2, seed + 9)) for seed in range(2)]
-    answers = one.engine.backward([fine[0], task(spoiled, rows(2, 7), client="eve"), fine[1]])
-    wanted = good(other.engine.backward(fine))
+    answers = one.executor.backward([fine[0], task(spoiled, rows(2, 7), client="eve"), fine[1]])
+    wanted = good(other.executor.backward(fine))
     refused = answers.pop(1)
     assert isinstance(refused, GradientError)
     assert "running_mean, running_var" in str(refused) and "'eve'" in refused.__notes__[0]
@@ -103,12 +103,12 @@ def test_statistics_that_are_not_finite_already_refuse_nobody() -> None:
     backend = ExpertBackend("hides", seeded(Hides), adam, args_schema=(X,))
     for buffer in (backend.module.norm.running_mean, backend.module.norm.running_var):
         buffer.fill_(math.inf)
-    assert good(backend.engine.backward([task(rows(2, 0), rows(2, 1))])) and backend.steps == 1
+    assert good(backend.executor.backward([task(rows(2, 0), rows(2, 1))])) and backend.steps == 1
 
 
 def test_whoever_lets_everything_pass_gets_everything() -> None:
     backend = ExpertBackend("hides", seeded(Hides), adam, args_schema=(X,), guards=Guards(finite=False))
-    assert good(backend.engine.backward([task(torch.full((2, 4), math.nan).double(), rows(2, 1))]))
+    assert good(backend.executor.backward([task(torch.full((2, 4), math.nan).double(), rows(2, 1))]))
     assert backend.module.norm.running_mean.isnan().all()
 
 
@@ -116,5 +116,5 @@ def test_whoever_lets_everything_pass_gets_everything() -> None:
 def test_without_an_optimizer_not_even_running_statistics_change(value: float) -> None:
     backend = fussy_backend(norm=True, optimizer=None)
     before = weights(backend)
-    assert good(backend.engine.backward([task(torch.full((2, 4), value).double(), rows(2, 1))]))
+    assert good(backend.executor.backward([task(torch.full((2, 4), value).double(), rows(2, 1))]))
     assert weights(backend) == before

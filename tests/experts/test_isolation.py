@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.experts.expert_cases import TROUBLE, Troubled, X, fussy_backend, rows, task, weights, work
 from weft.experts import ExpertBackend, Guards
 from weft.experts.errors import GradientError, ModuleExitError
-from weft.experts.executor import Offence, settle
+from weft.experts.executor import TaskFault, isolate_faults
 from weft.experts.task import Results, Task
 
 FAULTS = ("none", "forward", "backward", "nan input", "nan gradient", "inf gradient", "huge gradient")
@@ -47,8 +47,8 @@ def test_others_and_the_expert_are_as_if_the_offender_had_never_come(
     for number, batch in enumerate(history):
         tasks = [task(*spoiled(f, n, 10 * number + i)) for i, (f, n) in enumerate(batch)]
         clean = [each for each, (fault, _) in zip(tasks, batch, strict=True) if fault == "none"]
-        answers = one.engine.backward(tasks)
-        expected = iter(other.engine.backward(clean) if clean else [])
+        answers = one.executor.backward(tasks)
+        expected = iter(other.executor.backward(clean) if clean else [])
         for answer, (fault, _) in zip(answers, batch, strict=True):
             if fault == "none":
                 wanted = next(expected)
@@ -67,9 +67,9 @@ def test_a_forward_leaves_no_trace_and_others_get_their_own_rows(
     one, other = (fussy_backend(dropout=0.5 * dropout, norm=norm) for _ in range(2))
     before = weights(one)
     tasks = [task(spoiled("forward" if bad else "none", n, i)[0]) for i, (bad, n) in enumerate(batch)]
-    answers = one.engine.forward(tasks)
+    answers = one.executor.forward(tasks)
     clean = [each for each, (bad, _) in zip(tasks, batch, strict=True) if not bad]
-    expected = iter(other.engine.forward(clean) if clean else [])
+    expected = iter(other.executor.forward(clean) if clean else [])
     for answer, (bad, size) in zip(answers, batch, strict=True):
         if bad:
             assert isinstance(answer, Troubled)
@@ -82,9 +82,9 @@ def test_a_forward_leaves_no_trace_and_others_get_their_own_rows(
 
 def test_an_exception_in_the_middle_of_backward_changes_nothing() -> None:
     backend = fussy_backend(norm=True)
-    backend.engine.backward([task(*spoiled("none", 2, 0))])
+    backend.executor.backward([task(*spoiled("none", 2, 0))])
     before = weights(backend)
-    [answer] = backend.engine.backward([task(*spoiled("backward", 2, 1))])
+    [answer] = backend.executor.backward([task(*spoiled("backward", 2, 1))])
     assert isinstance(answer, Troubled) and "in backward" in str(answer)
     assert weights(backend) == before
     assert all(parameter.grad is None for parameter in backend.module.parameters())
@@ -93,7 +93,7 @@ def test_an_exception_in_the_middle_of_backward_changes_nothing() -> None:
 def test_the_error_says_whose_task_it_was_and_where_but_holds_nothing_of_the_batch() -> None:
     backend = fussy_backend()
     x, _ = spoiled("forward", 2, 0)
-    answers = backend.engine.forward([task(rows(1, 0)), task(x, client="ann")])
+    answers = backend.executor.forward([task(rows(1, 0)), task(x, client="ann")])
     error = answers[1]
     assert isinstance(error, Troubled)
     whose, where = error.__notes__
@@ -137,11 +137,11 @@ class Exits(nn.Module):
 
 def test_a_module_cannot_end_the_process() -> None:
     backend = ExpertBackend("exits", Exits(), args_schema=(X,))
-    [answer] = backend.engine.forward([task(rows(2, 0))])
+    [answer] = backend.executor.forward([task(rows(2, 0))])
     assert isinstance(answer, ModuleExitError) and "SystemExit(3)" in str(answer)
 
 
-class Drafted:
+class PendingResult:
     """What a pretended attempt gives."""
 
     def __init__(self, results: list[Results], consequence: Any) -> None:
@@ -155,13 +155,13 @@ class Drafted:
 def test_where_nobody_fails_alone_every_task_is_a_batch_of_its_own() -> None:
     ran: list[int] = []
 
-    def attempt(tasks: Any) -> Drafted:
+    def attempt(tasks: Any) -> PendingResult:
         if len(tasks) > 1:
             raise MemoryError("too many")
-        return Drafted([[torch.tensor([tasks[0].number])]], lambda: ran.append(tasks[0].number))
+        return PendingResult([[torch.tensor([tasks[0].number])]], lambda: ran.append(tasks[0].number))
 
     tasks = [Task((), 1) for _ in range(3)]
-    answers, failures = settle(tasks, attempt, "small")
+    answers, failures = isolate_faults(tasks, attempt, "small")
     assert [answer[0].item() for answer in answers if isinstance(answer, list)] == [each.number for each in tasks]
     assert ran == [each.number for each in tasks]
     assert failures == 1
@@ -170,15 +170,15 @@ def test_where_nobody_fails_alone_every_task_is_a_batch_of_its_own() -> None:
 def test_what_applying_raises_is_final() -> None:
     attempts: list[int] = []
 
-    def attempt(tasks: Any) -> Drafted:
+    def attempt(tasks: Any) -> PendingResult:
         attempts.append(len(tasks))
 
         def fail() -> None:
             raise ValueError("half applied")
 
-        return Drafted([[] for _ in tasks], fail)
+        return PendingResult([[] for _ in tasks], fail)
 
-    answers, _ = settle([Task((), 1), Task((), 1)], attempt, "half")
+    answers, _ = isolate_faults([Task((), 1), Task((), 1)], attempt, "half")
     assert attempts == [2]
     assert all(isinstance(answer, ValueError) for answer in answers)
 
@@ -187,13 +187,13 @@ def test_an_attempt_that_knows_the_offender_is_not_taken_apart() -> None:
     attempts: list[int] = []
     tasks = [Task((), 1) for _ in range(4)]
 
-    def attempt(given: Any) -> Drafted:
+    def attempt(given: Any) -> PendingResult:
         attempts.append(len(given))
         if tasks[1] in given:
-            raise Offence({tasks[1]: ValueError("mine")})
-        return Drafted([[] for _ in given], lambda: None)
+            raise TaskFault({tasks[1]: ValueError("mine")})
+        return PendingResult([[] for _ in given], lambda: None)
 
-    answers, _ = settle(tasks, attempt, "known")
+    answers, _ = isolate_faults(tasks, attempt, "known")
     assert attempts == [4, 3]
     assert [isinstance(answer, ValueError) for answer in answers] == [False, True, False, False]
 
@@ -203,8 +203,8 @@ def test_a_gradient_beyond_the_limit_is_refused_and_the_others_step(limit: str) 
     one, other = (fussy_backend(guards=Guards(**{limit: 100.0})) for _ in range(2))
     small = task(rows(2, 0), rows(2, 1))
     large = task(rows(2, 2), rows(2, 3) * 1e4)
-    answers = one.engine.backward([small, large])
-    other.engine.backward([small])
+    answers = one.executor.backward([small, large])
+    other.executor.backward([small])
     assert isinstance(answers[0], list) and isinstance(answers[1], GradientError)
     assert "norm" in str(answers[1]) and "wanted at most 100" in str(answers[1])
     assert weights(one) == weights(other) and one.steps == 1

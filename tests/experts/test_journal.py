@@ -200,7 +200,10 @@ class Life:
             self.live.statistics()  # drops what was discarded
             self.name += 1
         elif what.startswith("save"):
-            self.saved[what[4:]], self.wholes[what[4:]] = self.live.state_dict(), not len(self.live.engine.parts.sums)
+            self.saved[what[4:]], self.wholes[what[4:]] = (
+                self.live.state_dict(),
+                not len(self.live.executor.mini_batches),
+            )
         elif what == "crash":
             self.begin()
             self.name = 0  # the names of before come again
@@ -246,7 +249,7 @@ def test_more_mini_batches_may_be_discarded_than_may_be_open_and_the_log_still_r
     assert [each.kind for each in entries].count("dropped") == 20
     again = fussy_backend()
     assert replay(again, entries, life.store.fetch) == 43 and weights(again) == weights(life.live)
-    assert not len(again.engine.parts.sums)
+    assert not len(again.executor.mini_batches)
     unsaid = [each for each in entries if each.kind != "dropped"]  # as journals were once
     with pytest.raises(ReplayError, match=r"the backward batch .* cannot be replayed .* QuotaError: .* mini-batches"):
         replay(fussy_backend(), unsaid, life.store.fetch)

@@ -118,7 +118,7 @@ def test_bytes_and_seconds_are_bounded() -> None:
     large = backend.forward_pool.submit_task(rows(500, 0), key="large")
     work(backend)
     assert large.result(0) and backend.statistics().kept_graph_bytes <= 1000
-    for kept in backend.engine.parts.kept._all:
+    for kept in backend.executor.graphs._all:
         kept.born -= 1.0
     assert backend.statistics().kept_graphs == 0
     with pytest.raises(UsageError, match="nbytes is 0"):
@@ -245,10 +245,10 @@ def test_a_graph_that_nobody_walks_back_frees_all_that_it_saved() -> None:
     backend = ExpertBackend("e", module, adam, args_schema=(X,), keep_graphs=BUDGET)
     backend.forward_pool.submit_task(rows(2, 0), key="a")
     work(backend)
-    (kept,) = backend.engine.parts.kept._all
+    (kept,) = backend.executor.graphs._all
     saved = kept.saved.packed
     assert saved and all(ref() is not None for ref in saved)
-    backend.engine.parts.kept.void()
+    backend.executor.graphs.void()
     assert all(ref() is None for ref in saved)
 
 

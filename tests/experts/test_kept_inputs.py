@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.experts.expert_cases import WIDTH, X, adam, fussy_backend, rows, weights, work
 from weft.experts import ExpertBackend, GraphBudget, TensorSpec
-from weft.experts.graph_cache import KeptGraphs
+from weft.experts.graph_cache import GraphCache
 
 BUDGET = GraphBudget(1 << 20)
 BYTES = 2 * WIDTH * 8
@@ -45,8 +45,8 @@ def backward(backend: ExpertBackend, *keys: str) -> list[Tensor]:
     return [future.result(0)[0] for future in futures]
 
 
-def kept(backend: ExpertBackend) -> KeptGraphs:
-    return backend.engine.parts.kept
+def kept(backend: ExpertBackend) -> GraphCache:
+    return backend.executor.graphs
 
 
 @pytest.mark.parametrize("batches", [["abc"], ["ab", "c"], ["ca", "b"], ["b", "ac"], ["c", "b", "a"]])

@@ -139,7 +139,7 @@ def test_a_state_that_is_refused_leaves_nothing_of_itself(change: Change, steps:
     backend, twin = [fussy_backend(norm=True, optimizer=fused, schedule=lambda o: StepLR(o, 2)) for _ in range(2)]
     for seed in range(3):
         for one in (backend, twin):
-            good(one.engine.backward([task(rows(2, seed), rows(2, seed + 9))]))
+            good(one.executor.backward([task(rows(2, seed), rows(2, seed + 9))]))
     bad = backend.state_dict()
     for value in bad["module"].values():
         value.add_(1)
@@ -152,8 +152,8 @@ def test_a_state_that_is_refused_leaves_nothing_of_itself(change: Change, steps:
         backend.load_state_dict(bad)
     assert steps == 7 or (isinstance(caught.value, UsageError) and f"steps is {steps!r}" in str(caught.value))
     assert weights(backend) == before
-    good(backend.engine.backward([task(rows(2, 3), rows(2, 4))]))
-    good(twin.engine.backward([task(rows(2, 3), rows(2, 4))]))
+    good(backend.executor.backward([task(rows(2, 3), rows(2, 4))]))
+    good(twin.executor.backward([task(rows(2, 3), rows(2, 4))]))
     assert weights(backend) == weights(twin)
 
 
@@ -167,9 +167,9 @@ def test_a_state_out_of_a_file_steps_on_also_where_weights_are_in_another_layout
         return rows(2, seed, 108).view(2, 3, 6, 6), rows(2, seed, 80).view(2, 5, 4, 4)
 
     one, other = made(), made()
-    good(one.engine.backward([task(*image(0))]))
+    good(one.executor.backward([task(*image(0))]))
     other.load_state_dict(from_file(to_file(one.state_dict())))
     for backend in (one, other):
         for seed in (1, 2):
-            good(backend.engine.backward([task(*image(seed))]))
+            good(backend.executor.backward([task(*image(seed))]))
     assert_same_weights(other.module, one.module)

@@ -16,11 +16,11 @@ from weft.core.errors import SpecError, UsageError
 from weft.core.spec import TensorSpec
 from weft.experts.batching import PoolOptions
 from weft.experts.errors import ClosedError, ExpiredError, OverloadError, QuotaError, RefusedError, TooManyRowsError
-from weft.experts.schema import Column, Columns
+from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import Answer, Task
 from weft.experts.task_pool import TaskPool
 
-COLUMNS = Columns(
+COLUMNS = FlatSchema(
     [Column("x", TensorSpec((None, 3), torch.float32)), Column("n", TensorSpec((None, None), torch.int64))]
 )
 
@@ -69,7 +69,7 @@ def test_every_fault_of_a_task_is_told_to_its_author_at_once_and_nothing_is_queu
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [({"key": ""}, "key is ''"), ({"mini_batch": "m"}, "adds up no gradients")],
+    [({"key": ""}, "key is ''"), ({"mini_batch": "m"}, "does not accumulate gradients")],
 )
 def test_words_that_make_no_sense_are_refused(words: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -131,7 +131,7 @@ def test_a_client_has_its_own_share_and_gets_it_back_with_its_answers() -> None:
     one.submit_task(*pair(5), client="ann").cancel()
     one.submit_task(*pair(5), client="ann")
     drain(one)
-    assert not one._load.tasks and not one._load.rows
+    assert not one._quotas.tasks and not one._quotas.rows
 
 
 def test_an_expired_task_never_runs() -> None:
@@ -165,8 +165,8 @@ import torch
 from weft.core.spec import TensorSpec
 from weft.experts.batching import PoolOptions
 from weft.experts.task_pool import TaskPool
-from weft.experts.schema import Column, Columns
-columns = Columns([Column("x", TensorSpec((None, 3), torch.float32))])
+from weft.experts.schema import Column, FlatSchema
+columns = FlatSchema([Column("x", TensorSpec((None, 3), torch.float32))])
 pool = TaskPool("p", lambda tasks: [], columns, PoolOptions(max_tasks=50, max_client_tasks=100))
 x = torch.ones(1, 3)
 def flood(count):
@@ -181,7 +181,7 @@ flood(10_000)
 objects, blocks = len(gc.get_objects()) - before, sys.getallocatedblocks() - blocks
 stats = pool.statistics()
 assert stats.waiting_tasks == stats.waiting_rows == 0 and stats.cancelled == 30_300, stats
-assert not pool._load.tasks and not pool._load.rows
+assert not pool._quotas.tasks and not pool._quotas.rows
 assert objects < 100 and blocks < 2000, (objects, blocks)
 """
 

@@ -248,11 +248,11 @@ class Mean(nn.Module):
 def test_a_buffer_that_the_dummy_run_wrote_zeros_to_is_known() -> None:
     backend = ExpertBackend("mean", Mean(), still, args_schema=(X,))
     mean = backend.module.get_buffer("mean")
-    good(backend.engine.forward([task(rows(3, 0))]))
+    good(backend.executor.forward([task(rows(3, 0))]))
     assert not mean.any()
-    spoiled = backend.engine.backward([task(rows(3, 0), torch.full_like(rows(3, 0), float("nan")))])
+    spoiled = backend.executor.backward([task(rows(3, 0), torch.full_like(rows(3, 0), float("nan")))])
     assert isinstance(spoiled[0], Exception) and not mean.any()
-    good(backend.engine.backward([task(rows(3, 0), rows(3, 1))]))
+    good(backend.executor.backward([task(rows(3, 0), rows(3, 1))]))
     assert mean.any() and mean.isfinite().all()
 
 

@@ -45,7 +45,7 @@ def test_the_bundled_layers_are_trained_like_any_other() -> None:
         assert y.shape == gradient.shape == x.shape and not none.any()
         assert ffn.backward_pool.submit_task(torch.randn(3, 8), torch.ones(3, 8)).result(30)
     assert ffn.steps == layer.steps == 1
-    with pytest.raises(UsageError, match="width 8 cannot have 3 heads"):
+    with pytest.raises(UsageError, match="heads is 3, wanted a divisor of hidden, 8"):
         make_expert("transformer", hidden=8, heads=3)
 
 

@@ -15,8 +15,8 @@ from weft.core.errors import UsageError
 from weft.experts.batching import PoolOptions
 from weft.experts.errors import ClosedError, ExpertError, RefusedError
 from weft.experts.runtime import Runtime
-from weft.experts.task import Task, answer, check_words
-from weft.experts.task_pool import TaskPool
+from weft.experts.task import Task, answer
+from weft.experts.task_pool import TaskPool, validate_metadata
 
 ROW = torch.ones(1)
 
@@ -158,7 +158,7 @@ def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_
     assert runtime.shutdown() and not runtime.statistics().alive
     with runtime:
         assert pool.submit_task(ROW, client="ann").result(30)
-    assert pool.statistics().running_tasks == 0 and not pool._load.tasks
+    assert pool.statistics().running_tasks == 0 and not pool._quotas.tasks
 
 
 def test_a_pool_is_worked_on_by_one_runtime_which_no_other_disturbs() -> None:
@@ -215,11 +215,11 @@ def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
 @pytest.mark.parametrize("deadline", ["soon", True, float("nan"), [1.0], torch.tensor(1e18)])
 def test_a_deadline_that_is_no_time_is_refused(deadline: Any) -> None:
     with pytest.raises(UsageError, match=r"pool 'p': deadline is .*, wanted None or a time"):
-        check_words("p", None, None, None, deadline, splits=False)
+        validate_metadata("p", None, None, None, deadline, splits=False)
 
 
 def test_a_deadline_may_be_any_number_and_all_wrong_words_are_told_at_once() -> None:
     for deadline in (None, 1, 1.5, float("inf"), 10**400):
-        check_words("p", "ann", "k", None, deadline, splits=False)
+        validate_metadata("p", "ann", "k", None, deadline, splits=False)
     with pytest.raises(UsageError, match=r"client is '', .*; key is 5, .*; deadline is 'soon', "):
-        check_words("p", "", 5, None, "soon", splits=False)
+        validate_metadata("p", "", 5, None, "soon", splits=False)

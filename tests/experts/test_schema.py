@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weft.core.errors import SpecError
 from weft.core.spec import TensorSpec
 from weft.core.tree import compare, nested_flatten
-from weft.experts.schema import Column, Columns, call_nest
+from weft.experts.schema import Column, FlatSchema, call_schema
 
 specs = st.builds(
     lambda shape, dtype: TensorSpec((None, *shape), dtype),
@@ -27,7 +27,7 @@ def test_packing_is_the_inverse_of_flattening_with_constants_in_their_places(arg
     wanted = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
     if not wanted:
         return
-    nest = call_nest("e", args, kwargs)
+    nest = call_schema("e", args, kwargs)
     tensors = [spec.empty(2).detach() for spec in nest.specs]
     value = nest.pack(tensors)
     assert compare(value, (tuple(args), kwargs))
@@ -35,21 +35,21 @@ def test_packing_is_the_inverse_of_flattening_with_constants_in_their_places(arg
     for leaf, original in zip(nested_flatten(value), leaves, strict=True):
         assert isinstance(original, TensorSpec) or leaf is original
     assert all(spec.requires_grad == spec.dtype.is_floating_point for spec in nest.specs)
-    assert Columns(nest.columns()).check(tensors, "e") == 2
+    assert FlatSchema(nest.columns()).check(tensors, "e") == 2
 
 
-described = st.tuples(
+describe = st.tuples(
     st.lists(st.integers(0, 3), max_size=3), st.sampled_from([torch.float32, torch.float16, torch.int64])
 )
 
 
 @given(
     st.lists(st.tuples(specs, st.booleans()), min_size=1, max_size=3),
-    st.lists(st.lists(described, min_size=1, max_size=3), min_size=1, max_size=4),
+    st.lists(st.lists(describe, min_size=1, max_size=3), min_size=1, max_size=4),
 )
-def test_whatever_passes_the_edge_in_one_lane_can_be_joined(columns: Any, tasks: Any) -> None:
+def test_whatever_passes_the_edge_with_one_batch_key_can_be_joined(columns: Any, tasks: Any) -> None:
     columns = [(spec, casts and spec.dtype.is_floating_point) for spec, casts in columns]
-    edge = Columns([Column(str(i), spec, casts) for i, (spec, casts) in enumerate(columns)])
+    edge = FlatSchema([Column(str(i), spec, casts) for i, (spec, casts) in enumerate(columns)])
     lanes: dict[Any, list[Any]] = {}
     for shapes_of_task in tasks:
         tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in shapes_of_task]
@@ -66,7 +66,7 @@ def test_whatever_passes_the_edge_in_one_lane_can_be_joined(columns: Any, tasks:
             assert not fits
         else:
             assert fits
-            lanes.setdefault(edge.lane(tensors), []).append(tensors)
+            lanes.setdefault(edge.batch_key(tensors), []).append(tensors)
     for members in lanes.values():
         for (spec, _), *column in zip(columns, *members, strict=True):
             rows = sum(tensor.shape[0] for tensor in column)

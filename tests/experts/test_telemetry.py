@@ -77,7 +77,7 @@ def test_a_backward_is_received_waits_runs_and_steps() -> None:
 def test_a_batch_of_several_tasks_names_them_all() -> None:
     notes, backend = Notes(), layer("a")
     with Server([backend], observer=notes) as server:
-        with backend.engine.lock:  # the first is being worked on, and the others wait
+        with backend.executor.lock:  # the first is being worked on, and the others wait
             threads = [threading.Thread(target=train, args=(server, "a")) for _ in range(4)]
             threads[0].start()
             until(lambda: backend.forward_pool.statistics().running_tasks == 1)

@@ -1,26 +1,21 @@
 """Across machines: experts, modules with their optimizers, that many trainers share.
 
-backend.py      ExpertBackend, what users see   registry.py, layers.py  kinds of experts by name
-arguments.py, checks.py, words.py               what is wrong with what users give
-pool.py         tasks of many clients           runtime.py   one thread per device
-task.py, lanes.py, limits.py, schema.py         what waits, how much, and what it must look like
-linger.py                                       whether a batch waits a moment for others
-engine.py, draft.py, batch.py                   one expert's work on a batch: joining tasks, dealing results
-runner.py, effects.py                           the module as a segment, and undoing what it changes
-isolation.py, guards.py                         one client's fault stays that client's
-idempotency.py, sums.py, kept.py                keys, mini-batches, graphs that wait for a backward
-stepping.py, gradients.py                       one optimizer step, and whose memory it may write to
-journal.py, entry.py, logfile.py, replay.py     the log, its lines and file, and running it again
-state.py, loading.py                            what a state is made of, and going on from one
-wire/, compression.py                           tensors as bytes, behind a checked header
-checkpoint/                                     what survives the process
-directory/                                      who serves what, with leases
-replica/                                        one expert at several servers: one steps, the others follow
-server/, client/, service/                      over gRPC: Server, RemoteExpert, and what both know
-panel/, telemetry.py                            what people and their tools see of it
-mixture/                                        the best k of many experts for each row
-optimizers.py, counts.py, errors.py             fused steps, statistics, what can go wrong
-extras.py                                       what more than torch is needed, and how to install it
+expert.py            ExpertBackend, what users see        registry.py  kinds of experts by name
+schema.py            what a call of an expert looks like, nested and flat
+task.py              one request: tensors, and the futures that wait for its answer
+task_pool.py         where tasks of one kind wait         batching.py  options, quotas, queue, delay
+runtime.py           one thread per device                executor.py  one batch, and isolation of faults
+runner.py            the module as a segment, and undoing its side effects
+gradient_guards.py   which gradients are refused          optimizer_step.py  one step: hooks, clip, optimizer, schedule
+accumulation.py      open mini-batches                    idempotency.py  keys of applied requests
+graph_cache.py       graphs and inputs kept from forward to backward
+journal.py           the log, its lines and files         replay.py  from a state and a log to the same bytes
+state.py             what a state holds, and loading it   checkpoint/  what survives the process
+statistics.py, errors.py, telemetry.py                    plain numbers, what can go wrong, what tools see
+wire/, compression.py, protobuf.py                        tensors as bytes, behind a checked header
+directory/, replica/, mixture/                            who serves what; one expert at several servers; the best k
+server/, client/, service/, panel/                        over gRPC: Server, RemoteExpert, what both know, status page
+extras.py            what more than torch is needed, and how to install it
 """
 
 import os

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from weft.core.errors import UsageError, listed
 from weft.core.gradient_sum import GradientSum
-from weft.experts.checks import count_fault, seconds_fault
+from weft.core.validation import Validator
 from weft.experts.errors import CommitError, OverloadError, QuotaError
 from weft.experts.optimizer_step import nbytes
 from weft.experts.task import CallerStream, Task
@@ -49,11 +48,11 @@ class SumsOptions:
     orphan_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        faults = count_fault("mini_batches", self.mini_batches) + seconds_fault("seconds", self.seconds)
-        faults += count_fault("max_client_mini_batches", self.max_client_mini_batches, none=True)
-        faults += seconds_fault("orphan_seconds", self.orphan_seconds, zero=True)
-        if faults:
-            raise UsageError(listed("open mini-batches cannot be kept like this:", faults))
+        with Validator("invalid options of open mini-batches") as check:
+            check.count("mini_batches", self.mini_batches)
+            check.count("max_client_mini_batches", self.max_client_mini_batches, optional=True)
+            check.seconds("seconds", self.seconds)
+            check.seconds("orphan_seconds", self.orphan_seconds, zero=True)
 
     @property
     def client_share(self) -> int:
@@ -62,7 +61,7 @@ class SumsOptions:
 
 
 @dataclass
-class OpenSum:
+class GradientAccumulator:
     """The gradients of these parameters so far."""
 
     parameters: list[nn.Parameter]
@@ -73,13 +72,13 @@ class OpenSum:
     stream: CallerStream | None = None  # by which the last gradient came
 
 
-class Sums:
+class OpenMiniBatches:
     """The open mini-batches of one expert. Belongs to whoever holds the expert's lock, except `discard`."""
 
     def __init__(self, options: SumsOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options or SumsOptions()
         self._clock = clock
-        self._open: dict[Owner, OpenSum] = {}
+        self._open: dict[Owner, GradientAccumulator] = {}
         self._discarded: dict[Owner, str | None] = {}  # with their principals
 
     def __len__(self) -> int:
@@ -125,7 +124,7 @@ class Sums:
         owner = (task.client, task.mini_batch or "")
         if owner not in self._open:
             total = GradientSum(len(parameters))
-            self._open[owner] = OpenSum(list(parameters), total, principal=task.principal)
+            self._open[owner] = GradientAccumulator(list(parameters), total, principal=task.principal)
         one = self._open[owner]
         one.total.add(gradients)
         one.terms += 1
@@ -135,7 +134,7 @@ class Sums:
         """The number of gradients in a sum; 0 if it is not open."""
         return self._open[owner].terms if owner in self._open else 0
 
-    def get(self, owner: Owner) -> OpenSum:
+    def get(self, owner: Owner) -> GradientAccumulator:
         """The sum to commit. Raises `CommitError` if there is none."""
         if owner not in self._open:
             raise CommitError(
@@ -163,7 +162,7 @@ class Sums:
         """The owners of all open sums, with their principals."""
         return {owner: one.principal for owner, one in self._open.items()}
 
-    def _is_old(self, one: OpenSum, now: float) -> bool:
+    def _is_old(self, one: GradientAccumulator, now: float) -> bool:
         ended_at = None if one.stream is None else one.stream.ended_at
         orphaned = ended_at is not None and ended_at <= now - self._options.orphan_seconds
         return orphaned or one.touched <= now - self._options.seconds

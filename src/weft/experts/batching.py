@@ -1,46 +1,31 @@
-"""How much may wait at a pool, in all and for one client.
+"""Batching in a task pool: its options, quotas, the queue of waiting tasks, and how long a batch waits for more.
 
-Both bounds are there for the others: a full queue answers at once with an error that a client can act on, where
-an unbounded one would answer too late; and one greedy client fills its own share, not everybody's.
-Not thread-safe; the pool holds the lock.
+    batch key (any length 7)    a b d ────┐  oldest head first
+    batch key (any length 9)    c e   ────┴──> take(): a b d as one batch, then c e
 
-The queue of a pool: tasks that could share a batch wait in one lane, first come, first served.
+Tasks with equal batch keys may share a batch, first come, first served. They leave the queue from anywhere at once when
+they are cancelled: it is as long as the number of tasks that somebody waits for. Quotas bound it, in all and for each
+client, so that a full queue answers at once with an error that a client can act on, and one greedy client fills its own
+share alone.
 
-    lane (any length 7)    a b d ────┐  oldest head first
-    lane (any length 9)    c e   ────┴──> take(): a b d as one batch, then c e
+    at once    a ──┤ a, step ├── b c d ──┤ b c d, step ├──      two optimizer steps
+    delayed    a b c d ──┤ a b c d, step ├──                    one, a moment later
 
-A lane is *ready* when it has the rows of the smallest batch, or its head has waited as long as a batch may be
-waited for, or it was flushed. Tasks leave from anywhere at once when they are cancelled: the queue is as long as
-the number of tasks that somebody waits for. Not thread-safe; its pool holds the lock.
+A batch costs something by itself, whatever its size: an optimizer step above all. So a batch waits for callers who had
+tasks in the pools of this expert lately and have none now: at most ``max_batch_delay``, and half of what a batch takes.
+A lone caller never waits. After a wait in vain the next batch does not wait; after two in a row, the next two do not,
+then four, and so on.
 
-Whether a batch waits a moment for others: while some are out who will come back, and only where that saves time.
-
-    at once     a ──┤ a, step ├── b c d ──┤ b c d, step ├──      two optimizer steps
-    lingering   a b c d ──┤ a b c d, step ├──                    one, a moment later
-
-A batch costs something by itself, whatever its size: an optimizer step above all. Two batches where one would have
-done pay that twice. So a pool learns this cost from its own batches, by least squares over their rows, and a batch
-waits for no longer than that: what waiting could save (the bargain of who rents skis; Karlin et al., "Competitive
-Snoopy Caching", 1988). The pools of one expert are a `Company`: their callers are the same, and who is together in one
-pool comes together to the next, so they save the costs of all pools.
-
-Somebody is *out* if more were under way lately, in all pools, than are now. A lone caller waits for nobody; and nobody
-waits for those who wait in another pool.
-
-Whether waiting pays depends on who calls, so it is tried: some batches with it, some without it, and then whichever
-took less of the device's time for a row, idle time included. From time to time the other way is tried again.
+Nothing here is thread-safe: the pool holds the lock.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
-from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault, is_number, seconds_fault
+from weft.core.validation import Validator
 from weft.experts.errors import OverloadError, QuotaError, TooManyRowsError
-from weft.experts.task import Lane, Task
-
-_LINGER = 1e6  # costs of a batch: whoever asks for so much wants min_batch_size
+from weft.experts.task import BatchKey, Task
 
 
 @dataclass(frozen=True)
@@ -51,9 +36,8 @@ class PoolOptions:
         min_batch_size: rows that a batch should have; with fewer, the oldest task waits up to ``timeout`` for more.
         max_batch_size: rows that a batch may have; a task with more is refused.
         timeout: seconds that a task waits for ``min_batch_size`` rows to come together. Then they run as they are.
-        linger: how long a batch that could begin waits at most for those who are about to come back, in units of what
-            a batch costs by itself, such as an optimizer step; see `weft.experts.batching`. 0: never. With a
-            ``min_batch_size`` that decides alone.
+        max_batch_delay: seconds for which a batch that could begin waits at most for callers about to come back; see
+            `weft.experts.batching`. 0: never. With a ``min_batch_size`` that decides alone.
         max_tasks, max_rows: what may wait in all; beyond it an `OverloadError`.
         max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`. None:
             half of ``max_tasks`` and of ``max_rows``, so that nobody fills a queue alone. Tasks without a client are
@@ -63,28 +47,26 @@ class PoolOptions:
     min_batch_size: int = 1
     max_batch_size: int = 4096
     timeout: float = 0.1
-    linger: float = 1.0
+    max_batch_delay: float = 0.02
     max_tasks: int = 4096
     max_rows: int = 1 << 20
     max_client_tasks: int | None = None
     max_client_rows: int | None = None
 
     def __post_init__(self) -> None:
-        names = [one.name for one in fields(self) if one.name not in ("timeout", "linger")]
-        faults = [
-            fault
-            for name in names
-            for fault in count_fault(name, getattr(self, name), none=name.startswith("max_client"))
-        ]
-        faults += seconds_fault("timeout", self.timeout, zero=True)
-        if not (is_number(self.linger) and 0 <= self.linger <= _LINGER):
-            faults.append(f"linger is {self.linger!r}, wanted a number, 0 to {_LINGER:g}")
-        if not faults and self.min_batch_size > self.max_batch_size:
-            faults.append(f"min_batch_size is {self.min_batch_size}, but max_batch_size {self.max_batch_size}")
-        if not faults and self.max_rows < self.max_batch_size:
-            faults.append(f"max_rows is {self.max_rows}, wanted at least max_batch_size, {self.max_batch_size}")
-        if faults:
-            raise UsageError(listed("a task pool cannot work with these options:", faults))
+        with Validator("invalid pool options") as check:
+            valid = [check.count(name, getattr(self, name)) for name in ("min_batch_size", "max_batch_size")]
+            valid += [check.count(name, getattr(self, name)) for name in ("max_tasks", "max_rows")]
+            check.count("max_client_tasks", self.max_client_tasks, optional=True)
+            check.count("max_client_rows", self.max_client_rows, optional=True)
+            check.seconds("timeout", self.timeout, zero=True)
+            check.seconds("max_batch_delay", self.max_batch_delay, zero=True)
+            if all(valid):
+                smallest, largest = self.min_batch_size, self.max_batch_size
+                check.that(smallest <= largest, f"min_batch_size is {smallest}, but max_batch_size {largest}")
+                check.that(
+                    self.max_rows >= largest, f"max_rows is {self.max_rows}, wanted at least max_batch_size, {largest}"
+                )
 
     @property
     def client_share(self) -> tuple[int, int]:
@@ -94,8 +76,8 @@ class PoolOptions:
 
 
 @dataclass
-class Load:
-    """What each client has at a pool now. Clients with nothing are forgotten."""
+class QuotaCounter:
+    """The tasks and rows that each client has at a pool now. Clients with none are forgotten."""
 
     options: PoolOptions
     tasks: "Counter[str]" = field(default_factory=Counter["str"])
@@ -141,7 +123,9 @@ class Load:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Group:
+    """Tasks of one batch key, oldest first."""
+
     # Linked, not hashed in a row: a plain dict whose head is removed again and again is searched from the start.
     tasks: "OrderedDict[int, Task]" = field(default_factory=OrderedDict["int", Task])
     rows: int = 0
@@ -151,14 +135,15 @@ class _Lane:
         return next(iter(self.tasks.values()))
 
 
-class Lanes:
-    """Waiting tasks. ``rows`` and ``len`` are what waits now."""
+class BatchQueue:
+    """Waiting tasks. A group of them is ready when it has the rows of the smallest batch, its head has waited for
+    ``timeout`` seconds, or it was flushed. ``rows`` and ``len`` are what waits now."""
 
-    def __init__(self, min_rows: int, max_rows: int, patience: float) -> None:
+    def __init__(self, min_rows: int, max_rows: int, timeout: float) -> None:
         self._min_rows = min_rows
         self._max_rows = max_rows
-        self._patience = patience
-        self._lanes: dict[Lane, _Lane] = {}
+        self._timeout = timeout
+        self._groups: dict[BatchKey, _Group] = {}
         self._count = 0
         self.rows = 0
 
@@ -166,67 +151,68 @@ class Lanes:
         return self._count
 
     def __iter__(self) -> Iterator[Task]:
-        for lane in self._lanes.values():
-            yield from lane.tasks.values()
+        for group in self._groups.values():
+            yield from group.tasks.values()
 
     def add(self, task: Task) -> None:
-        """At the end of its lane."""
-        lane = self._lanes.setdefault(task.lane, _Lane())
-        lane.tasks[task.number] = task
-        lane.rows += task.rows
+        """At the end of its group."""
+        group = self._groups.setdefault(task.batch_key, _Group())
+        group.tasks[task.number] = task
+        group.rows += task.rows
         self.rows += task.rows
         self._count += 1
 
     def remove(self, task: Task) -> bool:
         """Take one out from where it is; whether it was there."""
-        lane = self._lanes.get(task.lane)
-        if lane is None or lane.tasks.pop(task.number, None) is None:
+        group = self._groups.get(task.batch_key)
+        if group is None or group.tasks.pop(task.number, None) is None:
             return False
-        lane.rows -= task.rows
+        group.rows -= task.rows
         self.rows -= task.rows
         self._count -= 1
-        if not lane.tasks:
-            del self._lanes[task.lane]
+        if not group.tasks:
+            del self._groups[task.batch_key]
         return True
 
-    def flush_where(self, chosen: Callable[[Lane], bool]) -> None:
-        """What waits in the chosen lanes now waits for no more rows."""
-        for name, lane in self._lanes.items():
-            lane.flushed |= chosen(name)
+    def flush_where(self, chosen: Callable[[BatchKey], bool]) -> None:
+        """What waits now under the chosen keys waits for no more rows."""
+        for key, group in self._groups.items():
+            group.flushed |= chosen(key)
 
     def oldest(self) -> float | None:
         """When the oldest task arrived, in seconds of `time.monotonic`."""
-        return min((lane.head().arrival for lane in self._lanes.values()), default=None)
+        return min((group.head().arrival for group in self._groups.values()), default=None)
 
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest ready head, which orders the pools; and when to look again if there is none."""
-        ready = [lane.head().number for lane in self._lanes.values() if self._ready(lane, now)]
+        ready = [group.head().number for group in self._groups.values() if self._ready(group, now)]
         if ready:
             return min(ready), None
-        heads = [lane.head() for lane in self._lanes.values()]
-        times = [head.arrival + self._patience for head in heads]
+        heads = [group.head() for group in self._groups.values()]
+        times = [head.arrival + self._timeout for head in heads]
         times += [head.deadline for head in heads if head.deadline is not None]
         return None, min(times, default=None)
 
     def patient(self, now: float, spare: float) -> bool:
-        """Whether what is ready may wait: no batch is full or wanted at once, and no head has less time than that."""
-        heads = [lane.head().deadline for lane in self._lanes.values()]
-        if any([deadline is not None and deadline < now + spare for deadline in heads]):
-            return False
-        return not any([lane.flushed or lane.rows >= self._max_rows for lane in self._lanes.values()])
+        """Whether what is ready may wait: no batch is full or flushed, and no head has less time than that."""
+        for group in self._groups.values():
+            deadline = group.head().deadline
+            if group.flushed or group.rows >= self._max_rows or (deadline is not None and deadline < now + spare):
+                return False
+        return True
 
     def take(self, now: float) -> tuple[list[Task], list[Task]]:
         """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue.
 
-        Those with keys stand in their order: the same callers make the same batch in forward and in backward, which
-        may walk the graph that forward kept, whoever was faster.
+        Tasks with keys are ordered by them: the same callers make the same batch in forward and in backward, which
+        may use the graph that forward kept, whoever was faster.
         """
         expired = self._expired_heads(now)
-        ready = [lane for lane in self._lanes.values() if self._ready(lane, now)]
+        ready = [group for group in self._groups.values() if self._ready(group, now)]
         batch: list[Task] = []
         if ready:
-            self._fill(min(ready, key=lambda lane: lane.head().number), now, batch, expired)
-            batch.sort(key=_by_key)
+            self._fill(min(ready, key=lambda group: group.head().number), now, batch, expired)
+            batch.sort(key=lambda task: task.key or "")
         return batch, expired
 
     def sweep(self, now: float) -> list[Task]:
@@ -236,10 +222,10 @@ class Lanes:
             self.remove(task)
         return expired
 
-    def _fill(self, lane: _Lane, now: float, batch: list[Task], expired: list[Task]) -> None:
+    def _fill(self, group: _Group, now: float, batch: list[Task], expired: list[Task]) -> None:
         rows = 0
-        while lane.tasks:
-            task = lane.head()
+        while group.tasks:
+            task = group.head()
             if task.expired(now):
                 expired.append(task)
             elif rows + task.rows <= self._max_rows:
@@ -251,166 +237,110 @@ class Lanes:
 
     def _expired_heads(self, now: float) -> list[Task]:
         expired: list[Task] = []
-        for lane in list(self._lanes.values()):
-            while lane.tasks and lane.head().expired(now):
-                expired.append(lane.head())
-                self.remove(lane.head())
+        for group in list(self._groups.values()):
+            while group.tasks and group.head().expired(now):
+                expired.append(group.head())
+                self.remove(group.head())
         return expired
 
-    def _ready(self, lane: _Lane, now: float) -> bool:
-        head = lane.head()
-        waited = now >= head.arrival + self._patience
-        return waited or lane.flushed or lane.rows >= self._min_rows or head.expired(now)
+    def _ready(self, group: _Group, now: float) -> bool:
+        head = group.head()
+        waited = now >= head.arrival + self._timeout
+        return waited or group.flushed or group.rows >= self._min_rows or head.expired(now)
 
 
-def _by_key(task: Task) -> str:
-    return task.key or ""
-
-
-_KEPT = 0.9  # how much of what was learned of the cost stays when a batch is added
 _LATELY = 4  # batches
-_SPREAD = 0.05  # of rows, relative to their mean; batches that are all alike tell nothing
-_PHASE = 12  # batches of one way
-_SETTLE = 4  # of them, that do not count: callers fall in, or apart
-_PHASES = 16  # of the better way before the other is tried again
-_WORTH = 0.97  # of the seconds for a row that it takes without waiting; else it is not worth the delay
-_PAUSE = 0.1  # seconds, or two batches; whoever comes back later has done something else
+_MOST_SKIPPED = 64  # batches in a row that do not wait, after waits in vain
 
 
-class Company:
-    """Pools with the same callers, worked on by one thread. What other threads tell may be late, but not torn."""
+class CallerGroup:
+    """The callers of several pools, such as those of one expert, worked on by one thread.
+
+    What other pools report may be late, but not torn.
+    """
 
     def __init__(self) -> None:
-        self.pools: list[Linger] = []
-        self.trial = _Trial()
-        self.idle = 0.0
-        """Seconds for which the device had nothing to do before the last batch, in all."""
-        self._peaks = (0,) * _LATELY  # how many were under way at most, from batch to batch
+        self.delays: list[BatchDelay] = []
+        self._peaks = deque([0] * _LATELY, maxlen=_LATELY)  # tasks under way at most, from batch to batch
         self._peak = 0
-        self._slowest = 0.0  # of the last batches, in seconds
+
+    def missing(self) -> int:
+        """How many tasks fewer are under way now than lately. Above 0, somebody is about to come back."""
+        return max(self._peaks) - self._count()
+
+    def began(self) -> None:
+        """A batch has begun in one of the pools."""
+        self._peaks.append(self._peak)
+        self._peak = 0
+        self._count()
 
     @property
-    def cost(self) -> float:
-        """Seconds that callers cost who are not together: in every pool, those that a batch costs by itself."""
-        return sum([each.cost for each in self.pools])
+    def batch_seconds(self) -> float:
+        """What a batch of each pool takes, the shortest of the last ones: the cost of callers who are not together."""
+        return sum([min(each.seconds, default=0.0) for each in self.delays])
 
-    def out(self) -> int:
-        """How many were under way lately who are not now."""
-        return max(self._peaks) - self._seen()
-
-    def began(self, idle: float) -> float:
-        """A batch has begun: the seconds for which the device had nothing to do before it, since the last one."""
-        self._peaks = (*self._peaks[1:], self._peak)
-        self._peak = 0
-        self._seen()
-        idle, self.idle = idle - self.idle, idle
-        return max(0.0, idle)
-
-    def ended(self, pool: "Linger", rows: int, idle: float, seconds: float) -> None:
-        """A batch of so many rows took so long, and the device had had nothing to do before it."""
-        self._slowest = max(seconds, _KEPT * self._slowest)
-        self.trial.ended(pool, rows, seconds + min(idle, max(_PAUSE, 2 * self._slowest)))
-
-    def _seen(self) -> int:
-        now = sum([each.waiting + each.running for each in self.pools])
+    def _count(self) -> int:
+        now = sum([each.waiting + each.running for each in self.delays])
         self._peak = max(self._peak, now)
         return now
 
 
-class Linger:
-    """Of one pool, which holds the lock. Times are seconds of one clock. ``most``: waits at most so many costs."""
+class BatchDelay:
+    """How long batches of one pool wait for callers who are about to come back. Times are seconds of one clock."""
 
-    def __init__(self, most: float, company: Company | None = None) -> None:
-        self._most = most
-        self._company = company or Company()
-        self._company.pools.append(self)
-        self._sums = [0.0] * 5  # 1, rows, seconds, rows * rows, rows * seconds
-        self.cost = 0.0
-        """Seconds that a batch of this pool costs by itself; all that it costs, as long as all are alike."""
-        self._known = False
+    def __init__(self, max_delay: float, group: CallerGroup | None = None) -> None:
+        self._max_delay = max_delay
+        self._group = group or CallerGroup()
+        self._group.delays.append(self)
+        self.seconds = deque[float](maxlen=_LATELY)
+        """Durations of the last batches."""
         self.waited = 0.0
         """Seconds for which batches have waited, in all."""
         self.waiting = self.running = 0
-        """Tasks, as of the last word of the pool."""
-        self._idle = 0.0  # before the batch that runs
-        self._asked: float | None = None  # when who asked was told to wait for the first time
-        self._told = False  # whether he was told so the last time
+        """Tasks, as of the last report of the pool."""
+        self._since: float | None = None  # when the wait began
+        self._sleeps = False  # whether the runtime was told to wait the last time it asked
+        self._skip = self._skipped = 0  # batches that do not wait: still to come, and after the last wait in vain
 
     @property
     def longest(self) -> float:
         """Seconds for which a batch may wait."""
-        return self._most * self._company.cost
+        return min(self._max_delay, self._group.batch_seconds / 2)
 
-    def came(self, tasks: int) -> bool:
-        """A task came, and so many wait now. Whether who works on batches must be told; not if he waits already."""
+    def arrived(self, tasks: int) -> bool:
+        """A task came, and so many wait now. Whether to wake the runtime: not if it waits for more already."""
         self.waiting = tasks
-        out = self._company.out()
-        return not self._told or out <= 0
+        return self._group.missing() <= 0 or not self._sleeps  # asked in this order: it is counted, too
 
     def begin(self, now: float, tasks: int, *, patient: bool) -> float:
         """When a batch of so many tasks, which could begin now, should begin; ``now`` if they are not patient."""
-        self.waiting = tasks
-        self._told = False
-        if patient and self._company.trial.waits and self._company.out() > 0:
-            self._asked = now if self._asked is None else self._asked
-            self._told = now < self._asked + self.longest
-        return now if not self._told or self._asked is None else self._asked + self.longest
+        self.waiting, self._sleeps = tasks, False
+        longest = self.longest
+        if self._group.missing() <= 0 or not patient or self._skip or not longest:  # counted in any case
+            return now
+        self._since = now if self._since is None else self._since
+        until = self._since + longest
+        self._sleeps = now < until
+        return until if self._sleeps else now
 
-    def nobody(self, tasks: int) -> None:
-        """Nothing can begin; so many wait for something else."""
-        self.waiting, self._asked, self._told = tasks, None, False
+    def reset(self, tasks: int) -> None:
+        """No batch can begin; so many tasks wait for something else."""
+        self.waiting, self._since, self._sleeps = tasks, None, False
 
-    def began(self, now: float, tasks: int, left: int, idle: float) -> None:
-        """A batch of so many tasks has begun, and others are left. ``idle``: of the device so far, in seconds."""
-        if self._asked is not None:
-            self.waited += max(0.0, now - self._asked)
-        self._asked, self._told = None, False
+    def began(self, now: float, tasks: int, left: int) -> None:
+        """A batch of so many tasks has begun, and others are left."""
+        if self._since is not None:
+            self.waited += max(0.0, now - self._since)
+            in_vain = self._group.missing() > 0
+            self._skip = self._skipped = min(max(1, 2 * self._skipped), _MOST_SKIPPED) if in_vain else 0
+        else:
+            self._skip = max(0, self._skip - 1)
+        self._since, self._sleeps = None, False
         self.waiting, self.running = left, tasks
-        self._idle = self._company.began(idle)
+        self._group.began()
 
-    def ended(self, rows: int, seconds: float) -> None:
-        """A batch of so many rows took so long; with 0 rows it failed, which tells nothing."""
+    def ended(self, seconds: float | None) -> None:
+        """The batch took so long; None: it failed, which tells nothing."""
         self.running = 0
-        if not rows:
-            return
-        terms = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._sums = [_KEPT * old + new for old, new in zip(self._sums, terms, strict=True)]
-        count, r, s, rr, rs = self._sums
-        spread = rr / count - (r / count) ** 2
-        if spread > (_SPREAD * r / count) ** 2:
-            slope = max(0.0, (rs / count - r * s / count**2) / spread)
-            self.cost, self._known = max(0.0, s / count - slope * r / count), True
-        elif not self._known:
-            self.cost = s / count
-        self._company.ended(self, rows, self._idle, seconds)
-
-
-class _Trial:
-    """Which of the two ways is used now, and what each of them took for a row of each pool."""
-
-    def __init__(self) -> None:
-        self.waits = False
-        self._sums: dict[Linger, tuple[float, int]] = {}  # seconds and rows, of this phase
-        self._batches = self._phases = 0
-        self._prices: dict[bool, dict[Linger, float]] = {False: {}, True: {}}
-
-    def ended(self, pool: Linger, rows: int, seconds: float) -> None:
-        self._batches += 1
-        if self._batches > _SETTLE:
-            before = self._sums.get(pool, (0.0, 0))
-            self._sums[pool] = before[0] + seconds, before[1] + rows
-        if self._batches < _PHASE:
-            return
-        prices = self._prices[self.waits]
-        for each, (took, count) in self._sums.items():
-            prices[each] = (prices.get(each, took / count) + took / count) / 2
-        self._sums, self._batches = {}, 0
-        self._phases += 1
-        other = self._phases % _PHASES == 0
-        self.waits = self._pays() is not other
-
-    def _pays(self) -> bool:
-        """Whether waiting is worth it, or was never tried."""
-        without, waiting = self._prices[False], self._prices[True]
-        known = without.keys() & waiting.keys()
-        return not known or sum([waiting[each] for each in known]) < _WORTH * sum([without[each] for each in known])
+        if seconds is not None:
+            self.seconds.append(seconds)

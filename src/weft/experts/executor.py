@@ -30,27 +30,27 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.core.errors import WeftError
-from weft.experts.accumulation import Owner, Sums
+from weft.experts.accumulation import OpenMiniBatches, Owner
 from weft.experts.errors import CommitError, ExpertError, GradientError, ModuleExitError
 from weft.experts.gradient_guards import Guards
-from weft.experts.graph_cache import KeptGraphs, Saved, Walk
-from weft.experts.idempotency import IdempotencyTable
+from weft.experts.graph_cache import CachedGraph, GraphCache, SavedTensors
+from weft.experts.idempotency import IdempotencyTable, IdempotentRequests
 from weft.experts.optimizer_step import Kind, Stepper, storages
-from weft.experts.runner import NOTHING, Graph, Passed, Runner, Snapshot
-from weft.experts.schema import Columns, gradient_columns
+from weft.experts.runner import NOTHING, BackwardResult, ForwardGraph, ModuleRunner, TensorSnapshot
+from weft.experts.schema import FlatSchema, gradient_columns
 from weft.experts.task import Answer, Results, Task, split_rows
 
 
 class BatchBuffers:
     """The input buffers of one kind of task: one per column. Belongs to one thread."""
 
-    def __init__(self, columns: Columns, device: torch.device) -> None:
+    def __init__(self, columns: FlatSchema, device: torch.device) -> None:
         self._specs = [column.spec for column in columns.columns]
         self._device = device
         self._pinned = device.type == "cuda"
@@ -98,7 +98,7 @@ class BatchBuffers:
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=self._pinned)
 
 
-def released(tensors: Iterable[Tensor], owners: set[int]) -> list[Tensor]:
+def _released(tensors: Iterable[Tensor], owners: set[int]) -> list[Tensor]:
     """The tensors on the CPU, without a graph; those that look into one of these storages are copied out of it."""
     found: list[Tensor] = []
     for tensor in tensors:
@@ -111,41 +111,32 @@ def released(tensors: Iterable[Tensor], owners: set[int]) -> list[Tensor]:
     return found
 
 
-class Drafted:
-    """A `Draft` out of its results, and a function that makes it count."""
+@dataclass
+class PendingResult:
+    """The results of a batch that went well, before it has any consequence."""
 
-    def __init__(self, consequence: Callable[[], None], results: list[Results]) -> None:
-        self._consequence = consequence
-        self._results = results
+    consequence: Callable[[], None]
+    results: list[Results]
 
     def apply(self) -> list[Results]:
-        """See `Draft.apply`."""
-        self._consequence()
-        return self._results
+        """Make the batch count, and return its results. What this raises is final: nothing is tried again."""
+        self.consequence()
+        return self.results
 
 
-def copied(tasks: Sequence[Task], results: Sequence[Results]) -> list[Results | None]:
+def _copied(tasks: Sequence[Task], results: Sequence[Results]) -> list[Results | None]:
     """What is recorded of the tasks with a key."""
     pairs = zip(tasks, results, strict=True)
     return [[tensor.clone() for tensor in found] if task.key is not None else None for task, found in pairs]
 
 
-@runtime_checkable
-class Draft(Protocol):
-    """What came out of a batch, before it has any consequence."""
-
-    def apply(self) -> list[Results]:
-        """Make it count, and give every task its results. What it raises is final: nothing is tried again."""
-        ...
-
-
 _DEEPEST = 8  # frames of an error that are told
 
-Attempt = Callable[[Sequence[Task]], Draft]
-"""Runs a batch without any consequence that stays. It may raise `Offence` if it knows who is at fault."""
+Attempt = Callable[[Sequence[Task]], PendingResult]
+"""Runs a batch without consequences. It raises `TaskFault` where it knows which tasks are at fault."""
 
 
-class Offence(Exception):
+class TaskFault(Exception):
     """Some tasks of a batch are known to be at fault; the others may go on. It never leaves this package."""
 
     def __init__(self, errors: Mapping[Task, BaseException]) -> None:
@@ -153,7 +144,7 @@ class Offence(Exception):
         self.errors = errors
 
 
-def settle(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[list[Answer], int]:
+def isolate_faults(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[list[Answer], int]:
     """An answer for every task, in order, and how many attempts failed on the way. Raises nothing."""
     answers: dict[Task, Answer] = {}
     batches, failures = [list(tasks)], 0
@@ -162,7 +153,7 @@ def settle(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[list[Ans
         found, complete = _tried(batch, attempt)
         failures += not complete
         if not complete:
-            found = found or _offenders(batch, attempt)
+            found = found or _faulty_alone(batch, attempt)
             rest = [task for task in batch if task not in found]
             batches += [rest] if found and rest else [[task] for task in reversed(rest)]
         answers.update(found)
@@ -172,46 +163,46 @@ def settle(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[list[Ans
 def _tried(batch: Sequence[Task], attempt: Attempt) -> tuple[dict[Task, Answer], bool]:
     """The answers that one attempt gives, and whether they are all; none where it does not tell who is at fault."""
     try:
-        draft = attempt(batch)
-    except Offence as offence:
-        return dict(offence.errors), False
+        pending = attempt(batch)
+    except TaskFault as fault:
+        return dict(fault.errors), False
     except BaseException as error:
         return ({batch[0]: error} if len(batch) == 1 else {}), False
     try:
-        return dict(zip(batch, draft.apply(), strict=True)), True
+        return dict(zip(batch, pending.apply(), strict=True)), True
     except BaseException as error:
         return dict.fromkeys(batch, error), True
 
 
-def _offenders(batch: Sequence[Task], attempt: Attempt) -> dict[Task, Answer]:
-    """Who fails alone, with their errors. What succeeds is thrown away: it has had no consequence."""
+def _faulty_alone(batch: Sequence[Task], attempt: Attempt) -> dict[Task, Answer]:
+    """The tasks that fail alone, with their errors. Results are dropped: they have had no consequence."""
     found: dict[Task, Answer] = {}
     for task in batch:
         try:
             attempt([task])
-        except Offence as offence:
-            found.update(offence.errors)
+        except TaskFault as fault:
+            found.update(fault.errors)
         except BaseException as error:
             found[task] = error
     return found
 
 
 def _noted(found: Answer, task: Task, name: str) -> Answer:
-    """An error says whose task it was and where it was raised, and holds no tensor of the batch."""
+    """The answer. An error gets notes of its task and its origin, and loses its frames, which hold tensors."""
     if not isinstance(found, BaseException):
         return found
-    where = None if isinstance(found, WeftError) else _told(found)
+    where = None if isinstance(found, WeftError) else _traceback_note(found)
     if not isinstance(found, Exception):
         found = ModuleExitError(f"the module of expert {name!r} raised {found!r}; a module must not end its process")
     whose = "a client without a name" if task.client is None else f"client {task.client!r}"
     for note in (f"in expert {name!r}, a task of {task.rows} rows from {whose}", where):
         if note is not None and note not in getattr(found, "__notes__", []):
             found.add_note(note)
-    _let_go(found)
+    _drop_frames(found)
     return found
 
 
-def _told(error: BaseException) -> str | None:
+def _traceback_note(error: BaseException) -> str | None:
     """Where it was raised, as text; None where that was told before. By hand: the library takes a millisecond."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][-_DEEPEST:]
     if not frames:
@@ -223,37 +214,41 @@ def _told(error: BaseException) -> str | None:
     return "\n".join(told)
 
 
-def _let_go(error: BaseException | None) -> None:
+def _drop_frames(error: BaseException | None) -> None:
     """Forget the frames: through the frame that called them, they hold the whole batch and the error itself."""
     while error is not None and error.__traceback__ is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
-@dataclass
-class Parts:
-    """What an engine works with, besides the module."""
-
-    guards: Guards
-    records: IdempotencyTable
-    sums: Sums
-    kept: KeptGraphs
-    stepper: Stepper
-
-
-class Engine:
+class BatchExecutor:
     """Forward, backward and commit of one expert. See `weft.experts.expert.ExpertBackend`."""
 
-    def __init__(self, name: str, runner: Runner, parts: Parts) -> None:
+    def __init__(
+        self,
+        name: str,
+        runner: ModuleRunner,
+        stepper: Stepper,
+        records: IdempotencyTable,
+        *,
+        guards: Guards,
+        mini_batches: OpenMiniBatches,
+        graphs: GraphCache,
+    ) -> None:
         self.name = name
         self.runner = runner
-        self.parts = parts
+        self.stepper = stepper
+        self.records = records
+        self.guards = guards
+        self.mini_batches = mini_batches
+        self.graphs = graphs
+        self._backwards, self._commits = records.requests("backward"), records.requests("commit")
         self.lock = threading.RLock()
         self.forward_batches = self.backward_batches = self.retried = 0
         self.refused: Counter[str] = Counter()
         inputs = runner.call.columns()
-        self.columns = Columns(inputs)
-        self.backward_columns = Columns([*inputs, *gradient_columns(runner.outputs)])
+        self.columns = FlatSchema(inputs)
+        self.backward_columns = FlatSchema([*inputs, *gradient_columns(runner.outputs)])
         self._forward_buffers = BatchBuffers(self.columns, runner.device)
         self._backward_buffers = BatchBuffers(self.backward_columns, runner.device)
         self._inputs = len(inputs)
@@ -267,13 +262,13 @@ class Engine:
 
     def forward(self, tasks: Sequence[Task]) -> list[Answer]:
         """One answer per task: the flat outputs."""
-        return self._settled(tasks, self._try_forward)
+        return self._answers(tasks, self._try_forward)
 
     def backward(self, tasks: Sequence[Task]) -> list[Answer]:
         """One answer per task: the gradients of its flat inputs. One optimizer step, or one more term of a sum."""
         with self.lock:
             self.forget_old_sums()
-            answers = self._settled(tasks, self._try_backward)
+            answers = self._answers(tasks, self._try_backward)
             self.refused.update("gradient" for found in answers if isinstance(found, GradientError))
             return answers
 
@@ -281,7 +276,7 @@ class Engine:
         """One optimizer step with the sum of a mini-batch; the answer is the number of steps, int64 of shape (1,)."""
         with self.lock:
             self.forget_old_sums()
-            answers = self._settled(tasks, self._try_commit)
+            answers = self._answers(tasks, self._try_commit)
             for task, found in zip(tasks, answers, strict=True):
                 if isinstance(found, GradientError):
                     self.refused["gradient"] += 1
@@ -290,7 +285,7 @@ class Engine:
 
     def redo(self, kind: Kind, tasks: Sequence[Task], seed: int, branch: str = "") -> None:
         """Run a batch again as it was logged. Raises what it raises."""
-        with self.lock, self.parts.stepper.replaying(branch):
+        with self.lock, self.stepper.replaying(branch):
             self._seed = seed
             try:
                 with self.runner.effects.mode(tasks[0].evaluation):
@@ -300,128 +295,127 @@ class Engine:
 
     def forget_old_sums(self) -> None:
         """Drop mini-batches that nobody commits."""
-        self._lose(self.parts.sums.old())
+        self._drop_sums(self.mini_batches.old())
 
     def forget_pending(self) -> None:
         """The weights were replaced: nothing that was computed for the old ones is of use."""
-        self._lose(self.parts.sums.all(), log=False)  # the journal says that a state was loaded
-        self.parts.kept.void()
+        self._drop_sums(self.mini_batches.all(), log=False)  # the journal says that a state was loaded
+        self.graphs.void()
 
-    def _settled(self, tasks: Sequence[Task], attempt: "Callable[[Sequence[Task]], Drafted]") -> list[Answer]:
+    def _answers(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
         with self.lock, self.runner.effects.mode(tasks[0].evaluation):
-            answers, failures = settle(tasks, attempt, self.name)
+            answers, failures = isolate_faults(tasks, attempt, self.name)
             self.retried += failures
             return answers
 
-    def _lose(self, owners: Mapping[Owner, str | None], *, log: bool = True) -> None:
-        """Drop these sums, with their principals; their authors may not know."""
+    def _drop_sums(self, owners: Mapping[Owner, str | None], *, log: bool = True) -> None:
+        """Drop these sums, with their principals. Their callers may not know, so the names are refused from then on."""
         for owner, principal in owners.items():
             self._remove(owner, log=log)
-            self.parts.records.drop_mini_batch(*owner, principal)
+            self.records.drop_mini_batch(*owner, principal)
 
     def _refuse(self, owner: Owner) -> None:
-        """A commit fails, and its author hears of it: the sum is gone, and may be built again."""
+        """Drop the sum of a commit that fails. Its caller is told, so the name may be used again."""
         self._remove(owner)
-        self.parts.records.forget_mini_batch(*owner)
+        self.records.forget_mini_batch(*owner)
 
     def _remove(self, owner: Owner, *, log: bool = True) -> None:
         """Remove a sum that was not applied, if there is one."""
-        if log and owner in self.parts.sums:
-            self.parts.stepper.log_dropped(*owner)
-        self.parts.sums.remove(owner)
+        if log and owner in self.mini_batches:
+            self.stepper.log_dropped(*owner)
+        self.mini_batches.remove(owner)
 
-    # Attempts: whatever happens in them, the expert is as before.
+    # Attempts: whatever they raise, the expert is as before.
 
-    def _try_forward(self, tasks: Sequence[Task]) -> "Drafted":
-        effects, kept = self.runner.effects, self.parts.kept
-        keeps = kept.keeps(tasks) and not effects.stateful
+    def _try_forward(self, tasks: Sequence[Task]) -> PendingResult:
+        effects, graphs = self.runner.effects, self.graphs
+        keeps = graphs.enabled and graphs.keeps(tasks) and not effects.stateful
         inputs = self._forward_buffers.gather(tasks, fresh=keeps)
         seed = effects.seed_for(0, self.forward_batches, tasks)
         before, graph, versions = effects.snapshot(), None, [x._version for x in inputs]
-        saved = Saved(effects.storages() | storages(inputs) if keeps else set())
+        saved: SavedTensors | None = None
         try:
             if keeps:
+                saved = SavedTensors(effects.storages() | storages(inputs))
                 with saved.counting():
                     graph, outputs = self.runner.graph(inputs, seed, self._trained())
             else:
                 outputs = self.runner.forward(inputs, seed)
         finally:
             before.restore()
-        results = self._dealt(outputs, tasks, self._forward_buffers, graph)
+        results = self._split(outputs, tasks, self._forward_buffers, graph)
         untouched = versions == [x._version for x in inputs]  # else they are not what backward begins with
 
         def apply() -> None:
             self.forward_batches += 1
-            if graph is not None and untouched and not effects.stateful:
-                kept.keep(tasks, graph, seed, saved)
+            if graph is not None and saved is not None and untouched and not effects.stateful:
+                graphs.keep(tasks, graph, seed, saved)
 
-        return Drafted(apply, results)
+        return PendingResult(apply, results)
 
-    def _try_backward(self, tasks: Sequence[Task]) -> "Drafted":
+    def _try_backward(self, tasks: Sequence[Task]) -> PendingResult:
         effects, parameters = self.runner.effects, self._trained()
         self._check_mini_batch(tasks, parameters)
-        walk, inputs, gradients = self._taken(tasks, parameters)
-        self.parts.kept.used += walk is not None
+        cached, inputs, gradients = self._inputs_of(tasks, parameters)
+        self.graphs.used += cached is not None
         self._check_outputs(tasks, gradients)
         before = effects.snapshot()
         try:
-            seed = effects.seed_for(1, self.backward_batches, tasks) if walk is None else walk.seed
+            seed = effects.seed_for(1, self.backward_batches, tasks) if cached is None else cached.seed
             seed = seed if self._seed is None else self._seed
-            graph = self.runner.graph(inputs, seed, parameters)[0] if walk is None else walk.graph
-            passed = self.runner.backward(graph, gradients, seed)
-            self.parts.guards.check_parameters([g for g in passed.parameters if g is not None])
-            results = self._dealt(passed.inputs, tasks, self._backward_buffers)
-            copies = copied(tasks, results)
-            after = effects.snapshot() if self.parts.stepper.trains else NOTHING
-            self.parts.guards.check_own(before, after)
+            graph = self.runner.graph(inputs, seed, parameters)[0] if cached is None else cached.graph
+            found = self.runner.backward(graph, gradients, seed)
+            self.guards.check_parameters([g for g in found.parameters if g is not None])
+            results = self._split(found.inputs, tasks, self._backward_buffers)
+            copies = _copied(tasks, results)
+            after = effects.snapshot() if self.stepper.trains else NOTHING
+            self.guards.check_own(before, after)
         finally:
             before.restore()
         trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]
 
         def apply() -> None:
-            self._count_backward(tasks, trained, passed, after, seed)
-            for task, copy in zip(tasks, copies, strict=True):
-                if copy is not None:
-                    self.parts.records.requests("backward").record(task, copy, self.parts.stepper.steps)
+            self._count_backward(tasks, trained, found, after, seed)
+            self._record(self._backwards, tasks, copies)
 
-        return Drafted(apply, results)
+        return PendingResult(apply, results)
 
-    def _try_commit(self, tasks: Sequence[Task]) -> "Drafted":
+    def _try_commit(self, tasks: Sequence[Task]) -> PendingResult:
         owner = (tasks[0].client, tasks[0].mini_batch or "")
-        total = self.parts.sums.get(owner)
-        self.parts.guards.check_parameters([g for g in total.total.totals if g is not None])
-        results = [[torch.tensor([self.parts.stepper.steps + 1], device="cpu")] for _ in tasks]
-        copies = copied(tasks, results)
+        total = self.mini_batches.get(owner)
+        self.guards.check_parameters([g for g in total.total.totals if g is not None])
+        results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
+        copies = _copied(tasks, results)
 
         def apply() -> None:
             self.permit()
-            self.parts.sums.remove(owner)
+            self.mini_batches.remove(owner)
             try:
-                self._step(total.parameters, Passed([], total.total.totals, set()))
+                self._step(total.parameters, BackwardResult([], total.total.totals, set()))
             except BaseException:
                 self._refuse(owner)
-                self.parts.stepper.log("commit", tasks, 0, failed=True)
+                self.stepper.log("commit", tasks, 0, failed=True)
                 raise
-            self.parts.records.commit_mini_batch(*owner, self.parts.stepper.steps)
-            for task, copy in zip(tasks, copies, strict=True):
-                if copy is not None:
-                    self.parts.records.requests("commit").record(task, copy, self.parts.stepper.steps)
-            self.parts.stepper.log("commit", tasks, 0, terms=total.terms)
+            self.records.commit_mini_batch(*owner, self.stepper.steps)
+            self._record(self._commits, tasks, copies)
+            self.stepper.log("commit", tasks, 0, terms=total.terms)
 
-        return Drafted(apply, results)
+        return PendingResult(apply, results)
 
-    def _taken(self, tasks: Sequence[Task], trained: list[nn.Parameter]) -> tuple[Walk | None, Results, Results]:
+    def _inputs_of(
+        self, tasks: Sequence[Task], trained: list[nn.Parameter]
+    ) -> tuple[CachedGraph | None, Results, Results]:
         """The graph of these tasks, if it is there and made of equal inputs; the inputs; the gradients of outputs."""
-        walk, many = self.parts.kept.take(tasks, trained), self._inputs
-        if walk is not None and walk.known:
-            return walk, walk.graph.leaves, self._backward_buffers.gather(tasks, first=many)
+        cached, many = self.graphs.take(tasks, trained) if self.graphs.enabled else None, self._inputs
+        if cached is not None and cached.known:
+            return cached, cached.graph.leaves, self._backward_buffers.gather(tasks, first=many)
         joined = self._backward_buffers.gather(tasks)
         inputs, gradients = joined[:many], joined[many:]
-        equal = walk is not None and all(map(torch.equal, walk.graph.leaves, inputs))
-        return walk if equal else None, inputs, gradients
+        equal = cached is not None and all(map(torch.equal, cached.graph.leaves, inputs))
+        return cached if equal else None, inputs, gradients
 
     def _trained(self) -> list[nn.Parameter]:
-        return self.runner.parameters() if self.parts.stepper.trains else []
+        return self.runner.parameters() if self.stepper.trains else []
 
     def _check_mini_batch(self, tasks: Sequence[Task], parameters: Sequence[nn.Parameter]) -> None:
         """All tasks of a batch have the same mini-batch, or none."""
@@ -429,69 +423,75 @@ class Engine:
         if tasks[0].mini_batch is None:
             return
         try:
-            if self._seed is None and self.parts.records.step_of("commit", *owner) is not None:  # a redo did count
+            if self._seed is None and self.records.step_of("commit", *owner) is not None:  # a redo did count
                 raise CommitError(f"mini-batch {owner[1]!r} of client {owner[0]!r} was committed; start a new one")
-            if self.parts.records.is_dropped(*owner):
+            if self.records.is_dropped(*owner):
                 raise CommitError(
                     f"mini-batch {owner[1]!r} of client {owner[0]!r} was dropped: it was discarded, nothing came for "
                     "too long, the client's connection had ended, or the weights were replaced. Start a new one, and "
                     "run its micro-batches again"
                 )
-            self.parts.sums.check(owner, tasks[0].principal, parameters)
+            self.mini_batches.check(owner, tasks[0].principal, parameters)
         except ExpertError as error:
-            raise Offence(dict.fromkeys(tasks, error)) from None
+            raise TaskFault(dict.fromkeys(tasks, error)) from None
 
     def _check_outputs(self, tasks: Sequence[Task], gradients: Sequence[Tensor]) -> None:
-        if self.parts.guards.sound_outputs(gradients):
+        if self.guards.sound_outputs(gradients):
             return
-        faults = {task: self.parts.guards.output_fault(task.tensors[self._inputs :]) for task in tasks}
+        faults = {task: self.guards.output_fault(task.tensors[self._inputs :]) for task in tasks}
         errors = {
             task: GradientError(f"a task for expert {self.name!r} was refused: {fault}; nothing was changed")
             for task, fault in faults.items()
             if fault is not None
         }
         if errors:
-            raise Offence(errors)
+            raise TaskFault(errors)
 
-    def _dealt(
-        self, batch: Sequence[Tensor], tasks: Sequence[Task], buffers: BatchBuffers, graph: Graph | None = None
+    def _split(
+        self, batch: Sequence[Tensor], tasks: Sequence[Task], buffers: BatchBuffers, graph: ForwardGraph | None = None
     ) -> list[Results]:
         """Every task's rows, in memory that neither the next batch nor a step writes to."""
         if graph is not None:  # whoever gets the results may write into them, but not into what backward will read
             batch = [tensor.clone() for tensor in batch]
         owners = buffers.owners() | self.runner.effects.storages()
-        return split_rows(released(batch, owners), [task.rows for task in tasks])
+        return split_rows(_released(batch, owners), [task.rows for task in tasks])
 
-    # What counts.
+    # Consequences.
 
     def _count_backward(
         self,
         tasks: Sequence[Task],
         parameters: Sequence[nn.Parameter],
-        passed: Passed,
-        after: Snapshot,
+        found: BackwardResult,
+        after: TensorSnapshot,
         seed: int,
     ) -> None:
         self.permit()
         after.restore()
-        self.backward_batches = self.parts.stepper.batches = self.backward_batches + 1
+        self.backward_batches = self.stepper.batches = self.backward_batches + 1
         if tasks[0].mini_batch is not None:
-            copies = [None if gradient is None else gradient.clone() for gradient in passed.parameters]
-            self.parts.sums.add(tasks[0], parameters, copies)
-        elif self.parts.stepper.trains:
+            copies = [None if gradient is None else gradient.clone() for gradient in found.parameters]
+            self.mini_batches.add(tasks[0], parameters, copies)
+        elif self.stepper.trains:
             try:
-                self._step(parameters, passed)
+                self._step(parameters, found)
             except BaseException:
-                self.parts.stepper.log("backward", tasks, seed, failed=True)
+                self.stepper.log("backward", tasks, seed, failed=True)
                 raise
-        self.parts.stepper.log("backward", tasks, seed)
+        self.stepper.log("backward", tasks, seed)
 
-    def _step(self, parameters: Sequence[nn.Parameter], passed: Passed) -> None:
+    def _record(self, requests: IdempotentRequests, tasks: Sequence[Task], copies: Sequence[Results | None]) -> None:
+        for task, copy in zip(tasks, copies, strict=True):
+            if copy is not None:
+                requests.record(task, copy, self.stepper.steps)
+
+    def _step(self, parameters: Sequence[nn.Parameter], found: BackwardResult) -> None:
         try:
-            self.parts.stepper.step(parameters, passed.parameters, passed.held)
+            self.stepper.step(parameters, found.parameters, found.held)
         finally:
-            self.parts.kept.void()
+            if self.graphs.enabled:
+                self.graphs.void()
 
 
 def _granted() -> None:
-    """Everything may change."""
+    """Default of `BatchExecutor.permit`: everything may change."""

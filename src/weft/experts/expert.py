@@ -2,7 +2,7 @@
 
     with ExpertBackend("ffn.0", module, partial(torch.optim.Adam, lr=1e-3), args_schema=(X,)) as part of a Runtime:
 
-    clients ──> forward_pool  ──┐                 ┌── Engine: module, guards, records ──> results
+    clients ──> forward_pool  ──┐                 ┌── BatchExecutor: module, guards, records ──> results
     clients ──> backward_pool ──┼──> Runtime ───> │
     clients ──> commit_pool   ──┘   (one thread)  └── apply_gradients: clip, optimizer, schedule
 
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.core.errors import UsageError, listed
-from weft.experts.accumulation import Sums, SumsOptions
-from weft.experts.batching import Company, PoolOptions
-from weft.experts.checks import is_number
-from weft.experts.executor import Engine, Parts
+from weft.core.errors import UsageError
+from weft.core.validation import Validator, is_number
+from weft.experts.accumulation import OpenMiniBatches, SumsOptions
+from weft.experts.batching import CallerGroup, PoolOptions
+from weft.experts.executor import BatchExecutor
 from weft.experts.gradient_guards import Guards
-from weft.experts.graph_cache import GraphBudget, KeptGraphs
+from weft.experts.graph_cache import GraphBudget, GraphCache
 from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from weft.experts.journal import Journal
 from weft.experts.optimizer_step import OptimizerLike, ScheduleLike, Stepper, make_stepping
-from weft.experts.runner import Runner
-from weft.experts.schema import Columns, call_nest
+from weft.experts.runner import ModuleRunner
+from weft.experts.schema import FlatSchema, call_schema
 from weft.experts.state import check_state, load, state_of
 from weft.experts.statistics import BackendStatistics
 from weft.experts.task import Results
@@ -42,10 +42,11 @@ class ExpertBackend:
 
     Args:
         name: what clients, errors and statistics call it.
-        module: in the mode (train or eval) and on the device in which it is to be served. ``expert=`` works too.
+        module: in the mode (train or eval) and on the device in which it is to be served.
+            hivemind's ``expert=`` works too.
         optimizer: an optimizer, or a function that makes one of a list of all parameters, frozen ones too (then it is
             fused where that works), or None: then backward gives the gradients of the inputs and changes nothing.
-            ``opt=`` works too.
+            hivemind's ``opt=`` works too.
         args_schema, kwargs_schema: a `TensorSpec` (or a sample) for every tensor that the module takes: a tuple by
             position, a dict by name, each nested as the module wants it. Axis 0 is the batch and free (None);
             other free axes may differ between tasks, which then run in different batches. Other leaves are
@@ -85,48 +86,58 @@ class ExpertBackend:
         journal: Journal | None = None,
         **pool_options: Any,
     ) -> None:
-        words: dict[str, Any] = {"module": module, "expert": expert, "optimizer": optimizer, "opt": opt}
-        words |= {"clip_grad_norm": clip_grad_norm, "guards": guards, "journal": journal}
-        words |= {"records": records, "mini_batches": mini_batches, "keep_graphs": keep_graphs}
-        self.name, self.clip_grad_norm = name, clip_grad_norm
-        self.module, given = one_of(name, words, pool_options)
-        call, options = call_nest(name, args_schema, kwargs_schema), PoolOptions(**pool_options)
+        arguments: dict[str, Any] = {"clip_grad_norm": clip_grad_norm, "guards": guards, "journal": journal}
+        arguments |= {"records": records, "mini_batches": mini_batches, "keep_graphs": keep_graphs}
+        with Validator(f"invalid arguments of expert {name!r}") as check:
+            for one, other, words in ((module, expert, "module= and expert="), (optimizer, opt, "optimizer= and opt=")):
+                check.that(one is None or other is None, f"{words} are two names of one thing; give one")
+            module = expert if module is None else module
+            optimizer = opt if optimizer is None else optimizer
+            _check_arguments(check, name, module, optimizer, arguments, pool_options)
+        self.name, self.clip_grad_norm, self.module = name, clip_grad_norm, cast("nn.Module", module)
+        call, options = call_schema(name, args_schema, kwargs_schema), PoolOptions(**pool_options)
         every = list(self.module.parameters())
-        self._first = [parameter for parameter in every if parameter.requires_grad]
-        plainly = type(self).apply_gradients is ExpertBackend.apply_gradients
-        self.optimizer, self.schedule = make_stepping(name, every, given, schedule, plainly=plainly)
+        self._trained_at_first = [parameter for parameter in every if parameter.requires_grad]
+        overridden = type(self).apply_gradients is not ExpertBackend.apply_gradients
+        self.optimizer, self.schedule = make_stepping(name, every, optimizer, schedule, plainly=not overridden)
         self.device = next((parameter.device for parameter in every), torch.device("cpu"))
         self.records = IdempotencyTable(records)
-        runner = Runner(name, self.module, call, outputs_schema, self.device)
+        runner = ModuleRunner(name, self.module, call, outputs_schema, self.device)
         step = None if self.optimizer is None else self._apply_gradients
         self._stepper = Stepper(name, runner.effects.parameters, step, journal)
-        parts = Parts(guards or Guards(), self.records, Sums(mini_batches), KeptGraphs(keep_graphs), self._stepper)
-        self.engine = Engine(name, runner, parts)
+        self.executor = BatchExecutor(
+            name,
+            runner,
+            self._stepper,
+            self.records,
+            guards=guards or Guards(),
+            mini_batches=OpenMiniBatches(mini_batches),
+            graphs=GraphCache(keep_graphs),
+        )
         self._make_pools(options)
 
     def _make_pools(self, options: PoolOptions) -> None:
-        engine, once, company = self.engine, self.records.requests("backward"), Company()
-        alone = engine.runner.effects.draws.__getitem__ if options.min_batch_size == 1 else None
+        executor, callers = self.executor, CallerGroup()
+        alone = executor.runner.effects.draws.__getitem__ if options.min_batch_size == 1 else None
         self.forward_pool = TaskPool(
-            f"{self.name}.forward", engine.forward, engine.columns, options, company=company, alone=alone
+            f"{self.name}.forward", executor.forward, executor.columns, options, callers=callers, alone=alone
         )
         self.backward_pool = TaskPool(
             f"{self.name}.backward",
-            engine.backward,
-            engine.backward_columns,
+            executor.backward,
+            executor.backward_columns,
             options,
-            ledger=once,
+            requests=self.records.requests("backward"),
             splits=self.optimizer is not None,
-            company=company,
+            callers=callers,
             alone=alone,
         )
-        commits = replace(options, min_batch_size=1)
         self.commit_pool = TaskPool(
             f"{self.name}.commit",
-            engine.commit,
-            Columns([]),
-            commits,
-            ledger=self.records.requests("commit"),
+            executor.commit,
+            FlatSchema([]),
+            replace(options, min_batch_size=1),
+            requests=self.records.requests("commit"),
             splits=True,
         )
 
@@ -159,7 +170,7 @@ class ExpertBackend:
 
         A backward task that brings these very tensors need not have them compared with those of its graph.
         """
-        return self.engine.parts.kept.inputs(client, key)
+        return self.executor.graphs.inputs(client, key)
 
     def commit(
         self,
@@ -188,7 +199,7 @@ class ExpertBackend:
 
         Waits for nothing; a name of which no gradient is here, or under way, changes nothing and leaves nothing.
         """
-        owner, sums = (client, mini_batch), self.engine.parts.sums
+        owner, sums = (client, mini_batch), self.executor.mini_batches
         if owner in sums or self.backward_pool.has_mini_batch(*owner):
             sums.discard(owner, client if principal is None else principal)
 
@@ -211,16 +222,16 @@ class ExpertBackend:
 
     def make_empty(self, batch: int) -> tuple[Any, Any]:
         """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""
-        call = self.engine.runner.call
+        call = self.executor.runner.call
         return call.pack([replace(spec, requires_grad=False).empty(batch) for spec in call.specs])
 
     def get_info(self) -> dict[str, Any]:
         """What a client must know: the schemas, nested, with TensorSpec as leaves; and the names of the keywords."""
-        args, kwargs = self.engine.runner.call.tree
+        args, kwargs = self.executor.runner.call.tree
         return {
             "name": self.name,
             "forward_schema": (args, kwargs),
-            "outputs_schema": self.engine.runner.outputs.tree,
+            "outputs_schema": self.executor.runner.outputs.tree,
             "keyword_names": tuple(kwargs),
             "trained": self.optimizer is not None,
             "steps": self.steps,
@@ -232,13 +243,13 @@ class ExpertBackend:
 
         What is not in it: open mini-batches, and `records`, which have a ``state_dict`` of their own.
         """
-        engine = self.engine
-        with engine.lock:
+        executor = self.executor
+        with executor.lock:
             counts = {
                 "steps": self.steps,
-                "seed": engine.runner.effects.seed,
-                "forward_batches": engine.forward_batches,
-                "backward_batches": engine.backward_batches,
+                "seed": executor.runner.effects.seed,
+                "forward_batches": executor.forward_batches,
+                "backward_batches": executor.backward_batches,
                 "branch": self._stepper.branch,
             }
             return state_of(self.module, self.optimizer, self.schedule, counts)
@@ -250,81 +261,66 @@ class ExpertBackend:
         nothing has changed.
         """
         check_state(self.name, state, self.optimizer, self.schedule)
-        engine = self.engine
-        with engine.lock:
-            load(self.module, self.optimizer, self.schedule, state, self._first)
-            self._stepper.steps, engine.runner.effects.seed = state["steps"], state["seed"]
-            engine.forward_batches, engine.backward_batches = state["forward_batches"], state["backward_batches"]
-            engine.forget_pending()
+        executor = self.executor
+        with executor.lock:
+            load(self.module, self.optimizer, self.schedule, state, self._trained_at_first)
+            self._stepper.steps, executor.runner.effects.seed = state["steps"], state["seed"]
+            executor.forward_batches, executor.backward_batches = state["forward_batches"], state["backward_batches"]
+            executor.forget_pending()
             self._stepper.restored(state["backward_batches"], state.get("branch", ""))
 
     def statistics(self) -> BackendStatistics:
         """What was done so far, and what is held now."""
-        engine = self.engine
-        parts = engine.parts
-        with engine.lock:
-            engine.forget_old_sums()
-            parts.kept.forget_old()
+        executor = self.executor
+        with executor.lock:
+            executor.forget_old_sums()
+            executor.graphs.forget_old()
             return BackendStatistics(
                 name=self.name,
                 steps=self.steps,
-                forward_batches=engine.forward_batches,
-                backward_batches=engine.backward_batches,
-                retried_batches=engine.retried,
-                refused_gradients=dict(engine.refused),
-                open_mini_batches=len(parts.sums),
-                open_mini_batch_bytes=parts.sums.nbytes,
-                kept_graphs=len(parts.kept),
-                kept_graph_bytes=parts.kept.nbytes,
-                used_graphs=parts.kept.used,
+                forward_batches=executor.forward_batches,
+                backward_batches=executor.backward_batches,
+                retried_batches=executor.retried,
+                refused_gradients=dict(executor.refused),
+                open_mini_batches=len(executor.mini_batches),
+                open_mini_batch_bytes=executor.mini_batches.nbytes,
+                kept_graphs=len(executor.graphs),
+                kept_graph_bytes=executor.graphs.nbytes,
+                used_graphs=executor.graphs.used,
                 journal_failures=self._stepper.journal_failures,
-                buffer_bytes=engine.buffer_bytes,
+                buffer_bytes=executor.buffer_bytes,
                 records=self.records.statistics(),
                 pools={pool.name: pool.statistics() for pool in self.pools},
             )
 
 
-_PARTS: dict[str, type[Any]] = {
+def _check_arguments(
+    check: Validator,
+    name: Any,
+    module: Any,
+    optimizer: Any,
+    options: Mapping[str, Any],
+    pool_options: Mapping[str, Any],
+) -> None:
+    """Note what is missing, of a wrong kind, or no option of a pool."""
+    check.that(isinstance(name, str) and name != "", f"name is {name!r}, wanted a non-empty str: clients call it so")
+    check.instance("module", module, nn.Module, "a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        check.add(f"optimizer is of type {type(optimizer).__name__}, wanted an optimizer, or a function that makes one")
+    clip = options["clip_grad_norm"]
+    if clip is not None and not (is_number(clip) and clip > 0):
+        check.add(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
+    elif clip is not None:
+        check.that(optimizer is not None, "clip_grad_norm was given, but no optimizer whose steps it would bound")
+    for option, kind in _OPTIONS.items():
+        check.instance(option, options[option], kind, f"a {kind.__name__}", optional=True)
+    check.known(pool_options, [each.name for each in fields(PoolOptions)], "ExpertBackend")
+
+
+_OPTIONS: dict[str, type] = {
     "guards": Guards,
     "records": IdempotencyOptions,
     "mini_batches": SumsOptions,
     "keep_graphs": GraphBudget,
     "journal": Journal,
 }
-
-
-def one_of(name: Any, given: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[nn.Module, OptimizerLike | None]:
-    """The module and the optimizer, by whichever of their names they came.
-
-    Raises ``UsageError`` that lists what is missing, twice there, of a wrong kind, or no option of a pool.
-    """
-    faults: list[str] = []
-    if not isinstance(name, str) or not name:
-        seen = "empty" if name == "" else repr(name)
-        faults.append(f"name is {seen}, wanted what clients call the expert by")
-    for first, second in (("module", "expert"), ("optimizer", "opt")):
-        if given[first] is not None and given[second] is not None:
-            faults.append(f"{first}= and {second}= are two names of one thing, and both were given; give one")
-    module = given["expert"] if given["module"] is None else given["module"]
-    optimizer = given["opt"] if given["optimizer"] is None else given["optimizer"]
-    if not isinstance(module, nn.Module):
-        faults.append(f"module is of type {type(module).__name__}, wanted a torch.nn.Module")
-    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
-        faults.append(f"optimizer is of type {type(optimizer).__name__}, wanted an optimizer or what makes one")
-    clip = given["clip_grad_norm"]
-    if clip is not None and not (is_number(clip) and clip > 0):
-        faults.append(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
-    elif clip is not None and optimizer is None:
-        faults.append("clip_grad_norm was given, but no optimizer whose steps it would bound")
-    faults += [
-        f"{part} is of type {type(given[part]).__name__}, wanted a {kind.__name__}, or None"
-        for part, kind in _PARTS.items()
-        if given[part] is not None and not isinstance(given[part], kind)
-    ]
-    known = [each.name for each in fields(PoolOptions)]
-    faults += [
-        f"{option} is no option; those of a pool are {', '.join(known)}" for option in options if option not in known
-    ]
-    if faults:
-        raise UsageError(listed(f"expert {name!r} cannot be made:", faults))
-    return cast("nn.Module", module), cast("OptimizerLike | None", optimizer)

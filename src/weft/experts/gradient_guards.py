@@ -19,10 +19,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from weft.core.errors import UsageError, listed
-from weft.experts.checks import is_number, switch_fault
+from weft.core.validation import Validator, is_number
 from weft.experts.errors import GradientError
-from weft.experts.runner import Snapshot
+from weft.experts.runner import TensorSnapshot
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,11 @@ class Guards:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        limits = {"max_output_norm": self.max_output_norm, "max_norm": self.max_norm}
-        faults = [
-            f"{name} is {limit!r}, wanted a number above 0, or None"
-            for name, limit in limits.items()
-            if limit is not None and not (is_number(limit) and limit > 0)
-        ]
-        faults += switch_fault("finite", self.finite)
-        if faults:
-            raise UsageError(listed("gradients cannot be guarded like this:", faults))
+        with Validator("invalid guards of gradients") as check:
+            for name, limit in {"max_output_norm": self.max_output_norm, "max_norm": self.max_norm}.items():
+                valid = limit is None or (is_number(limit) and limit > 0)
+                check.that(valid, f"{name} is {limit!r}, wanted a number above 0, or None")
+            check.boolean("finite", self.finite)
 
     def sound_outputs(self, gradients: Sequence[Tensor]) -> bool:
         """Whether the gradients of the outputs of a whole batch pass for sure. False: look at every task."""
@@ -80,7 +75,7 @@ class Guards:
                 "nothing was changed. Scale the loss down, or raise the expert's max_norm"
             )
 
-    def check_own(self, before: Snapshot, after: Snapshot) -> None:
+    def check_own(self, before: TensorSnapshot, after: TensorSnapshot) -> None:
         """Raise `GradientError` if a batch has made NaN or infinity of what the module keeps: running statistics."""
         now = after.copies
         if not now or not self.finite or math.isfinite(norm(list(now.values()))):

@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.core.errors import UsageError, listed
 from weft.core.segment import version
-from weft.experts.checks import count_fault, seconds_fault
+from weft.core.validation import Validator
 from weft.experts.optimizer_step import strided
-from weft.experts.runner import Graph
+from weft.experts.runner import ForwardGraph
 from weft.experts.task import Task, split_rows
 
 Name = tuple[str | None, str]
@@ -46,9 +45,9 @@ class GraphBudget:
     seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        faults = count_fault("nbytes", self.nbytes) + seconds_fault("seconds", self.seconds)
-        if faults:
-            raise UsageError(listed("a graph budget cannot be like this:", faults))
+        with Validator("invalid graph budget") as check:
+            check.count("nbytes", self.nbytes)
+            check.seconds("seconds", self.seconds)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -75,7 +74,7 @@ class _Packed:
 
 
 @dataclass
-class Saved:
+class SavedTensors:
     """What one graph saves: a graph keeps tensors alive by their storages, each counted once."""
 
     ignored: set[int]
@@ -110,20 +109,20 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class CachedGraph:
     """A graph to be walked back once, and its seed. ``known``: who walks it brings the very inputs that it has."""
 
-    graph: Graph
+    graph: ForwardGraph
     seed: int
     known: bool
 
 
 @dataclass(eq=False, slots=True)
-class _Kept:
+class _CacheEntry:
     """What one forward left: a graph until a step or a backward, and the flat inputs of every task, on the host."""
 
-    graph: Graph | None
-    saved: Saved
+    graph: ForwardGraph | None
+    saved: SavedTensors
     seed: int
     inputs: dict[Name, list[Tensor]]
     graph_bytes: int
@@ -142,16 +141,17 @@ class _Kept:
         return all([mine is its for task, inputs in pairs for mine, its in zip(inputs, task.tensors, strict=False)])
 
 
-class KeptGraphs:
+class GraphCache:
     """Of one expert. Belongs to whoever holds the expert's lock, but for `inputs`."""
 
     def __init__(self, budget: GraphBudget | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
+        self.enabled = budget is not None
         self._clock = clock
-        self._all: OrderedDict[_Kept, None] = OrderedDict()
-        self._graphs: dict[_Kept, None] = {}
-        self._found: dict[Name, _Kept] = {}
-        self._shares: dict[str | None, OrderedDict[_Kept, None]] = {}  # by principal, oldest first
+        self._all: OrderedDict[_CacheEntry, None] = OrderedDict()
+        self._graphs: dict[_CacheEntry, None] = {}
+        self._found: dict[Name, _CacheEntry] = {}
+        self._shares: dict[str | None, OrderedDict[_CacheEntry, None]] = {}  # by principal, oldest first
         self._held: Counter[str | None] = Counter()  # bytes by principal
         self.nbytes = 0
         self.used = 0
@@ -163,7 +163,7 @@ class KeptGraphs:
         """Whether something of a forward of these tasks is to be kept: all wish it, and have a key to find it by."""
         return self._budget is not None and all([task.keep and task.key is not None for task in tasks])
 
-    def keep(self, tasks: Sequence[Task], graph: Graph, seed: int, saved: Saved) -> None:
+    def keep(self, tasks: Sequence[Task], graph: ForwardGraph, seed: int, saved: SavedTensors) -> None:
         """Keep a graph that saves so much beside its leaves, and the inputs, at the cost of the oldest of who has most.
 
         What is larger than the whole budget is not kept.
@@ -179,7 +179,7 @@ class KeptGraphs:
         else:
             inputs, nbytes = [list(task.tensors[: len(leaves)]) for task in tasks], nbytes + size
         named, principal = dict(zip(names, inputs, strict=True)), tasks[0].principal
-        kept = _Kept(graph, saved, seed, named, nbytes, size, self._clock(), principal)
+        kept = _CacheEntry(graph, saved, seed, named, nbytes, size, self._clock(), principal)
         total = nbytes + size
         if self._budget is None or total > self._budget.nbytes or len(kept.inputs) < len(names):
             return
@@ -192,7 +192,7 @@ class KeptGraphs:
         self._found.update(dict.fromkeys(names, kept))
         self.nbytes += total
 
-    def take(self, tasks: Sequence[Task], parameters: Sequence[Tensor]) -> Walk | None:
+    def take(self, tasks: Sequence[Task], parameters: Sequence[Tensor]) -> CachedGraph | None:
         """The graph that exactly these tasks made, if it is here as it was, and leads to just these parameters.
 
         What was theirs is not held any more.
@@ -209,7 +209,7 @@ class KeptGraphs:
             return None
         walk = None
         if kept.graph is not None and kept.leads_to(parameters) and kept.saved.untouched:
-            walk = Walk(kept.graph, kept.seed, kept.brought_by(tasks))
+            walk = CachedGraph(kept.graph, kept.seed, kept.brought_by(tasks))
         self._drop(kept)
         return walk
 
@@ -241,14 +241,14 @@ class KeptGraphs:
         if not kept.inputs:
             self._drop(kept)
 
-    def _void(self, kept: _Kept) -> None:
+    def _void(self, kept: _CacheEntry) -> None:
         if kept in self._graphs:
             del self._graphs[kept]
             kept.graph = None
             self.nbytes -= kept.graph_bytes
             self._held[kept.principal] -= kept.graph_bytes
 
-    def _drop(self, kept: _Kept) -> None:
+    def _drop(self, kept: _CacheEntry) -> None:
         self._void(kept)
         del self._all[kept], self._shares[kept.principal][kept]
         self.nbytes -= kept.input_bytes

@@ -30,8 +30,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault, seconds_fault
+from weft.core.errors import UsageError
+from weft.core.validation import Validator
 from weft.experts.errors import KeyReusedError, OverloadError, ResultEvictedError
 from weft.experts.statistics import RecordsStatistics
 from weft.experts.task import Results, Task
@@ -83,12 +83,12 @@ class IdempotencyOptions:
     max_age: float = 3600.0
 
     def __post_init__(self) -> None:
-        faults = count_fault("max_result_bytes", self.max_result_bytes, zero=True)
-        faults += seconds_fault("max_result_age", self.max_result_age) + count_fault("max_keys", self.max_keys)
-        faults += count_fault("max_client_keys", self.max_client_keys, none=True)
-        faults += seconds_fault("max_age", self.max_age)
-        if faults:
-            raise UsageError(listed("invalid idempotency options:", faults))
+        with Validator("invalid idempotency options") as check:
+            check.count("max_result_bytes", self.max_result_bytes, least=0)
+            check.seconds("max_result_age", self.max_result_age)
+            check.count("max_keys", self.max_keys)
+            check.count("max_client_keys", self.max_client_keys, optional=True)
+            check.seconds("max_age", self.max_age)
 
     @property
     def client_share(self) -> int:
@@ -410,7 +410,7 @@ class IdempotencyTable:
 
 
 class IdempotentRequests:
-    """The requests of one kind in an `IdempotencyTable`; a `weft.experts.task.Ledger`."""
+    """The requests of one kind in an `IdempotencyTable`; what a task pool asks."""
 
     def __init__(self, table: IdempotencyTable, kind: Kind) -> None:
         self._table = table

@@ -34,7 +34,7 @@ from typing import Any, Literal, cast
 import torch
 
 from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault, is_whole
+from weft.core.validation import Validator, is_whole
 from weft.experts.errors import ClosedError
 from weft.experts.task import Task
 
@@ -316,14 +316,11 @@ class Journal:
         max_file_bytes: int | None = None,
         max_files: int = 4,
     ) -> None:
-        faults = count_fault("limit", limit, zero=True) + count_fault("max_file_bytes", max_file_bytes, none=True)
-        faults += count_fault("max_files", max_files)
-        if max_files == 1:
-            faults.append("max_files is 1, wanted at least 2: a new file begins empty")
-        if max_file_bytes is not None and path is None:
-            faults.append("max_file_bytes is for a file, and there is no path")
-        if faults:
-            raise UsageError(listed("a journal cannot be kept like this:", faults))
+        with Validator("invalid options of a journal") as check:
+            check.count("limit", limit, least=0)
+            check.count("max_file_bytes", max_file_bytes, optional=True)
+            check.count("max_files", max_files, least=2)  # a new file begins empty
+            check.that(max_file_bytes is None or path is not None, "max_file_bytes was given, but no path of a file")
         self._entries: deque[Entry] = deque(maxlen=limit)
         self._listener = listener
         self._file = (

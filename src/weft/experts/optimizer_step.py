@@ -1,6 +1,6 @@
 """Optimizer step of an expert: gradients in memory of their own, hooks, clipping, optimizer, schedule, journal.
 
-gradients ── own ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
+gradients ── private ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
                                  '────────raises──> StepError                    whatever happens
 
 What users give is an optimizer, or a factory of one:
@@ -68,16 +68,18 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def own(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> list[Tensor | None]:
+def private_gradients(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]
+) -> list[Tensor | None]:
     """The gradients, each in memory that nobody else has; ``held``: the addresses of storages that others have."""
     seen = set(held)
     return [
-        None if gradient is None else _owned(parameter, gradient, seen)
+        None if gradient is None else _private(parameter, gradient, seen)
         for parameter, gradient in zip(parameters, gradients, strict=True)
     ]
 
 
-def _owned(parameter: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
+def _private(parameter: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
     """The gradient or a copy; its memory is seen from now on."""
     if gradient.layout is not torch.strided:
         there = {part.untyped_storage().data_ptr() for part in strided(gradient)}
@@ -262,15 +264,11 @@ class Stepper:
         self._name = name
         self._parameters = parameters
         self._apply = apply
+        self.trains = apply is not None
         self.journal = journal
         if journal is not None:
             journal.own(name)
         self.restored(0, "")
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is anything that applies gradients."""
-        return self._apply is not None
 
     def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> None:
         """One optimizer step. Raises `StepError` if the optimizer does, or a hook; then it does not count.
@@ -279,10 +277,10 @@ class Stepper:
         """
         self._clear()  # of what was left there by others: the optimizer may hold parameters that are frozen now
         try:
-            for parameter, gradient in zip(parameters, own(parameters, gradients, held), strict=True):
+            for parameter, gradient in zip(parameters, private_gradients(parameters, gradients, held), strict=True):
                 parameter.grad = gradient
                 if gradient is not None and parameter._post_accumulate_grad_hooks:
-                    _hear(parameter)
+                    _call_hooks(parameter)
             if self._apply is not None:
                 self._apply()
         except Exception as error:
@@ -318,7 +316,8 @@ class Stepper:
         if failed:  # a commit stays at its place: what a state of there has in it is told by its branch
             self._next_branch = token_hex(8)
         self.branch = self._next_branch
-        self._write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches, self.branch, terms), tasks)
+        if self.journal is not None:
+            self._write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches, self.branch, terms), tasks)
 
     def log_dropped(self, client: str | None, mini_batch: str) -> None:
         """Put into the journal that the sum of a mini-batch is gone, and was not applied."""
@@ -336,7 +335,7 @@ class Stepper:
             self.journal_failures += 1
 
 
-def _hear(parameter: nn.Parameter) -> None:
+def _call_hooks(parameter: nn.Parameter) -> None:
     """Its post-accumulate hooks: autograd calls them only where it puts the gradient there itself."""
     hooks: Any = parameter._post_accumulate_grad_hooks
     with torch.no_grad():

@@ -15,9 +15,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
-from weft.experts.checks import count_fault, is_number
+from weft.core.validation import Validator
 from weft.experts.expert import ExpertBackend
 from weft.experts.optimizer_step import OptimizerLike
 
@@ -98,9 +98,9 @@ class FeedForward(nn.Module):
 @register_expert("ffn")
 def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
     """Rows x ``hidden``, float32; ``inner`` is 4 times that unless given. Raises ``UsageError`` for sizes below 1."""
-    faults = count_fault("hidden", hidden) + count_fault("inner", inner, none=True)
-    if faults:
-        raise UsageError(listed("a feed-forward layer cannot be made like this:", faults))
+    with Validator("invalid arguments of kind 'ffn'") as check:
+        check.count("hidden", hidden)
+        check.count("inner", inner, optional=True)
     return Blueprint(
         FeedForward(hidden, 4 * hidden if inner is None else inner), (TensorSpec((None, hidden), torch.float32),)
     )
@@ -125,13 +125,12 @@ def transformer(hidden: int, heads: int = 8, inner: int | None = None, dropout: 
 
     Raises ``UsageError`` for sizes below 1, a dropout that is none, and if ``hidden`` is no multiple of ``heads``.
     """
-    faults = count_fault("hidden", hidden) + count_fault("heads", heads) + count_fault("inner", inner, none=True)
-    if not (is_number(dropout) and 0 <= dropout <= 1):
-        faults.append(f"dropout is {dropout!r}, wanted a number from 0 to 1")
-    if faults:
-        raise UsageError(listed("a transformer layer cannot be made like this:", faults))
-    if hidden % heads:
-        raise UsageError(f"a transformer layer of width {hidden} cannot have {heads} heads: wanted a divisor of it")
+    with Validator("invalid arguments of kind 'transformer'") as check:
+        sizes = [check.count("hidden", hidden), check.count("heads", heads)]
+        if all(sizes):
+            check.that(hidden % heads == 0, f"heads is {heads}, wanted a divisor of hidden, {hidden}")
+        check.count("inner", inner, optional=True)
+        check.number("dropout", dropout, most=1.0)
     return Blueprint(
         TransformerLayer(hidden, heads, 4 * hidden if inner is None else inner, dropout),
         (TensorSpec((None, None, hidden), torch.float32),),

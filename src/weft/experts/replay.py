@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.core.errors import listed
 from weft.experts.accumulation import Owner
 from weft.experts.errors import CommitError, ReplayError
-from weft.experts.executor import Offence
+from weft.experts.executor import TaskFault
 from weft.experts.expert import ExpertBackend
 from weft.experts.journal import Entry, Member
 from weft.experts.task import Task
@@ -42,8 +42,8 @@ def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> in
         tasks = [_task(backend, entry, member, fetch) for member in entry.members]
         try:
             with _threads(entry.threads):
-                backend.engine.redo(entry.kind, tasks, entry.seed, entry.branch)
-        except Offence as error:
+                backend.executor.redo(entry.kind, tasks, entry.seed, entry.branch)
+        except TaskFault as error:
             raise _unfit(backend, entry, next(iter(error.errors.values()))) from error
         except CommitError as error:
             raise _unfit(backend, entry, error) from error
@@ -67,7 +67,7 @@ def _task(backend: ExpertBackend, entry: Entry, member: Member, fetch: Fetch) ->
 def _check(backend: ExpertBackend, entry: Entry) -> None:
     steps = 1 if entry.kind == "commit" or (entry.mini_batch is None and backend.optimizer is not None) else 0
     steps, batches = (0, 0) if entry.kind in ("restored", "dropped") else (steps, entry.kind == "backward")
-    before = backend.engine.backward_batches
+    before = backend.executor.backward_batches
     faults: list[str] = []
     if entry.failed:
         faults.append(f"the optimizer raised after step {entry.step}, and what it left then is not known")
@@ -79,7 +79,7 @@ def _check(backend: ExpertBackend, entry: Entry) -> None:
         faults.append(f"{before} backward batches ran on the expert, but {entry.batch - batches} before this batch")
     if faults and entry.kind == "restored":
         faults.append("it went on from another state there; `read_journal` drops what did not lead to that")
-    terms = backend.engine.parts.sums.terms(_owners(entry)[0]) if entry.members else 0
+    terms = backend.executor.mini_batches.terms(_owners(entry)[0]) if entry.members else 0
     if entry.kind == "commit" and entry.terms and terms != entry.terms:
         faults.append(
             f"{terms} of the {entry.terms} backward batches of mini-batch {entry.mini_batch!r} ran on the expert; "
@@ -93,8 +93,8 @@ def _check(backend: ExpertBackend, entry: Entry) -> None:
 
 def _forget_sums(backend: ExpertBackend, entry: Entry) -> None:
     """Open mini-batches are no part of a state that is loaded, and their names may be used anew."""
-    with backend.engine.lock:
-        sums = backend.engine.parts.sums
+    with backend.executor.lock:
+        sums = backend.executor.mini_batches
         for owner in sums.all() if entry.kind == "restored" else _owners(entry):
             sums.remove(owner)
 

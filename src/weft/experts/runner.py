@@ -1,4 +1,4 @@
-"""Runner of an expert's module: one batch as a segment, without side effects unless the batch counts.
+"""ModuleRunner of an expert's module: one batch as a segment, without side effects unless the batch counts.
 
     flat inputs ──pack──> module(*args, **kwargs) ──check──> flat outputs
          ^                                                        |
@@ -47,7 +47,7 @@ from weft.core.segment import Segment, Tape, Visit
 from weft.core.spec import TensorSpec
 from weft.experts.errors import ExpertError, WireError
 from weft.experts.optimizer_step import nbytes, storages
-from weft.experts.schema import Nest, described, outputs_nest
+from weft.experts.schema import NestedSchema, describe, output_schema
 from weft.experts.task import REPEATED, Task
 
 _LARGE = 1 << 20  # bytes; what is smaller, the allocator does not give back
@@ -59,7 +59,7 @@ _LARGER = (((4, 16), (8, 32)), ((2, 64), (4, 128)))  # for modules that want eve
 
 
 @dataclass
-class Passed:
+class BackwardResult:
     """What a backward gives: one gradient per input, and one per parameter or None.
 
     The latter are autograd's own, and may look into memory that somebody ``held``, by the addresses of the storages.
@@ -71,7 +71,7 @@ class Passed:
 
 
 @dataclass
-class Graph:
+class ForwardGraph:
     """A forward whose graph is there, to be walked back once."""
 
     tape: Tape
@@ -79,14 +79,14 @@ class Graph:
     shapes: list[torch.Size]
 
 
-class Runner:
+class ModuleRunner:
     """One module and what a call of it looks like."""
 
-    def __init__(self, name: str, module: nn.Module, call: Nest, outputs: Any, device: torch.device) -> None:
+    def __init__(self, name: str, module: nn.Module, call: NestedSchema, outputs: Any, device: torch.device) -> None:
         _check_module(name, module)
         self.module = module
         self.call = call
-        self.effects = Effects(module, device, zlib.crc32(name.encode()))
+        self.effects = SideEffects(module, device, zlib.crc32(name.encode()))
         self.device = device
         self._ambient = Ambient.capture([device.type])
         self._segment = Segment(self._function)
@@ -102,7 +102,9 @@ class Runner:
         with _of_its_own():
             return list(self._segment.forward(self._visit(seed, inputs), inputs, "nothing")[0])
 
-    def graph(self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]) -> tuple[Graph, list[Tensor]]:
+    def graph(
+        self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]
+    ) -> tuple[ForwardGraph, list[Tensor]]:
         """The graph that leads back to inputs and parameters, and the flat outputs without it."""
         pairs = zip(inputs, self.call.specs, strict=True)
         leaves = [tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs]
@@ -111,9 +113,9 @@ class Runner:
             outputs, tape = segment.forward(self._visit(seed, leaves), leaves, "graph")
         assert tape is not None  # keep="graph" makes one
         flat = [output.detach() for output in outputs]
-        return Graph(tape, leaves, [output.shape for output in flat]), flat
+        return ForwardGraph(tape, leaves, [output.shape for output in flat]), flat
 
-    def backward(self, graph: Graph, gradients: Sequence[Tensor], seed: int) -> Passed:
+    def backward(self, graph: ForwardGraph, gradients: Sequence[Tensor], seed: int) -> BackwardResult:
         """Walk a graph back, once, with the seed of its forward."""
         _same_shapes(self.outputs, graph.shapes, gradients)
         with _of_its_own():
@@ -123,7 +125,7 @@ class Runner:
         pairs = zip(found, graph.leaves, strict=True)
         inputs = [torch.zeros_like(leaf) if gradient is None else gradient for (gradient,), leaf in pairs]
         held = storages([*inputs, *graph.leaves, *gradients]) | self.effects.storages() if parameters else set[int]()
-        return Passed(inputs, parameters, held)
+        return BackwardResult(inputs, parameters, held)
 
     def _visit(self, seed: int, inputs: Sequence[Tensor]) -> Visit:
         return Visit(0, self._ambient, (seed, inputs[0].shape[0]))
@@ -140,7 +142,7 @@ class Runner:
         args, kwargs = self.call.pack(inputs)
         return self.module(*args, **kwargs)
 
-    def _rehearsed(self, name: str, outputs: Any) -> Nest:
+    def _rehearsed(self, name: str, outputs: Any) -> NestedSchema:
         """The schema of the outputs: run on zeros, compared with what the user said if that was given.
 
         An axis is free if it follows the batch, or the free axes of the inputs.
@@ -154,14 +156,14 @@ class Runner:
         if faults:
             raise SpecError(listed(f"expert {name!r} must return the same for all sizes but in tensors:", faults))
         specs = [_freed(spec, [other.specs[i] for other in more]) for i, spec in enumerate(first.specs)]
-        found = outputs_nest(name, first.pack(specs))
+        found = output_schema(name, first.pack(specs))
         if outputs is None:
             return found
-        given = outputs_nest(name, outputs)
+        given = output_schema(name, outputs)
         _agree(name, given, found)
         return given
 
-    def _first_that_runs(self, name: str) -> tuple[int, Nest, list[Nest]]:
+    def _first_that_runs(self, name: str) -> tuple[int, NestedSchema, list[NestedSchema]]:
         """What comes of the first sizes that the module takes: rows, outputs, and those of a second run if it matters.
 
         Raises what the module raised for the very first.
@@ -185,7 +187,7 @@ class Runner:
         )
         raise errors[0]
 
-    def _rehearse(self, name: str, rows: int, size: int) -> Nest:
+    def _rehearse(self, name: str, rows: int, size: int) -> NestedSchema:
         shapes = [replace(spec, shape=(rows, *spec.shape[1:])) for spec in self.call.specs]
         inputs = [spec.empty(size, self.device).detach() for spec in shapes]
         visit = self._visit(0, inputs)
@@ -201,7 +203,7 @@ class Runner:
         except Exception as error:
             error.add_note(f"in the dummy run of expert {name!r} on zeros with {rows} rows, as its schemas say")
             raise
-        return described(value, "output")
+        return describe(value, "output")
 
 
 @contextmanager
@@ -233,7 +235,7 @@ def _freed(spec: TensorSpec, others: Sequence[TensorSpec]) -> TensorSpec:
     return TensorSpec(tuple(None if f else size for f, size in zip(free, spec.shape, strict=True)), spec.dtype)
 
 
-def _agree(name: str, given: Nest, found: Nest) -> None:
+def _agree(name: str, given: NestedSchema, found: NestedSchema) -> None:
     """Raise if the outputs are not what the user said they are."""
     samples = [spec.empty(_ROWS) for spec in found.specs]
     try:
@@ -242,7 +244,7 @@ def _agree(name: str, given: Nest, found: Nest) -> None:
         raise SpecError(f"the outputs_schema of expert {name!r} is not what its module returns. {error}") from None
 
 
-def _same_shapes(outputs: Nest, shapes: Sequence[torch.Size], gradients: Sequence[Tensor]) -> None:
+def _same_shapes(outputs: NestedSchema, shapes: Sequence[torch.Size], gradients: Sequence[Tensor]) -> None:
     """Only free axes can still differ: the fixed ones were checked when the task came."""
     faults = [
         f"the gradient of {name} has shape {tuple(gradient.shape)}, wanted {tuple(shape)}"
@@ -267,7 +269,7 @@ class _Slot(NamedTuple):
         return self.table.get(self.name)
 
 
-class Snapshot:
+class TensorSnapshot:
     """Copies of the tensors that a forward is known to change."""
 
     def __init__(self, slots: Sequence[_Slot]) -> None:
@@ -294,11 +296,11 @@ class Snapshot:
         return [i for i, (slot, tensor, copy) in pairs if slot.tensor is not tensor or not torch.equal(tensor, copy)]
 
 
-NOTHING = Snapshot([])
+NOTHING = TensorSnapshot([])
 """Of a module that changes nothing, as most."""
 
 
-class Effects:
+class SideEffects:
     """What is known of one module. Its list of layers must not change any more."""
 
     def __init__(self, module: nn.Module, device: torch.device, seed: int) -> None:
@@ -342,7 +344,7 @@ class Effects:
         of this expert, and only if the module draws.
         """
         filled = [place for place, slot in enumerate(self._slots) if slot.tensor is not None]
-        every = Snapshot([self._slots[place] for place in filled])
+        every = TensorSnapshot([self._slots[place] for place in filled])
         versions, state = [tensor._version for tensor in inputs], self._state()
         dice = Dice([self._use], [self._configuration()])
         self.seed = dice.seed or self.seed
@@ -371,10 +373,10 @@ class Effects:
         tensors = [table.get(name) for table, name in self._slots]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
 
-    def snapshot(self) -> Snapshot:
-        """What `Snapshot.restore` needs to undo a forward."""
+    def snapshot(self) -> TensorSnapshot:
+        """What `TensorSnapshot.restore` needs to undo a forward."""
         places = self._places()
-        return Snapshot([self._slots[place] for place in sorted(places)]) if places else NOTHING
+        return TensorSnapshot([self._slots[place] for place in sorted(places)]) if places else NOTHING
 
     def seed_for(self, direction: int, count: int, tasks: Sequence[Task]) -> int:
         """The seed of one batch: of its keys, if it may draw and all its tasks have one; else of its number."""

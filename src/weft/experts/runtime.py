@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 from weft.core.errors import UsageError
-from weft.experts.checks import LONGEST
+from weft.core.validation import LONGEST
 from weft.experts.errors import ExpertError
 from weft.experts.statistics import RuntimeStatistics
 from weft.experts.task_pool import TaskPool
@@ -73,7 +73,7 @@ class Runtime:
             self._hold(pools, runs=self._thread is not None)
             self._pools.update(dict.fromkeys(pools))
         for pool in pools:
-            pool.open(self._wake, self._idle)
+            pool.open(self._wake)
 
     def remove(self, *served: HasPools | TaskPool, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Close these pools, wait until what they accepted is done (with ``drain``), and forget them.
@@ -124,7 +124,7 @@ class Runtime:
             self._thread = threading.Thread(target=self._run, name=f"weft-runtime-{self.name}", daemon=True)
             self._thread.start()
         for pool in pools:
-            pool.open(self._wake, self._idle)
+            pool.open(self._wake)
 
     def shutdown(self, drain: bool = True, timeout: float = _GRACE) -> bool:
         """Take no more tasks, do what was accepted (with ``drain``), and end the thread. May be called twice.
@@ -204,10 +204,6 @@ class Runtime:
             if pool in self._pools:
                 self._active[pool] = None
                 self._state.notify()
-
-    def _idle(self) -> float:
-        """Seconds since the start in which there was nothing to do; asked by who begins a batch, in the thread."""
-        return time.monotonic() - self._began - self._busy
 
     def _run(self) -> None:
         try:

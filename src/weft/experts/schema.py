@@ -5,8 +5,8 @@
     flat inputs of a forward task             [x, m]
     flat inputs of a backward task            [x, m, gradient of y]
 
-Everything behind the edge works on flat tensors whose axis 0 is the batch. `Columns.check` is that edge: what
-passes can be concatenated with whatever else passed, if the free axes agree (`Columns.lane`). So a malformed
+Everything behind the edge works on flat tensors whose axis 0 is the batch. `FlatSchema.check` is that edge: what
+passes can be concatenated with whatever else passed, if the free axes agree (`FlatSchema.batch_key`). So a malformed
 task is its author's error and nobody else's. Schemas are hivemind's idea.
 """
 
@@ -70,7 +70,7 @@ class Column:
         return self.casts and (tensor.dtype.is_floating_point or (tensor.is_complex() and wanted.is_complex))
 
 
-class Columns:
+class FlatSchema:
     """The flat tensors of one kind of task."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
@@ -92,7 +92,7 @@ class Columns:
                 return rows[0]
         raise SpecError(listed(f"{where} does not take these tensors:", self._faults(tensors)))
 
-    def lane(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    def batch_key(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """What must be equal for two tasks to share a batch: the sizes of all free axes but the batch."""
         return tuple([tensors[i].shape[axis] for i, axis in self._free]) if self._free else ()
 
@@ -111,8 +111,8 @@ class Columns:
         return faults
 
 
-class Nest:
-    """A nested value whose tensors are described by specs; other leaves are constants that never travel."""
+class NestedSchema:
+    """A nested value whose tensors are describe by specs; other leaves are constants that never travel."""
 
     def __init__(self, tree: Any, root: str, names: Sequence[str] = ()) -> None:
         self.tree = tree
@@ -162,7 +162,7 @@ class Nest:
             if not _same(leaf, leaves[place])
         ]
 
-    def differences(self, other: "Nest") -> list[str]:
+    def differences(self, other: "NestedSchema") -> list[str]:
         """In what another value is not like this one, but for the sizes of tensors: nesting, and constants."""
         fault = difference(self.structure, other.structure, self.root)
         return [fault] if fault else self.constant_faults(other.leaves) or other.constant_faults(self.leaves)
@@ -184,12 +184,12 @@ class Nest:
         raise SpecError(listed("the module did not return what its outputs_schema says:", faults))
 
 
-def gradient_columns(outputs: Nest) -> list[Column]:
+def gradient_columns(outputs: NestedSchema) -> list[Column]:
     """One gradient per output. That of a float may have any floating dtype, that of an integer is never read."""
     return outputs.columns(casts=True, prefix="gradient of ")
 
 
-def call_nest(name: str, args: Any, kwargs: Any) -> Nest:
+def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
     """The schemas of a call as one nest ``(args, kwargs)``. Raises ``UsageError`` that lists all that is wrong.
 
     A sample tensor stands for its spec. If no spec says ``requires_grad``, every tensor whose dtype can carry a
@@ -210,33 +210,33 @@ def call_nest(name: str, args: Any, kwargs: Any) -> Nest:
     given = cast("tuple[Sequence[Any], Mapping[str, Any]]", (args or (), kwargs or {}))
     tree = _as_specs((tuple(given[0]), dict(given[1])))
     names = [*paths(tree[0], "args"), *paths(tree[1], "kwargs")]
-    nest = Nest(tree, "call", names)
+    nest = NestedSchema(tree, "call", names)
     faults = _batch_faults(nest)
     if faults:
         raise UsageError(listed(f"the schemas of expert {name!r} cannot be used:", faults))
     explicit = any(spec.requires_grad for spec in nest.specs)
     specs = [replace(s, requires_grad=_differentiable(s) and (s.requires_grad or not explicit)) for s in nest.specs]
-    found = Nest(nest.pack(specs), "call", names)
+    found = NestedSchema(nest.pack(specs), "call", names)
     samples = {len(leaf) for leaf in flatten(given)[0] if isinstance(leaf, Tensor)} - {0}
     found.sample_rows = samples.pop() if len(samples) == 1 else None
     return found
 
 
-def described(value: Any, root: str) -> Nest:
+def describe(value: Any, root: str) -> NestedSchema:
     """A nest that says how the tensors of a value are; their axis 0 is as it is, not free."""
-    return Nest(map_leaves(partial(_as_spec, None), value), root)
+    return NestedSchema(map_leaves(partial(_as_spec, None), value), root)
 
 
-def outputs_nest(name: str, outputs: Any) -> Nest:
+def output_schema(name: str, outputs: Any) -> NestedSchema:
     """A schema of outputs that the user gave, as a nest. Raises ``UsageError`` that lists all that is wrong."""
-    nest = Nest(_as_specs(outputs), "output")
+    nest = NestedSchema(_as_specs(outputs), "output")
     faults = _batch_faults(nest)
     if faults:
         raise UsageError(listed(f"the outputs_schema of expert {name!r} cannot be used:", faults))
     return nest
 
 
-def _batch_faults(nest: Nest) -> list[str]:
+def _batch_faults(nest: NestedSchema) -> list[str]:
     """Which specs have no free axis 0."""
     if not nest.specs:
         return ["there is no tensor in them, wanted at least one TensorSpec"]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault
+from weft.core.validation import count_fault
 from weft.experts.optimizer_step import laid_out
 
 _KINDS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}

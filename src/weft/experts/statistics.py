@@ -4,12 +4,8 @@ Every long-lived object here has ``statistics()`` (trio's custom), which returns
 nothing changes in them later, and they hold no tensor.
 """
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from weft.experts.errors import ExpiredError, reason_of
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -81,51 +77,3 @@ class RuntimeStatistics:
     busy: float
     seconds: float
     working_on: str | None
-
-
-@dataclass
-class Tally:
-    """The counters behind a `PoolStatistics`; its pool holds the lock."""
-
-    submitted: int = 0
-    answered: int = 0
-    cancelled: int = 0
-    expired: int = 0
-    joined: int = 0
-    batches: int = 0
-    rows: int = 0
-    failed: "Counter[str]" = field(default_factory=Counter["str"])
-    refused: "Counter[str]" = field(default_factory=Counter["str"])
-    merged: "Counter[int]" = field(default_factory=Counter["int"])
-
-    def ended(self, found: object) -> None:
-        """One task is over, with this answer."""
-        if isinstance(found, ExpiredError):
-            self.expired += 1
-        elif isinstance(found, BaseException):
-            self.failed[reason_of(found)] += 1
-        else:
-            self.answered += 1
-
-    def took(self, tasks: int, rows: int) -> None:
-        """A batch of so many tasks was handed out."""
-        self.batches += 1
-        self.rows += rows
-        self.merged[1 << (tasks - 1).bit_length()] += 1
-
-    def seen(self, name: str, **now: Any) -> PoolStatistics:
-        """What was counted, with what is so ``now``."""
-        return PoolStatistics(
-            name=name,
-            submitted=self.submitted,
-            answered=self.answered,
-            failed=dict(self.failed),
-            refused=dict(self.refused),
-            cancelled=self.cancelled,
-            expired=self.expired,
-            joined=self.joined,
-            batches=self.batches,
-            rows=self.rows,
-            merged=dict(self.merged),
-            **now,
-        )

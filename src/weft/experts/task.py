@@ -16,22 +16,16 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from math import isnan
-from typing import Any, Protocol, cast, runtime_checkable
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from weft.core.errors import UsageError
-from weft.experts.checks import is_number
-from weft.experts.errors import ExpertError
-
 Results = list[Tensor]
 Answer = Results | BaseException
 """What became of a task: its flat results, or the error that its author gets."""
 
-Lane = tuple[Hashable, ...]
+BatchKey = tuple[Hashable, ...]
 """What must be equal for two tasks to share a batch."""
 
 REPEATED = "+"
@@ -53,13 +47,13 @@ class Task:
 
     ``key`` makes a repetition known, ``mini_batch`` names the sum that its gradient is added to, both within one
     ``client``. Quotas and shares go by ``principal``, which several clients may have. It came by ``stream``. Tasks of
-    one ``lane`` may share a batch. ``evaluation``: the module runs as after ``eval()``; ``keep``: what its forward
+    one ``batch_key`` may share a batch. ``evaluation``: the module runs as after ``eval()``; ``keep``: what its forward
     leaves may be kept, see `weft.experts.graph_cache`.
     """
 
     tensors: tuple[Tensor, ...]
     rows: int
-    lane: Lane = ()
+    batch_key: BatchKey = ()
     deadline: float | None = None
     client: str | None = None
     key: str | None = None
@@ -167,40 +161,12 @@ def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
             continue
 
 
-def brought(tensors: tuple[Tensor, ...], host: torch.device) -> tuple[Tensor, ...]:
-    """The tensors on this device, without a graph. Most lie there: then nothing is asked of torch, whose operations let
-    go of the interpreter's lock, and the runtime would begin before the next task is here."""
-    if all([tensor.device == host and not tensor.requires_grad for tensor in tensors]):
-        return tensors
-    return tuple([tensor.detach().to(host) for tensor in tensors])
-
-
-def complete(answers: object, wanted: int, where: str) -> Sequence[Answer]:
-    """What a process gave for so many tasks. Raises ``ExpertError`` if that is not one answer for each."""
-    if not isinstance(answers, Sequence):
-        found = f"a {type(answers).__name__}"
-    elif len(given := cast("Sequence[Answer]", answers)) != wanted:
-        found = f"{len(given)} answers"
-    else:
-        return given
-    raise ExpertError(
-        f"the process of {where} gave {found} for a batch of {wanted} tasks, wanted one for each, in order"
-    )
-
-
 def split_rows(batch: Sequence[Tensor], rows: Sequence[int]) -> list[Results]:
     """The results of every task: views of its own rows."""
     if len(rows) == 1:
         return [list(batch)]
     parts: list[Sequence[Tensor]] = [torch.split(tensor, list(rows)) for tensor in batch]
     return [[part[place] for part in parts] for place in range(len(rows))]
-
-
-def answered(results: Results) -> "Future[Results]":
-    """A future that has them already."""
-    future: Future[Results] = Future()
-    future.set_result(results)
-    return future
 
 
 def _still_waits(waiter: "Future[Results]") -> bool:
@@ -221,42 +187,3 @@ def _call(fn: "Callable[[Future[Results]], object]", future: "Future[Results]") 
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         raise RuntimeError(f"a callback raised {type(error).__name__}, which ends nothing here") from error
-
-
-@runtime_checkable
-class Ledger(Protocol):
-    """What a pool asks about idempotency keys; see `weft.experts.idempotency`."""
-
-    def lookup(self, task: Task) -> Task | Results | None:
-        """The running task, or a copy of the result, of the same key; None where the key is new. May refuse."""
-        ...
-
-    def start(self, task: Task) -> None:
-        """Register this task as running. May refuse."""
-        ...
-
-    def abandon(self, task: Task) -> None:
-        """Remove this task, which is not running any more; what was recorded stays."""
-        ...
-
-
-def check_words(pool: str, client: Any, key: Any, mini_batch: Any, deadline: Any, *, splits: bool) -> None:
-    """Raise ``UsageError`` for words that mean nothing to the pool of this name; quick, for the many that do.
-
-    ``splits``: whether its tasks may name a mini-batch.
-    """
-    usual = mini_batch is None and (deadline is None or (type(deadline) is float and not isnan(deadline)))
-    if usual and all([word is None or (word and type(word) is str) for word in (client, key)]):
-        return
-    words = {"client": client, "key": key, "mini_batch": mini_batch}
-    wrong = [
-        f"{name} is {word!r}, wanted None or a non-empty str"
-        for name, word in words.items()
-        if not isinstance(word, str | None) or word == ""
-    ]
-    if deadline is not None and (not is_number(deadline) or (isinstance(deadline, float) and isnan(deadline))):
-        wrong.append(f"deadline is {deadline!r}, wanted None or a time of `time.monotonic`")
-    if wrong:
-        raise UsageError(f"pool {pool!r}: {'; '.join(wrong)}")
-    if mini_batch is not None and not splits:
-        raise UsageError(f"pool {pool!r} adds up no gradients, so mini_batch={mini_batch!r} means nothing here")

@@ -86,7 +86,7 @@ def test_inputs_that_are_gone_are_sent(served: Served, accumulate: bool) -> None
     remote = RemoteExpert("fussy", transport, keep_graph=True, accumulate=accumulate)
     x, y = rows(2, 0).requires_grad_(), rows(2, 0).requires_grad_()
     loss = remote(x).square().sum()
-    backend.engine.parts.kept._drop(next(iter(backend.engine.parts.kept._all)))
+    backend.executor.graphs._drop(next(iter(backend.executor.graphs._all)))
     loss.backward()
     fussy_backend().module(y).square().sum().backward()
     assert agree([x.grad], [y.grad]) and sent(transport) == [1, 2]

@@ -189,7 +189,7 @@ def test_only_gradients_are_sent_back_or_all_where_the_inputs_are_gone() -> None
     def work(experts: Experts, mixture: RemoteMixtureOfExperts) -> list[Tensor]:
         x = numbers(16, WIDTH).requires_grad_()
         loss = mixture(x).square().sum()
-        gone = experts.backends["ffn.1"].engine.parts.kept
+        gone = experts.backends["ffn.1"].executor.graphs
         for each in list(gone._all):
             gone._drop(each)
         return [*torch.autograd.grad(loss, x), *turn(mixture, 1)]

@@ -186,7 +186,7 @@ def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
     assert backend.statistics().open_mini_batches == 0
     for number in range(10_000):
         backend.discard(f"made up {number}", client="eve")
-    assert not backend.engine.parts.sums._discarded and backend.records.statistics().keys == 1
+    assert not backend.executor.mini_batches._discarded and backend.records.statistics().keys == 1
     for number in range(100):
         assert pool.submit_task(rows(2, 0), rows(2, 1), client="eve", mini_batch=str(number))
         work(backend)
@@ -209,7 +209,7 @@ def test_a_discard_reaches_gradients_that_still_wait_in_the_queue() -> None:
 def test_slots_of_a_client_whose_stream_is_gone_are_freed_after_a_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock().rules(monkeypatch, "weft.experts.accumulation")
     backend = fussy_backend(mini_batches=SumsOptions(mini_batches=2, orphan_seconds=30.0))
-    backend.engine.parts.sums._clock = clock.monotonic
+    backend.executor.mini_batches._clock = clock.monotonic
     gone, back = CallerStream(), CallerStream()
 
     def add(client: str, stream: CallerStream, seed: int = 0) -> Any:

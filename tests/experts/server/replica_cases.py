@@ -104,7 +104,7 @@ def expert(name: str = "fussy", **options: Any) -> ExpertBackend:
     backend = fussy_backend(**options)
     if name != "fussy":
         backend = ExpertBackend(
-            name, backend.module, backend.optimizer, args_schema=(backend.engine.runner.call.specs[0],)
+            name, backend.module, backend.optimizer, args_schema=(backend.executor.runner.call.specs[0],)
         )
     return backend
 

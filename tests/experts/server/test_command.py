@@ -66,7 +66,7 @@ def test_a_file_describes_a_server(tmp_path: Path) -> None:
     backend = server._dispatcher.experts()["ffn.1"].backend
     assert isinstance(backend.optimizer, torch.optim.SGD) and backend.clip_grad_norm == 1.0
     assert backend.forward_pool.options.max_batch_size == 64
-    assert backend.engine.parts.kept._budget == GraphBudget(1000, 2.0)
+    assert backend.executor.graphs._budget == GraphBudget(1000, 2.0)
     assert server._dispatcher.access.role("me", "x") is Role.ADMIN and not server._dispatcher.access.admits("")
 
 
@@ -81,7 +81,7 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
     with build({"address": "127.0.0.1:0", "experts": [table]}) as server:
         backend = server._dispatcher.experts()["F"].backend
         assert backend.records.options == IdempotencyOptions(max_keys=7, max_age=60.0)
-        assert backend.engine.parts.sums._options == SumsOptions(3, 2, orphan_seconds=1.0)
+        assert backend.executor.mini_batches._options == SumsOptions(3, 2, orphan_seconds=1.0)
         for _ in range(40):
             backend.backward_pool.submit_task(torch.ones(2, 8), torch.ones(2, 8)).result(10)
     files = sorted((tmp_path / "a" / "log").iterdir())

@@ -140,7 +140,7 @@ def test_a_state_is_of_the_token_under_which_it_was_made_until_it_is_led_under_a
 
 def test_a_state_waits_for_no_batch_that_hangs() -> None:
     replica = owning(7)
-    with replica.backend.engine.lock:
+    with replica.backend.executor.lock:
         found: list[object] = [1]
         thread = threading.Thread(target=lambda: found.append(replica.take(0.05)))
         thread.start()

@@ -16,7 +16,7 @@ from weft.core.errors import SpecError, listed
 from weft.core.spec import TensorSpec
 from weft.core.tree import difference, flatten, structure_paths
 from weft.experts.errors import MalformedError
-from weft.experts.schema import Columns, Nest, call_nest, gradient_columns, outputs_nest
+from weft.experts.schema import FlatSchema, NestedSchema, call_schema, gradient_columns, output_schema
 from weft.experts.wire import Received
 from weft.experts.wire.service import Description
 
@@ -28,12 +28,12 @@ class Signature:
         self.name = description.name
         self.trained = description.trained
         self.max_batch_size = description.max_batch_size
-        self.inputs: Nest = call_nest(description.name, description.args, description.kwargs)
-        self.outputs: Nest = outputs_nest(description.name, description.outputs)
+        self.inputs: NestedSchema = call_schema(description.name, description.args, description.kwargs)
+        self.outputs: NestedSchema = output_schema(description.name, description.outputs)
         self.tracked = [spec.dtype.is_floating_point or spec.dtype.is_complex for spec in self.outputs.specs]
-        self._columns = Columns(self.inputs.columns())
-        self._answers = Columns(self.outputs.columns())
-        self._gradients = Columns(gradient_columns(self.outputs))
+        self._columns = FlatSchema(self.inputs.columns())
+        self._answers = FlatSchema(self.outputs.columns())
+        self._gradients = FlatSchema(gradient_columns(self.outputs))
         self._paths = structure_paths(self.inputs.structure, "call")
         self._plain = self._paths == [f"call[0][{place}]" for place in range(len(self.inputs.specs))]
         self._constants = [
@@ -83,7 +83,7 @@ class Signature:
         """The outputs as the module returns them."""
         return self.outputs.pack(outputs)
 
-    def _checked(self, answer: Received, columns: Columns, device: torch.device) -> list[Tensor]:
+    def _checked(self, answer: Received, columns: FlatSchema, device: torch.device) -> list[Tensor]:
         tensors = answer.tensors()
         try:
             columns.check(tensors, f"the answer of expert {self.name!r}")

@@ -63,13 +63,13 @@ class Replica:
         self._anew = float("-inf")  # when the directory was last seen to have begun anew
         self._store = store
         self._loaded = loaded or (lambda: None)
-        backend.engine.permit = self.standing.permit
+        backend.executor.permit = self.standing.permit
 
     @property
     def mark(self) -> Mark:
         """How far the state here is."""
         token = self.standing.token if self.standing.role == "owner" else self._token
-        return Mark(token, self.backend.steps, self.backend.engine.backward_batches)
+        return Mark(token, self.backend.steps, self.backend.executor.backward_batches)
 
     @property
     def may_lead(self) -> bool:
@@ -136,7 +136,7 @@ class Replica:
 
     def take(self, patience: float = 1.0) -> tuple[Mark, bytes] | None:
         """The state as of now; None if a batch is under way for longer than ``patience`` seconds."""
-        lock = self.backend.engine.lock
+        lock = self.backend.executor.lock
         if not lock.acquire(timeout=patience):
             return None
         try:
@@ -183,7 +183,7 @@ class Replica:
 
     def _load(self, mark: Mark, state: Any, records: Any) -> None:
         self.broken = True  # until all of it is loaded
-        with self.backend.engine.lock:
+        with self.backend.executor.lock:
             self.backend.load_state_dict(state)
             if records is not None:
                 self.backend.records.load_state_dict(records)

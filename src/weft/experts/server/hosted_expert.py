@@ -137,7 +137,7 @@ class HostedExpert:
         with _held(self._saving, patience, uid):
             if not self._owns or (self.durable == self.backend.steps and store.has(uid, self.backend.steps)):
                 return False
-            with _held(self.backend.engine.lock, patience, uid):
+            with _held(self.backend.executor.lock, patience, uid):
                 state, keys = self.backend.state_dict(), self.backend.records.snapshot()
                 token = 0 if self.replica is None else self.replica.mark.token
             step: int = state["steps"]

@@ -128,12 +128,12 @@ class Reporter:
         )
 
     def _expert(self, backend: ExpertBackend) -> BackendStatistics:
-        engine = backend.engine
-        if engine.lock.acquire(blocking=False):
+        executor = backend.executor
+        if executor.lock.acquire(blocking=False):
             try:
                 return backend.statistics()
             finally:
-                engine.lock.release()
+                executor.lock.release()
         return _while_busy(backend, self._last.get(backend.name))
 
 
@@ -142,19 +142,19 @@ def _while_busy(backend: ExpertBackend, last: BackendStatistics | None) -> Backe
 
     The memory of open mini-batches is a sum over what the batch may change, so it is that of the last look.
     """
-    engine = backend.engine
-    kept = engine.parts.kept
+    executor = backend.executor
+    kept = executor.graphs
     live: dict[str, Any] = {
         "steps": backend.steps,
-        "forward_batches": engine.forward_batches,
-        "backward_batches": engine.backward_batches,
-        "retried_batches": engine.retried,
-        "refused_gradients": dict(engine.refused),
-        "open_mini_batches": len(engine.parts.sums),
+        "forward_batches": executor.forward_batches,
+        "backward_batches": executor.backward_batches,
+        "retried_batches": executor.retried,
+        "refused_gradients": dict(executor.refused),
+        "open_mini_batches": len(executor.mini_batches),
         "kept_graphs": len(kept),
         "kept_graph_bytes": kept.nbytes,
         "used_graphs": kept.used,
-        "buffer_bytes": engine.buffer_bytes,
+        "buffer_bytes": executor.buffer_bytes,
         "records": backend.records.statistics(),
         "pools": {pool.name: pool.statistics() for pool in backend.pools},
     }
