@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from benchmarks.pipeline import dropout, memory, operators, overhead, skips, sleep, transformer
+from benchmarks.pipeline import dropout, memory, operators, overhead, skips, sleep, split, transformer
 from benchmarks.table import Table
 
 BENCHMARKS: dict[str, Callable[[bool], Table]] = {
@@ -13,4 +13,5 @@ BENCHMARKS: dict[str, Callable[[bool], Table]] = {
     "memory": memory.run,
     "skips": skips.run,
     "dropout": dropout.run,
+    "split": split.run,
 }

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -43,8 +44,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=_count, required=True)
-    parser.add_argument("--chunks", type=_count, required=True, help="micro-batches")
+    parser.add_argument("--stages", type=_count)
+    parser.add_argument("--chunks", type=_count, help="micro-batches")
+    made = "a function that returns a Pipe, made with split= and sample=: what crosses in it is drawn"
+    parser.add_argument("--pipe", metavar="MODULE:FUNCTION", help=made)
     names = f"{', '.join(SCHEDULES)}, or the file of a table (%(default)s)"
     parser.add_argument("--schedule", default="1f1b", metavar="NAME|FILE", help=names)
     for name, cost in (("forward", 1.0), ("backward", 2.0), ("recompute", 0.0)):
@@ -136,6 +139,12 @@ def _experts(module: str) -> Any:
 
 
 def _plan(chosen: argparse.Namespace) -> None:
+    if chosen.pipe is not None:
+        pipe = _made(chosen.pipe)
+        chosen.stages, chosen.chunks = chosen.stages or len(pipe.devices), chosen.chunks or pipe.chunks
+        _draw(pipe)
+    if chosen.stages is None or chosen.chunks is None:
+        raise UsageError("plan needs --stages and --chunks, or --pipe")
     named = chosen.schedule in SCHEDULES or not Path(chosen.schedule).is_file()
     try:
         schedule = chosen.schedule if named else Path(chosen.schedule).read_text("utf-8")
@@ -147,6 +156,26 @@ def _plan(chosen: argparse.Namespace) -> None:
     print(table.text())
     print(f"live micro-batches of each stage: {' '.join(map(str, table.live()))}")
     print(f"forecast: takes {seen.total:g}, idle {seen.bubble:.1%} of the time of {len(table.workers)} workers")
+
+
+def _made(name: str) -> Any:
+    """The pipe that the function of that name returns."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--pipe {name}: wanted MODULE:FUNCTION, a function that returns a Pipe; {error}") from None
+
+
+def _draw(pipe: Any) -> None:
+    """What crosses: a line for each value, from its source (o) to its readers (>)."""
+    stages = len(pipe.devices)
+    print("".join(f"{stage:<4}" for stage in range(stages)) + "stage")
+    for each in pipe.routes:
+        marks = ["o" if s == each.source else ">" if s in each.readers else "-" for s in range(max(each.readers) + 1)]
+        line = "---".join(marks[each.source :])
+        print(f"{' ' * 4 * each.source + line:<{4 * stages}}{each.bytes} bytes  {each.name}")
 
 
 def _count(word: str) -> int:

@@ -9,6 +9,7 @@ Everything here is a pure function from data to text; nothing here runs a model.
 from weft.report.chrome_trace import trace, write_trace
 from weft.report.html import Markup, Section, code, figure, page, paragraph, table
 from weft.report.plot import Axis, line_chart, loss_curve, memory_curve, running_mean, show_bytes, show_time
+from weft.report.routes import routes
 from weft.report.timeline import live_bytes, timeline
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "memory_curve",
     "page",
     "paragraph",
+    "routes",
     "running_mean",
     "show_bytes",
     "show_time",

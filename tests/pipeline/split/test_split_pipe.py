@@ -271,6 +271,7 @@ def test_a_loss_over_tokens_is_exact_with_the_number_of_items() -> None:
     import transformers  # noqa: PLC0415 - an extra
 
     model = transformers.GPT2LMHeadModel(gpt2().config)
+    model.config.use_cache = True  # which the pipe does not ask for
     plain = copy.deepcopy(model)
     tokens = torch.randint(3, 50, (6, 9))
     labels = tokens.clone()

@@ -4,6 +4,7 @@ The pipe has the model's own tables of children, parameters and buffers: same ke
 adds, programs, stages and workers, is made at the first step and goes when the pipe goes.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -73,6 +74,8 @@ class SplitPipe(Pipe):
         self._watcher = self._runtime = self._checked = self._recipe = None
         self._model: SplitModel | None = None
         call = None if sample is None else _arguments(sample)
+        if call is not None and _caches(module):
+            call[1].setdefault("use_cache", False)
         places = places or _devices(2 if split == "auto" else len(split) + 1)
         self.split: list[str] = automatic_split(module, places, call) if split == "auto" else list(split)
         self.devices = places
@@ -112,6 +115,8 @@ class SplitPipe(Pipe):
         if self._loss[0] is not None and "target" in kwargs:
             targets = (kwargs.pop("target"),)
         model = self._cut()
+        if "use_cache" not in kwargs and _caches(self.module):
+            kwargs["use_cache"] = False
         axis, target_axis = self._axes(args, kwargs, target=bool(targets))
         call = model.choose(args, kwargs, self.chunks, axis, check=self.verify, graph=self.executor == "graph")
         runtime = self._made_runtime()
@@ -250,6 +255,12 @@ def _check_model(module: Any, split: Any, balance: Any, verify: Any) -> None:
         faults.append(f"verify is {verify!r}; it is True or False")
     if faults:
         raise UsageError(listed("these arguments of Pipe do not make sense:", faults))
+
+
+def _caches(model: nn.Module) -> bool:
+    """Whether forward() would hand a cache of keys and values from block to block, which no training needs."""
+    wanted = getattr(getattr(model, "config", None), "use_cache", False)
+    return wanted is True and "use_cache" in inspect.signature(model.forward).parameters
 
 
 def _devices(count: int) -> list[torch.device]:

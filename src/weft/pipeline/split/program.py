@@ -104,6 +104,7 @@ class Recording:
     aliases: list[tuple[int, int]]  # read after a write through another tensor: who made, who wrote it (-1: input)
     sizes: dict[Ref, int]  # bytes of the inputs
     storages: dict[Ref, int]  # of the inputs
+    inputs: list[str]  # names of the leaves of the arguments
     values: dict[int | None, Any]  # all that were made, if they were to be kept
 
 
@@ -305,7 +306,7 @@ class Program:
             part.clones = {ref for ref in comes if self._storages.get(ref) in stored}
 
     def _route(self, ref: Ref, readers: Sequence[int]) -> CrossingValue:
-        name = f"input {ref.key}"
+        name = f"input {self.recording.inputs[ref.key]}" if ref.kind == "in" else ""
         if ref.kind == "v":
             step = self.recording.steps[self._maker[ref.key]]
             several = len(step.makes) > 1 and ref.key in step.makes

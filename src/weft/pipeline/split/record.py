@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.core.errors import SplitError, listed
 from weft.core.rng import generators
 from weft.core.segment import version
-from weft.core.tree import flatten, register_dataclasses, unflatten
+from weft.core.tree import flatten, register_dataclasses, structure_paths, unflatten
 from weft.pipeline.split.program import HERE, Recording, Ref, Step
 
 _T = cast(Any, Tensor)
@@ -131,6 +131,8 @@ class ForwardRecorder(TorchFunctionMode):
         self._begin()
         leaves, structure = flatten((tuple(args), kwargs))
         leaves = copies(leaves)
+        self._inputs = structure_paths(flatten(tuple(args))[1])
+        self._inputs += [path for key, value in kwargs.items() for path in structure_paths(flatten(value)[1], key)]
         mode = FakeTensorMode(allow_non_fake_inputs=True) if self.fake else None
         if mode is not None:
             leaves = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in leaves]
@@ -183,6 +185,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._aliases,
             {ref: x.nbytes for ref, x in tensors},
             {ref: _memory(x) for ref, x in tensors},
+            self._inputs,
             self._values,
         )
         self._begin()

@@ -1,0 +1,190 @@
+"""Any model in stages, held up to torch's tracer: which models run, exactly or not; and what a recorded program costs.
+
+    weft    weft.Pipe(model, split=[name])                loss and gradients beside a plain loop, rows 8, then 5
+    torch   torch.distributed.pipelining.pipeline(...)    its traced stages, run one after the other on rows 2, then 3
+
+The costs are of one micro-batch of a GPT-2 with 12 layers in 4 stages: its recorded program beside forward() itself,
+both forward and backward in the caller's thread; a recording in plain forwards; and what choosing the programs of a
+step of 8 micro-batches takes.
+"""
+
+import copy
+import io
+import logging
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import weft
+from benchmarks.harness import progress, race
+from benchmarks.table import Row, Table, at_most
+from weft.core.microbatch import plan_split
+from weft.core.tree import flatten, unflatten
+
+_SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+_LLAMA = {**_SMALL, "num_key_value_heads": 1, "use_cache": False}
+_GPT2 = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 64, "use_cache": False}
+_T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "use_cache": False}
+_MIXTRAL = {**_LLAMA, "num_local_experts": 4, "experts_implementation": "eager"}
+_VIT = {**_SMALL, "image_size": 16, "patch_size": 4, "num_labels": 5}
+MODELS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+    "GPT-2, tied": ("GPT2Config", "GPT2LMHeadModel", _GPT2, ("transformer.h.2",)),
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", _LLAMA, ("model.layers.2",)),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_LLAMA, "head_dim": 8}, ("model.layers.2",)),
+    "BERT, tied": ("BertConfig", "BertForMaskedLM", _SMALL, ("bert.encoder.layer.2",)),
+    "T5, tied": ("T5Config", "T5ForConditionalGeneration", _T5, ("encoder.block.2", "decoder.block.1")),
+    "ViT": ("ViTConfig", "ViTForImageClassification", _VIT, ("vit.layers.2",)),
+    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", _MIXTRAL, ("model.layers.2",)),
+}
+
+
+class UNet(nn.Module):
+    """Long skips in local variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.middle = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        fine = self.down(pixel_values).relu()
+        coarse = self.middle(nn.functional.max_pool2d(fine, 2)).relu()
+        return self.up(torch.cat([fine, nn.functional.interpolate(coarse, scale_factor=2.0)], 1))
+
+
+def run(quick: bool) -> Table:
+    """A row per model, and a row per figure of cost."""
+    logging.disable(logging.WARNING)
+    try:
+        transformers = import_module("transformers")
+    except ModuleNotFoundError:
+        transformers = None
+    rows: list[Row] = []
+    makers: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {"U-Net": (UNet, ("middle", "up"))}
+    if transformers is not None:
+        for name, (config, kind, options, split) in list(MODELS.items())[: 1 if quick else None]:
+            settings = getattr(transformers, config)(**options, vocab_size=50, pad_token_id=0)
+            makers[name] = (lambda kind=kind, settings=settings: getattr(transformers, kind)(settings)), split
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, (make, split) in makers.items():
+            progress(name)
+            torch.manual_seed(0)
+            model = make().eval()  # without dropout, so that both compute the same
+            ours = _ours(model, split)
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it prints whole graphs
+                theirs = _theirs(model, split)
+            rows.append({"model": name, "weft": ours, "torch's tracer": theirs})
+        if transformers is not None:
+            for width in (64,) if quick else (64, 256):
+                rows += _costs(transformers, width, rounds=2 if quick else 25)
+    logging.disable(logging.NOTSET)
+    notes = [] if transformers is not None else ["there is no transformers; the extra `hf` brings it"]
+    return Table("any model in stages: against torch.distributed.pipelining's tracer, and what it costs", rows, notes)
+
+
+def _inputs(model: nn.Module, rows: int) -> dict[str, Tensor]:
+    if isinstance(model, UNet) or "ViT" in type(model).__name__:
+        return {"pixel_values": torch.randn(rows, 3, 16, 16)}
+    tokens = torch.randint(3, 50, (rows, 12))
+    return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if "T5" in type(model).__name__ else {})
+
+
+def _main(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else getattr(output, "logits", flatten(output)[0][0])
+
+
+def _ours(model: nn.Module, split: tuple[str, ...]) -> str:
+    """The largest difference of an output or gradient from a plain loop over the same micro-batches."""
+    plain = copy.deepcopy(model)
+    model = copy.deepcopy(model)
+    pipe = weft.Pipe(model, chunks=4, split=split, devices=["cpu"] * (len(split) + 1))
+    worst = 0.0
+    for rows in (8, 5):
+        inputs = _inputs(model, rows)
+        plan, leaves = plan_split(inputs, 4)
+        wanted = torch.cat([_main(plain(**unflatten(plan.structure, piece))) for piece in plan.split(leaves)])
+        found = _main(pipe(**inputs))
+        for each, output in ((plain, wanted), (model, found)):
+            each.zero_grad()
+            output.square().mean().backward()
+        pairs = [
+            (wanted, found),
+            *((p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True)),
+        ]
+        worst = max(worst, *(float((a - b).abs().max().detach()) for a, b in pairs if a is not None and b is not None))
+    return f"differs by {worst:.0e}" if worst > 1e-5 else f"exact ({worst:.0e})"
+
+
+def _theirs(model: nn.Module, split: tuple[str, ...]) -> str:
+    """What torch's own tracer makes of the same model at the same split points."""
+    from torch.distributed.pipelining import SplitPoint, pipeline  # noqa: PLC0415 - it takes a second
+
+    traced = copy.deepcopy(model)
+    example = _inputs(model, 2)
+    try:
+        pipe = pipeline(traced, (), mb_kwargs=example, split_spec={each: SplitPoint.BEGINNING for each in split})
+        faults: list[str] = []
+        if not torch.allclose(_main(pipe(**example)), _main(model(**example)), atol=1e-5):
+            faults.append("other numbers")
+        names = {name for name, _ in pipe.split_gm.named_parameters(remove_duplicate=False)}
+        own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if len({id(p) for p in pipe.split_gm.parameters()}) != len({id(p) for p in model.parameters()}):
+            faults.append("ties lost")
+        if not own <= {name.partition(".")[2] for name in names}:
+            faults.append("keys change")
+        try:
+            other = _inputs(model, 3)
+            torch.testing.assert_close(_main(pipe(**other)), _main(model(**other)), rtol=1e-4, atol=1e-5)
+        except Exception:
+            faults.append("rows fixed")
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {str(error).strip().splitlines()[0][:60] if str(error) else ''}"
+    return ", ".join(faults) or "exact"
+
+
+def _costs(transformers: Any, width: int, rounds: int) -> list[Row]:
+    settings = {"n_embd": width, "n_layer": 12, "n_head": 4, "n_positions": 64, "vocab_size": 500, "use_cache": False}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)).eval()
+    tokens = torch.randint(0, 500, (4, 32))
+    split = ["transformer.h.3", "transformer.h.6", "transformer.h.9"]
+    options = {"split": split, "devices": ["cpu"] * 4, "executor": "serial"}
+    cut = weft.Pipe(model, chunks=8, sample={"input_ids": tokens}, **options)._cut()
+    program, code = cut.latest, cut._code
+
+    def trained(call: Callable[[], Any]) -> Callable[[], None]:
+        def both() -> None:
+            call().logits.sum().backward()
+            model.zero_grad()
+
+        return both
+
+    batch = {"input_ids": tokens.repeat(2, 1), "attention_mask": torch.ones(8, 32, dtype=torch.long)}
+    cut.choose((), batch, 8, 0, check=True, graph=False)
+    cut.choose((), batch, 8, 0, check=True, graph=False)
+    found = race(
+        {
+            "plain": trained(lambda: model(input_ids=tokens)),
+            "program": trained(lambda: program.replay([tokens], code.get)),
+            "forward": lambda: model(input_ids=tokens),
+            "record": lambda: cut._recorder.record((), {"input_ids": tokens}),
+            "choose": lambda: cut.choose((), batch, 8, 0, check=True, graph=False),
+        },
+        rounds=rounds,
+        sample=0.01 if rounds < 5 else 0.1,
+    )
+    program_cost = found.ratio("program", "plain")
+    figures = {
+        "program / plain, forward and backward": (program_cost, 1.02),
+        "a recording, in plain forwards": (found.ratio("record", "forward"), 4.0),
+        "choosing programs of a step, ms": (found.median("choose") * 1e3, 0.5),
+    }
+    return [
+        {"model": f"GPT-2, 12 layers, d {width}", "figure": name, "measured": f"{value:.3f}", **at_most(value, wanted)}
+        for name, (value, wanted) in figures.items()
+    ]
