@@ -9,6 +9,7 @@ from tests.apart import ROOT, run
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SMALL = {
+    "gpt2_pipeline": ["--steps", "4"],
     "char_rnn": ["--seconds", "1"],
     "remote_experts": ["--steps", "60"],
     "report": ["--steps", "2"],

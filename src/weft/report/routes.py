@@ -8,8 +8,8 @@ stage 0    stage 1    stage 2
 from collections.abc import Sequence
 
 from weft.pipeline.split.program import CrossingValue
-from weft.report.html import Markup, chart, tag
-from weft.report.plot import show_bytes
+from weft.report.html import Markup, tag
+from weft.report.plot import show_bytes, svg
 
 _COLUMN, _LINE, _LEFT, _TOP = 90.0, 22.0, 20.0, 26.0
 
@@ -28,7 +28,7 @@ def routes(values: Sequence[CrossingValue], stages: int, *, title: str) -> Marku
         parts += [tag("path", d=f"M{_at(each) - 7} {y - 4} l7 4 l-7 4 z", class_="axis") for each in value.readers]
         words = f"{value.name}, {show_bytes(value.bytes)}"
         parts.append(tag("text", words, x=_at(stages - 1) + 16, y=y + 4, class_="tick"))
-    return chart(title, _at(stages - 1) + 420, _TOP + _LINE * len(values), *parts)
+    return svg(title, _TOP + _LINE * len(values), *parts)
 
 
 def _at(stage: int) -> float:
