@@ -13,6 +13,7 @@ _PACKAGES = {
     "numpy": "numpy",
     "google": "protobuf",
     "prometheus_client": "prometheus-client",
+    "pydantic": "pydantic",
     "safetensors": "safetensors",
     "starlette": "starlette",
     "uvicorn": "uvicorn",

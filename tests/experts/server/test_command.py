@@ -96,9 +96,9 @@ def test_a_file_says_how_batches_are_logged_and_how_long_requests_are_remembered
     with pytest.raises(UsageError) as caught:
         build({"experts": [{**table, **wrong}]})
     told = (
-        "records of experts[0] has 'keys'",
-        "seconds of mini_batches of experts[0] is 'x'",
-        "experts[0] has no folder",
+        "experts[0].records has 'keys'",
+        "experts[0].mini_batches.seconds is 'x'",
+        "experts[0].journal has no folder",
     )
     assert all(word in str(caught.value) for word in told), caught.value
 
@@ -116,7 +116,7 @@ def test_all_faults_of_a_file_are_listed() -> None:
     with pytest.raises(UsageError) as caught:
         build(config)
     words = ("adress", "'three'", "experts[0] has no kind", "'hidden'", "king", "conections", "frames", "cert")
-    for word in (*words, "keep_graphs of experts[0] has no nbytes", "'long'"):
+    for word in (*words, "experts[0].keep_graphs has no nbytes", "'long'"):
         assert word in str(caught.value), word
 
 
@@ -178,11 +178,11 @@ def test_serve_without_experts_ends_with_2(capsys: pytest.CaptureFixture[str]) -
     [
         (
             "[experts]\nname = 'f'",
-            "experts of the configuration is {'name': 'f'}, wanted a list, which [[experts]] begins",
+            "experts is {'name': 'f'}, wanted a list, which [[experts]] begins",
         ),
-        ("experts = 5", "experts of the configuration is 5, wanted a list"),
-        ("imports = 'json'", "imports of the configuration is 'json', wanted a list"),
-        ("imports = 5", "imports of the configuration is 5, wanted a list"),
+        ("experts = 5", "experts is 5, wanted a list"),
+        ("imports = 'json'", "imports is 'json', wanted a list"),
+        ("imports = 5", "imports is 5, wanted a list"),
     ],
 )
 def test_a_file_without_a_list_where_one_is_wanted_is_told_so_whatever_the_flags_add(
@@ -277,7 +277,7 @@ def build(config):
     raise SystemExit
 
 gc.collect()
-full, command.build = [], build
+full, command.ServeConfig.server = [], build
 gc.callbacks.append(lambda phase, seen: full.append(seen["generation"]) if phase == "start" else None)
 try:
     command.serve({"experts": [{"name": "f", "kind": "ffn", "arguments": {"hidden": 8}, OPTIMIZER}]})

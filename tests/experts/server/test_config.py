@@ -1,6 +1,7 @@
 """Configurations that cannot be served: each is refused with words that say where, and nothing is left open."""
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from tests.experts.expert_cases import work
 from weft.cli import main
 from weft.core.errors import UsageError
 from weft.experts.errors import GradientError
+from weft.experts.gradient_guards import Guards
+from weft.experts.graph_cache import GraphBudget
 from weft.experts.registry import Blueprint, register_expert
-from weft.experts.server import config_form
+from weft.experts.replica import ReplicaOptions
 from weft.experts.server.auth import Role
-from weft.experts.server.config import build
-from weft.experts.server.config_experts import backends
-from weft.experts.server.config_faults import Faults
+from weft.experts.server.config import ExpertTable, GrantTable, JournalTable, PanelTable, ServeConfig, build
 from weft.experts.wire.limits import MOST_FRAME, Limits
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,7 +36,7 @@ def refused(config: dict[str, Any]) -> str:
     with pytest.raises(UsageError) as caught:
         build(config)
     text = str(caught.value)
-    assert text.startswith("the server cannot be made:\n  - ")
+    assert text.startswith("invalid configuration of the server:\n  - ")
     return text
 
 
@@ -51,9 +52,7 @@ def replicas(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*TABLES, *LISTS])
 def test_a_value_of_a_wrong_type_is_told_with_its_name(name: str, wrong: Any) -> None:
     seen = f"of type {type(wrong).__name__}" if name in ("tokens", "replicas") else repr(wrong)  # these hold secrets
-    assert f"{name} of the configuration is {seen}, wanted a {'table' if name in TABLES else 'list'}" in refused(
-        {**GOOD, name: wrong}
-    )
+    assert f"{name} is {seen}, wanted a {'table' if name in TABLES else 'list'}" in refused({**GOOD, name: wrong})
 
 
 @pytest.mark.parametrize("wrong", [5, True, "x", [1]])
@@ -65,18 +64,18 @@ def test_an_entry_that_is_no_table_is_told_with_its_number(name: str, wrong: Any
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"grants": [{"role": ["train"]}]}, ["role of grants[0] is ['train']"]),
-        ({"grants": [{"role": 1}]}, ["role of grants[0] is 1"]),
-        ({"imports": [5, ""]}, ["imports has 5", "imports has ''"]),
+        ({"grants": [{"role": ["train"]}]}, ["grants[0].role is ['train']"]),
+        ({"grants": [{"role": 1}]}, ["grants[0].role is 1"]),
+        ({"imports": [5, ""]}, ["imports[0] is 5", "imports[1] is ''"]),
         ({"imports": [".x"]}, ["imports", "'.x'", "full name"]),
         ({"tls": {}}, ["tls has no key", "tls has no certificate"]),
         ({"tls": {"key": "/x"}}, ["tls has no certificate"]),
-        ({"tls": {"key": 4, "certificate": 5}}, ["key of tls is 4", "certificate of tls is 5"]),
-        ({"directory": "etcd://a:1", "directory_tls": {"key": "/x"}}, ["directory: a key goes with its certificate"]),
-        ({"directory": "etcd://a:1", "directory_tls": {"key": 1}}, ["key of directory_tls is 1"]),
+        ({"tls": {"key": 4, "certificate": 5}}, ["tls.key is 4", "tls.certificate is 5"]),
+        ({"directory": "etcd://a:1", "directory_tls": {"key": "/x"}}, ["directory_tls: a key goes"]),
+        ({"directory": "etcd://a:1", "directory_tls": {"key": 1}}, ["directory_tls.key is 1"]),
         ({"directory": "zk://a"}, ["directory: ", "zk://a"]),
-        ({"limits": {"frame_bytes": "1"}}, ["frame_bytes of limits is '1'"]),
-        ({"limits": {"frame_bytes": 1e6}}, ["frame_bytes of limits is 1000000.0"]),
+        ({"limits": {"frame_bytes": "1"}}, ["limits.frame_bytes is '1'"]),
+        ({"limits": {"frame_bytes": 1e6}}, ["limits.frame_bytes is 1000000.0"]),
         ({"limits": {"frame_bytes": 1 << 31}}, ["frame_bytes is 2147483648, the format ends at"]),
         ({"limits": {"calls": 0}, "options": {"connections": 0}}, ["limits: calls is 0", "options: connections is 0"]),
         ({"keep": 0, "checkpoints": "x"}, ["keep is 0"]),
@@ -95,11 +94,11 @@ def test_an_entry_that_is_no_table_is_told_with_its_number(name: str, wrong: Any
         ({"tokens": {"a": ""}, "grants": []}, ["tokens: ", "empty"]),
         ({"tokens": {"s3cret\n": "me"}, "grants": []}, ["tokens: ", "of client 'me': token ", "strip()"]),
         ({"tokens": {"s3cret": "me"}}, ["[tokens] and no grants"]),
-        (replicas(experts=[5]), ["experts of replicas has 5"]),
+        (replicas(experts=[5]), ["replicas.experts[0] is 5"]),
         (replicas(experts=[]), ["replicas: experts is []"]),
         (replicas(follow_seconds=-1), ["replicas: follow_seconds is -1.0"]),
         (replicas(tls={"zz": "x"}), ["replicas.tls has 'zz'"]),
-        (replicas(tls={"key": "x"}), ["replicas: a key goes with its certificate"]),
+        (replicas(tls={"key": "x"}), ["replicas.tls: a key goes with its certificate"]),
     ],
 )  # fmt: skip
 def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list[str]) -> None:
@@ -130,8 +129,8 @@ def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list
                 ({"params": 1.0}, "'params'"),
             )
         ),
-        ({"schedule": "StepLR"}, "experts[0] has schedule and no optimizer"),
-        ({"optimizer": "SGD", "schedule_arguments": {}}, "experts[0] has schedule_arguments and no schedule"),
+        ({"schedule": "StepLR"}, "experts[0]: there is schedule and no optimizer"),
+        ({"optimizer": "SGD", "schedule_arguments": {}}, "experts[0]: there is schedule_arguments and no schedule"),
         *(
             ({"optimizer": "SGD", "schedule": name, "schedule_arguments": arguments}, word)
             for name, arguments, word in (
@@ -146,24 +145,24 @@ def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list
             ({"guards": guards}, word)
             for guards, word in (
                 ({"max_norm": -1}, "max_norm is -1"),
-                ({"max_norm": True}, "max_norm of guards of experts[0] is True, wanted a number"),
-                ({"finite": 1}, "finite of guards of experts[0] is 1, wanted true or false"),
-                ({"finit": True}, "guards of experts[0] has 'finit'"),
-                (5, "guards of experts[0] is 5, wanted a table"),
+                ({"max_norm": True}, "experts[0].guards.max_norm is True, wanted a number"),
+                ({"finite": 1}, "experts[0].guards.finite is 1, wanted true or false"),
+                ({"finit": True}, "experts[0].guards has 'finit'"),
+                (5, "experts[0].guards is 5, wanted a table"),
             )
         ),
-        ({"optimizer_arguments": {"lr": 1.0}}, "experts[0] has optimizer_arguments and no optimizer"),
-        ({"clip_grad_norm": 1}, "experts[0] has clip_grad_norm and no optimizer"),
+        ({"optimizer_arguments": {"lr": 1.0}}, "experts[0]: there is optimizer_arguments and no optimizer"),
+        ({"clip_grad_norm": 1}, "experts[0]: there is clip_grad_norm and no optimizer"),
         ({"optimizer": "SGD", "clip_grad_norm": -1}, "clip_grad_norm is -1.0"),
-        *(({"options": {name: 1}}, f"options of experts[0] has {name!r}") for name in ("name", "guards", "optimizer")),
-        ({"options": {"keep_graphs": True}}, "options of experts[0] has 'keep_graphs'"),
+        *(({"options": {name: 1}}, f"experts[0].options has {name!r}") for name in ("name", "guards", "optimizer")),
+        ({"options": {"keep_graphs": True}}, "experts[0].options has 'keep_graphs'"),
         ({"options": {"max_batch_size": 0}}, "max_batch_size is 0"),
         ({"keep_graphs": {"nbytes": 0}}, "nbytes"),
-        ({"count": 0}, "count of experts[0] is 0"),
-        ({"count": -1}, "count of experts[0] is -1"),
-        ({"count": True}, "count of experts[0] is True"),
+        ({"count": 0}, "experts[0].count is 0"),
+        ({"count": -1}, "experts[0].count is -1"),
+        ({"count": True}, "experts[0].count is True"),
         ({"count": 2}, "{}"),
-        ({"name": "f.{}"}, "experts[0] is called 'f.{}' and has no count"),
+        ({"name": "f.{}"}, "experts[0]: it is called 'f.{}' and has no count"),
         ({"name": ""}, "name is empty"),
     ],
 )
@@ -180,34 +179,33 @@ def test_an_entry_may_say_all_that_training_needs() -> None:
         "schedule_arguments": {"step_size": 1, "gamma": 0.5},
         "guards": {"max_norm": 3, "finite": False},
     }
-    faults = Faults()
-    [backend] = backends(expert(**more), faults)
+    backend = build(expert(**more))._dispatcher.experts()["a"].backend
     for size in (1e-3, 1e3):
         done = backend.backward_pool.submit_task(torch.ones(2, 8), torch.full((2, 8), size))
         work(backend)
     with pytest.raises(GradientError, match="norm"):
         done.result(0.0)
     assert backend.optimizer is not None and backend.optimizer.param_groups[0]["lr"] == 0.5 and backend.steps == 1
-    [backend] = backends(expert(optimizer="SGD", schedule="ConstantLR"), faults)
-    assert isinstance(backend.schedule, torch.optim.lr_scheduler.ConstantLR) and not faults
+    backend = build(expert(optimizer="SGD", schedule="ConstantLR"))._dispatcher.experts()["a"].backend
+    assert isinstance(backend.schedule, torch.optim.lr_scheduler.ConstantLR)
 
 
 def test_the_docs_tell_every_name() -> None:
     text = (Path(__file__).parents[3] / "docs" / "experts.md").read_text("utf-8")
     _, _, table = text.partition("What the file may say")
-    tables: list[dict[str, Any]] = [getattr(config_form, name) for name in ("_TOP", "_EXPERT", "_GUARDS", "_KEPT")]
-    tables += [config_form._REPLICAS, config_form._GRANT]
-    wanted = {name for each in tables for name in each}
+    tables: list[Any] = [ServeConfig, ExpertTable, GrantTable, PanelTable, JournalTable]
+    wanted = {name for each in tables for name in each.model_fields}
+    wanted |= {field.name for kind in (Guards, GraphBudget, ReplicaOptions) for field in fields(kind)}
     table = table.partition("\n## ")[0].replace("[", "`").replace("]", "`")
     assert {name for name in wanted if f"`{name}`" not in table} == set()
 
 
 def test_faults_of_several_entries_are_told_together() -> None:
     entries = [{**EXPERT, "kind": "zebra"}, EXPERT, EXPERT, {**EXPERT, "name": "{}", "count": 3, "arguments": {}}]
-    config = {**GOOD, "experts": entries, "limits": {"calls": 0}, "directory": "zk"}
+    config = {**GOOD, "experts": entries, "tokens": {"a": ""}, "grants": [], "directory": "zk"}
     text = refused(config)
     assert text.count("\n") == 6
-    for word in ("limits: calls", "directory: ", "experts[0], called 'a': ", "experts[1] is called 'a'", "experts[3]"):
+    for word in ("tokens: ", "directory: ", "experts[0], called 'a': ", "experts[1] is called 'a'", "experts[3]"):
         assert word in text
 
 

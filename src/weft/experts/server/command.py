@@ -15,8 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from weft.experts.errors import ExpertError
-from weft.experts.server.config import build
-from weft.experts.server.config_form import form_faults
+from weft.experts.server.config import ServeConfig
 from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 from weft.experts.server.server import Server
 
@@ -60,9 +59,10 @@ def serve(config: Mapping[str, Any]) -> None:
     stop, frozen = _Stop(), gc.get_freeze_count()
     before = {each: signal.signal(each, stop) for each in _signals()}
     try:
-        if not form_faults(config) and any("optimizer" in expert for expert in config["experts"]):
+        found = ServeConfig.parse(config)
+        if any(expert.optimizer is not None for expert in found.experts):
             _import_for_good("torch._dynamo")
-        _until(stop, build(config))
+        _until(stop, found.server())
     finally:  # also where the configuration was refused: Ctrl-C is the caller's again
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -1,4 +1,4 @@
-"""What ``weft serve`` reads: a TOML file, or options on the command line that say the same.
+"""Configuration of ``weft serve``: a TOML file, or options on the command line that say the same.
 
     address = "0.0.0.0:7070"                     checkpoints = "/var/lib/weft"
     advertise = "10.0.0.7:7070"                  how others reach it, where a directory lists it
@@ -33,29 +33,286 @@ Whoever writes this file runs the server: it may name any module to import.
 """
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import replace
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
-from weft.core.errors import UsageError
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
+from torch.optim import Optimizer, lr_scheduler
+
+from weft.core.errors import UsageError, WeftError, unlisted
+from weft.core.validation import Validator
+from weft.experts.accumulation import SumsOptions
+from weft.experts.address import address_fault, is_loopback, split
+from weft.experts.batching import PoolOptions
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.client.transport import ClientTls
+from weft.experts.checkpoint.names import folder_name
 from weft.experts.directory import Directory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls
+from weft.experts.expert import ExpertBackend
+from weft.experts.gradient_guards import Guards
+from weft.experts.graph_cache import GraphBudget
+from weft.experts.idempotency import IdempotencyOptions
+from weft.experts.journal import Journal
 from weft.experts.panel.http import PanelOptions
+from weft.experts.registry import make_expert
 from weft.experts.replica import ReplicaOptions
-from weft.experts.server.auth import OPEN, Access, Grant
-from weft.experts.server.config_experts import backends
-from weft.experts.server.config_faults import Faults
-from weft.experts.server.config_form import ROLES, form_faults
-from weft.experts.server.options import ServerOptions
+from weft.experts.server.auth import OPEN, Access, Grant, Role
+from weft.experts.server.options import ServerOptions, listen_faults
 from weft.experts.server.server import Server
-from weft.experts.tls import ServerTls
+from weft.experts.tls import ClientTls, Pem, ServerTls
 from weft.experts.wire.limits import Limits
+
+Made = TypeVar("Made")
+_TITLE = "invalid configuration of the server"
+
+
+class _From:
+    """Reads a dataclass from a table with its fields; ``without``: fields that no table may have.
+
+    ``as_given``: the fields that the table has, after the dataclass has checked them.
+    """
+
+    def __init__(self, kind: type, *without: str, as_given: bool = False) -> None:
+        self.kind, self._as_given = kind, as_given
+        self.names = [field.name for field in fields(kind) if field.name not in without]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        hints, given = get_type_hints(self.kind), {field.name: field for field in fields(self.kind)}
+        wanted: dict[str, Any] = {}
+        for name in self.names:
+            needed = given[name].default is MISSING and given[name].default_factory is MISSING
+            wanted[name] = (_IN_A_FILE.get(hints[name], hints[name]), ... if needed else None)
+        model = create_model(self.kind.__name__, __base__=_Table, **wanted)
+        return core_schema.no_info_after_validator_function(self._made, handler.generate_schema(model))
+
+    def _made(self, table: BaseModel) -> Any:
+        given = {name: getattr(table, name) for name in table.model_fields_set}
+        made = self.kind(**given)
+        return given if self._as_given else made
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_IN_A_FILE: dict[Any, Any] = {
+    Pem: str,
+    Pem | None: str | None,
+    Sequence[str]: list[_Text],
+    ClientTls | None: Annotated[ClientTls, _From(ClientTls)],
+}
+"""How a file says what a dataclass takes."""
+
+
+class JournalTable(_Table):
+    """The log of batches of each expert of an entry, in a folder of all."""
+
+    folder: _Text
+    max_file_bytes: int = 64 << 20
+    max_files: int = 4
+
+    def open(self, name: str) -> Journal:
+        """The file of one expert; the folder is made if it is missing."""
+        Path(self.folder).mkdir(0o700, parents=True, exist_ok=True)
+        path = Path(self.folder) / f"{folder_name(name)}.journal"
+        return Journal(path, limit=0, max_file_bytes=self.max_file_bytes, max_files=self.max_files)
+
+
+class ExpertTable(_Table):
+    """An entry of ``[[experts]]``: one expert, or ``count`` of them."""
+
+    name: str
+    kind: str
+    count: Annotated[int, Field(ge=1)] | None = None
+    arguments: dict[str, Any] = {}
+    optimizer: str | None = None
+    optimizer_arguments: dict[str, Any] | None = None
+    schedule: str | None = None
+    schedule_arguments: dict[str, Any] | None = None
+    clip_grad_norm: float | None = None
+    options: Annotated[dict[str, Any], _From(PoolOptions, as_given=True)] = {}
+    guards: Annotated[Guards, _From(Guards)] | None = None
+    keep_graphs: Annotated[GraphBudget, _From(GraphBudget)] | None = None
+    records: Annotated[IdempotencyOptions, _From(IdempotencyOptions)] | None = None
+    mini_batches: Annotated[SumsOptions, _From(SumsOptions)] | None = None
+    journal: JournalTable | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ExpertTable":
+        needs = {"optimizer_arguments": "optimizer", "schedule": "optimizer", "clip_grad_norm": "optimizer"}
+        needs["schedule_arguments"] = "schedule"
+        with Validator("an expert") as check:
+            for name, other in needs.items():
+                given = self.model_fields_set
+                check.that(name not in given or other in given, f"there is {name} and no {other}")
+            numbered = "{}" in self.name
+            check.that(
+                not numbered or self.count is not None,
+                f"it is called {self.name!r} and has no count: say how many there are, or take {{}} out",
+            )
+            check.that(
+                numbered or (self.count or 1) == 1,
+                f"it is {self.count} experts all called {self.name!r}; write {{}} where their number goes",
+            )
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """What the experts of this entry are called."""
+        return [self.name] if self.count is None else [self.name.replace("{}", str(i)) for i in range(self.count)]
+
+    def make(self, name: str) -> ExpertBackend:
+        """One expert of this entry. Raises whatever its kind and its optimizer raise."""
+        named = ("guards", "keep_graphs", "records", "mini_batches", "clip_grad_norm")
+        more = {**self.options, **{each: getattr(self, each) for each in named if each in self.model_fields_set}}
+        # before the module, which may take long
+        optimizer = _factory(torch.optim, Optimizer, self.optimizer, self.optimizer_arguments, "optimizer", "params")
+        kind, arguments = lr_scheduler.LRScheduler, self.schedule_arguments
+        if (schedule := _factory(lr_scheduler, kind, self.schedule, arguments, "schedule", "optimizer")) is not None:
+            more["schedule"] = schedule
+        expert = make_expert(self.kind, **self.arguments)
+        journal = None if self.journal is None else self.journal.open(name)
+        try:
+            return expert.backend(name, optimizer, journal=journal, **more)
+        except BaseException:
+            if journal is not None:
+                journal.close()
+            raise
+
+
+class GrantTable(_Table):
+    """An entry of ``[[grants]]``; without a client it is for all who proved a name."""
+
+    client: str = Grant.client
+    expert: str = Grant.expert
+    role: Literal["forward", "train", "admin"] = "train"
+
+
+class PanelTable(_Table):
+    """Address of the status page, and who may read it. The token stands in a file of its own."""
+
+    address: str
+    allowed_hosts: list[_Text] = []
+    token_file: str | None = None
+
+    def options(self) -> PanelOptions:
+        """Raises ``UsageError`` if the file cannot be read; the line break at its end does not count."""
+        try:
+            token = None if self.token_file is None else Path(self.token_file).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"token_file {self.token_file!r} cannot be read: {error}") from None
+        return PanelOptions(self.address, self.allowed_hosts, token)
+
+
+class ServeConfig(_Table):
+    """The whole file. `parse` reads it, `server` makes what it describes."""
+
+    address: str = "127.0.0.1:7070"
+    advertise: str | None = None
+    insecure: bool = False
+    panel: PanelTable | None = None
+    directory: str | None = None
+    directory_tls: Annotated[EtcdTls, _From(EtcdTls)] | None = None
+    checkpoints: Annotated[str, Field(pattern=r"^[^\x00]+$")] | None = None
+    keep: Annotated[int, Field(ge=1)] = 3
+    imports: list[_Text] = []
+    experts: list[ExpertTable] = []
+    options: Annotated[ServerOptions, _From(ServerOptions, "limits")] = ServerOptions()
+    limits: Annotated[Limits, _From(Limits)] = Limits()
+    tls: Annotated[ServerTls, _From(ServerTls)] | None = None
+    replicas: Annotated[ReplicaOptions, _From(ReplicaOptions)] | None = None
+    tokens: dict[str, str] = {}
+    grants: list[GrantTable] | None = None
+
+    @field_validator("panel", mode="before")
+    @classmethod
+    def _panel(cls, entry: Any) -> Any:
+        return {"address": entry} if isinstance(entry, str) else entry
+
+    @classmethod
+    def parse(cls, table: Mapping[str, Any]) -> "ServeConfig":
+        """Check the form of a table: nothing is made, imported or opened. Raises ``UsageError`` that lists all faults.
+
+        Values that go together are checked whatever else is wrong with them.
+        """
+        with Validator(_TITLE) as check:
+            check.add(*_relation_faults(table))
+            try:
+                return cls.model_validate(dict(table))
+            except ValidationError as error:
+                check.add(*(fault for each in error.errors(include_url=False) for fault in _told(each)))
+        raise AssertionError("an invalid table has faults")
+
+    def server(self) -> Server:
+        """The server, not started. Raises ``UsageError`` that lists all that went wrong while its parts were made."""
+        with Validator(_TITLE) as check:  # without them there is no telling which kinds of experts there are
+            for name in self.imports:
+                _make(check, f"the module {name!r} of imports cannot be imported", partial(_import, name))
+        parts: dict[str, Any] = {"options": replace(self.options, limits=self.limits), "replicas": self.replicas}
+        experts: list[ExpertBackend] = []
+        closing: list[Callable[[], None]] = []
+        try:
+            with Validator(_TITLE) as check:
+                parts["access"] = _make(check, "tokens", self._access)
+                if self.panel is not None:
+                    parts["panel"] = _make(check, "panel", self.panel.options)
+                experts += self._experts(check, closing)
+                if self.directory is not None:
+                    directory = _make(check, "directory", partial(_directory, self.directory, self.directory_tls))
+                    parts["directory"] = directory
+                    closing += [] if directory is None else [directory.close]
+                if self.checkpoints is not None and not check.faults:  # it makes the folder
+                    store = partial(CheckpointStore, self.checkpoints, keep=self.keep)
+                    parts["checkpoints"] = _make(check, "checkpoints", store)
+            server = Server(experts, address=self.address, advertise=self.advertise, tls=self.tls, **parts)
+        except BaseException:
+            for close in closing:
+                close()
+            raise
+        for close in closing:
+            server.own(close)
+        return server
+
+    def _experts(self, check: Validator, closing: list[Callable[[], None]]) -> list[ExpertBackend]:
+        """The experts of all entries; of an entry the first fault, since all of its experts would have it."""
+        made: list[ExpertBackend] = []
+        seen: set[str] = set()
+        for number, entry in enumerate(self.experts):
+            twice = [name for name in entry.names if name in seen]
+            if twice:
+                check.add(f"experts[{number}] is called {twice[0]!r}, as another is; give each expert its own name")
+            seen.update(entry.names)
+            for name in [] if twice else entry.names:
+                backend = _make(check, f"experts[{number}], called {name!r}", partial(entry.make, name))
+                if backend is None:
+                    break
+                made.append(backend)
+                closing += [] if backend.journal is None else [backend.journal.close]
+        return made
+
+    def _access(self) -> Access:
+        if self.grants is None:
+            return Access(OPEN)
+        return Access([Grant(each.client, each.expert, Role[each.role.upper()]) for each in self.grants], self.tokens)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -81,87 +338,146 @@ def parse_expert(word: str) -> dict[str, Any]:
     return {"name": name, "kind": kind, "arguments": {key: _number(value) for key, _, value in pairs}}
 
 
-def build(config: Mapping[str, Any]) -> Server:
-    """The server that a table describes, not started.
-
-    Raises ``UsageError`` that lists all faults of its form; or else all that went wrong while its parts were made.
-    """
-    faults = Faults()
-    faults += form_faults(config)
-    faults.check()
-    for name in config.get("imports", ()):
-        faults.made(f"the module {name!r} of imports cannot be imported", partial(_import, name))
-    faults.check()  # without them there is no telling which kinds of experts there are
-    options = faults.made("options", lambda: ServerOptions(**config.get("options", {})))
-    limits = faults.made("limits", lambda: Limits(**config.get("limits", {})))
-    tls = faults.made("tls", lambda: ServerTls(**config["tls"])) if "tls" in config else None
-    access = faults.made("tokens", lambda: _access(config))
-    replicas = faults.made("replicas", lambda: _replicas(config["replicas"])) if "replicas" in config else None
-    panel = faults.made("panel", lambda: _panel(config["panel"])) if "panel" in config else None
-    experts = backends(config, faults)
-    directory = faults.made("directory", lambda: _directory(config)) if "directory" in config else None
-    closing = [backend.journal.close for backend in experts if backend.journal is not None]
-    closing += [] if directory is None else [directory.close]
-    store = None
-    if "checkpoints" in config and not faults:  # it makes the folder
-        store = faults.made("checkpoints", lambda: CheckpointStore(config["checkpoints"], keep=config.get("keep", 3)))
-    try:
-        faults.check()
-        server = Server(
-            experts,
-            address=config.get("address", "127.0.0.1:7070"),
-            advertise=config.get("advertise"),
-            panel=panel,
-            access=access,
-            directory=directory,
-            tls=tls,
-            checkpoints=store,
-            replicas=replicas,
-            options=replace(options, limits=limits) if options is not None and limits is not None else None,
-        )
-    except BaseException:
-        for close in closing:
-            close()
-        raise
-    for close in closing:
-        server.own(close)
-    return server
+def build(table: Mapping[str, Any]) -> Server:
+    """The server that a table describes, not started. Raises as `ServeConfig.parse` and `ServeConfig.server`."""
+    return ServeConfig.parse(table).server()
 
 
-def _directory(config: Mapping[str, Any]) -> Directory:
-    tls = EtcdTls(**config["directory_tls"]) if "directory_tls" in config else None
-    return open_directory(config["directory"], tls=tls)
+# Faults of the form.
+
+_WANTED = {
+    "string_type": "a text",
+    "string_too_short": "a text",
+    "string_pattern_mismatch": "a folder",
+    "int_type": "a whole number",
+    "greater_than_equal": "a whole number of at least 1",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "list_type": "a list",
+}
+"""By pydantic's names of errors; the others say themselves what is wanted."""
 
 
-def _replicas(given: Mapping[str, Any]) -> ReplicaOptions:
-    table = dict(given)
-    tls = ClientTls(**table.pop("tls")) if "tls" in table else None
-    for name in ("follow_seconds", "first_seconds"):
-        if name in table:
-            table[name] = float(table[name])
-    return ReplicaOptions(**table, tls=tls)
+def _told(error: ErrorDetails) -> list[str]:
+    """A fault that pydantic found, in words: place, what was seen unless that may be a secret, what is wanted."""
+    loc, kind, seen, where = error["loc"], error["type"], error["input"], _path(error["loc"])
+    *table, name = loc or [""]
+    if "tokens" in table:  # the name of the place is the token
+        return ["tokens has a client that is no text, wanted a secret and the name of its client"]
+    if kind == "extra_forbidden":
+        return [f"{_path(table) or 'the configuration'} has {name!r}, known are {', '.join(_names(table))}"]
+    if kind == "missing":
+        return [f"{_path(table)} has no {name}"]
+    if kind == "value_error":
+        return [f"{where}: {fault}" for fault in unlisted(str(error.get("ctx", {}).get("error", error["msg"])))]
+    secret = name in ("token", "tokens", "replicas")
+    shown = f"of type {type(seen).__name__}" if secret else repr(seen)
+    wanted = _WANTED.get(kind) or error["msg"].removeprefix("Input should be ")
+    how = f", which [[{where}]] begins" if kind == "list_type" and isinstance(seen, Mapping) else ""
+    return [f"{where} is {shown}, wanted {wanted}{how}"]
 
 
-def _panel(entry: str | Mapping[str, Any]) -> PanelOptions:
-    """An address, or a table; the token stands in a file of its own, whose line break does not count."""
-    if isinstance(entry, str):
-        return PanelOptions(entry)
-    file = entry.get("token_file")
-    try:
-        token = None if file is None else Path(file).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"token_file {file!r} cannot be read: {error}") from None
-    return PanelOptions(entry["address"], entry.get("allowed_hosts", ()), token)
+def _path(loc: Sequence[int | str]) -> str:
+    """Such as ``experts[0].guards.max_norm``."""
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in loc).lstrip(".")
 
 
-def _access(config: Mapping[str, Any]) -> Access:
-    if "grants" not in config:
-        return Access(OPEN)
-    grants = [
-        Grant(entry.get("client", Grant.client), entry.get("expert", "*"), ROLES[entry.get("role", "train")])
-        for entry in config["grants"]
+def _names(loc: Sequence[int | str]) -> list[str]:
+    """The names that the table at this place may have."""
+    hint: Any = ServeConfig
+    for each in loc:
+        if isinstance(each, str):
+            kind = hint.kind if isinstance(hint, _From) else hint
+            hint = _table(_IN_A_FILE.get(get_type_hints(kind)[each], get_type_hints(kind, include_extras=True)[each]))
+    return hint.names if isinstance(hint, _From) else list(hint.model_fields)
+
+
+def _table(hint: Any) -> Any:
+    """What reads the table in this annotation."""
+    found: Any = hint
+    if isinstance(found, _From) or (isinstance(found, type) and issubclass(found, BaseModel)):
+        return found
+    metadata: Any = getattr(hint, "__metadata__", ())
+    return next((found for each in (*metadata, *get_args(hint)) if (found := _table(each)) is not None), None)
+
+
+def _relation_faults(table: Mapping[str, Any]) -> list[str]:
+    """Faults of values that go together."""
+    faults: list[str] = []
+    texts = {name: table[name] for name in ("address", "advertise") if isinstance(table.get(name), str)}
+    if all(name in texts for name in ("address", "advertise") if name in table):
+        address = texts.get("address", "127.0.0.1:7070")
+        faults += listen_faults(address, texts.get("advertise"), "directory" in table)
+    faults += _open_faults(table)
+    panel: Any = table.get("panel")
+    panel = cast("dict[str, Any]", panel).get("address") if isinstance(panel, dict) else panel
+    if isinstance(panel, str):
+        faults += address_fault("panel", panel, free=True)
+    goes_with = {
+        "replicas": ("directory", "which says who owns them"),
+        "directory_tls": ("directory", "which would be reached with it"),
+        "keep": ("checkpoints", "of which so many would stay"),
+        "tokens": ("grants", "without which everybody might do everything; say by [[grants]] who may do what"),
+    }
+    for name, (other, why) in goes_with.items():
+        if name in table and other not in table:
+            faults.append(f"there {'are' if name[-1] == 's' else 'is'} [{name}] and no {other}, {why}")
+    return faults if table.get("experts") else [*faults, "there are no experts, wanted at least one"]
+
+
+def _open_faults(table: Mapping[str, Any]) -> list[str]:
+    """Whether everybody on a network could do everything, which nobody has said in so many words."""
+    address, tls = table.get("address", "127.0.0.1"), table.get("tls")
+    named = isinstance(tls, dict) and "authority" in tls
+    if table.get("insecure") is True or "grants" in table or named or address_fault("address", address, free=True):
+        return []
+    if is_loopback(split(address)[0]):
+        return []
+    return [
+        f"address is {address!r}, where others reach it, and there is neither [[grants]] nor an authority= in [tls], "
+        "so that whoever connects may read and train everything; say who may do what, or insecure = true (--insecure) "
+        "if that is meant"
     ]
-    return Access(grants, config.get("tokens", {}))
+
+
+# Parts of a server.
+
+
+def _make(check: Validator, where: str, make: Callable[[], Made]) -> Made | None:
+    """What ``make`` returns; None if it raised, which is noted."""
+    try:
+        return make()
+    except Exception as error:  # also what users' modules raise: it is their configuration that names these
+        faults = unlisted(str(error)) if isinstance(error, WeftError) else [_foreign(error)]
+        check.add(*(f"{where}: {fault}" for fault in faults))
+        return None
+
+
+def _foreign(error: Exception) -> str:
+    """An error that is not weft's, with the line that raised it, for a reader without a traceback."""
+    frames: list[Any] = list(traceback.extract_tb(error.__traceback__))
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _directory(address: str, tls: EtcdTls | None) -> Directory:
+    return open_directory(address, tls=tls)
+
+
+def _factory(
+    module: ModuleType, base: type, name: str | None, arguments: dict[str, Any] | None, what: str, own: str
+) -> Callable[..., Any] | None:
+    """A class of torch's by its name, with its arguments, of which the expert itself gives the one called ``own``."""
+    if name is None:
+        return None
+    kind = getattr(module, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, base)) or kind is base:
+        raise UsageError(f"{module.__name__} has no {what} {name!r}")
+    if own in (arguments or {}):
+        raise UsageError(f"{what}_arguments has {own!r}, but that is the expert's own")
+    return partial(kind, **arguments) if arguments else kind
 
 
 def _import(name: str) -> None:
