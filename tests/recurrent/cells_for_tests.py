@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.recurrent.capture import capture
-from weft.recurrent.cpp.backend import NativeEngine
-from weft.recurrent.cpp.decompositions import composed
+from weft.recurrent.cpp.backend import CppBackend
+from weft.recurrent.cpp.decompositions import decomposition_table
 from weft.recurrent.engine import Engine
 from weft.recurrent.python_backend import PythonEngine
 
@@ -100,5 +100,7 @@ every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
 
 def engine_of(backend: str, case: Case) -> Engine:
     """The plan of a case, made runnable."""
-    captured = capture(case.cell, case.x, case.state, case.parameters, composed=composed() if backend == "c" else None)
-    return NativeEngine(captured) if backend == "c" else PythonEngine(captured)
+    captured = capture(
+        case.cell, case.x, case.state, case.parameters, composed=decomposition_table() if backend == "c" else None
+    )
+    return CppBackend(captured) if backend == "c" else PythonEngine(captured)

@@ -13,7 +13,7 @@ from tests.recurrent.recurrent_cases import by_plan, close, eagerly, needs_compi
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import KINDS, NoPlanWarning, Plans
-from weft.recurrent.cpp.backend import NativeEngine
+from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.planned import PlannedCall
 from weft.recurrent.recurrent import _check
 from weft.recurrent.verify import PlanError
@@ -136,7 +136,7 @@ def test_a_plan_that_computes_something_else_is_told_though_another_one_runs(mon
 
     def suspicious(call: PlannedCall, engine: Any, memory: Any) -> None:
         check(call, engine, memory)
-        if isinstance(engine, NativeEngine):
+        if isinstance(engine, CppBackend):
             raise PlanError("state 0 differs")
 
     monkeypatch.setattr(PlannedCall, "verify", suspicious)

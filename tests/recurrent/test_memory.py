@@ -18,7 +18,7 @@ from weft.recurrent import buffers as workspace
 from weft.recurrent import cells
 from weft.recurrent.buffers import pool
 from weft.recurrent.cell import adapt
-from weft.recurrent.cpp.backend import NativeEngine
+from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.engine import Chunk, borders
 from weft.recurrent.memory import Keeping, Size, keeping
 
@@ -149,13 +149,13 @@ def test_a_network_keeps_its_budget_and_uses_it() -> None:
 def test_all_chunks_of_a_sequence_use_the_same_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each would find its place taken by something small, and a long sequence would grow the process."""
     places: dict[int, set[int]] = {}
-    forward = NativeEngine.forward
+    forward = CppBackend.forward
 
-    def noted(self: NativeEngine, constants: Any, chunk: Chunk, keep: bool) -> Any:
+    def noted(self: CppBackend, constants: Any, chunk: Chunk, keep: bool) -> Any:
         places.setdefault(int(keep), set()).add(chunk.states[1].data_ptr())
         return forward(self, constants, chunk, keep)
 
-    monkeypatch.setattr(NativeEngine, "forward", noted)
+    monkeypatch.setattr(CppBackend, "forward", noted)
     net = planned(nn.LSTMCell(24, 32), "c", memory="sqrt", verify="never")
     x = torch.randn(9000, 1, 24, requires_grad=True)
     net(x).outputs.sum().backward()

@@ -25,7 +25,7 @@ from weft.core.errors import UsageError, WeftError
 from weft.recurrent import eager
 from weft.recurrent.capture import MisfitError
 from weft.recurrent.cpp.compiler import CompileError
-from weft.recurrent.cpp.operators import Unsupported
+from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.engine import Engine
 from weft.recurrent.guards import unobserved
 from weft.recurrent.memory import NAMES as MEMORY

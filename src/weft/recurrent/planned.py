@@ -16,9 +16,9 @@ from weft.recurrent import eager
 from weft.recurrent.autograd import Replay, run_derived
 from weft.recurrent.capture import CaptureError, capture
 from weft.recurrent.captured import Captured
-from weft.recurrent.cpp.backend import NativeEngine
-from weft.recurrent.cpp.decompositions import composed
-from weft.recurrent.cpp.operators import Unsupported
+from weft.recurrent.cpp.backend import CppBackend
+from weft.recurrent.cpp.decompositions import decomposition_table
+from weft.recurrent.cpp.ir import Unsupported
 from weft.recurrent.engine import Engine
 from weft.recurrent.guards import Guards, no_foreign_draws, unobserved
 from weft.recurrent.inductor_backend import InductorEngine
@@ -140,7 +140,7 @@ class PlannedCall:
             raise CaptureError(self._guards.refusal)
         if name == "c" and any(each.device.type != "cpu" for each in self._inputs.leaves):
             raise Unsupported(f"loops in C run on the CPU, and the inputs are on {self._inputs.device}")
-        captured = self._captured(composed() if name == "c" else None)
+        captured = self._captured(decomposition_table() if name == "c" else None)
         own = {id(each) for each in self._guards.tensors}
         read = [(node, captured.reference(node)) for node in captured.roles.references]
         strange = sum(id(each) not in own and not _constant(node, each) for node, each in read)
@@ -148,7 +148,7 @@ class PlannedCall:
             raise CaptureError(
                 f"it reads {strange} tensors that are neither parameters nor buffers of it; register them"
             )
-        makers = {"c": NativeEngine, "inductor": InductorEngine, "python": PythonEngine}
+        makers = {"c": CppBackend, "inductor": InductorEngine, "python": PythonEngine}
         return makers[name](captured.lent(self._guards.tensors))
 
     def _captured(self, operators: Mapping[Any, Any] | None) -> Captured:

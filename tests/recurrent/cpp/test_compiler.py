@@ -15,12 +15,11 @@ from tests.recurrent.recurrent_cases import close, eagerly, needs_compiler
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import NoPlanWarning
-from weft.recurrent.cpp import backend as program
-from weft.recurrent.cpp import compiler
+from weft.recurrent.cpp import backend, compiler
 from weft.recurrent.cpp.compiler import CompileError, folder, load
 
 TEXT = 'extern "C" int answer() { return 42; }'
-KNOWN = (compiler.compiler, compiler.folder, compiler._version, compiler._processor, program.kernels)
+KNOWN = (compiler.compiler, compiler.folder, compiler._version, compiler._processor, backend.kernels)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_their_loops_run_in_c(name: str) -> None:
     assert run_by(net) == {"c"}
 
 
-SMALL = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
+REDUCED_PRECISION = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 class Rounded(nn.Module):
@@ -125,17 +125,17 @@ def compared(cell: nn.Module, x: Tensor, h: Tensor, tolerance: float) -> None:
     assert run_by(net) == {"c"}
 
 
-@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("dtype", REDUCED_PRECISION)
 def test_a_state_of_16_bits_is_computed_with_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    compared(Rounded(dtype), torch.randn(5, 3, 4), torch.zeros(3, 6, dtype=dtype), SMALL[dtype])
+    compared(Rounded(dtype), torch.randn(5, 3, 4), torch.zeros(3, 6, dtype=dtype), REDUCED_PRECISION[dtype])
 
 
-@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("dtype", REDUCED_PRECISION)
 def test_a_model_of_16_bits_runs_in_c(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, h = torch.randn(5, 3, 4).to(dtype), torch.zeros(3, 6, dtype=dtype)
-    compared(Rounded(dtype).to(dtype), x, h, 3 * SMALL[dtype])
+    compared(Rounded(dtype).to(dtype), x, h, 3 * REDUCED_PRECISION[dtype])
 
 
 def test_a_model_under_autocast_runs_in_c() -> None:
@@ -144,7 +144,7 @@ def test_a_model_under_autocast_runs_in_c() -> None:
         compared(Rounded(torch.float32), torch.randn(5, 3, 4), torch.zeros(3, 6), 4e-2)
 
 
-@pytest.mark.parametrize("dtype", SMALL)
+@pytest.mark.parametrize("dtype", REDUCED_PRECISION)
 def test_numbers_of_16_bits_are_rounded_as_in_pytorch(dtype: torch.dtype) -> None:
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)  # one of each
     some = torch.cat([every.float(), every.float() * 1.0005, torch.randn(1000) * 1e5, torch.randn(1000) * 1e-6])

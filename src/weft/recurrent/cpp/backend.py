@@ -1,11 +1,10 @@
-"""A captured step as a compiled library: the text, the size of its workspace, and calls with memory of the caller's.
-
-A compiled program as an engine: memory by address, threads where they pay, and PyTorch for what C does not know.
+"""The C++ backend: a captured step as a compiled library, and PyTorch for the operators that C does not know.
 
     forward     PyTorch: before         C: forward     PyTorch: after
     backward    PyTorch: before_back    C: backward    PyTorch: after_back, and sums over time
 
-PyTorch works on all steps of a chunk at once (bulk.py); partitioner.py says on what.
+C gets addresses: inputs, states and outputs of the caller, and one workspace. PyTorch works on all steps of a chunk at
+once; partitioner.py decides on what.
 """
 
 import ctypes
@@ -24,17 +23,17 @@ from weft.recurrent.buffers import pool, rounded
 from weft.recurrent.bulk import Bulk, summed_at_once
 from weft.recurrent.captured import Captured
 from weft.recurrent.cpp import compiler
-from weft.recurrent.cpp.codegen import Emitter, outline
+from weft.recurrent.cpp.codegen import Emitter, explain_function
 from weft.recurrent.cpp.gemm import ALIGN, aligned
-from weft.recurrent.cpp.ir import Product, Total, computed_in
-from weft.recurrent.cpp.lowering import Build, build
-from weft.recurrent.cpp.partitioner import Halves, inputs_of
-from weft.recurrent.cpp.scheduling import Function
+from weft.recurrent.cpp.ir import REDUCED_PRECISION, Product, TimeReduction
+from weft.recurrent.cpp.lowering import Lowered, lower
+from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
+from weft.recurrent.cpp.scheduling import LoopFunction
 from weft.recurrent.engine import Chunk, Gradients, chunk_length
 from weft.recurrent.parts import explain, leading_to
 
 _HERE = Path(__file__).parent
-_TEAM = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _KERNELS = (
     "pack_f",
     "pack_d",
@@ -55,11 +54,11 @@ def kernels() -> ctypes.CDLL:
     """The library of matrix products, compiled once for this machine. Raises CompileError."""
     text = f"#define WEFT_BYTES {compiler.vector_bytes()}\n{_file('kernels.cpp')}"
     library = compiler.load(text, exact=False)
-    library.weft_team((ctypes.c_void_p * len(_TEAM))(*_team()))
+    library.weft_bind_openmp((ctypes.c_void_p * len(_OPENMP))(*_openmp()))
     return library
 
 
-def _team() -> list[int | None]:
+def _openmp() -> list[int | None]:
     """OpenMP as torch uses it: how to run a function on all threads, and to ask which one this is. None: there is none.
 
     GNU's, LLVM's and Intel's libraries all have these names.
@@ -67,9 +66,9 @@ def _team() -> list[int | None]:
     found = next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"), None)
     try:
         library = ctypes.CDLL(str(found))  # a name is looked for in what it links to as well
-        return [_address(library, name) for name in _TEAM]
+        return [_address(library, name) for name in _OPENMP]
     except (OSError, AttributeError):
-        return [None] * len(_TEAM)
+        return [None] * len(_OPENMP)
 
 
 def panel_width() -> dict[torch.dtype, int]:
@@ -77,7 +76,7 @@ def panel_width() -> dict[torch.dtype, int]:
     return {dtype: 2 * compiler.vector_bytes() // dtype.itemsize for dtype in (torch.float32, torch.float64)}
 
 
-class Routine:
+class CompiledFunction:
     """One compiled function. Raises CompileError when it is made."""
 
     def __init__(self, emitter: Emitter, library: ctypes.CDLL) -> None:
@@ -86,7 +85,7 @@ class Routine:
         self.work = _work(self.function)
         """Roughly how many operations a step takes."""
         self.arguments = [_named(each.name) for each in self.function.arguments]
-        """Where the tensor of each lies: in which table, by the letters of its name, and there at which place."""
+        """The table of each, by the letters of its name, and its index there."""
         self._entry = ctypes.c_void_p(_address(library, self.function.name))
         self._run = kernels().weft_run
 
@@ -96,38 +95,40 @@ class Routine:
         self._run(self._entry, ctypes.c_long(threads), ctypes.c_long(steps), values)
 
 
-class Program:
-    """The three routines of a captured step. Raises Unsupported and CompileError."""
+class CompiledStep:
+    """The three functions of a captured step. Raises Unsupported and CompileError."""
 
     def __init__(self, captured: Captured) -> None:
-        self.build: Build = build(captured)
+        self.lowered: Lowered = lower(captured)
         width = panel_width()
-        emitters = [Emitter(each, width) for each in self.build.functions]
+        emitters = [Emitter(each, width) for each in self.lowered.functions]
         self.text = "\n".join([_file("loops.h"), *(each.text for each in emitters), ""])
         with ThreadPoolExecutor(1, "weft-compile") as beside:  # the first time, two compilers run at once
             products = beside.submit(kernels)
             library = compiler.load(self.text, exact=True)
             table = [_address(products.result(), f"weft_{name}") for name in _KERNELS]
         library.weft_bind((ctypes.c_void_p * len(table))(*table))
-        self.forward, self.again, self.backward = (Routine(each, library) for each in emitters)
+        self.forward, self.again, self.backward = (CompiledFunction(each, library) for each in emitters)
 
     def explain(self, steps: int) -> str:
         """For a person: what each function does when, and what it keeps, with chunks of so many steps."""
-        saved = [each.meta["val"] for each in self.build.saved]
+        saved = [each.meta["val"] for each in self.lowered.saved]
         kept = sum(each.numel() * each.element_size() for each in saved)
         head = f"chunks of {steps} steps; kept for backward: {len(saved)} values, {kept} bytes a step"
-        parts = [outline(each.function, each.emitter.order) for each in (self.forward, self.again, self.backward)]
+        parts = [
+            explain_function(each.function, each.emitter.schedule) for each in (self.forward, self.again, self.backward)
+        ]
         return "\n\n".join([head, *parts, *self._outside()])
 
     def _outside(self) -> list[str]:
         """What PyTorch runs, since C does not know it."""
-        halves = self.build.halves
-        sums = [f"sum of {node} over all steps" for node in halves.summed]
+        split = self.lowered.split
+        sums = [f"sum of {node} over all steps" for node in split.summed]
         runs = {
-            "before forward": halves.before,
-            "after forward": halves.after,
-            "before backward": halves.before_back,
-            "after backward": [*halves.after_back, *sums],
+            "before forward": split.before,
+            "after forward": split.after,
+            "before backward": split.before_back,
+            "after backward": [*split.after_back, *sums],
         }
         lines = [f"  {when}: {', '.join(map(str, nodes))}" for when, nodes in runs.items() if nodes]
         return ["\n".join(["by PyTorch, all steps of a chunk at once", *lines])] if lines else []
@@ -147,16 +148,16 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
-def _work(function: Function) -> float:
+def _work(function: LoopFunction) -> float:
     """Operations of a step, to tell whether threads are worth it."""
     total = 0.0
     for value in function.values:
-        made = value.made.of if isinstance(value.made, Total) else value.made
+        made = value.made.of if isinstance(value.made, TimeReduction) else value.made
         total += 2.0 * value.size * made.left.shape[-1] if isinstance(made, Product) else 4.0 * value.size
     return total
 
 
-WORTH = 4e6
+MIN_PARALLEL_OPERATIONS = 4e6
 """Operations of a chunk from which more than one thread pays: to be woken, and to meet, costs them microseconds."""
 
 
@@ -169,14 +170,14 @@ class Constants:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedChunk:
     """What backward reads of a chunk: bytes that C wrote, and what PyTorch made."""
 
     buffer: Tensor
     values: dict[fx.Node, Tensor]
 
 
-class Part:
+class TorchStage:
     """Operators that PyTorch runs for all steps of a chunk at once, and those of them that somebody else reads."""
 
     def __init__(self, nodes: Sequence[fx.Node], views: Sequence[fx.Node], readers: set[fx.Node]) -> None:
@@ -191,33 +192,33 @@ class Part:
             bulk.evaluate([node for node in self._nodes if node not in bulk.env], self.wanted)
 
 
-class Outside:
+class TorchStages:
     """What of a step PyTorch runs, since C does not know it."""
 
-    def __init__(self, halves: Halves, build: Build) -> None:
-        self._halves = halves
-        roles = halves.captured.roles
-        self.works = bool(halves.torch or halves.sums)
-        outputs = [(i, node) for i, node in enumerate(roles.outputs) if i not in halves.captured.aliases]
-        self.outputs = [(i, node) for i, node in outputs if node is not None and halves.outside(node)]
+    def __init__(self, split: ForwardBackwardSplit, lowered: Lowered) -> None:
+        self._split = split
+        roles = split.captured.roles
+        self.works = bool(split.torch or split.sums)
+        outputs = [(i, node) for i, node in enumerate(roles.outputs) if i not in split.captured.aliases]
+        self.outputs = [(i, node) for i, node in outputs if node is not None and split.outside(node)]
         """Outputs that PyTorch writes, with their numbers."""
         gradients = enumerate(roles.input_gradients)
-        self._gradients = [(i, node) for i, node in gradients if node is not None and halves.outside(node)]
-        views = [node for node in halves.captured.nodes if node in halves.torch_views]
-        summed = halves.summed
-        given, ends = {*build.outside, *halves.kept}, {node for _, node in self.outputs}
+        self._gradients = [(i, node) for i, node in gradients if node is not None and split.outside(node)]
+        views = [node for node in split.captured.nodes if node in split.torch_views]
+        summed = split.summed
+        given, ends = {*lowered.outside, *split.kept}, {node for _, node in self.outputs}
         back = {node for _, node in self._gradients}
-        self.before = Part(halves.before, views, given | ends | inputs_of([*views, *halves.after]))
-        self.after = Part(halves.after, views, given | ends)
-        self.after_again = Part(halves.after, views, given)
-        self.before_back = Part(halves.before_back, views, given | back | inputs_of([*halves.after_back, *summed]))
-        self.after_back = Part(halves.after_back, views, back)
-        self._inside = [*views, *halves.before_back, *halves.after_back, *summed]
-        every = [*halves.torch, *summed]
+        self.before = TorchStage(split.before, views, given | ends | inputs_of([*views, *split.after]))
+        self.after = TorchStage(split.after, views, given | ends)
+        self.after_again = TorchStage(split.after, views, given)
+        self.before_back = TorchStage(split.before_back, views, given | back | inputs_of([*split.after_back, *summed]))
+        self.after_back = TorchStage(split.after_back, views, back)
+        self._inside = [*views, *split.before_back, *split.after_back, *summed]
+        every = [*split.torch, *summed]
         read = dict.fromkeys(each for node in every for each in (node, *node.all_input_nodes))
-        self.constants = [node for node in read if not halves.varies(node)]
+        self.constants = [node for node in read if not split.varies(node)]
         """What it reads of what depends on references only."""
-        stacked = {*halves.torch, *build.made, *summed}
+        stacked = {*split.torch, *lowered.made, *summed}
         self.step_bytes = sum(_size(node) for node in stacked if not summed_at_once(node))
         self._fixed = sum(_size(node) for node in summed)
 
@@ -232,7 +233,7 @@ class Outside:
             into = gradients.inputs[i]
             if into is not None:
                 into.copy_(bulk.env[node])
-        for j, piece in self._halves.sums:
+        for j, piece in self._split.sums:
             with _plainly():
                 whole, at = gradients.parameters[j], piece.at
                 if whole is not None:
@@ -240,21 +241,23 @@ class Outside:
                     into.add_(bulk.summed(piece.node, self._inside))
 
 
-class NativeEngine:
+class CppBackend:
     """See `weft.recurrent.engine.Engine`. Raises Unsupported and CompileError when it is made."""
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
-        self.program = Program(captured)
-        self._build, self._halves = self.program.build, self.program.build.halves
-        self._saved = [_size(each) for each in self._build.saved]
-        self._outside = Outside(self._halves, self._build)
-        routines = (self.program.forward, self.program.again, self.program.backward)
+        self.compiled = CompiledStep(captured)
+        self._lowered, self._split = self.compiled.lowered, self.compiled.lowered.split
+        self._workspaces: dict[tuple[int, int], int] = {}
+        """By steps and threads."""
+        self._saved = [_size(each) for each in self._lowered.saved]
+        self._outside = TorchStages(self._split, self._lowered)
+        routines = (self.compiled.forward, self.compiled.again, self.compiled.backward)
         stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in routines)
         states = captured.roles.states
         shape = states[0].meta["val"].shape if states else ()
         self._chunk = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, shape[0] if shape else 1)
-        self._constants = list(dict.fromkeys([*self._build.constants, *self._outside.constants]))
+        self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
         self._made_once = [each for each in self._constants if each.op == "call_function"]
         once = leading_to(self._made_once)
         self._once = [node for node in captured.nodes if node in once]
@@ -273,13 +276,13 @@ class NativeEngine:
         if self._once:
             with _plainly():
                 bulk.evaluate(self._once, self._made_once)
-        constants = [bulk.env[node] for node in self._build.constants]
-        tensors = [_plain(each.to(computed_in(each.dtype))) for each in constants]
+        constants = [bulk.env[node] for node in self._lowered.constants]
+        tensors = [_plain(each.float() if each.dtype in REDUCED_PRECISION else each) for each in constants]
         return Constants(tensors, {node: bulk.env[node] for node in self._outside.constants})
 
-    def forward(self, constants: Constants, chunk: Chunk, keep: bool) -> Kept | None:
+    def forward(self, constants: Constants, chunk: Chunk, keep: bool) -> SavedChunk | None:
         """See `Engine`."""
-        kept, made = self._forward(self.program.forward, constants, chunk, self._outside.after)
+        kept, made = self._forward(self.compiled.forward, constants, chunk, self._outside.after)
         for i, node in self._outside.outputs:
             chunk.outputs[i].copy_(made.env[node])
         if keep:
@@ -287,22 +290,24 @@ class NativeEngine:
         self.release(kept)
         return None
 
-    def again(self, constants: Constants, chunk: Chunk) -> Kept:
+    def again(self, constants: Constants, chunk: Chunk) -> SavedChunk:
         """See `Engine`."""
-        return self._forward(self.program.again, constants, chunk, self._outside.after_again)[0]
+        return self._forward(self.compiled.again, constants, chunk, self._outside.after_again)[0]
 
-    def _forward(self, routine: Routine, constants: Constants, chunk: Chunk, after: Part) -> tuple[Kept, Bulk]:
+    def _forward(
+        self, routine: CompiledFunction, constants: Constants, chunk: Chunk, after: TorchStage
+    ) -> tuple[SavedChunk, Bulk]:
         outside = self._given(constants, chunk)
         self._outside.before.run(outside)
-        kept = Kept(pool.take(self._kept_bytes(chunk.steps)), {})
+        kept = SavedChunk(pool.take(self._kept_bytes(chunk.steps)), {})
         self._call(routine, constants, chunk, kept.buffer, outside)
         if after.wanted:
             self._take_made(outside, chunk, kept)
             after.run(outside)
-        kept.values.update({node: outside.env[node] for node in self._halves.kept})
+        kept.values.update({node: outside.env[node] for node in self._split.kept})
         return kept, outside
 
-    def backward(self, constants: Constants, chunk: Chunk, kept: Kept, gradients: Gradients) -> None:
+    def backward(self, constants: Constants, chunk: Chunk, kept: SavedChunk, gradients: Gradients) -> None:
         """See `Engine`. A carried gradient has two rows, of which a step reads one and writes the other."""
         carried = [each.new_empty(2, *each.shape) if each.is_floating_point() else each for each in gradients.carried]
         for pair, given in zip(carried, gradients.carried, strict=True):
@@ -315,22 +320,22 @@ class NativeEngine:
             outside.env.update(kept.values)
             self._take_made(outside, chunk, kept)
         self._outside.before_back.run(outside)
-        looks = [each.meta["val"] for each in self._build.made]
+        looks = [each.meta["val"] for each in self._lowered.made]
         made = [torch.empty((chunk.steps, *each.shape), dtype=each.dtype) for each in looks]
-        self._call(self.program.backward, constants, chunk, kept.buffer, outside, held, made)
-        outside.env.update(zip(self._build.made, made, strict=True))
+        self._call(self.compiled.backward, constants, chunk, kept.buffer, outside, held, made)
+        outside.env.update(zip(self._lowered.made, made, strict=True))
         self._outside.finish(outside, gradients)
         for pair, given in zip(carried, gradients.carried, strict=True):
             if given.is_floating_point():
                 given.copy_(pair[0])
 
-    def release(self, kept: Kept) -> None:
+    def release(self, kept: SavedChunk) -> None:
         """See `Engine`."""
         pool.give(kept.buffer)
 
     def kept_bytes(self, steps: int) -> int:
         """See `Engine`."""
-        return self._kept_bytes(steps) + steps * sum(map(_size, self._halves.kept))
+        return self._kept_bytes(steps) + steps * sum(map(_size, self._split.kept))
 
     def _kept_bytes(self, steps: int) -> int:
         return rounded(sum(aligned(each * steps) for each in self._saved) + ALIGN)
@@ -340,13 +345,17 @@ class NativeEngine:
         return self._workspace(steps) + self._outside.bytes(steps)
 
     def _workspace(self, steps: int) -> int:
-        threads = torch.get_num_threads()
-        routines = (self.program.forward, self.program.again, self.program.backward)
-        return rounded(max(routine.emitter.workspace(steps, threads) for routine in routines))
+        """Bytes of the workspace, of one size for all functions so that they share it. Cached: every call needs it."""
+        key = steps, torch.get_num_threads()
+        if key not in self._workspaces:
+            step = self.compiled
+            sizes = [each.emitter.workspace(*key) for each in (step.forward, step.again, step.backward)]
+            self._workspaces[key] = rounded(max(sizes))
+        return self._workspaces[key]
 
     def _given(self, constants: Constants, chunk: Chunk) -> Bulk:
         """What PyTorch may read before the loops: constants, inputs, and states before each step."""
-        bulk, roles = Bulk(chunk.steps, self._halves.varies), self.captured.roles
+        bulk, roles = Bulk(chunk.steps, self._split.varies), self.captured.roles
         if self._outside.works:
             bulk.env.update(constants.values)
             bulk.env.update(zip(roles.inputs, chunk.inputs, strict=True))
@@ -355,13 +364,13 @@ class NativeEngine:
                 bulk.env[node] = state.expand(chunk.steps, *state.shape) if passing else state[:-1]
         return bulk
 
-    def _take_made(self, bulk: Bulk, chunk: Chunk, kept: Kept) -> None:
+    def _take_made(self, bulk: Bulk, chunk: Chunk, kept: SavedChunk) -> None:
         """What C made forward: what it saved, new states and outputs."""
-        front, steps = self._halves.front, chunk.steps
-        for node, start in zip(self._build.saved, self._starts(kept.buffer, steps), strict=True):
-            look = node.meta["val"]
-            rows = kept.buffer[start : start + _size(node) * steps].view(look.dtype)
-            bulk.env[node] = rows.view(steps, *look.shape)
+        front, steps = self._split.front, chunk.steps
+        for node, start in zip(self._lowered.saved, self._starts(kept.buffer, steps), strict=True):
+            value = node.meta["val"]
+            rows = kept.buffer[start : start + _size(node) * steps].view(value.dtype)
+            bulk.env[node] = rows.view(steps, *value.shape)
         states = [each[1:] for k, each in enumerate(chunk.states) if k not in self.captured.passing]
         moving = [each for k, each in enumerate(self.captured.roles.new_states) if k not in self.captured.passing]
         results = zip([*self.captured.roles.outputs, *moving], [*chunk.outputs, *states], strict=True)
@@ -376,11 +385,11 @@ class NativeEngine:
 
     def explain(self) -> str:
         """See `Engine`."""
-        return explain(self.captured) + "\n\n" + self.program.explain(self._chunk)
+        return explain(self.captured) + "\n\n" + self.compiled.explain(self._chunk)
 
     def _call(
         self,
-        routine: Routine,
+        routine: CompiledFunction,
         constants: Constants,
         chunk: Chunk,
         kept: Tensor,
@@ -391,7 +400,7 @@ class NativeEngine:
         steps = chunk.steps
         offsets = [kept.data_ptr() + start for start in self._starts(kept, steps)]
         read = {i for kind, i in routine.arguments if kind == "u"}
-        given = [_plain(outside.env[node]) if i in read else None for i, node in enumerate(self._build.outside)]
+        given = [_plain(outside.env[node]) if i in read else None for i, node in enumerate(self._lowered.outside)]
         tables: dict[str, Sequence[Tensor | None]] = {
             "x": chunk.inputs,
             "h": chunk.states,
@@ -411,8 +420,8 @@ class NativeEngine:
         addresses = [
             offsets[index] if kind == "v" else _data_pointer(tables[kind][index]) for kind, index in routine.arguments
         ]
-        threads = torch.get_num_threads() if routine.work * steps > WORTH else 1
-        work = pool.take(self._workspace(steps), "work")  # of one size for all routines, so that they share it
+        threads = torch.get_num_threads() if routine.work * steps > MIN_PARALLEL_OPERATIONS else 1
+        work = pool.take(self._workspace(steps), "work")
         routine.call(steps, threads, addresses, work)
         pool.give(work, "work")
 

@@ -21,60 +21,53 @@ Explanation of a function:
         total      512 x 128        dp0 += z5 @ x0, over all steps
 
 Names are those of the C text: x inputs, h states, y outputs, v kept, c constants, d gradients, p parameters; a dash
-marks the row of the next step, and brackets a part or another look of a value, with the number that it begins from.
+marks the row of the next step, and brackets a part or another view of a value, with the number that it begins from.
 """
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from weft.recurrent.cpp.gemm import ALIGN, Packs, Products, Sums, aligned
+from weft.recurrent.cpp.gemm import ALIGN, MatrixProducts, PackedWeights, TimeReductions, aligned
 from weft.recurrent.cpp.ir import (
-    TYPES,
+    C_TYPES,
     AxisOp,
     Cat,
+    Elementwise,
     Operand,
-    Point,
     Product,
     Reduce,
-    Ref,
-    Total,
+    TimeReduction,
     Value,
+    View,
 )
 from weft.recurrent.cpp.loop_nests import axis_nest, copy_nest, group_nest, reduce_nest
-from weft.recurrent.cpp.scheduling import Argument, Function, Order, Step, order
+from weft.recurrent.cpp.scheduling import Argument, LoopFunction, LoopSchedule, PhaseSchedule, schedule
 
 _MEET = "kernels.meet(gate, threads);"
 
 
 class Emitter:
-    """Writes one settled function. `width` says how many columns a packed panel has, by dtype."""
+    """Emit one scheduled function. `width` says how many columns a packed panel has, by dtype."""
 
-    def __init__(self, function: Function, width: Mapping[torch.dtype, int]) -> None:
+    def __init__(self, function: LoopFunction, width: Mapping[torch.dtype, int]) -> None:
         self.function = function
-        self.order = order(function)
-        self._axes = self.order.axes
-        self._packs = Packs(width)
-        self._products = Products(function, self._packs)
-        self._sums = Sums(function, self._packs)
+        self.schedule = schedule(function)
+        self._axes = self.schedule.axes
+        self._packed = PackedWeights(width)
+        self._products = MatrixProducts(function, self._packed)
+        self._sums = TimeReductions(function, self._packed)
         self._local_bytes = sum(aligned(each.bytes) for each in function.locals)
-        body = [line for phase in self.order.steps for line in self._phase(phase.bulk, phase.groups, phase.main)]
+        body = [line for phase in self.schedule.steps for line in self._phase(phase.bulk, phase.groups, phase.main)]
         if body and body[-1] == _MEET:
             del body[-1]  # the call ends when all threads have ended
-        self._workspaces: dict[tuple[int, int], int] = {}
-        self.text = "\n".join([*self._head(), *self._packs.lines(), *body, "}"])
+        self.text = "\n".join([*self._head(), *self._packed.lines(), *body, "}"])
         """The whole function."""
 
     def workspace(self, steps: int, threads: int) -> int:
-        """Bytes that the function works in, for so many steps and threads. Asked at every call, so remembered."""
-        known = self._workspaces.get((steps, threads))
-        if known is None:
-            known = self._workspaces[steps, threads] = self._workspace(steps, threads)
-        return known
-
-    def _workspace(self, steps: int, threads: int) -> int:
+        """Bytes that the function works in, for so many steps and threads."""
         stacks = sum(aligned(each.bytes * steps) for each in self.function.stacks)
-        return self._packs.bytes + threads * (self._sums.room + self._local_bytes) + stacks + ALIGN
+        return self._packed.bytes + threads * (self._sums.room + self._local_bytes) + stacks + ALIGN
 
     # -- pointers ---------------------------------------------------------------------------------------------------
 
@@ -85,10 +78,10 @@ class Emitter:
         """
         arguments = self.function.arguments
         room, own = self._sums.room, self._local_bytes
-        start = self._packs.bytes
+        start = self._packed.bytes
         return [
             f'extern "C" void {self.function.name}(long thread, long threads, long steps, void **values, int *gate) {{',
-            *(_pointer(TYPES[each.dtype], each.name, f"values[{i}]") for i, each in enumerate(arguments)),
+            *(_pointer(C_TYPES[each.dtype], each.name, f"values[{i}]") for i, each in enumerate(arguments)),
             f"char *const work = w_align((char *)values[{len(arguments)}]);",
             f"char *const room = work + {start}L + thread * {room + own}L, *const own = room + {room}L;",
             f"char *const first = work + {start + room}L;",
@@ -102,12 +95,12 @@ class Emitter:
         """Each thread has its own; but where the first computes for all, they are the first thread's."""
         shared: set[Value] = set()
         if self._axes is None:
-            shared = {each for phase in self.order.steps if phase.main for group in phase.groups for each in group}
+            shared = {each for phase in self.schedule.steps if phase.main for group in phase.groups for each in group}
         lines: list[str] = []
         at = 0
         for value in self.function.locals:
             lines.append(
-                _pointer(TYPES[value.dtype], f"l_{value}", f"({'first' if value in shared else 'own'} + {at}L)")
+                _pointer(C_TYPES[value.dtype], f"l_{value}", f"({'first' if value in shared else 'own'} + {at}L)")
             )
             at += aligned(value.bytes)
         return lines
@@ -128,7 +121,7 @@ class Emitter:
         lines: list[str] = []
         target: Value | None = None
         for value in bulk:
-            if not isinstance(value.made, Total):
+            if not isinstance(value.made, TimeReduction):
                 lines += self._products.bulk(value)
                 continue
             before, target = target, self._sums.target(value)
@@ -138,7 +131,7 @@ class Emitter:
 
     def _main(self, groups: Sequence[Sequence[Value]]) -> list[str]:
         """The loop whose steps depend on each other."""
-        function, rows = self.function, self.order.rows
+        function, rows = self.function, self.schedule.rows
         down = "for (long t = steps - 1; t >= 0; t--) {" if function.backward else "for (long t = 0; t < steps; t++) {"
         share = f"const long r0 = {rows} * thread / threads, r1 = {rows} * (thread + 1) / threads;"
         split = self._axes is not None
@@ -153,14 +146,14 @@ class Emitter:
     def _add(self, value: Value, argument: Argument) -> str:
         """A gradient that comes in for the state after this step, added to the carried one."""
         low, high = self._mine(value)
-        into = f"{self.function.homes[value].here}[i] += {argument.name}[t * {argument.size}L + i];"
+        into = f"{self.function.layouts[value].here}[i] += {argument.name}[t * {argument.size}L + i];"
         return f"if ({argument.name}) for (long i = {low}; i < {high}; i++) {into}"
 
     def _clear(self, value: Value) -> str:
         """The carried gradient of a state that the step does not read: zeros."""
         low, high = self._mine(value)
-        home = self.function.homes[value]
-        base = f"{home.base} + (t & 1) * {home.size}L"
+        layout = self.function.layouts[value]
+        base = f"{layout.base} + (t & 1) * {layout.size}L"
         return f"memset({base} + {low}, 0, ({high} - {low}) * {value.dtype.itemsize}L);"
 
     def _mine(self, value: Value) -> tuple[str, str]:
@@ -180,15 +173,15 @@ class Emitter:
             value = group[0]
             axis = self._axes.get(value) if split and self._axes is not None else None
             match value.made:
-                case Point():
-                    lines += group_nest(group, self.function.place, self.function.stored, axis)
+                case Elementwise():
+                    lines += group_nest(group, self.function.layout, self.function.stored, axis)
                 case Reduce():
-                    source, own = self.function.place(value.made.source), self.function.homes[value]
+                    source, own = self.function.layout(value.made.source), self.function.layouts[value]
                     # What every thread computes for itself, it may not build up in memory that they share.
                     lines += reduce_nest(value, source, own, axis, in_register=split and axis is None)
                 case AxisOp():
-                    places = [self.function.place(each) for each in value.made.operands]
-                    lines += axis_nest(value, places, self.function.homes[value], axis)
+                    layouts = [self.function.layout(each) for each in value.made.operands]
+                    lines += axis_nest(value, layouts, self.function.layouts[value], axis)
                 case Cat():
                     lines += self._cat(value, value.made, axis)
                 case Product():
@@ -206,11 +199,11 @@ class Emitter:
     def _cat(self, value: Value, made: Cat, axis: int | None) -> list[str]:
         """The pieces that were not made in place are copied."""
         lines: list[str] = []
-        home, before = self.function.homes[value], 0
+        layout, before = self.function.layouts[value], 0
         for piece in made.pieces:
             if piece.value not in self.function.slots:
-                to = home.seen(home.strides, home.offset + before * home.strides[made.axis])
-                lines += copy_nest(piece.shape, self.function.place(piece), to, axis)
+                to = layout.with_strides(layout.strides, layout.offset + before * layout.strides[made.axis])
+                lines += copy_nest(piece.shape, self.function.layout(piece), to, axis)
             before += piece.shape[made.axis]
         return lines
 
@@ -221,63 +214,67 @@ def _pointer(kind: str, name: str, at: str) -> str:
 
 def _stack(value: Value) -> list[str]:
     size = f"(steps * {value.bytes}L + {ALIGN - 1}) / {ALIGN} * {ALIGN}"
-    return [_pointer(TYPES[value.dtype], f"s_{value}", "stack"), f"stack += {size};"]
+    return [_pointer(C_TYPES[value.dtype], f"s_{value}", "stack"), f"stack += {size};"]
 
 
 _WIDTH = 28
 """Where formulas begin."""
 
 
-def outline(function: Function, order: Order) -> str:
+def explain_function(function: LoopFunction, schedule: LoopSchedule) -> str:
     """All phases, one behind the other."""
-    passes = sum(len(each.groups) for each in order.steps)
+    passes = sum(len(each.groups) for each in schedule.steps)
     workspace = sum(each.bytes for each in function.stacks)
     lines = [f"{function.name}: {passes} passes over memory and {workspace} bytes of workspace a step"]
-    for step in order.steps:
+    for step in schedule.steps:
         if step.bulk:
             lines.append("  bulk, all steps at once")
             lines += [line for value in step.bulk for line in _bulk(function, value)]
         if step.groups or step.main:
-            lines.append(f"  {_loop(function, order, step)}")
+            lines.append(f"  {_loop(function, schedule, step)}")
             lines += [line for group in step.groups for line in _pass(function, group)]
     return "\n".join(lines)
 
 
-def _loop(function: Function, order: Order, step: Step) -> str:
+def _loop(function: LoopFunction, schedule: LoopSchedule, step: PhaseSchedule) -> str:
     if not step.main:
         return "loop, steps in any order, shared by threads"
     back = ", last one first" if function.backward else ""
-    share = f"each thread takes some of {order.rows} rows" if order.axes is not None else "threads share products only"
+    share = (
+        f"each thread takes some of {schedule.rows} rows"
+        if schedule.axes is not None
+        else "threads share products only"
+    )
     return f"main loop, step by step{back}; {share}"
 
 
-def _bulk(function: Function, value: Value) -> list[str]:
-    if not isinstance(value.made, Total):
-        return _told("product", value, f"{_name(function, value)} = {_formula(function, value)}")
+def _bulk(function: LoopFunction, value: Value) -> list[str]:
+    if not isinstance(value.made, TimeReduction):
+        return _row("product", value, f"{_name(function, value)} = {_formula(function, value)}")
     of, into = value.made.of, dict(function.totals)[value]
-    source = Value("", value.shape, value.dtype, None if isinstance(of, Ref) else of)
-    text = _operand(function, of) if isinstance(of, Ref) else _formula(function, source)
-    return _told("total", value, f"{_operand(function, into)} += {text}, over all steps")
+    source = Value("", value.shape, value.dtype, None if isinstance(of, View) else of)
+    text = _operand(function, of) if isinstance(of, View) else _formula(function, source)
+    return _row("total", value, f"{_operand(function, into)} += {text}, over all steps")
 
 
-def _pass(function: Function, group: Sequence[Value]) -> list[str]:
-    kinds = {Point: "pass", Reduce: "reduction", AxisOp: "axis", Cat: "join", Product: "product"}
+def _pass(function: LoopFunction, group: Sequence[Value]) -> list[str]:
+    kinds = {Elementwise: "pass", Reduce: "reduction", AxisOp: "axis", Cat: "join", Product: "product"}
     kind = next(name for made, name in kinds.items() if isinstance(group[0].made, made))
-    return _told(kind, group[0], *(f"{_name(function, each)} = {_formula(function, each)}" for each in group))
+    return _row(kind, group[0], *(f"{_name(function, each)} = {_formula(function, each)}" for each in group))
 
 
-def _told(kind: str, value: Value, *formulas: str) -> list[str]:
+def _row(kind: str, value: Value, *formulas: str) -> list[str]:
     head = f"    {kind:<10} {' x '.join(map(str, value.shape)) or 'one number'}"
     heads = [head, *[""] * (len(formulas) - 1)]
     return [f"{each:<{_WIDTH}} {formula}" for each, formula in zip(heads, formulas, strict=True)]
 
 
-def _formula(function: Function, value: Value) -> str:
+def _formula(function: LoopFunction, value: Value) -> str:
     def name(operand: Operand) -> str:
         return _operand(function, operand)
 
     match value.made:
-        case Point(expression=expression, operands=operands):
+        case Elementwise(expression=expression, operands=operands):
             text = expression.format(*map(name, operands)).replace("w_", "")
             return text[1:-1] if text.startswith("(") else text
         case Reduce(kind=kind, source=source, axes=axes):
@@ -292,17 +289,17 @@ def _formula(function: Function, value: Value) -> str:
             return ""
 
 
-def _operand(function: Function, operand: Operand) -> str:
-    if not isinstance(operand, Ref):
+def _operand(function: LoopFunction, operand: Operand) -> str:
+    if not isinstance(operand, View):
         return f"{operand:g}" if isinstance(operand, float) else str(operand)
     name, offset = _name(function, operand.value), int(operand.at.storage_offset())
-    look = " x ".join(map(str, operand.shape)) + (f" from {offset}" if offset else "")
-    return name if operand.whole else f"{name}[{look}]"
+    shape = " x ".join(map(str, operand.shape)) + (f" from {offset}" if offset else "")
+    return name if operand.whole else f"{name}[{shape}]"
 
 
-def _name(function: Function, value: Value) -> str:
+def _name(function: LoopFunction, value: Value) -> str:
     """As the argument that it is, if it is one."""
-    home = function.homes.get(value)
-    if home is None or value in function.slots or home.base.startswith(("s_", "l_")):
+    layout = function.layouts.get(value)
+    if layout is None or value in function.slots or layout.base.startswith(("s_", "l_")):
         return value.name
-    return home.base + ("'" if home.row in ("next", "out") else "")
+    return layout.base + ("'" if layout.row in ("next", "out") else "")

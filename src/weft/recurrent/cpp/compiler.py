@@ -29,7 +29,7 @@ from pathlib import Path
 from weft.core.errors import UsageError, WeftError
 
 FLAGS = (
-    *("-O2", "-ftree-vectorize", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread"),
+    *("-O2", "-ftree-vectorize", "-march=native", "-std=c++17", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math", "-fvisibility=default", "-w"),
 )
 """What must be unrolled, the texts say themselves: -O3 takes up to twice the time for the same speed of loops."""

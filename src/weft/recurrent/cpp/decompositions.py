@@ -1,12 +1,14 @@
-"""Convolutions as matrix products, for cells such as ConvLSTM's.
+"""Decompositions of larger operators into those that loops in C have, applied when a step is captured.
+
+Most are PyTorch's own. Convolutions, for cells such as ConvLSTM's, become matrix products, by the `im2col` of
+Chellapilla et al. (2006):
 
     x (N, C, H, W)  -> padded, windows as a view (N, H', W', C, kh, kw) -> copied to columns -> W columns
 
-    gradient of x          the same with the kernel turned round, where the stride is 1
-    gradient of the kernel one product of the output's gradient and the columns, over all rows and places
+    gradient of x            the same with the kernel turned round, where the stride is 1
+    gradient of the kernel   one product of the output's gradient and the columns, over all rows and positions
 
-Grouped, transposed and strided backward ones are left as they are, and another backend runs the cell. Columns are those
-of `im2col` (Chellapilla et al., 2006).
+Grouped and transposed ones, and the backward of strided ones, stay as they are, and another backend runs the cell.
 """
 
 import struct
@@ -112,7 +114,7 @@ _SHAPES = """
 _SIXTH = struct.unpack("f", struct.pack("f", 1 / 6))[0]
 
 
-def composed() -> dict[Any, Callable[..., Any]]:
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """For operators that are made of smaller ones, PyTorch's own functions that make them so."""
     names = " ".join((_ACTIVATIONS, _NORMS, _PRODUCTS, _SHAPES)).split()
     known = [getattr(aten, name) for name in names if hasattr(aten, name)]

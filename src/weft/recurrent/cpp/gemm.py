@@ -1,20 +1,16 @@
-"""Matrices that are the same in all steps, packed once per call into the panels that kernels.cpp multiplies by.
+"""C++ text of matrix products, in one step or of all steps at once, and of sums over time.
 
-weight   K x N        ->   [N / width][K][width], the last panel filled up with zeros; each thread packs some
+    w_pack      a matrix that is the same in all steps, packed once per call: K x N -> [N / width][K][width]
+    w_product   a product by a packed matrix; threads share its rows, or its panels
+    w_some      the same for the rows of which a mask is true, see partitioner.py
+    w_small     a product of two matrices that both vary from step to step
 
-The C text of matrix products: in one step, or of all steps at once.
+    w_gather    adds a product whose inner axis runs over the rows of all steps     a weight's gradient
+    w_columns   adds the rows of all steps                                          a bias's gradient
+    otherwise   sums over time are added step by step, by the first thread
 
-    w_product   by a packed weight, by kernels.cpp; threads share its rows, or its panels
-    w_some      the same for some of the rows, see partitioner.py
-    w_small     of two matrices that both change from step to step, by loops.h
-
-A product whose left side is the fixed one is written as its transpose, (A B)' = B' A'.
-
-The C text of sums over all steps: parameters' gradients, added to what the caller gives.
-
-w_gather    a product whose inner axis runs over the rows of all steps        a weight's gradient
-w_columns   the sum of the rows of all steps                                  a bias's gradient
-otherwise   step by step, by the first thread
+The kernels are in kernels.cpp, `w_small` in loops.h. A product whose left side is the packed one is written as its
+transpose, (A B)' = B' A'.
 """
 
 from collections.abc import Mapping
@@ -23,9 +19,9 @@ from math import prod
 
 import torch
 
-from weft.recurrent.cpp.ir import TYPES, Place, Product, Reduce, Ref, Total, Value
-from weft.recurrent.cpp.loop_nests import total_nest
-from weft.recurrent.cpp.scheduling import Function
+from weft.recurrent.cpp.ir import C_TYPES, MemoryLayout, Product, Reduce, TimeReduction, Value, View
+from weft.recurrent.cpp.loop_nests import time_reduction_nest
+from weft.recurrent.cpp.scheduling import LoopFunction
 
 ALIGN = 64
 """Bytes: whatever lies in the workspace begins at a multiple."""
@@ -41,13 +37,13 @@ def call(name: str, *arguments: int | str) -> str:
     return f"{name}({', '.join(f'{each}L' if isinstance(each, int) else each for each in arguments)});"
 
 
-class Packs:
+class PackedWeights:
     """The packed matrices of one function. `width` says how many columns a panel has, by dtype."""
 
     def __init__(self, width: Mapping[torch.dtype, int]) -> None:
         self.bytes = 0
         self._width = width
-        self._known: dict[tuple[Place, tuple[int, ...], torch.dtype], int] = {}
+        self._known: dict[tuple[MemoryLayout, tuple[int, ...], torch.dtype], int] = {}
 
     def panels(self, columns: int, dtype: torch.dtype) -> int:
         """How many panels so many columns make."""
@@ -60,12 +56,12 @@ class Packs:
     def _all_numbers(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return prod(shape[:-2]) * self.numbers(shape[-2], shape[-1], dtype)
 
-    def pointer(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, bool]:
+    def pointer(self, layout: MemoryLayout, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, bool]:
         """The C variable of a packed matrix, and whether there is one for every batch; packed at most once."""
-        several = len(shape) > 2 and place.strides[0] != 0
+        several = len(shape) > 2 and layout.strides[0] != 0
         if not several:
-            place, shape = place.only([-2, -1]), shape[-2:]
-        key = (place, shape, dtype)
+            layout, shape = layout.select_axes([-2, -1]), shape[-2:]
+        key = (layout, shape, dtype)
         if key not in self._known:
             self._known[key] = self.bytes
             self.bytes += aligned(self._all_numbers(shape, dtype) * dtype.itemsize)
@@ -76,10 +72,10 @@ class Packs:
         lines = [each for key, at in self._known.items() for each in self._pack(*key, at)]
         return [*lines, "kernels.meet(gate, threads);"] if lines else []
 
-    def _pack(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype, at: int) -> list[str]:
-        kind, width = TYPES[dtype], self._width[dtype]
-        inner, columns, down, across = shape[-2], shape[-1], place.strides[-2], place.strides[-1]
-        count, step = (shape[0], place.strides[0]) if len(shape) > 2 else (1, 0)
+    def _pack(self, layout: MemoryLayout, shape: tuple[int, ...], dtype: torch.dtype, at: int) -> list[str]:
+        kind, width = C_TYPES[dtype], self._width[dtype]
+        inner, columns, down, across = shape[-2], shape[-1], layout.strides[-2], layout.strides[-1]
+        count, step = (shape[0], layout.strides[0]) if len(shape) > 2 else (1, 0)
         panels = self.panels(columns, dtype)
         return [
             f"{kind} *const p{at} = ({kind} *)(work + {at}L);",
@@ -88,7 +84,7 @@ class Packs:
             call(
                 "w_pack",
                 *(inner, f"{columns} - j < {width} ? {columns} - j : {width}L"),
-                *(f"{place.pointer} + b * {step}L + j * {across}L", down, across),
+                *(f"{layout.pointer} + b * {step}L + j * {across}L", down, across),
                 f"p{at} + b * {self.numbers(inner, columns, dtype)}L + j * {inner}L",
             ),
             "}",
@@ -99,21 +95,21 @@ class Packs:
 class _Oriented:
     """C = start + A B, turned so that the fixed side, if there is one, is B. C is rows x columns, A rows x inner."""
 
-    a: Place
-    b: Place
-    c: Place
-    start: Place | None
+    a: MemoryLayout
+    b: MemoryLayout
+    c: MemoryLayout
+    start: MemoryLayout | None
     batch: int | None
     rows: int
     columns: int
     inner: int
     row_axis: int
     """Which axis of the value the rows are."""
-    fixed: Ref | None
-    turned: bool
+    fixed: View | None
+    transposed: bool
     kind: str
     """The type in C."""
-    live: Place | None
+    row_mask: MemoryLayout | None
     """A mask of the rows of A."""
 
     def starting(self, low: str, left: str = "0") -> tuple[str, int, int]:
@@ -123,11 +119,11 @@ class _Oriented:
         return self.start.at(self.batch, low, left), self.start.strides[-2], self.start.strides[-1]
 
 
-class Products:
+class MatrixProducts:
     """Writes the products of one function."""
 
-    def __init__(self, function: Function, packs: Packs) -> None:
-        self._function, self._packs = function, packs
+    def __init__(self, function: LoopFunction, packs: PackedWeights) -> None:
+        self._function, self._packed = function, packs
 
     def step(self, value: Value, axis: int | None, *, by_panels: bool = False) -> list[str]:
         """One step's product. `axis` is the row axis of the batch, of which a thread has r0 to r1."""
@@ -136,7 +132,7 @@ class Products:
         if it.fixed is None:
             line = self._small(it, low, high, by_columns=axis is not None and axis == len(value.shape) - 1)
         else:
-            line = self._packed(it, value.dtype, low, high, by_panels)
+            line = self._by_packed(it, value.dtype, low, high, by_panels)
         if it.batch is None:
             return [line]
         first, last = ("r0", "r1") if axis == 0 else ("0", str(it.batch))
@@ -151,41 +147,41 @@ class Products:
         return [share, *self.step(value, None), "}"]
 
     def _oriented(self, value: Value) -> _Oriented:
-        made, place, dims = _made(value), self._function.place, len(value.shape)
-        a, b, c = place(made.left), place(made.right), self._function.homes[value]
-        start = None if made.start is None else place(made.start)
+        made, layout, dims = _made(value), self._function.layout, len(value.shape)
+        a, b, c = layout(made.left), layout(made.right), self._function.layouts[value]
+        start = None if made.start is None else layout(made.start)
         inner, batch = made.left.shape[-1], value.shape[0] if dims > 2 else None
         rows, columns = value.shape[-2:]
-        kind = TYPES[value.dtype]
+        kind = C_TYPES[value.dtype]
         if made.fixed != "left":
             fixed = made.right if made.fixed else None
-            live = None if made.live is None else place(made.live)
-            return _Oriented(a, b, c, start, batch, rows, columns, inner, dims - 2, fixed, False, kind, live)
-        start = None if start is None else start.turned()
-        turned = (b.turned(), a.turned(), c.turned(), start)
-        return _Oriented(*turned, batch, columns, rows, inner, dims - 1, made.left, True, kind, None)
+            row_mask = None if made.row_mask is None else layout(made.row_mask)
+            return _Oriented(a, b, c, start, batch, rows, columns, inner, dims - 2, fixed, False, kind, row_mask)
+        start = None if start is None else start.transposed()
+        transposed = (b.transposed(), a.transposed(), c.transposed(), start)
+        return _Oriented(*transposed, batch, columns, rows, inner, dims - 1, made.left, True, kind, None)
 
     def _weight(self, it: _Oriented) -> tuple[str, bool]:
         """The packed weight."""
         assert it.fixed is not None
         shape = it.fixed.shape
-        shape = (*shape[:-2], shape[-1], shape[-2]) if it.turned else shape
-        return self._packs.pointer(it.b, shape, it.fixed.value.dtype)
+        shape = (*shape[:-2], shape[-1], shape[-2]) if it.transposed else shape
+        return self._packed.pointer(it.b, shape, it.fixed.value.dtype)
 
-    def _packed(self, it: _Oriented, dtype: torch.dtype, low: str, high: str, by_panels: bool) -> str:
+    def _by_packed(self, it: _Oriented, dtype: torch.dtype, low: str, high: str, by_panels: bool) -> str:
         packed, several = self._weight(it)
         if several:
-            packed = f"{packed} + b * {self._packs.numbers(it.inner, it.columns, dtype)}L"
-        panels = self._packs.panels(it.columns, dtype)
+            packed = f"{packed} + b * {self._packed.numbers(it.inner, it.columns, dtype)}L"
+        panels = self._packed.panels(it.columns, dtype)
         share = (f"{panels} * thread / threads", f"{panels} * (thread + 1) / threads") if by_panels else (0, panels)
         return call(
-            "w_product" if it.live is None else "w_some",
+            "w_product" if it.row_mask is None else "w_some",
             *(f"{high} - {low}", it.columns, it.inner),
             *(it.a.at(it.batch, low), *it.a.strides[-2:], packed),
             *(it.c.at(it.batch, low), *it.c.strides[-2:]),
             *it.starting(low),
             *share,
-            *([] if it.live is None else [f"{it.live.pointer} + {low}"]),
+            *([] if it.row_mask is None else [f"{it.row_mask.pointer} + {low}"]),
         )
 
     def _small(self, it: _Oriented, low: str, high: str, by_columns: bool) -> str:
@@ -214,27 +210,29 @@ class Products:
         start = it.starting("0")
         if it.start is not None:
             start = (f"{it.start.first} + m0 * {start_row}L", start_row, it.start.strides[1])
-        live = it.live if it.live is not None and it.live.lasting and it.live.size == it.rows else None
+        row_mask = (
+            it.row_mask if it.row_mask is not None and it.row_mask.per_step and it.row_mask.size == it.rows else None
+        )
         line = call(
-            "w_product" if live is None else "w_some",
+            "w_product" if row_mask is None else "w_some",
             *("m1 - m0", it.columns, it.inner),
             *(f"{it.a.first} + m0 * {a_row}L", a_row, it.a.strides[1], packed),
             *(f"{it.c.first} + m0 * {c_row}L", c_row, it.c.strides[1]),
             *start,
-            *(0, self._packs.panels(it.columns, value.dtype)),
-            *([] if live is None else [f"{live.first} + m0"]),
+            *(0, self._packed.panels(it.columns, value.dtype)),
+            *([] if row_mask is None else [f"{row_mask.first} + m0"]),
         )
         m0, m1 = (f"{it.rows} * steps * {each} / threads" for each in ("thread", "(thread + 1)"))
         return [f"{{ const long m0 = {m0}, m1 = {m1};", line, "}"]
 
 
-def _step_row(place: Place, rows: int) -> int | None:
+def _step_row(layout: MemoryLayout, rows: int) -> int | None:
     """The stride of a matrix' rows, if those of the next step go on with it."""
-    if not place.lasting:
+    if not layout.per_step:
         return None
     if rows == 1:
-        return place.size
-    return place.strides[0] if place.size == rows * place.strides[0] else None
+        return layout.size
+    return layout.strides[0] if layout.size == rows * layout.strides[0] else None
 
 
 def _start_row(it: _Oriented) -> int | None:
@@ -256,27 +254,27 @@ BLOCK, TALL = 256, 12
 """As in kernels.cpp: so many rows are packed at a time, and so many are in a tile."""
 
 
-class Sums:
+class TimeReductions:
     """Writes the sums of one function."""
 
-    def __init__(self, function: Function, packs: Packs) -> None:
-        self._function, self._packs = function, packs
+    def __init__(self, function: LoopFunction, packs: PackedWeights) -> None:
+        self._function, self._packed = function, packs
         self._into = dict(function.totals)
         self.room = max([0, *(self._room(each) for each in self._into)])
         """Bytes that `w_gather` wants for each thread."""
 
     def write(self, value: Value) -> list[str]:
         """Add one sum to where it belongs."""
-        made, to = _reduced(value), self._function.place(self._into[value])
+        made, to = _reduced(value), self._function.layout(self._into[value])
         if isinstance(made, Product):
             return [self._gather(made, to)]
-        source = made if isinstance(made, Ref) else made.source
-        axes = () if isinstance(made, Ref) else made.axes
+        source = made if isinstance(made, View) else made.source
+        axes = () if isinstance(made, View) else made.axes
         columns = self._columns(source, axes, to)
         if columns is not None:
             return [columns]
         keep = isinstance(made, Reduce) and made.keep
-        loops = total_nest(source.shape, axes, keep, self._function.place(source), to)
+        loops = time_reduction_nest(source.shape, axes, keep, self._function.layout(source), to)
         return ["if (thread == 0) for (long t = 0; t < steps; t++) {", *loops, "}"]
 
     def target(self, value: Value) -> Value:
@@ -288,24 +286,24 @@ class Sums:
         if not isinstance(made, Product):
             return 0
         columns = max(made.right.shape[-1], made.left.shape[-2])  # either side may be packed
-        numbers = self._packs.numbers(BLOCK, columns, value.dtype) + BLOCK * TALL
+        numbers = self._packed.numbers(BLOCK, columns, value.dtype) + BLOCK * TALL
         return aligned(numbers * value.dtype.itemsize)
 
-    def _columns(self, source: Ref, axes: tuple[int, ...], to: Place) -> str | None:
+    def _columns(self, source: View, axes: tuple[int, ...], to: MemoryLayout) -> str | None:
         """The sum of rows, if they lie one behind the other in all steps."""
-        place, rows = self._function.place(source), source.shape[0] if axes else 1
+        layout, rows = self._function.layout(source), source.shape[0] if axes else 1
         flat = axes in ((), (0,)) and len(source.shape) == 1 + len(axes)
-        if not flat or not source.value.dtype.is_floating_point or not place.lasting:
+        if not flat or not source.value.dtype.is_floating_point or not layout.per_step:
             return None
-        row = place.strides[0] if rows > 1 else place.size
-        near = place.strides[-1] == 1 and to.strides[-1] == 1
-        if not near or place.size != rows * row:
+        row = layout.strides[0] if rows > 1 else layout.size
+        near = layout.strides[-1] == 1 and to.strides[-1] == 1
+        if not near or layout.size != rows * row:
             return None
-        return call("w_columns", f"{rows} * steps", source.shape[-1], place.first, row, to.first, "thread", "threads")
+        return call("w_columns", f"{rows} * steps", source.shape[-1], layout.first, row, to.first, "thread", "threads")
 
-    def _gather(self, made: Product, to: Place) -> str:
+    def _gather(self, made: Product, to: MemoryLayout) -> str:
         """A weight's gradient; step by step where a side has no row for each step."""
-        left, right = self._function.place(made.left), self._function.place(made.right)
+        left, right = self._function.layout(made.left), self._function.layout(made.right)
         (rows, inner), columns = made.left.shape, made.right.shape[1]
         down, across = (_inner_step(p, p.strides[i], inner) for p, i in ((left, 1), (right, 0)))
         merged = down is not None and across is not None
@@ -318,26 +316,26 @@ class Sums:
         if to.strides[1] != 1 and to.strides[0] == 1:  # as its transpose, so that columns are neighbours
             sides.reverse()
         (M, a, a_row, a_col, c_row), (N, b, b_col, b_row, c_col) = sides
-        live = None if made.live is None else self._function.place(made.live)
-        mask = "(const boolean *)0" if live is None else live.first if merged else live.pointer
+        row_mask = None if made.row_mask is None else self._function.layout(made.row_mask)
+        mask = "(const boolean *)0" if row_mask is None else row_mask.first if merged else row_mask.pointer
         line = call(
             "w_gather",
             *(M, N, f"{inner} * steps" if merged else inner),
             *(a, a_row, a_col, b, b_row, b_col),
-            *(to.first, c_row, c_col, f"({TYPES[made.left.value.dtype]} *)room", "thread", "threads", mask),
+            *(to.first, c_row, c_col, f"({C_TYPES[made.left.value.dtype]} *)room", "thread", "threads", mask),
         )
         return line if merged else f"for (long t = 0; t < steps; t++) {line}"
 
 
-def _inner_step(place: Place, stride: int, inner: int) -> int | None:
+def _inner_step(layout: MemoryLayout, stride: int, inner: int) -> int | None:
     """The stride of the inner axis, if that of the next step goes on with it."""
-    if not place.lasting:
+    if not layout.per_step:
         return None
     if inner == 1:
-        return place.size
-    return stride if place.size == inner * stride else None
+        return layout.size
+    return stride if layout.size == inner * stride else None
 
 
-def _reduced(value: Value) -> Product | Reduce | Ref:
-    assert isinstance(value.made, Total)
+def _reduced(value: Value) -> Product | Reduce | View:
+    assert isinstance(value.made, TimeReduction)
     return value.made.of

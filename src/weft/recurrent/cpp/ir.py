@@ -1,8 +1,9 @@
 """Intermediate representation: values of one step, how each is computed, where its elements lie, and what builds it.
 
-    Value   shape and dtype of one step's tensor; made by Point, Reduce, AxisOp, Product or Cat, or an argument
-    Ref     a view of a value: where its elements lie in the value's natural, contiguous layout
-    Place   where a value's elements lie: a C variable, the row of it that step t uses, and strides
+    Value          shape and dtype of one step's tensor; made by an operation, or an argument
+    Operation      Elementwise, Reduce, AxisOp, Product, Cat, or TimeReduction, a sum over all steps
+    View           elements of a value, by strides in its contiguous layout
+    MemoryLayout   where a value's elements lie: a C variable, the row of it that step t uses, and strides
 
 A view costs nothing: PyTorch itself works out its strides, on a tensor of the "meta" device that has no memory.
 Nodes of the graph that are only views therefore never become values here.
@@ -21,7 +22,7 @@ cells take are never stored:
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor, fx
 
 from weft.core.errors import WeftError
 
-TYPES = {
+C_TYPES = {
     torch.float32: "float",
     torch.float64: "double",
     torch.bfloat16: "w_bfloat16",
@@ -44,13 +45,13 @@ TYPES = {
 """The dtypes that loops can hold, and their names in C."""
 
 
-SMALL = (torch.bfloat16, torch.float16)
+REDUCED_PRECISION = (torch.bfloat16, torch.float16)
 """Held, but computed with in float32, as PyTorch does on a CPU: each operator's result is rounded."""
 
 
-def computed_in(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which C computes what is of this one."""
-    return torch.float32 if dtype in SMALL else dtype
+    return torch.float32 if dtype in REDUCED_PRECISION else dtype
 
 
 class Unsupported(WeftError, RuntimeError):
@@ -59,8 +60,8 @@ class Unsupported(WeftError, RuntimeError):
 
 def check_dtype(dtype: torch.dtype, what: str) -> None:
     """Raise Unsupported for a dtype that loops cannot hold; `what` has it."""
-    if dtype not in TYPES:
-        raise Unsupported(f"{what} is of {dtype}; loops in C hold {', '.join(map(str, TYPES))}")
+    if dtype not in C_TYPES:
+        raise Unsupported(f"{what} is of {dtype}; loops in C hold {', '.join(map(str, C_TYPES))}")
 
 
 CHEAP = {"({0}+{1})", "({0}-{1})", "({0}*{1})", "(-{0})", "({0}+{1}*{2})", "({0}-{1}*{2})"}
@@ -74,14 +75,14 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    made: "Made | None" = None
+    made: "Operation | None" = None
     varies: bool = True
 
     def __repr__(self) -> str:
         return self.name
 
     @property
-    def still(self) -> bool:
+    def constant(self) -> bool:
         """Whether it is given, and the same in all steps."""
         return not self.varies and self.made is None
 
@@ -97,7 +98,7 @@ class Value:
 
 
 @dataclass(frozen=True, eq=False)
-class Ref:
+class View:
     """A view of a value; `at` is a meta tensor with the view's shape, strides and offset."""
 
     value: Value
@@ -114,12 +115,12 @@ class Ref:
         return self.at.shape == self.value.shape and self.at.storage_offset() == 0 and self.at.is_contiguous()
 
 
-Operand = Ref | bool | int | float
+Operand = View | bool | int | float
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
-    """Elementwise: a C expression of the operands, each converted to `type` first."""
+class Elementwise:
+    """A C expression of the operands, each converted to `type` first."""
 
     expression: str
     operands: Sequence[Operand]
@@ -128,17 +129,17 @@ class Point:
 
 @dataclass(frozen=True, eq=False)
 class Reduce:
-    """Along axes, which stay with size 1 in the value's shape if `keep`."""
+    """A reduction along axes, which stay with size 1 in the value's shape if `keep`."""
 
     kind: Literal["sum", "max", "min"]
-    source: Ref
+    source: View
     axes: tuple[int, ...]
     keep: bool
 
 
 @dataclass(frozen=True, eq=False)
 class AxisOp:
-    """Along one axis, in order; the other axes of all operands are those of the value.
+    """An operation along one axis, in order; the other axes of all operands are those of the value.
 
     cumsum       of (source,)                  running sums
     argmax, -min of (source,)                  where the first of the largest or smallest is; the axis stays with size 1
@@ -148,7 +149,7 @@ class AxisOp:
     """
 
     kind: Literal["cumsum", "argmax", "argmin", "gather", "scatter", "scatter_add"]
-    operands: Sequence[Ref]
+    operands: Sequence[View]
     axis: int
 
 
@@ -156,47 +157,47 @@ class AxisOp:
 class Product:
     """A matrix product, ... x M x K by ... x K x N, plus what its sums start with.
 
-    With `live`, a mask of the batch's rows, nobody wants the others: rows on the left, or the inner axis of a total.
+    With `row_mask`, only rows where it is true are read: rows on the left, or the inner axis of a sum over time.
     """
 
-    left: Ref
-    right: Ref
-    start: Ref | None = None
-    live: Ref | None = None
+    left: View
+    right: View
+    start: View | None = None
+    row_mask: View | None = None
 
     @property
     def fixed(self) -> Literal["left", "right"] | None:
         """Which side is given and the same in all steps, so that it is packed once; the right one if both are."""
-        if self.right.value.still:
+        if self.right.value.constant:
             return "right"
-        return "left" if self.left.value.still else None
+        return "left" if self.left.value.constant else None
 
 
 @dataclass(frozen=True, eq=False)
 class Cat:
-    """Pieces one behind the other along an axis."""
+    """A concatenation of pieces along an axis."""
 
-    pieces: Sequence[Ref]
+    pieces: Sequence[View]
     axis: int
 
 
 @dataclass(frozen=True, eq=False)
-class Total:
+class TimeReduction:
     """The sum of a view over all steps: of its rows' products, its sums along axes, or of itself."""
 
-    of: "Product | Reduce | Ref"
+    of: "Product | Reduce | View"
 
 
-Made = Point | Reduce | AxisOp | Product | Cat | Total
+Operation = Elementwise | Reduce | AxisOp | Product | Cat | TimeReduction
 
 
-def refs(made: Made | None) -> list[Ref]:
+def operand_views(made: Operation | None) -> list[View]:
     """The views that are read to make a value."""
     match made:
         case None:
             return []
-        case Point(operands=operands):
-            return [each for each in operands if isinstance(each, Ref)]
+        case Elementwise(operands=operands):
+            return [each for each in operands if isinstance(each, View)]
         case Reduce(source=source):
             return [source]
         case AxisOp(operands=operands):
@@ -205,17 +206,17 @@ def refs(made: Made | None) -> list[Ref]:
             return [each for each in (left, right, start) if each is not None]
         case Cat(pieces=pieces):
             return list(pieces)
-        case Total(of=of):
-            return [of] if isinstance(of, Ref) else refs(of)
+        case TimeReduction(of=of):
+            return [of] if isinstance(of, View) else operand_views(of)
 
 
-def sources(made: Made | None) -> list[Value]:
+def sources(made: Operation | None) -> list[Value]:
     """The values that are read to make a value."""
-    return [each.value for each in refs(made)]
+    return [each.value for each in operand_views(made)]
 
 
-def leading(ends: Iterable[Value]) -> set[Value]:
-    """The values that some end is made of, and the ends."""
+def ancestors(ends: Iterable[Value]) -> set[Value]:
+    """The values that the ends depend on, and the ends."""
     found: set[Value] = set()
     stack = list(ends)
     while stack:
@@ -226,38 +227,40 @@ def leading(ends: Iterable[Value]) -> set[Value]:
     return found
 
 
-def replaced(made: Made, old: Value, new: Value) -> Made:
+def replace_operand(made: Operation, old: Value, new: Value) -> Operation:
     """The same, but reading another value."""
 
-    def ref(given: Ref) -> Ref:
-        return Ref(new, given.at) if given.value is old else given
+    def view(given: View) -> View:
+        return View(new, given.at) if given.value is old else given
 
     match made:
-        case Point(operands=operands):
-            return replace(made, operands=[ref(each) if isinstance(each, Ref) else each for each in operands])
+        case Elementwise(operands=operands):
+            return replace(made, operands=[view(each) if isinstance(each, View) else each for each in operands])
         case Reduce(source=source):
-            return replace(made, source=ref(source))
+            return replace(made, source=view(source))
         case AxisOp(operands=operands):
-            return replace(made, operands=[ref(each) for each in operands])
+            return replace(made, operands=[view(each) for each in operands])
         case Product(left=left, right=right, start=start):
-            return replace(made, left=ref(left), right=ref(right), start=None if start is None else ref(start))
+            return replace(made, left=view(left), right=view(right), start=None if start is None else view(start))
         case Cat(pieces=pieces):
-            return replace(made, pieces=[ref(each) for each in pieces])
-        case Total(of=of):
-            return Total(ref(of) if isinstance(of, Ref) else cast("Product | Reduce", replaced(of, old, new)))
+            return replace(made, pieces=[view(each) for each in pieces])
+        case TimeReduction(of=of):
+            return TimeReduction(
+                view(of) if isinstance(of, View) else cast("Product | Reduce", replace_operand(of, old, new))
+            )
 
 
-def seen(value: Value) -> Ref:
+def whole_view(value: Value) -> View:
     """The value itself, whole."""
-    return Ref(value, natural(value.shape, value.dtype))
+    return View(value, contiguous_meta(value.shape, value.dtype))
 
 
-def natural(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A contiguous tensor without memory."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def shares(view: Any, of: Tensor) -> bool:
+def shares_storage(view: Any, of: Tensor) -> bool:
     """Whether a meta tensor is a view of another: they are of one storage."""
     return isinstance(view, Tensor) and view._cdata != of._cdata and _storage(view) == _storage(of)
 
@@ -266,27 +269,14 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@dataclass(eq=False)
-class Store:
-    """Every value made for one function, by order of making."""
-
-    made: list[Value] = field(default_factory=list[Value])
-
-    def add(self, shape: Sequence[int], dtype: torch.dtype, made: Made) -> Ref:
-        """A new value, seen whole."""
-        value = Value(f"z{len(self.made)}", tuple(shape), dtype, made)
-        self.made.append(value)
-        return seen(value)
-
-
 Row = Literal["same", "step", "next", "in", "out"]
 _FACTOR = {"step": "t", "next": "(t + 1)", "in": "((t + 1) & 1)", "out": "(t & 1)"}
 _FIRST = {"step": 0, "next": 1}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Elements in memory. `base` is a C variable; `size`, `offset` and `strides` count numbers, not bytes."""
+class MemoryLayout:
+    """Layout of a view in memory. `base` is a C variable; `size`, `offset` and `strides` count numbers, not bytes."""
 
     base: str
     row: Row
@@ -296,7 +286,7 @@ class Place:
     offset: int = 0
 
     @property
-    def lasting(self) -> bool:
+    def per_step(self) -> bool:
         """Whether every step has a row of its own, which is still there when the loop is over."""
         return self.row in _FIRST
 
@@ -312,7 +302,7 @@ class Place:
 
     @property
     def first(self) -> str:
-        """The first element's address in the first step, of a place whose row is lasting or the only one."""
+        """The first element's address in the first step, of a layout with a row per step, or only one row."""
         return self._from(self.base if self.row == "same" else f"({self.base} + {_FIRST[self.row]} * {self.size}L)")
 
     def at(self, batch: int | None, row: str, column: str = "0") -> str:
@@ -324,21 +314,21 @@ class Place:
             text += "" if index == "0" else f" + {index} * {stride}L"
         return text
 
-    def turned(self) -> "Place":
+    def transposed(self) -> "MemoryLayout":
         """The transposed matrix."""
-        return self.seen((*self.strides[:-2], self.strides[-1], self.strides[-2]), self.offset)
+        return self.with_strides((*self.strides[:-2], self.strides[-1], self.strides[-2]), self.offset)
 
-    def spread(self, shape: Sequence[int], over: Sequence[int]) -> "Place":
+    def broadcast(self, shape: Sequence[int], over: Sequence[int]) -> "MemoryLayout":
         """As broadcast from `shape` over a larger shape."""
         missing = len(over) - len(shape)
         strides = [0 if size == 1 else step for size, step in zip(shape, self.strides, strict=True)]
-        return self.seen((*[0] * missing, *strides), self.offset)
+        return self.with_strides((*[0] * missing, *strides), self.offset)
 
-    def only(self, axes: Sequence[int]) -> "Place":
+    def select_axes(self, axes: Sequence[int]) -> "MemoryLayout":
         """Some of the axes, at the first element of the others."""
-        return self.seen(tuple([self.strides[i] for i in axes]), self.offset)
+        return self.with_strides(tuple([self.strides[i] for i in axes]), self.offset)
 
-    def seen(self, strides: tuple[int, ...], offset: int) -> "Place":
+    def with_strides(self, strides: tuple[int, ...], offset: int) -> "MemoryLayout":
         """Other elements of the same memory."""
         return replace(self, strides=strides, offset=offset)
 
@@ -346,92 +336,101 @@ class Place:
         return f"{row} + {self.offset}L" if self.offset else row
 
 
-View = Callable[[Tensor], Any]
+ViewFunction = Callable[[Tensor], Any]
 
 
-class Maker:
-    """Holds what was given and what was made, by node."""
+class LoweringContext:
+    """Values and views made so far for one function, by node of the captured graph."""
 
-    def __init__(self, given: Mapping[fx.Node, Ref | list[Ref]], live: Mapping[fx.Node, Ref] | None = None) -> None:
-        self.store = Store()
-        self.live = live or {}
-        """By product, a mask of the only rows that anybody wants."""
-        self.refs: dict[fx.Node, Ref | list[Ref]] = dict(given)
+    def __init__(
+        self, given: Mapping[fx.Node, View | list[View]], row_masks: Mapping[fx.Node, View] | None = None
+    ) -> None:
+        self.made: list[Value] = []
+        """Every value that was made, in order."""
+        self.row_masks = row_masks or {}
+        """By product, a mask of the only rows of its result that are read."""
+        self.views: dict[fx.Node, View | list[View]] = dict(given)
 
-    def ref(self, node: fx.Node) -> Ref:
+    def view(self, node: fx.Node) -> View:
         """The view that a node stands for."""
-        found = self.refs[node]
+        found = self.views[node]
         if isinstance(found, list):
             raise Unsupported(f"{node.target} yields several tensors where one is wanted")
         return found
 
+    def add(self, shape: Sequence[int], dtype: torch.dtype, made: Operation) -> View:
+        """A new value, as a view of all of it."""
+        value = Value(f"z{len(self.made)}", tuple(shape), dtype, made)
+        self.made.append(value)
+        return whole_view(value)
+
     def operand(self, given: object) -> Operand:
         """An argument of an elementwise operator: a tensor's view, or a number."""
         if isinstance(given, fx.Node):
-            return self.ref(given)
+            return self.view(given)
         if isinstance(given, bool | int | float):
             return given
         raise Unsupported(f"loops in C compute with plain numbers, not with {given!r}")
 
-    def point(
+    def elementwise(
         self,
         expression: str,
         operands: Sequence[Operand],
         shape: Sequence[int],
         dtype: torch.dtype,
         type: torch.dtype | None = None,
-    ) -> Ref:
+    ) -> View:
         """A new elementwise value, computed in `type`, which is its own dtype if not given."""
-        return self.store.add(shape, dtype, Point(expression, list(operands), computed_in(type or dtype)))
+        return self.add(shape, dtype, Elementwise(expression, list(operands), compute_dtype(type or dtype)))
 
-    def like(self, node: fx.Node, expression: str, operands: Sequence[Operand]) -> Ref:
+    def like(self, node: fx.Node, expression: str, operands: Sequence[Operand]) -> View:
         """A new elementwise value that looks like the node's."""
-        value = value_of(node)
-        return self.point(expression, operands, value.shape, value.dtype)
+        value = meta_value(node)
+        return self.elementwise(expression, operands, value.shape, value.dtype)
 
-    def copied(self, ref: Ref, dtype: torch.dtype | None = None) -> Ref:
+    def copied(self, view: View, dtype: torch.dtype | None = None) -> View:
         """The elements of a view in a layout of their own, and of a dtype."""
-        return self.point("{0}", [ref], ref.shape, dtype or ref.value.dtype)
+        return self.elementwise("{0}", [view], view.shape, dtype or view.value.dtype)
 
-    def as_dtype(self, ref: Ref, dtype: torch.dtype) -> Ref:
+    def as_dtype(self, view: View, dtype: torch.dtype) -> View:
         """The elements in a dtype; the view itself if they are."""
-        return ref if ref.value.dtype == dtype else self.copied(ref, dtype)
+        return view if view.value.dtype == dtype else self.copied(view, dtype)
 
-    def look(self, ref: Ref, view: View, push: bool = False) -> Ref | list[Ref] | None:
+    def apply_view(self, view: View, apply: ViewFunction, push: bool = False) -> View | list[View] | None:
         """A view of a view; None if there can be none. With `push`, cheap elementwise operators are computed in it."""
-        made = ref.value.made
-        if push and isinstance(made, Point) and made.expression in CHEAP and ref.whole:
-            return self._pushed(ref.value, made, view)
-        seen = view(ref.at)
+        made = view.value.made
+        if push and isinstance(made, Elementwise) and made.expression in CHEAP and view.whole:
+            return self._pushed(view.value, made, apply)
+        seen = apply(view.at)
         if isinstance(seen, list | tuple):
-            return [Ref(ref.value, each) for each in cast("list[Tensor]", seen)]
-        return Ref(ref.value, seen) if shares(seen, ref.at) or seen is ref.at else None
+            return [View(view.value, each) for each in cast("list[Tensor]", seen)]
+        return View(view.value, seen) if shares_storage(seen, view.at) or seen is view.at else None
 
-    def _pushed(self, value: Value, made: Point, view: View) -> Ref | list[Ref]:
-        """Looks of the operands instead of a look of what is made of them."""
-        several = isinstance(view(natural(value.shape, value.dtype)), list | tuple)
+    def _pushed(self, value: Value, made: Elementwise, apply: ViewFunction) -> View | list[View]:
+        """Views of the operands instead of a view of the result."""
+        several = isinstance(apply(contiguous_meta(value.shape, value.dtype)), list | tuple)
 
-        def looks(operand: Operand) -> list[Operand]:
-            if not isinstance(operand, Ref):
+        def views(operand: Operand) -> list[Operand]:
+            if not isinstance(operand, View):
                 return [operand]
-            seen = view(operand.at.expand(value.shape))
-            return [Ref(operand.value, each) for each in (cast("list[Tensor]", seen) if several else [seen])]
+            seen = apply(operand.at.expand(value.shape))
+            return [View(operand.value, each) for each in (cast("list[Tensor]", seen) if several else [seen])]
 
-        columns = [looks(each) for each in made.operands]
-        found: list[Ref] = []
+        columns = [views(each) for each in made.operands]
+        found: list[View] = []
         for i in range(max(len(each) for each in columns)):
             operands = [each[i if len(each) > 1 else 0] for each in columns]
-            shape = next(each.shape for each in operands if isinstance(each, Ref))
-            found.append(self.point(made.expression, operands, shape, value.dtype, made.type))
+            shape = next(each.shape for each in operands if isinstance(each, View))
+            found.append(self.elementwise(made.expression, operands, shape, value.dtype, made.type))
         return found if several else found[0]
 
 
-def value_of(node: fx.Node) -> Tensor:
+def meta_value(node: fx.Node) -> Tensor:
     """What the node yielded when the step was captured: its shape and dtype count."""
     return cast(Tensor, node.meta["val"])
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:
+def schema_arguments(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by the names that the operator's schema gives them, with defaults."""
     schema = cast(Any, node.target)._schema
     found: dict[str, Any] = {}
@@ -441,9 +440,9 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return found
 
 
-def promoted(operands: Sequence[Operand]) -> torch.dtype:
+def promoted_dtype(operands: Sequence[Operand]) -> torch.dtype:
     """The dtype that one or two operands promote to."""
-    like = [natural((1,) * len(o.shape), o.value.dtype) if isinstance(o, Ref) else o for o in operands]
+    like = [contiguous_meta((1,) * len(o.shape), o.value.dtype) if isinstance(o, View) else o for o in operands]
     if len(like) == 1:
         return like[0].dtype if isinstance(like[0], Tensor) else torch.tensor(like[0]).dtype
     one, other = like

@@ -12,11 +12,10 @@
 //   columns  the sum of all rows, for a bias
 //
 // The panel layout and the register tile are those of Goto and van de Geijn (Anatomy of High-Performance Matrix
-// Multiplication, 2008). Threads are made for one call and joined in it: nothing outlives it.
+// Multiplication, 2008). Threads are those of torch's OpenMP: this file starts none.
 //
 // The compiler is told what to unroll, so that it need not be asked for its highest and slowest level.
 
-#include <pthread.h>
 #include <stdlib.h>
 #include <sched.h>
 
@@ -271,51 +270,24 @@ extern "C" void weft_meet(int *gate, long threads) {
         if (n > 4000) sched_yield();
 }
 
-// Run the body once on each thread, each told which one it is and how many they are. The threads are those of torch's
-// own OpenMP, if it has one: a second pool would fight with it for the cores, since its threads wait for work spinning.
+// Run the body once on each thread of torch's own OpenMP, whose threads wait for work spinning: threads beside them would
+// compete for the cores. Without OpenMP, the caller's thread runs it alone.
 typedef void (*Body)(long thread, long threads, long steps, void **values, int *gate);
 typedef void (*Parallel)(void (*member)(void *), void *given, unsigned threads, unsigned flags);
 struct Call { Body body; long steps; void **values; int gate[2]; };
-static struct { Parallel parallel; int (*thread)(), (*threads)(); } team;
+static struct { Parallel parallel; int (*thread)(), (*threads)(); } openmp;
 
-extern "C" void weft_team(void **found) {
-    team = {(Parallel)found[0], (int (*)())found[1], (int (*)())found[2]};
+extern "C" void weft_bind_openmp(void **found) {
+    openmp = {(Parallel)found[0], (int (*)())found[1], (int (*)())found[2]};
 }
 
 static void member(void *given) {
     Call *call = (Call *)given;
-    call->body(team.thread(), team.threads(), call->steps, call->values, call->gate);
-}
-
-// Without OpenMP, threads of our own; fewer where the system grants no more: they wait until it is known how many.
-struct Start { Call *call; long thread, threads; pthread_t id; };
-
-static void *begin(void *given) {
-    Start *start = (Start *)given;
-    long threads;
-    for (long n = 0; (threads = __atomic_load_n(&start->threads, __ATOMIC_ACQUIRE)) == 0; n++)
-        if (n > 4000) sched_yield();
-    start->call->body(start->thread, threads, start->call->steps, start->call->values, start->call->gate);
-    return 0;
-}
-
-static void started(Call *call, long threads) {
-    enum { MOST = 64 };
-    Start starts[MOST];
-    if (threads > MOST) threads = MOST;
-    long made = 1;
-    for (; made < threads; made++) {
-        starts[made] = Start{call, made, 0, {}};
-        if (pthread_create(&starts[made].id, 0, begin, &starts[made])) break;
-    }
-    for (long n = 1; n < made; n++) __atomic_store_n(&starts[n].threads, made, __ATOMIC_RELEASE);
-    call->body(0, made, call->steps, call->values, call->gate);
-    for (long n = 1; n < made; n++) pthread_join(starts[n].id, 0);
+    call->body(openmp.thread(), openmp.threads(), call->steps, call->values, call->gate);
 }
 
 extern "C" void weft_run(Body body, long threads, long steps, void **values) {
     Call call{body, steps, values, {0, 0}};
-    if (threads <= 1) body(0, 1, steps, values, call.gate);
-    else if (team.parallel) team.parallel(member, &call, (unsigned)threads, 0);
-    else started(&call, threads);
+    if (threads <= 1 || !openmp.parallel) body(0, 1, steps, values, call.gate);
+    else openmp.parallel(member, &call, (unsigned)threads, 0);
 }

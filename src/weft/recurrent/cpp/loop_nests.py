@@ -15,21 +15,21 @@ from dataclasses import dataclass
 import torch
 
 from weft.recurrent.cpp.ir import (
-    TYPES,
+    C_TYPES,
     AxisOp,
+    Elementwise,
+    MemoryLayout,
     Operand,
-    Place,
-    Point,
     Reduce,
-    Ref,
     Value,
-    natural,
+    View,
+    contiguous_meta,
 )
 
 
 def literal(value: bool | int | float, dtype: torch.dtype) -> str:
     """A number as C, exactly."""
-    kind = TYPES[dtype]
+    kind = C_TYPES[dtype]
     if dtype == torch.bool:
         return f"({kind}){int(bool(value))}"
     if isinstance(value, int):
@@ -47,11 +47,11 @@ def converted(text: str, to: torch.dtype, of: torch.dtype) -> str:
     """An expression of one dtype, in another."""
     if to == of:
         return text
-    return f"({text} != 0)" if to == torch.bool else f"({TYPES[to]}){text}"
+    return f"({text} != 0)" if to == torch.bool else f"({C_TYPES[to]}){text}"
 
 
 @dataclass
-class Axis:
+class LoopAxis:
     """One loop: its size, and each operand's stride along it. `rows` marks the row axis."""
 
     size: int
@@ -59,11 +59,11 @@ class Axis:
     rows: bool = False
 
 
-def axes_of(shape: Sequence[int], places: Sequence[Place], row_axis: int | None) -> list[Axis]:
+def axes_of(shape: Sequence[int], layouts: Sequence[MemoryLayout], row_axis: int | None) -> list[LoopAxis]:
     """The loops over a shape, as few as possible."""
-    found: list[Axis] = []
+    found: list[LoopAxis] = []
     for i, size in enumerate(shape):
-        axis = Axis(size, [place.strides[i] for place in places], i == row_axis)
+        axis = LoopAxis(size, [layout.strides[i] for layout in layouts], i == row_axis)
         if size == 1 and not axis.rows:
             continue
         last = found[-1] if found else None
@@ -75,7 +75,7 @@ def axes_of(shape: Sequence[int], places: Sequence[Place], row_axis: int | None)
     return found
 
 
-def opened(axes: Sequence[Axis], *, free: bool = True, begin: int = 0) -> list[str]:
+def open_loops(axes: Sequence[LoopAxis], *, free: bool = True, begin: int = 0) -> list[str]:
     """The heads of loops, with variables from i<begin> on; the innermost is `free` of dependences, or not."""
     lines: list[str] = []
     for i, axis in enumerate(axes, begin):
@@ -86,63 +86,63 @@ def opened(axes: Sequence[Axis], *, free: bool = True, begin: int = 0) -> list[s
     return lines
 
 
-def element(place: Place, axes: Sequence[Axis], which: int) -> str:
+def element(layout: MemoryLayout, axes: Sequence[LoopAxis], which: int) -> str:
     """The element of the operand of that number, within the loops."""
     terms = [f"i{i} * {axis.strides[which]}L" for i, axis in enumerate(axes) if axis.strides[which]]
     terms = [each.replace(" * 1L", "") for each in terms]
-    return f"({place.here})[{' + '.join([str(place.offset), *terms])}]"
+    return f"({layout.here})[{' + '.join([str(layout.offset), *terms])}]"
 
 
-def nest(axes: Sequence[Axis], body: Sequence[str], *, free: bool = True) -> list[str]:
+def nest(axes: Sequence[LoopAxis], body: Sequence[str], *, free: bool = True) -> list[str]:
     """Statements within loops; a block if there are none."""
-    return [*(opened(axes, free=free) or ["{"]), *body, "}" * max(len(axes), 1)]
+    return [*(open_loops(axes, free=free) or ["{"]), *body, "}" * max(len(axes), 1)]
 
 
 def group_nest(
     group: Sequence[Value],
-    place: Callable[[Ref], Place],
+    layout: Callable[[View], MemoryLayout],
     stored: Callable[[Value, Sequence[Value]], bool],
     row_axis: int | None,
 ) -> list[str]:
     """Elementwise values of one shape in one pass; `stored` tells which of them need memory."""
     shape, members = group[0].shape, set(group)
-    read: dict[Ref, Place] = {}
+    read: dict[View, MemoryLayout] = {}
     for value in group:
         for each in _operands(value):
-            if isinstance(each, Ref) and each.value not in members:
-                read[each] = place(each).spread(each.shape, shape)
-    kept = {each: place(Ref(each, natural(each.shape, each.dtype))) for each in group if stored(each, group)}
+            if isinstance(each, View) and each.value not in members:
+                read[each] = layout(each).broadcast(each.shape, shape)
+    kept = {each: layout(View(each, contiguous_meta(each.shape, each.dtype))) for each in group if stored(each, group)}
     axes = axes_of(shape, [*read.values(), *kept.values()], row_axis)
     lines: list[str] = []
-    names: dict[Ref, str] = {}
-    for n, (ref, where) in enumerate(read.items()):
-        names[ref] = f"e{n}"
-        lines.append(f"const {TYPES[ref.value.dtype]} e{n} = {element(where, axes, n)};")
+    names: dict[View, str] = {}
+    for n, (view, where) in enumerate(read.items()):
+        names[view] = f"e{n}"
+        lines.append(f"const {C_TYPES[view.value.dtype]} e{n} = {element(where, axes, n)};")
     lines += [_line(value, names) for value in group]
     lines += [f"{element(where, axes, len(read) + n)} = {value};" for n, (value, where) in enumerate(kept.items())]
     return nest(axes, lines)
 
 
-def _line(value: Value, names: dict[Ref, str]) -> str:
+def _line(value: Value, names: dict[View, str]) -> str:
     """One value's variable; `names` are those of what is read from memory."""
     made = value.made
-    assert isinstance(made, Point)
+    assert isinstance(made, Elementwise)
 
     def text(operand: Operand) -> str:
-        if not isinstance(operand, Ref):
+        if not isinstance(operand, View):
             return literal(operand, made.type)
         return converted(names.get(operand, str(operand.value)), made.type, operand.value.dtype)
 
-    return f"const {TYPES[value.dtype]} {value} = {made.expression.format(*(text(each) for each in made.operands))};"
+    return f"const {C_TYPES[value.dtype]} {value} = {made.expression.format(*(text(each) for each in made.operands))};"
 
 
 def _operands(value: Value) -> Sequence[Operand]:
-    assert isinstance(value.made, Point)
+    assert isinstance(value.made, Elementwise)
     return value.made.operands
 
 
-def copy_nest(shape: Sequence[int], source: Place, to: Place, row_axis: int | None) -> list[str]:
-    """Elements from one place to another."""
+def copy_nest(shape: Sequence[int], source: MemoryLayout, to: MemoryLayout, row_axis: int | None) -> list[str]:
+    """Copy elements from one layout to another."""
     axes = axes_of(shape, [source, to], row_axis)
     return nest(axes, [f"{element(to, axes, 1)} = {element(source, axes, 0)};"])
 
@@ -162,7 +162,7 @@ def _begin(kind: str, dtype: torch.dtype) -> str:
 
 
 def reduce_nest(
-    value: Value, source: Place, own: Place, row_axis: int | None, *, in_register: bool = False
+    value: Value, source: MemoryLayout, own: MemoryLayout, row_axis: int | None, *, in_register: bool = False
 ) -> list[str]:
     """A reduction: along what lies one behind the other into a register, else row by row into the result.
 
@@ -170,65 +170,69 @@ def reduce_nest(
     """
     made = value.made
     assert isinstance(made, Reduce)
-    shape, kind = made.source.shape, TYPES[value.dtype]
+    shape, kind = made.source.shape, C_TYPES[value.dtype]
     to = _unreduced(shape, made.axes, made.keep, own)
     kept = [i for i in range(len(shape)) if i not in made.axes]
     rows = None if row_axis is None else kept.index(row_axis) if made.keep else row_axis
-    outer = axes_of([shape[i] for i in kept], [source.only(kept), to.only(kept)], rows)
-    inner = axes_of([shape[i] for i in made.axes], [source.only(made.axes), to.only(made.axes)], None)
+    outer = axes_of([shape[i] for i in kept], [source.select_axes(kept), to.select_axes(kept)], rows)
+    inner = axes_of([shape[i] for i in made.axes], [source.select_axes(made.axes), to.select_axes(made.axes)], None)
     step, begin = _STEP[made.kind], _begin(made.kind, value.dtype)
     near = bool(inner) and inner[-1].strides[0] == 1
     if in_register or not inner or near or not outer or outer[-1].strides[0] != 1:
         loops, item = inner, element(source, [*outer, *inner], 0)
         if near and made.kind == "sum" and value.dtype.is_floating_point:
             loops, item = inner[:-1], f"w_sum({inner[-1].size}L, &{element(source, [*outer, *inner[:-1]], 0)})"
-        body = [f"{kind} sum = {begin};", *opened(loops, free=False, begin=len(outer))]
+        body = [f"{kind} sum = {begin};", *open_loops(loops, free=False, begin=len(outer))]
         body += [f"sum = {step.format('sum', item)};", "}" * len(loops)]
         return nest(outer, [*body, f"{element(to, outer, 1)} = sum;"], free=False)
-    turned = [*inner, *outer]
-    here = element(to, turned, 1)
+    transposed = [*inner, *outer]
+    here = element(to, transposed, 1)
     return [
         *nest(outer, [f"{element(to, outer, 1)} = {begin};"]),
-        *nest(turned, [f"{here} = {step.format(here, element(source, turned, 0))};"]),
+        *nest(transposed, [f"{here} = {step.format(here, element(source, transposed, 0))};"]),
     ]
 
 
-def axis_nest(value: Value, places: Sequence[Place], own: Place, row_axis: int | None) -> list[str]:
-    """What works along one axis; `places` are those of its operands."""
+def axis_nest(value: Value, layouts: Sequence[MemoryLayout], own: MemoryLayout, row_axis: int | None) -> list[str]:
+    """An operation along one axis; `layouts` are those of its operands."""
     made = value.made
     assert isinstance(made, AxisOp)
     if made.kind == "gather" or made.kind.startswith("scatter"):
-        return _indexed_nest(value, made, places, own, row_axis)
-    (source,), (place,), axis = made.operands, places, made.axis
+        return _indexed_nest(value, made, layouts, own, row_axis)
+    (source,), (layout,), axis = made.operands, layouts, made.axis
     others = [i for i in range(len(value.shape)) if i != axis]
     rows = None if row_axis is None else others.index(row_axis)
-    loops = axes_of([source.shape[i] for i in others], [place.only(others), own.only(others)], rows)
-    item, to = (_further(element(each, loops, i), "j", each.strides[axis]) for i, each in enumerate((place, own)))
+    loops = axes_of([source.shape[i] for i in others], [layout.select_axes(others), own.select_axes(others)], rows)
+    item, to = (_further(element(each, loops, i), "j", each.strides[axis]) for i, each in enumerate((layout, own)))
     head = f"for (long j = 0; j < {source.shape[axis]}L; j++) {{"
     if made.kind == "cumsum":
-        kind = "double" if value.dtype.is_floating_point else TYPES[value.dtype]  # as PyTorch adds them up
+        kind = "double" if value.dtype.is_floating_point else C_TYPES[value.dtype]  # as PyTorch adds them up
         return nest(loops, [f"{kind} sum = 0;", head, f"sum += {item}; {to} = sum;", "}"], free=False)
     worse = "<=" if made.kind == "argmax" else ">="  # the first that is NaN stays
     body = [
-        f"long at = 0; {TYPES[source.value.dtype]} best = {element(place, loops, 0)};",
+        f"long at = 0; {C_TYPES[source.value.dtype]} best = {element(layout, loops, 0)};",
         *(head, f"if (!({item} {worse} best) && best == best) best = {item}, at = j;", "}"),
         f"{element(own, loops, 1)} = at;",
     ]
     return nest(loops, body, free=False)
 
 
-def _indexed_nest(value: Value, made: AxisOp, places: Sequence[Place], own: Place, row_axis: int | None) -> list[str]:
+def _indexed_nest(
+    value: Value, made: AxisOp, layouts: Sequence[MemoryLayout], own: MemoryLayout, row_axis: int | None
+) -> list[str]:
     """At an index: an index out of range touches no memory but gives NaN; where that is possible, handlers see to it
     that the dtype has one."""
-    writes, (begin, index, *rest) = made.kind != "gather", places
+    writes, (begin, index, *rest) = made.kind != "gather", layouts
     source, target = (rest[0], own) if writes else (begin, own)
     indexed, size = (target, value.shape[made.axis]) if writes else (source, made.operands[0].shape[made.axis])
-    fixed = indexed.seen(tuple(0 if i == made.axis else n for i, n in enumerate(indexed.strides)), indexed.offset)
+    fixed = indexed.with_strides(
+        tuple(0 if i == made.axis else n for i, n in enumerate(indexed.strides)), indexed.offset
+    )
     plain = source if writes else target
     axes = axes_of(made.operands[1].shape, [index, fixed, plain], row_axis)
     here, other = element(fixed, axes, 1), element(plain, axes, 2)
     there = _further(here, "at", indexed.strides[made.axis])
-    nan = f"({TYPES[value.dtype]})" + ("NAN" if value.dtype.is_floating_point else "0")
+    nan = f"({C_TYPES[value.dtype]})" + ("NAN" if value.dtype.is_floating_point else "0")
     body = [f"long at = {element(index, axes, 0)};", f"at += at < 0 ? {size}L : 0;"]
     found = f"(unsigned long)at < {size}"
     if not writes:
@@ -243,16 +247,18 @@ def _further(element: str, index: str, stride: int) -> str:
     return f"{element[:-1]} + {index} * {stride}L]"
 
 
-def total_nest(shape: Sequence[int], axes: Sequence[int], keep: bool, source: Place, to: Place) -> list[str]:
+def time_reduction_nest(
+    shape: Sequence[int], axes: Sequence[int], keep: bool, source: MemoryLayout, to: MemoryLayout
+) -> list[str]:
     """Adds one step's elements, summed along axes, to what is there."""
     into = _unreduced(shape, axes, keep, to)
     order = [*axes, *(i for i in range(len(shape)) if i not in axes)]
-    loops = axes_of([shape[i] for i in order], [source.only(order), into.only(order)], None)
+    loops = axes_of([shape[i] for i in order], [source.select_axes(order), into.select_axes(order)], None)
     return nest(loops, [f"{element(into, loops, 1)} += {element(source, loops, 0)};"], free=not axes)
 
 
-def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: Place) -> Place:
-    """The result's place over the source's shape: no stride along the axes that are gone."""
+def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: MemoryLayout) -> MemoryLayout:
+    """The result's layout over the source's shape: stride 0 along the axes that are reduced."""
     strides = iter(to.strides)
     found: list[int] = []
     for i in range(len(shape)):
@@ -262,4 +268,4 @@ def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: Place)
                 next(strides)
         else:
             found.append(next(strides))
-    return to.seen(tuple(found), to.offset)
+    return to.with_strides(tuple(found), to.offset)

@@ -262,7 +262,7 @@ static __attribute__((noinline, noclone)) void w_small(long M, long N, long K, c
      long s_row, long s_col, long first, long last, const boolean *live)
 #define COLUMNS(R) (long M, long N, const R *a, long a_row, R *c, long thread, long threads)
 
-struct Kernels {  // in the order in which program.py gives them
+struct Kernels {  // in the order in which backend.py gives them
     void(*pack_f) PACK(float);
     void(*pack_d) PACK(double);
     void(*product_f) PRODUCT(float);

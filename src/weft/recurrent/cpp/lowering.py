@@ -1,15 +1,15 @@
-"""From a captured step to its three functions: forward, backward, and forward again where all states are known.
+"""Lowering of a captured step to its three functions: forward, backward, and forward again where all states are known.
 
     forward    x, h (rows t)           ->  h (rows t + 1), y, and what backward reads (saved)
     again      x, h (rows t and t+1)   ->  saved             nothing is carried, so products are of all steps at once
     backward   x, h, y, saved, dy, dh  ->  dx, dh, and added to the parameters' gradients
 
-What depends on the references only (`constants`) is made by PyTorch, once for each call; what C does not know, for each
-chunk (partitioner.py). Arguments are called
+What depends on the references only (`constants`) is computed by PyTorch, once for each call; what C does not know, for
+each chunk (partitioner.py). Arguments are called
 
     x inputs   h states   y outputs   v saved   c constants   dy, dx, dh their gradients   dp those of parameters
-    a          gradients of the states after each step, that are added to the carried one
-    u          made by PyTorch, read here   g   made here, read by PyTorch after backward
+    a          gradients of the states after each step, added to the carried one
+    u          computed by PyTorch, read here   g   computed here, read by PyTorch after backward
 """
 
 from dataclasses import dataclass, field
@@ -20,43 +20,55 @@ import torch
 from torch import Tensor, fx
 
 from weft.recurrent.captured import Captured
-from weft.recurrent.cpp.ir import Product, Reduce, Ref, Row, Total, Unsupported, Value, check_dtype, computed_in, seen
-from weft.recurrent.cpp.operators import Lowering, is_view
-from weft.recurrent.cpp.partitioner import Halves, Sought
-from weft.recurrent.cpp.scheduling import Argument, Function
+from weft.recurrent.cpp.ir import (
+    LoweringContext,
+    Product,
+    Reduce,
+    Row,
+    TimeReduction,
+    Unsupported,
+    Value,
+    View,
+    check_dtype,
+    compute_dtype,
+    whole_view,
+)
+from weft.recurrent.cpp.operators import is_view, lower_node
+from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, ReductionPattern
+from weft.recurrent.cpp.scheduling import Argument, LoopFunction
 
 
 @dataclass
-class Build:
+class Lowered:
     """The functions, and what their arguments mean."""
 
-    halves: Halves
+    split: ForwardBackwardSplit
     constants: list[fx.Node] = field(default_factory=list[fx.Node])
     saved: list[fx.Node] = field(default_factory=list[fx.Node])
     outside: list[fx.Node] = field(default_factory=list[fx.Node])
     """What PyTorch makes and the functions read."""
     made: list[fx.Node] = field(default_factory=list[fx.Node])
     """What `backward` makes and PyTorch reads."""
-    forward: Function = field(default_factory=partial(Function, "forward"))
-    again: Function = field(default_factory=partial(Function, "again"))
-    backward: Function = field(default_factory=partial(Function, "backward", backward=True))
+    forward: LoopFunction = field(default_factory=partial(LoopFunction, "forward"))
+    again: LoopFunction = field(default_factory=partial(LoopFunction, "again"))
+    backward: LoopFunction = field(default_factory=partial(LoopFunction, "backward", backward=True))
 
     @property
-    def functions(self) -> tuple[Function, Function, Function]:
+    def functions(self) -> tuple[LoopFunction, LoopFunction, LoopFunction]:
         """Forward, again, backward."""
         return self.forward, self.again, self.backward
 
 
-def build(captured: Captured) -> Build:
+def lower(captured: Captured) -> Lowered:
     """Settle the three functions of a captured step. Raises Unsupported."""
     written = [str(node.target) for node in captured.nodes if _writes(node)]
     if written:
         raise Unsupported(f"loops in C are made of pure operators, but this step writes by {', '.join(written)}")
-    halves = Halves(captured)
-    build = Build(halves, saved=halves.saved, made=halves.made)
-    for maker in (_Forward, _Again, _Backward):
-        maker(build).make()
-    return build
+    split = ForwardBackwardSplit(captured)
+    lowered = Lowered(split, saved=split.saved, made=split.made)
+    for context in (_ForwardLowering, _AgainLowering, _BackwardLowering):
+        context(lowered).make()
+    return lowered
 
 
 def _writes(node: fx.Node) -> bool:
@@ -65,34 +77,34 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-class _Maker:
+class _FunctionLowering:
     """Fills in one function."""
 
-    function: Function
+    function: LoopFunction
 
-    def __init__(self, build: Build) -> None:
-        self.halves, self.build = build.halves, build
-        self.captured = captured = build.halves.captured
+    def __init__(self, lowered: Lowered) -> None:
+        self.split, self.lowered = lowered.split, lowered
+        self.captured = captured = lowered.split.captured
         self.roles, self.passing = captured.roles, captured.passing
         """The states that a step hands on as they are."""
-        self.refs: dict[fx.Node, Ref] = {}
+        self.views: dict[fx.Node, View] = {}
         """What the function is given."""
-        self.lower = Lowering({})
+        self.context = LoweringContext({})
 
     # -- what it reads ----------------------------------------------------------------------------------------------
 
     def given(self, name: str, node: fx.Node, row: Row) -> Value:
         """The node's value is an argument. Constants come in the dtype that C computes in: products pack them."""
-        shape, dtype = _look(node, self.captured)
+        shape, dtype = _meta(node, self.captured)
         check_dtype(dtype, name)
-        dtype = dtype if self.halves.varies(node) else computed_in(dtype)
+        dtype = dtype if self.split.varies(node) else compute_dtype(dtype)
         value = self.function.given(name, shape, dtype, row)
-        self.refs[node] = seen(value)
+        self.views[node] = whole_view(value)
         return value
 
     def give_inputs(self) -> None:
         for i, node in enumerate(self.roles.inputs):
-            if not self.halves.outside(node):
+            if not self.split.outside(node):
                 self.given(f"x{i}", node, "step")
 
     def give_states(self) -> list[Value]:
@@ -106,49 +118,49 @@ class _Maker:
     def give_new_states(self, known: set[fx.Node]) -> None:
         """The states after the step, where they are known: the next rows of what holds the states."""
         for k, node in enumerate(self.roles.new_states):
-            if node in known and k not in self.passing and node not in self.refs:
-                shape, dtype = _look(node, self.captured)
+            if node in known and k not in self.passing and node not in self.views:
+                shape, dtype = _meta(node, self.captured)
                 value = Value(f"n{k}", shape, dtype)
-                self.function.live(value, f"h{k}", "next")
-                self.refs[node] = seen(value)
+                self.function.allocate(value, f"h{k}", "next")
+                self.views[node] = whole_view(value)
 
     # -- what it makes ----------------------------------------------------------------------------------------------
 
     def run(self, nodes: set[fx.Node]) -> None:
         """Lower these operators."""
-        live = self.halves.live
-        mask = None if live.mask is None else self.refs[live.mask]
-        self.lower = Lowering(self.refs, {} if mask is None else dict.fromkeys(live.products, mask))
+        sparsity = self.split.sparsity
+        mask = None if sparsity.mask is None else self.views[sparsity.mask]
+        self.context = LoweringContext(self.views, {} if mask is None else dict.fromkeys(sparsity.products, mask))
         for node in self.captured.nodes:
             if node in nodes:
                 for each in node.all_input_nodes:
                     self._from_outside(each)
-                self.lower.run(node)
+                lower_node(self.context, node)
 
-    def end(self, node: fx.Node) -> Ref:
+    def end(self, node: fx.Node) -> View:
         """The view that a node is."""
         self._from_outside(node)
-        return self.lower.as_dtype(self.lower.ref(node), _look(node, self.captured)[1])
+        return self.context.as_dtype(self.context.view(node), _meta(node, self.captured)[1])
 
     def want(self, name: str, node: fx.Node, row: Row = "step") -> None:
         """Write a node's value into a new argument."""
-        shape, dtype = _look(node, self.captured)
+        shape, dtype = _meta(node, self.captured)
         check_dtype(dtype, name)
         argument = self.function.argument(name, dtype, torch.Size(shape).numel(), row)
         self.function.wanted.append((self.end(node), argument))
 
     def want_saved(self) -> None:
-        for j, node in enumerate(self.build.saved):
+        for j, node in enumerate(self.lowered.saved):
             self.want(f"v{j}", node)
 
     def _from_outside(self, node: fx.Node) -> None:
         """Give what PyTorch makes, for all steps or for each."""
-        if node in self.lower.refs:
+        if node in self.context.views:
             return
-        if not self.halves.varies(node):
+        if not self.split.varies(node):
             self._constant(node)
-        elif node in self.halves.torch:
-            self.lower.refs[node] = seen(self._given_as("u", self.build.outside, node, "step"))
+        elif node in self.split.torch:
+            self.context.views[node] = whole_view(self._given_as("u", self.lowered.outside, node, "step"))
 
     def _given_as(self, letter: str, known: list[fx.Node], node: fx.Node, row: Row) -> Value:
         """The node's value is an argument with a number in a list that all functions share."""
@@ -158,87 +170,87 @@ class _Maker:
 
     def _constant(self, node: fx.Node) -> None:
         """Give a value that is the same in all steps: as a view of another such, or as an argument."""
-        if node in self.lower.refs:
+        if node in self.context.views:
             return
-        if is_view(node) and not self.halves.varies(node.all_input_nodes[0]):
+        if is_view(node) and not self.split.varies(node.all_input_nodes[0]):
             self._constant(node.all_input_nodes[0])
             try:
-                self.lower.run(node)
+                lower_node(self.context, node)
                 return
             except Unsupported:
                 pass  # PyTorch makes it, then
         if isinstance(node.meta.get("val"), list | tuple):
             raise Unsupported(f"{node.target} on weights yields several tensors")
-        self.lower.refs[node] = seen(self._given_as("c", self.build.constants, node, "same"))
+        self.context.views[node] = whole_view(self._given_as("c", self.lowered.constants, node, "same"))
 
 
-class _Forward(_Maker):
+class _ForwardLowering(_FunctionLowering):
     def make(self) -> None:
-        self.function = self.build.forward
+        self.function = self.lowered.forward
         self.give_inputs()
         self.function.carried = [(value, value) for value in self.give_states()]
-        self.run(self.halves.front)
+        self.run(self.split.front)
         same = self.captured.aliases
         for k, node in enumerate(self.roles.new_states):
             if k not in self.passing:
                 old = self.roles.states[k]
-                shape, dtype = _look(old, self.captured)
+                shape, dtype = _meta(old, self.captured)
                 argument = Argument(f"h{k}", dtype, torch.Size(shape).numel(), "next")
                 self.function.wanted.append((self.end(cast(fx.Node, node)), argument))
         for i, node in enumerate(self.roles.outputs):
             output = cast(fx.Node, node)
-            if i not in same and not self.halves.outside(output):  # one that is a new state as well is stored once
+            if i not in same and not self.split.outside(output):  # one that is a new state as well is stored once
                 self.want(f"y{i}", output)
         self.want_saved()
-        self.function.settle(self.lower.store.made)
+        self.function.finalize(self.context.made)
 
 
-class _Again(_Maker):
+class _AgainLowering(_FunctionLowering):
     def make(self) -> None:
-        self.function = self.build.again
+        self.function = self.lowered.again
         self.give_inputs()
         self.give_states()
-        self.give_new_states(self.halves.front)
-        self.run(self.halves.leading(self.build.saved, {*self.refs} | self.halves.torch))
+        self.give_new_states(self.split.front)
+        self.run(self.split.ancestors(self.lowered.saved, {*self.views} | self.split.torch))
         self.want_saved()
-        self.function.settle(self.lower.store.made)
+        self.function.finalize(self.context.made)
 
 
-class _Backward(_Maker):
+class _BackwardLowering(_FunctionLowering):
     def make(self) -> None:
-        self.function = self.build.backward
+        self.function = self.lowered.backward
         self.give_inputs()
         self.give_states()
         self._give_kept()
         carried = self._give_gradients()
-        self.run(self.halves.back | self.halves.views)
+        self.run(self.split.back | self.split.views)
         self._want_carried(carried)
         for i, node in enumerate(self.roles.input_gradients):
-            if node is not None and not self.halves.outside(node):
+            if node is not None and not self.split.outside(node):
                 self.want(f"dx{i}", node)
-        for j, node in enumerate(self.build.made):
+        for j, node in enumerate(self.lowered.made):
             self.want(f"g{j}", node)
         totals = self._totals()
-        self.function.settle([*self.lower.store.made, *totals])
+        self.function.finalize([*self.context.made, *totals])
 
     def _give_kept(self) -> None:
         """What forward left behind: states, outputs, and what was saved."""
-        bases = {*self.halves.bases}
+        bases = {*self.split.bases}
         self.give_new_states(bases)
         for i, node in enumerate(self.roles.outputs):
-            if node in bases and node not in self.refs:
+            if node in bases and node not in self.views:
                 self.given(f"y{i}", node, "step")
-        for j, node in enumerate(self.build.saved):
+        for j, node in enumerate(self.lowered.saved):
             self.given(f"v{j}", node, "step")
 
     def _give_gradients(self) -> list[tuple[int, Value]]:
         """Gradients of outputs, and of the states after the step: the carried ones, with their numbers."""
         for i, node in enumerate(self.roles.output_gradients):
-            if not self.halves.outside(node):
+            if not self.split.outside(node):
                 self.given(f"dy{i}", node, "step")
         carried: list[tuple[int, Value]] = []
         for k, node in enumerate(self.roles.new_state_gradients):
-            _, dtype = _look(self.roles.states[k], self.captured)
+            _, dtype = _meta(self.roles.states[k], self.captured)
             if dtype.is_floating_point:
                 value = self.given(f"dh{k}", node, "in")
                 argument = self.function.argument(f"a{k}", dtype, value.size, "step")
@@ -258,31 +270,30 @@ class _Backward(_Maker):
     def _totals(self) -> list[Value]:
         """The parameters' gradients, piece by piece."""
         made: list[Value] = []
-        for j, pieces in enumerate(self.halves.totals):
+        for j, pieces in enumerate(self.split.totals):
             node = self.roles.parameter_gradients[j]
             if node is not None and pieces:
-                shape, dtype = _look(node, self.captured)
+                shape, dtype = _meta(node, self.captured)
                 into = self.function.given(f"dp{j}", shape, dtype, "same")
                 for piece in pieces:
-                    total = Value(f"total{len(made)}", tuple(piece.at.shape), dtype, Total(self._of(piece)))
+                    total = Value(f"total{len(made)}", tuple(piece.at.shape), dtype, TimeReduction(self._of(piece)))
                     made.append(total)
-                    self.function.totals.append((total, Ref(into, piece.at)))
+                    self.function.totals.append((total, View(into, piece.at)))
         return made
 
-    def _of(self, piece: Sought) -> Product | Reduce | Ref:
-        sides = [self.lower.as_dtype(self.end(each), piece.at.dtype) for each in piece.read]
+    def _of(self, piece: ReductionPattern) -> Product | Reduce | View:
+        sides = [self.context.as_dtype(self.end(each), piece.at.dtype) for each in piece.read]
         match piece.kind:
             case "product":
-                live = self.halves.live
-                mask = self.refs[live.mask] if live.mask is not None and piece.node in live.totals else None
-                return Product(*sides, live=mask)
+                mask = self.split.sparsity.mask if piece.node in self.split.sparsity.totals else None
+                return Product(*sides, row_mask=None if mask is None else self.views[mask])
             case "sum":
                 return Reduce("sum", sides[0], piece.axes, piece.keep)
             case "value":
                 return sides[0]
 
 
-def _look(node: fx.Node, captured: Captured) -> tuple[tuple[int, ...], torch.dtype]:
+def _meta(node: fx.Node, captured: Captured) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a node's value; a reference's is that of the tensor behind it."""
     value: Tensor = captured.value(node)
     return tuple(value.shape), value.dtype

@@ -1,29 +1,4 @@
-"""A parameter's gradient: the sum over all steps of what one step yields, without ever making that for every step.
-
-The sum goes through what is linear, down to a product of two values that both change from step to step, which becomes
-one product whose inner axis runs over all steps, or to a sum over rows:
-
-    total of t(x)       =  t(total of x)             total of x + y  =  total of x, then total of y
-    total of a b        =  one product               total of sum x  =  one sum
-
-Rows that do not count need no products: which of a step's products may skip the rows of which a mask is false.
-
-    z = x W + h U            skipped: a row past its length gets only what the sum starts with ...
-    new = cell(z, h)         ... which flows through tame functions, elementwise, and stays finite
-    h' = where(valid, new, h)                ... to end here
-
-    d new = where(valid, d h', 0)            zeros in such a row, and so is what is made of it by products:
-    d z = d new * ...                        elementwise, d z W' by rows, and d z' h as the row's share of a sum
-
-Two properties of a node's value, of the rows along its first axis where the mask is false:
-
-    zero        it is zero there
-    unwanted    whatever finite is there, no end of the graph depends on it
-
-A product by rows may skip them if it is unwanted, or if its left side is zero there; a sum over rows of products if one
-side is zero. Batches of padded sequences are where most of the time of a recurrent net goes to waste without.
-
-Which operators run forward and which backward, in C or by PyTorch, and what forward saves for backward.
+"""Partition of a captured step: forward or backward, C or PyTorch, sums over time, and rows that need no products.
 
     inputs, states --> [ front ] --> new states, outputs
                            |
@@ -33,13 +8,38 @@ Which operators run forward and which backward, in C or by PyTorch, and what for
 
 New states and outputs are kept anyway; only other bases are saved.
 
-C must know what is carried from step to step. An operator beside that which it does not know runs by PyTorch, for all
-steps of a chunk at once, before or after the loops in C; with it go the operators that it waits for, or that wait for
-it:
+**C or PyTorch.** C must know the operators of what is carried from step to step. Other operators that it does not know
+run by PyTorch, for all steps of a chunk at once, before or after the loops; so do the operators that they depend on
+(before), or that depend on them (after):
 
     before        on inputs only                             before_back   not on the gradient of the step t+1
     front         in C                                       back          in C
     after         leads to outputs, or to backward, only     after_back    leads to gradients of inputs and parameters
+
+**Sums over time.** A parameter's gradient is the sum over all steps of what one step yields, which is never stored for
+every step. The sum moves through linear operators, down to a product of two values that both vary, which becomes one
+product whose inner axis runs over all steps, or to a sum over rows:
+
+    sum of t(x)         =  t(sum of x)               sum of x + y    =  sum of x, then sum of y
+    sum of a b          =  one product               sum of sum x    =  one sum
+
+**Mask sparsity.** Rows of padding, where a mask is false, need no products; much of the time of a batch of padded
+sequences would be spent on them:
+
+    z = x W + h U            skipped: a row past its length gets only what the sum starts with ...
+    new = cell(z, h)         ... which stays finite through elementwise functions
+    h' = where(valid, new, h)                ... and is dropped here
+
+    d new = where(valid, d h', 0)            zero in such a row, and so is what products make of it:
+    d z = d new * ...                        elementwise, d z W' by rows, and d z' h as the row's share of a sum
+
+Two properties of a node's value, of the rows along its first axis where the mask is false:
+
+    zero        it is zero there
+    unwanted    no end of the graph depends on what is there, as long as it is finite
+
+A product by rows may skip them if it is unwanted, or if its left side is zero there; a sum over rows of products if one
+side is zero.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +50,16 @@ import torch
 from torch import Tensor, fx
 
 from weft.recurrent.captured import Captured, alike
-from weft.recurrent.cpp.ir import SMALL, TYPES, Unsupported, arguments, computed_in, natural, shares, value_of
+from weft.recurrent.cpp.ir import (
+    C_TYPES,
+    REDUCED_PRECISION,
+    Unsupported,
+    compute_dtype,
+    contiguous_meta,
+    meta_value,
+    schema_arguments,
+    shares_storage,
+)
 from weft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, refusal
 from weft.recurrent.parts import CARRIED, INPUT, STATE, dependences, leading_to
 
@@ -60,11 +69,11 @@ _TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
     aten.permute.default: lambda at, args: at.permute(_inverse(args[1])),
     aten.unsqueeze.default: lambda at, args: at.squeeze(args[1]),
 }
-"""For a view, how the place of the sum looks before it."""
+"""By view: the target of the sum, as seen before that view."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sought:
+class ReductionPattern:
     """One piece of a sum over time: of a node's value, or of its product or reduction; and where it is added to."""
 
     node: fx.Node
@@ -90,49 +99,49 @@ class Sought:
         return bool(len(self.node.args) > 2 and self.node.args[2])
 
 
-def sought(
+def reduction_patterns(
     node: fx.Node, at: Tensor, varies: Callable[[fx.Node], bool], made: Callable[[fx.Node], bool]
-) -> list[Sought]:
+) -> list[ReductionPattern]:
     """What must be summed over time to add the node's total to `at`, a meta tensor of its shape.
 
     `made` tells of nodes whose values exist anyway, in forward.
     """
     if not varies(node) or made(node):
-        return [Sought(node, "value", at)]
+        return [ReductionPattern(node, "value", at)]
     source = node.args[0] if node.args else None
     if node.target in _TURNED and isinstance(source, fx.Node):
-        return sought(source, _TURNED[node.target](at, node.args), varies, made)
+        return reduction_patterns(source, _TURNED[node.target](at, node.args), varies, made)
     if node.target is aten.reshape.default and isinstance(source, fx.Node):
         before = _reshaped(at, tuple(source.meta["val"].shape))
         if before is not None:
-            return sought(source, before, varies, made)
+            return reduction_patterns(source, before, varies, made)
     if node.target is aten._to_copy.default and isinstance(source, fx.Node) and _widens(source, node):
-        return sought(source, at, varies, made)
+        return reduction_patterns(source, at, varies, made)
     if node.target is aten.add.Tensor and not node.kwargs and alike(node):
-        return [piece for each in node.args for piece in sought(cast(fx.Node, each), at, varies, made)]
+        return [piece for each in node.args for piece in reduction_patterns(cast(fx.Node, each), at, varies, made)]
     if node.target is aten.mm.default and all(varies(each) for each in node.all_input_nodes):
-        return [Sought(node, "product", at)]
+        return [ReductionPattern(node, "product", at)]
     if node.target is aten.sum.dim_IntList and node.args[1] and not node.kwargs:
-        return [Sought(node, "sum", at)]
-    return [Sought(node, "value", at)]
+        return [ReductionPattern(node, "sum", at)]
+    return [ReductionPattern(node, "value", at)]
 
 
-def place_of(node: fx.Node) -> Tensor:
-    """The place of a sum as a meta tensor, contiguous."""
+def contiguous_like(node: fx.Node) -> Tensor:
+    """A contiguous meta tensor of the node's shape: the target of a sum."""
     value = node.meta["val"]
-    return natural(value.shape, value.dtype)
+    return contiguous_meta(value.shape, value.dtype)
 
 
 def _reshaped(at: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """The place in another shape, if it needs no copy."""
+    """The target in another shape, if that needs no copy."""
     seen = at.reshape(shape)
-    return seen if at.shape == shape or shares(seen, at) else None
+    return seen if at.shape == shape or shares_storage(seen, at) else None
 
 
 def _widens(source: fx.Node, node: fx.Node) -> bool:
     """Whether a value is only held in a wider dtype: so is its sum, then, which is the better for it."""
     before, after = source.meta["val"].dtype, node.meta["val"].dtype
-    return before in SMALL and computed_in(before) == after
+    return before in REDUCED_PRECISION and compute_dtype(before) == after
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -160,7 +169,7 @@ _ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
 
 @dataclass
-class Live:
+class MaskSparsity:
     """The mask, an input of the step; the products that may skip rows, and those whose sum over rows may."""
 
     mask: fx.Node | None = None
@@ -168,20 +177,22 @@ class Live:
     totals: set[fx.Node] = field(default_factory=set[fx.Node])
 
 
-def live(captured: Captured, varies: Callable[[fx.Node], bool]) -> Live:
+def mask_sparsity(captured: Captured, varies: Callable[[fx.Node], bool]) -> MaskSparsity:
     """What may be skipped, by the mask that allows most; nothing where float16 could turn what is finite infinite."""
     if any(isinstance(v := node.meta["val"], Tensor) and v.dtype == torch.float16 for node in captured.nodes):
-        return Live()
-    masks = [each for each in captured.roles.inputs if value_of(each).dtype == torch.bool and value_of(each).dim() == 1]
+        return MaskSparsity()
+    masks = [
+        each for each in captured.roles.inputs if meta_value(each).dtype == torch.bool and meta_value(each).dim() == 1
+    ]
     found = [_Rows(captured, mask).found(varies) for mask in masks]
-    return max(found, key=lambda each: len(each.products) + len(each.totals), default=Live())
+    return max(found, key=lambda each: len(each.products) + len(each.totals), default=MaskSparsity())
 
 
 class _Rows:
     """What is known of the rows where one mask is false."""
 
     def __init__(self, captured: Captured, mask: fx.Node) -> None:
-        self._mask, self._rows = mask, value_of(mask).shape[0]
+        self._mask, self._rows = mask, meta_value(mask).shape[0]
         self._nodes = captured.nodes
         self._zero: set[fx.Node] = set()
         for node in self._nodes:
@@ -192,9 +203,9 @@ class _Rows:
             if node.users and all(self._bears(node, user) for user in node.users):
                 self._unwanted.add(node)
 
-    def found(self, varies: Callable[[fx.Node], bool]) -> Live:
+    def found(self, varies: Callable[[fx.Node], bool]) -> MaskSparsity:
         """The products that may skip those rows."""
-        found = Live(self._mask)
+        found = MaskSparsity(self._mask)
         for node in self._nodes:
             if node.target not in (aten.mm.default, aten.addmm.default):
                 continue
@@ -202,10 +213,10 @@ class _Rows:
             by_rows = self._has_rows(node) and not varies(right)
             if by_rows and (node in self._unwanted or self._zero_along(left, node)):
                 found.products.add(node)
-            turned = node.target is aten.mm.default and left.target is aten.t.default
-            if turned and (self._zero_rows(left.args[0]) or self._zero_rows(right)):
+            transposed = node.target is aten.mm.default and left.target is aten.t.default
+            if transposed and (self._zero_rows(left.args[0]) or self._zero_rows(right)):
                 found.totals.add(node)
-        return found if found.products or found.totals else Live()
+        return found if found.products or found.totals else MaskSparsity()
 
     # -- zero -------------------------------------------------------------------------------------------------------
 
@@ -237,7 +248,9 @@ class _Rows:
         if not isinstance(given, fx.Node) or given not in self._zero:
             return False
         return (
-            given.target in _ZEROS or value_of(given).dim() == 0 or (self._has_rows(given) and _same_axes(given, node))
+            given.target in _ZEROS
+            or meta_value(given).dim() == 0
+            or (self._has_rows(given) and _same_axes(given, node))
         )
 
     def _zero_rows(self, given: object) -> bool:
@@ -272,19 +285,21 @@ class _Rows:
     def _product_bears(self, node: fx.Node, user: fx.Node) -> bool:
         *start, left, right = user.args
         if right is node:  # its rows are summed over
-            turned = cast(fx.Node, left)
-            return turned is not node and turned.target is aten.t.default and self._zero_rows(turned.args[0])
+            transposed = cast(fx.Node, left)
+            return (
+                transposed is not node and transposed.target is aten.t.default and self._zero_rows(transposed.args[0])
+            )
         by_rows = left is node or (start == [node] and _same_axes(node, user))
         return by_rows and (user in self._unwanted or user in self._zero)
 
-    # -- looks ------------------------------------------------------------------------------------------------------
+    # -- rows -------------------------------------------------------------------------------------------------------
 
     def _by_mask(self, condition: object, node: fx.Node) -> bool:
         """Whether a condition is the mask, spread over the rows of the result."""
-        if not isinstance(condition, fx.Node) or value_of(condition).shape[:1] != (self._rows,):
+        if not isinstance(condition, fx.Node) or meta_value(condition).shape[:1] != (self._rows,):
             return False
-        narrow = all(size == 1 for size in value_of(condition).shape[1:])
-        if not narrow or value_of(condition).dim() != value_of(node).dim():
+        narrow = all(size == 1 for size in meta_value(condition).shape[1:])
+        if not narrow or meta_value(condition).dim() != meta_value(node).dim():
             return False
         while condition is not self._mask and condition.target in (*RESHAPES, aten.unsqueeze.default):
             condition = cast(fx.Node, condition.args[0])
@@ -293,7 +308,7 @@ class _Rows:
     def _has_rows(self, node: object) -> bool:
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
             return False
-        return value_of(node).shape[:1] == (self._rows,)
+        return meta_value(node).shape[:1] == (self._rows,)
 
     def _keeps_rows(self, node: fx.Node) -> bool:
         """Whether the first axis of an operator's operand is that of its result, or of its results."""
@@ -304,22 +319,22 @@ class _Rows:
         if node.target in RESHAPES:
             return self._has_rows(node)
         axes = node.args[1] if node.target in _REDUCED else [_axis(node)]
-        dims = value_of(cast(fx.Node, node.args[0])).dim()
+        dims = meta_value(cast(fx.Node, node.args[0])).dim()
         return bool(axes) and all(axis % dims for axis in cast("list[int]", axes))
 
 
 def _same_axes(node: fx.Node, other: fx.Node) -> bool:
-    return value_of(node).dim() == value_of(other).dim()
+    return meta_value(node).dim() == meta_value(other).dim()
 
 
 def _axis(node: fx.Node) -> int:
     """The axis that an operator works along, from the front."""
     first = node.args[0]
     source = cast(fx.Node, cast("list[object]", first)[0] if isinstance(first, list | tuple) else first)
-    return int(arguments(node)["dim"]) % value_of(source).dim()
+    return int(schema_arguments(node)["dim"]) % meta_value(source).dim()
 
 
-class Halves:
+class ForwardBackwardSplit:
     """A captured step, cut in two. Raises Unsupported if what is carried needs an operator that C does not know."""
 
     def __init__(self, captured: Captured) -> None:
@@ -327,12 +342,12 @@ class Halves:
         self._on = dependences(captured, passing=INPUT)
         roles, nodes = captured.roles, captured.nodes
         ends = [each for each in (*roles.outputs, *roles.new_states) if each is not None]
-        front = self.leading(ends, {*roles.inputs, *roles.states})
+        front = self.ancestors(ends, {*roles.inputs, *roles.states})
         pieces = [self._pieces(node, front) for node in roles.parameter_gradients]
         gradients = [each for each in (*roles.input_gradients, *roles.state_gradients) if each is not None]
         wanted = {*gradients, *(each for some in pieces for piece in some for each in piece.read)}
         given = {*roles.inputs, *roles.states, *roles.new_state_gradients, *roles.output_gradients}
-        back = self.leading(wanted, given | front)
+        back = self.ancestors(wanted, given | front)
         results = {user for node in front for user in node.users if user in back and _is_result(user)}
         front, back = front | results, back - results  # what one operator yields is made at one time
         unknown = self._unknown(front, back)
@@ -360,7 +375,7 @@ class Halves:
         self.kept: list[fx.Node] = []
         """Of what PyTorch makes forward, what backward reads."""
         self._read(wanted)
-        self.live = live(captured, self.varies)
+        self.sparsity = mask_sparsity(captured, self.varies)
         stored = {*roles.new_states, *roles.outputs}
         self.saved = [node for node in self.bases if node not in stored]
 
@@ -368,7 +383,7 @@ class Halves:
         """Whether a node's value is another in each step."""
         return bool(self._on[node])
 
-    def leading(self, ends: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:
+    def ancestors(self, ends: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:
         """The operators that lead to the ends, but for constants."""
         found: set[fx.Node] = set()
         stack = list(ends)
@@ -380,8 +395,8 @@ class Halves:
             stack += node.all_input_nodes
         return found
 
-    def _pieces(self, node: fx.Node | None, front: set[fx.Node]) -> list[Sought]:
-        return [] if node is None else sought(node, place_of(node), self.varies, front.__contains__)
+    def _pieces(self, node: fx.Node | None, front: set[fx.Node]) -> list[ReductionPattern]:
+        return [] if node is None else reduction_patterns(node, contiguous_like(node), self.varies, front.__contains__)
 
     # -- by PyTorch -------------------------------------------------------------------------------------------------
 
@@ -397,7 +412,7 @@ class Halves:
             raise Unsupported(f"{'; '.join(stuck)}; what is carried from step to step needs it")
         return {*reasons}
 
-    def _sums(self, piece: Sought, late: set[fx.Node]) -> bool:
+    def _sums(self, piece: ReductionPattern, late: set[fx.Node]) -> bool:
         """Whether PyTorch sums it: what it makes itself, what is made of what it makes last, and small dtypes."""
         if piece.kind == "value" and piece.node in self.torch:
             return True
@@ -419,7 +434,7 @@ class Halves:
 
     def outside(self, node: fx.Node) -> bool:
         """Whether C cannot tell a value: PyTorch makes it, or it is given in a dtype that C does not have."""
-        return node in self.torch or node.meta["val"].dtype not in TYPES
+        return node in self.torch or node.meta["val"].dtype not in C_TYPES
 
     # -- what is saved ----------------------------------------------------------------------------------------------
 

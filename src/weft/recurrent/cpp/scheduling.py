@@ -1,40 +1,35 @@
-"""When each value is made: in bulk for all steps, or in which loop over time.
+"""Schedule of one loop function: when each value is computed, where it lies, and what threads and passes share.
+
+Phases, by dependence on the carried values:
 
     level 0   bulk: products of inputs            x W for T x N rows at once
-              loop: what they wait for
+              loop: what they need
     level 1   bulk, loop ...
     main      the one loop whose steps depend on each other: the carried values, and what is cheap beside them
     later     bulk: products of the main loop's values; sums over time for parameters
 
 Only matrix products and sums over time are done in bulk; elementwise values go into the loop that reads them, where
-they are made of numbers that are still in the cache.
+their operands are still in the cache.
 
-One generated function: what it is given, what it makes, and where every value lives.
+Memory:
 
-argument   memory of the caller's, one row per step (states one row more), or the same for all steps
-stack      one row per step, in the workspace: read in another phase than made
-local      one row, for each thread: read in the loop that makes it
-nowhere    only within one group of elementwise operators: a variable
+    argument   the caller's, one row per step (states one row more), or one for all steps
+    stack      one row per step, in the workspace: read in another phase than the one that computes it
+    local      one row for each thread: read in the loop that computes it
+    register   a variable within one group of fused elementwise values
+    slot       a piece of a concatenation, computed where it belongs, so that nothing is copied
 
-slot       a piece of a concatenation: made where it shall lie, so that nothing is copied
+Fusion: elementwise values of one shape form a group, which is one pass over memory. A value joins if its operands are
+computed before the group, or are members read whole. Products and reductions go first, so that groups grow.
 
-Whether the rows of a batch never meet within a step, so that threads may take rows of their own through all steps.
+Threads, in the main loop:
+
+    by rows    each takes rows of the batch through all steps and never waits; rows must not meet within a step
+    shared     rows meet: the first thread computes, and all share the products
 
 A value's *row axis* is the axis along which its elements depend only on the same row of what was computed before:
 
     h (N, H) axis 0    h W  axis 0    (h W).t()  axis 1    softmax(h, 1)  axis 0    h.mean(0)  rows meet: none
-
-Values that are given, or depend on such only, are there for every thread: they put no constraint.
-
-The order of work in one step: elementwise values of one shape together, so that they are one pass over memory.
-
-A value joins a group if all that it reads is there: made before the group, or a member of it, read whole. Products and
-reductions go first as soon as they can, so that groups grow.
-
-In which order a settled function runs, and which of its loops threads may share: what text and explanation tell.
-
-split    every thread takes rows of the batch through all steps, and never waits for another
-shared   rows meet within a step: the first thread computes, and only products are by all
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,20 +41,20 @@ import torch
 from weft.recurrent.cpp.ir import (
     AxisOp,
     Cat,
-    Place,
-    Point,
+    Elementwise,
+    MemoryLayout,
     Product,
     Reduce,
-    Ref,
     Row,
-    Total,
+    TimeReduction,
     Value,
-    leading,
-    natural,
-    refs,
-    replaced,
-    seen,
+    View,
+    ancestors,
+    contiguous_meta,
+    operand_views,
+    replace_operand,
     sources,
+    whole_view,
 )
 
 
@@ -99,14 +94,16 @@ class Phases:
         self.phases[phase].loop.append(value)
 
 
-def arrange(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Value]) -> Phases:
+def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Value]) -> Phases:
     """Give every value its phase. `values` are in order of making, `carried` come from the step before, `ends` are what
     that step becomes."""
     from_carry = _reached(values, carried)
     ends = list(ends)
-    to_ends = leading(ends)
+    to_ends = ancestors(ends)
     recurrent = {each for each in values if each in from_carry and each in to_ends}
-    heavy = {v for v in values if isinstance(v.made, Total) or (isinstance(v.made, Product) and v not in recurrent)}
+    heavy = {
+        v for v in values if isinstance(v.made, TimeReduction) or (isinstance(v.made, Product) and v not in recurrent)
+    }
     level: dict[Value, int] = {}
 
     def after(value: Value) -> int:
@@ -163,21 +160,21 @@ class Argument:
 
 
 @dataclass(eq=False)
-class Function:
-    """What is to be generated. Fill in, then `settle`."""
+class LoopFunction:
+    """What is to be generated. Fill in, then `finalize`."""
 
     name: str
     backward: bool = False
     arguments: list[Argument] = field(default_factory=list[Argument])
-    homes: dict[Value, Place] = field(default_factory=dict[Value, Place])
+    layouts: dict[Value, MemoryLayout] = field(default_factory=dict[Value, MemoryLayout])
     """Where each value lies as a whole."""
     carried: list[tuple[Value, Value | None]] = field(default_factory=list["tuple[Value, Value | None]"])
     """What comes from the step before, and what it becomes; None for zeros."""
     added: list[tuple[Value, Argument]] = field(default_factory=list["tuple[Value, Argument]"])
     """What the caller adds to a carried value before a step reads it."""
-    wanted: list[tuple[Ref, Argument]] = field(default_factory=list["tuple[Ref, Argument]"])
+    wanted: list[tuple[View, Argument]] = field(default_factory=list["tuple[View, Argument]"])
     """What is to be written, and where."""
-    totals: list[tuple[Value, Ref]] = field(default_factory=list["tuple[Value, Ref]"])
+    totals: list[tuple[Value, View]] = field(default_factory=list["tuple[Value, View]"])
     """Sums over all steps, and what they are added to."""
     values: list[Value] = field(default_factory=list[Value])
     """All that is made, in order."""
@@ -198,37 +195,37 @@ class Function:
         """A new argument that is read as a value."""
         value = Value(name, tuple(shape), dtype, None, row != "same")
         self.argument(name, dtype, value.size, row)
-        self.live(value, name, row)
+        self.allocate(value, name, row)
         return value
 
-    def live(self, value: Value, base: str, row: Row) -> None:
+    def allocate(self, value: Value, base: str, row: Row) -> None:
         """Give a value memory of its own."""
-        self.homes[value] = Place(base, row, value.size, natural(value.shape, value.dtype).stride())
+        self.layouts[value] = MemoryLayout(base, row, value.size, contiguous_meta(value.shape, value.dtype).stride())
 
-    # -- places -----------------------------------------------------------------------------------------------------
+    # -- layouts ----------------------------------------------------------------------------------------------------
 
-    def place(self, ref: Ref) -> Place:
+    def layout(self, view: View) -> MemoryLayout:
         """The elements of a view."""
-        home = self.homes[ref.value]
-        if ref.value in self.slots:
-            assert ref.whole
-            return home
-        return home.seen(tuple(ref.at.stride()), int(ref.at.storage_offset()))
+        layout = self.layouts[view.value]
+        if view.value in self.slots:
+            assert view.whole
+            return layout
+        return layout.with_strides(tuple(view.at.stride()), int(view.at.storage_offset()))
 
     def stored(self, value: Value, group: Sequence[Value]) -> bool:
         """Whether a value of a group is read outside of it, and so needs memory."""
         return value not in self.locals or any(each not in group for each in self.readers[value])
 
-    # -- settling ---------------------------------------------------------------------------------------------------
+    # -- finalizing -------------------------------------------------------------------------------------------------
 
-    def settle(self, made: Sequence[Value]) -> None:
+    def finalize(self, made: Sequence[Value]) -> None:
         """Decide on copies, phases and homes. `made` are all values in order of making."""
         values = list(made)
         targets = self._targets(values)
         ends = [value for value, argument in targets.items() if argument.row in ("next", "out")]
-        wanted = leading([*targets, *(total for total, _ in self.totals)])
+        wanted = ancestors([*targets, *(total for total, _ in self.totals)])
         values = [value for value in values if value in wanted]
-        self.phases = arrange(values, [start for start, _ in self.carried], ends)
+        self.phases = assign_phases(values, [start for start, _ in self.carried], ends)
         self._copy_carried(values)
         self.values = values = self._copies_of_passing(values, targets)
         self.readers = {value: [] for value in values}
@@ -236,18 +233,18 @@ class Function:
             for each in sources(value.made):
                 self.readers.setdefault(each, []).append(value)
         for value, argument in targets.items():
-            self.live(value, argument.name, argument.row)
+            self.allocate(value, argument.name, argument.row)
         for value in values:
-            if not isinstance(value.made, Total):
-                self._house(value)
+            if not isinstance(value.made, TimeReduction):
+                self._allocate_value(value)
 
     def _targets(self, values: list[Value]) -> dict[Value, Argument]:
         """What is made right where it is wanted; copies, added to the values, of all that cannot be."""
         targets: dict[Value, Argument] = {}
-        for ref, argument in self.wanted:
-            value = ref.value
-            if not ref.whole or value.made is None or value in targets or isinstance(value.made, Total):
-                value = _copy(f"{argument.name}_copy", ref)
+        for view, argument in self.wanted:
+            value = view.value
+            if not view.whole or value.made is None or value in targets or isinstance(value.made, TimeReduction):
+                value = _copy(f"{argument.name}_copy", view)
                 values.append(value)
             targets[value] = argument
         return targets
@@ -257,13 +254,13 @@ class Function:
         main = next((i for i, each in enumerate(self.phases.phases) if each.main), 0)
         for start, _ in self.carried:
             late = [each for each in values if start in sources(each.made) and self.phases.late(each, main)]
-            if late and not self.homes[start].lasting:
-                copy = _copy(f"{start}_copy", seen(start))
+            if late and not self.layouts[start].per_step:
+                copy = _copy(f"{start}_copy", whole_view(start))
                 values.insert(0, copy)
                 self.phases.begin(copy, main)
                 for each in late:
                     assert each.made is not None
-                    each.made = replaced(each.made, start, copy)
+                    each.made = replace_operand(each.made, start, copy)
 
     def _copies_of_passing(self, values: list[Value], targets: dict[Value, Argument]) -> list[Value]:
         """A carried value that bulk work reads needs a row per step beside the two rows that it passes through; into
@@ -274,52 +271,52 @@ class Function:
             readers = [each for each in values if value in sources(each.made)]
             elsewhere = self.phases.late(value, main) or self.phases.apart(value, readers)
             if argument.row == "out" and elsewhere:
-                copy = _copy(f"{argument.name}_copy", seen(value))
+                copy = _copy(f"{argument.name}_copy", whole_view(value))
                 found.insert(found.index(value) + 1, copy)
                 self.phases.finish(copy, main)
                 targets[copy] = targets.pop(value)
         return found
 
-    def _house(self, value: Value) -> None:
+    def _allocate_value(self, value: Value) -> None:
         """Find memory for a value: an argument's, within a concatenation, a stack or a local."""
-        if value in self.homes:
+        if value in self.layouts:
             return
         readers = self.readers[value]
         cat = self._slotted(value, readers)
         if cat is not None:
             self.slots.add(value)
-            self._house(cat)
-            self.homes[value] = self._slot(value, cat)
+            self._allocate_value(cat)
+            self.layouts[value] = self._slot(value, cat)
         elif self.phases.apart(value, readers):
             self.stacks.append(value)
-            self.live(value, f"s_{value}", "step")
+            self.allocate(value, f"s_{value}", "step")
         else:
             self.locals[value] = None
-            self.live(value, f"l_{value}", "same")
+            self.allocate(value, f"l_{value}", "same")
 
     def _slotted(self, value: Value, readers: list[Value]) -> Value | None:
         """The concatenation in which a value is made: if it is read there whole, once, and nowhere as a view."""
         at, cats = self.phases.at, [each for each in readers if isinstance(each.made, Cat)]
-        if len(cats) != 1 or not isinstance(value.made, Point):
+        if len(cats) != 1 or not isinstance(value.made, Elementwise):
             return None
         if any(at[each] != at[value] or each in self.phases.bulk for each in readers):
             return None
-        views = [ref for each in readers for ref in refs(each.made) if ref.value is value]
-        return cats[0] if all(ref.whole for ref in views) else None
+        views = [view for each in readers for view in operand_views(each.made) if view.value is value]
+        return cats[0] if all(view.whole for view in views) else None
 
-    def _slot(self, value: Value, cat: Value) -> Place:
-        """Its place in there."""
+    def _slot(self, value: Value, cat: Value) -> MemoryLayout:
+        """Its layout within the concatenation."""
         assert isinstance(cat.made, Cat)
-        home, before = self.homes[cat], 0
+        layout, before = self.layouts[cat], 0
         for piece in cat.made.pieces:
             if piece.value is value:
                 break
             before += piece.shape[cat.made.axis]
-        return home.seen(home.strides, home.offset + before * home.strides[cat.made.axis])
+        return layout.with_strides(layout.strides, layout.offset + before * layout.strides[cat.made.axis])
 
 
-def _copy(name: str, ref: Ref) -> Value:
-    return Value(name, ref.shape, ref.value.dtype, Point("{0}", [ref], ref.value.dtype))
+def _copy(name: str, view: View) -> Value:
+    return Value(name, view.shape, view.value.dtype, Elementwise("{0}", [view], view.value.dtype))
 
 
 Axes = Mapping[Value, int | None]
@@ -333,8 +330,8 @@ def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> Axes | None:
     rows = carried[0].shape[0]
     found: dict[Value, int | None] = dict.fromkeys(carried, 0)
     for value in loop:
-        bound = [(ref, axis) for ref in refs(value.made) if (axis := found.get(ref.value)) is not None]
-        axes = {_through(value, ref, axis_in_view(ref, axis, rows)) for ref, axis in bound}
+        bound = [(view, axis) for view in operand_views(value.made) if (axis := found.get(view.value)) is not None]
+        axes = {_axis_in_result(value, view, axis_in_view(view, axis, rows)) for view, axis in bound}
         if len(axes) > 1 or None in axes:
             return None
         if not axes and isinstance(value.made, AxisOp) and value.made.kind.startswith("scatter"):
@@ -343,14 +340,14 @@ def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> Axes | None:
     return found
 
 
-def axis_in_view(ref: Ref, axis: int, rows: int) -> int | None:
+def axis_in_view(view: View, axis: int, rows: int) -> int | None:
     """Where a value's row axis went in a view of it; None if it is split, joined with another, shifted or cut.
 
     value (A, rows, B)   one element:  a * rows * B + row * B + b        stride B, and what moves b stays below B,
                                                                          what moves a is a multiple of rows * B
     """
-    stride = prod(ref.value.shape[axis + 1 :])
-    sizes, strides, offset = ref.at.shape, ref.at.stride(), int(ref.at.storage_offset())
+    stride = prod(view.value.shape[axis + 1 :])
+    sizes, strides, offset = view.at.shape, view.at.stride(), int(view.at.storage_offset())
     at = [i for i, size in enumerate(sizes) if size == rows and strides[i] == stride]
     if len(at) != 1 or offset // max(stride, 1) % rows:
         return None
@@ -365,13 +362,13 @@ def axis_in_view(ref: Ref, axis: int, rows: int) -> int | None:
     return at[0] if inner < stride else None
 
 
-def _through(value: Value, ref: Ref, axis: int | None) -> int | None:
+def _axis_in_result(value: Value, view: View, axis: int | None) -> int | None:
     """Where the row axis of an operand is in the result; None if the operator mixes rows."""
     if axis is None:
         return None
     match value.made:
-        case Point():
-            return axis + len(value.shape) - len(ref.shape)
+        case Elementwise():
+            return axis + len(value.shape) - len(view.shape)
         case Reduce(axes=axes, keep=keep):
             return None if axis in axes else axis if keep else axis - sum(each < axis for each in axes)
         case AxisOp(axis=along):
@@ -379,33 +376,33 @@ def _through(value: Value, ref: Ref, axis: int | None) -> int | None:
         case Cat(axis=joined):
             return None if axis == joined else axis
         case Product() as made:
-            return _through_product(made, ref, axis)
+            return _axis_in_product(made, view, axis)
         case _:
             return None
 
 
-def _through_product(made: Product, ref: Ref, axis: int) -> int | None:
+def _axis_in_product(made: Product, view: View, axis: int) -> int | None:
     """Batches stay what they are; else rows must be rows on the left, or columns on the right.
 
     Threads cannot share the columns of a packed weight by rows of the batch.
     """
-    dims = len(ref.shape)
+    dims = len(view.shape)
     rows, columns = dims - 2, dims - 1
     if axis < rows:
         return axis
-    if ref is made.start:
+    if view is made.start:
         return None if made.fixed is not None and axis == (columns if made.fixed == "right" else rows) else axis
-    return axis if axis == (rows if ref is made.left else columns) else None
+    return axis if axis == (rows if view is made.left else columns) else None
 
 
-def grouped(loop: Sequence[Value], axes: Axes | None) -> list[list[Value]]:
+def fuse(loop: Sequence[Value], axes: Axes | None) -> list[list[Value]]:
     """The values of one loop in an order in which they can be made, elementwise ones in groups."""
     pending: list[Value] = list(loop)
     found: list[list[Value]] = []
     while pending:
         waiting = set(pending)
-        ready = [each for each in pending if not any(ref.value in waiting for ref in refs(each.made))]
-        whole = [[each] for each in ready if not isinstance(each.made, Point)]
+        ready = [each for each in pending if not any(view.value in waiting for view in operand_views(each.made))]
+        whole = [[each] for each in ready if not isinstance(each.made, Elementwise)]
         groups = whole or [_group(pending, waiting, ready[0], axes)]
         done = {each for group in groups for each in group}
         found += groups
@@ -419,9 +416,11 @@ def _group(pending: Sequence[Value], waiting: set[Value], first: Value, axes: Ax
     inside: set[Value] = set()
     for value in pending:
         same = value.shape == first.shape and (axes is None or axes.get(value) == axes.get(first))
-        if not same or not isinstance(value.made, Point):
+        if not same or not isinstance(value.made, Elementwise):
             continue
-        if all((ref.value in inside and ref.whole) or ref.value not in waiting for ref in refs(value.made)):
+        if all(
+            (view.value in inside and view.whole) or view.value not in waiting for view in operand_views(value.made)
+        ):
             members.append(value)
             inside.add(value)
     return members
@@ -432,7 +431,7 @@ ROWS = 4
 
 
 @dataclass(frozen=True)
-class Step:
+class PhaseSchedule:
     """A phase: bulk work, then a loop, whose values are in groups, each of which is one pass over memory."""
 
     bulk: Sequence[Value]
@@ -441,16 +440,16 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Order:
+class LoopSchedule:
     """All phases that do something; `axes` is given if rows are split in the main loop."""
 
-    steps: Sequence[Step]
+    steps: Sequence[PhaseSchedule]
     axes: Axes | None
     rows: int
 
 
-def order(function: Function) -> Order:
-    """How a settled function runs."""
+def schedule(function: LoopFunction) -> LoopSchedule:
+    """The order in which a function runs, once it is finalized."""
     rows, axes = 1, None
     main = next((each for each in function.phases.phases if each.main), None)
     if main is not None:
@@ -458,8 +457,8 @@ def order(function: Function) -> Order:
         rows = first[0] if first else 1
         axes = row_axes(main.loop, [start for start, _ in function.carried]) if rows >= ROWS else None
     steps = [
-        Step(each.bulk, grouped(each.loop, axes if each.main else None), each.main)
+        PhaseSchedule(each.bulk, fuse(each.loop, axes if each.main else None), each.main)
         for each in function.phases.phases
         if each.bulk or each.loop or each.main
     ]
-    return Order(steps, axes, rows)
+    return LoopSchedule(steps, axes, rows)

@@ -1,6 +1,7 @@
-"""The compiled plan on threads, with NaN and infinity, and where it hands a cell on to another backend."""
+"""The C++ backend: threads, NaN and infinity, memory, explanations, and where it hands a cell to another backend."""
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +11,9 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, needs_compiler, planned, run_by
 from weft.core.tree import flatten
-from weft.recurrent import cells
+from weft.recurrent import Recurrent, cells
 from weft.recurrent.backends import NoPlanWarning
-from weft.recurrent.cpp import backend as engine
-from weft.recurrent.cpp import backend as program
+from weft.recurrent.cpp import backend
 
 pytestmark = needs_compiler
 
@@ -30,13 +30,13 @@ def threads() -> Iterator[Callable[[int], None]]:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many threads every call of a compiled function was given."""
     seen: list[int] = []
-    call = program.Routine.call
+    call = backend.CompiledFunction.call
 
-    def noted(self: program.Routine, steps: int, threads: int, arguments: Any, workspace: Tensor) -> None:
+    def noted(self: backend.CompiledFunction, steps: int, threads: int, arguments: Any, workspace: Tensor) -> None:
         seen.append(threads)
         call(self, steps, threads, arguments, workspace)
 
-    monkeypatch.setattr(program.Routine, "call", noted)
+    monkeypatch.setattr(backend.CompiledFunction, "call", noted)
     return seen
 
 
@@ -49,19 +49,6 @@ WIDE: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-@pytest.fixture(params=["of torch", "own"])
-def pool(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whose threads they are."""
-    nobody = (ctypes.c_void_p * 3)()
-    if request.param == "own":
-        program.kernels().weft_team(nobody)
-    elif None in program._team():
-        pytest.skip("this torch has no OpenMP")
-    yield
-    program.kernels().weft_team((ctypes.c_void_p * 3)(*program._team()))
-
-
-@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize(("make", "rows"), WIDE.values(), ids=WIDE)
 def test_results_are_the_same_bits_on_any_number_of_threads(
     make: Callable[[], nn.Module], rows: int, threads: Callable[[int], None], used: list[int]
@@ -77,6 +64,21 @@ def test_results_are_the_same_bits_on_any_number_of_threads(
         assert count in used, "the work is worth as many threads"
     assert equal(found[1], found[0]) and equal(found[2], found[0])
     assert run_by(net) == {"c"}
+
+
+def test_without_openmp_the_callers_thread_computes_the_same_bits(threads: Callable[[int], None]) -> None:
+    net = planned(nn.LSTMCell(64, 64), "c", verify="never")
+    x = torch.randn(100, 16, 64, requires_grad=True)
+    threads(2)
+    found: list[Any] = []
+    try:
+        for openmp in (backend._openmp(), [None] * 3):
+            backend.kernels().weft_bind_openmp((ctypes.c_void_p * 3)(*openmp))
+            result = tuple(net(x))
+            found.append((result, gradients(result, [x, *net.parameters()])))
+    finally:
+        backend.kernels().weft_bind_openmp((ctypes.c_void_p * 3)(*backend._openmp()))
+    assert equal(found[1], found[0])
 
 
 def test_little_work_is_done_by_one_thread(threads: Callable[[int], None], used: list[int]) -> None:
@@ -151,5 +153,68 @@ def test_the_worth_of_threads_is_that_of_a_chunk_not_of_a_step() -> None:
     net = planned(nn.LSTMCell(64, 64), "c", verify="never")
     net(torch.randn(2, 16, 64))
     (choice,) = net._plans._known.values()
-    work = choice.engine.program.forward.work
-    assert work < engine.WORTH < work * choice.engine.chunk_steps()
+    work = choice.engine.compiled.forward.work
+    assert work < backend.MIN_PARALLEL_OPERATIONS < work * choice.engine.chunk_steps()
+
+
+GUARD, MARK = 256, 0xA5
+
+
+class Guarded:
+    """A pool whose memory ends where it was said to end: around it are marks."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[Tensor, int]] = []
+
+    def take(self, size: int, kind: str = "") -> Tensor:
+        whole = torch.full((GUARD + size + GUARD,), MARK, dtype=torch.uint8)
+        self.taken.append((whole, size))
+        return whole[GUARD : GUARD + size]
+
+    def give(self, memory: Tensor, kind: str = "") -> None:
+        pass
+
+    def whole(self) -> bool:
+        marks = [torch.cat([whole[:GUARD], whole[GUARD + size :]]) for whole, size in self.taken]
+        return all(bool((each == MARK).all()) for each in marks)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("make", [cells.LSTMCell, cells.LayerNormLSTMCell], ids=lambda make: make.__name__)
+def test_nothing_is_written_beyond_the_memory_that_was_asked_for(
+    make: type[torch.nn.Module], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Guarded()
+    monkeypatch.setattr(backend, "pool", pool)
+    monkeypatch.setattr(backend, "rounded", lambda size: size)
+    monkeypatch.setattr(backend, "MIN_PARALLEL_OPERATIONS", -1.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    cell, x = make(3, 5), torch.randn(9, 7, 3, requires_grad=True)
+    for memory in ("full", "states"):
+        net = Recurrent(cell, backend="c", memory=memory, verify="never")
+        torch.autograd.grad(net(x).outputs.sum(), [x, *cell.parameters()])
+        assert net.why()[0][1] == "c"
+    assert pool.taken and pool.whole()
+
+
+def test_a_program_is_explained_as_a_table_of_phases_passes_and_formulas() -> None:
+    net = Recurrent(cells.LSTMCell(3, 5), backend="c")
+    net(torch.randn(4, 6, 3, requires_grad=True))
+    text = net.explain()
+    text = text[
+        re.search(r"^chunks of \d+ steps; kept for backward: 5 values, 600 bytes a step$", text, re.M).start() :
+    ]  # type: ignore[union-attr]
+    forward, again, backward = re.split(r"\n\n(?=\w+: )", text)[1:]
+    assert forward.splitlines()[:5] == [
+        "forward: 2 passes over memory and 480 bytes of workspace a step",
+        "  bulk, all steps at once",
+        "    product    6 x 20        z0 = x0 @ c1[3 x 20] + c0[6 x 20]",
+        "  main loop, step by step; each thread takes some of 6 rows",
+        "    product    6 x 20        z1 = h0 @ c3[5 x 20] + c2[6 x 20]",
+    ]
+    assert "    pass       6 x 5         z3 = z0[6 x 5]+z1[6 x 5]" in forward
+    assert "h0' = v3*v4" in forward and "h1' = z9+z11" in forward
+    assert "main loop" not in again and "loop, steps in any order, shared by threads" in again
+    assert "main loop, step by step, last one first" in backward
+    assert "    total      20 x 3        dp0 += z13[20 x 6] @ x0, over all steps" in backward
+    assert max(map(len, text.splitlines())) <= 120

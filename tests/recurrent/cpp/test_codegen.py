@@ -1,5 +1,6 @@
-"""Cells at the edges of what loops do: equal to the eager loop, whoever computes, and however memory is kept."""
+"""The C++ text: what runs step by step, and bits that do not depend on threads, chunks or memory."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.recurrent.cells_for_tests import CASES, Case, Told, engine_of
 from tests.recurrent.recurrent_cases import needs_compiler
 from weft.core.tree import flatten
 from weft.recurrent import Recurrent
-from weft.recurrent.cpp import backend as engine
+from weft.recurrent.cpp import backend
+from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.memory import Memory
 
 pytestmark = needs_compiler
+
+
 ROWS, STEPS, WIDTH, HIDDEN = 6, 7, 3, 4
 MEMORIES: tuple[Memory, ...] = ("full", "states")
 
@@ -35,7 +40,7 @@ def twice(y: Tensor) -> tuple[Tensor, Tensor]:
     return y, y
 
 
-class Case(NamedTuple):
+class Contrived(NamedTuple):
     """A step, the shapes of its weights, and of its states; one that is of integers has the shape None."""
 
     step: Callable[[Any, Tensor, Any], tuple[Any, Any]]
@@ -47,61 +52,63 @@ class Case(NamedTuple):
 W = {"w": (WIDTH, HIDDEN)}
 TWO = ((ROWS, HIDDEN), (ROWS, HIDDEN))
 
-CASES: dict[str, Case] = {
-    "the carried gradient is read after the loop": Case(lambda c, x, h: (h * 2, h + x @ c.w), W),
-    "a state that is handed on is multiplied by a weight": Case(
+CONTRIVED: dict[str, Contrived] = {
+    "the carried gradient is read after the loop": Contrived(lambda c, x, h: (h * 2, h + x @ c.w), W),
+    "a state that is handed on is multiplied by a weight": Contrived(
         lambda c, x, s: ((y := torch.tanh(x @ c.w + s[0] + (s[1] @ c.u).mean(0))), (y, s[1])), W | {"u": (4, 4)}, TWO
     ),
-    "a state that is handed on is multiplied by itself": Case(
+    "a state that is handed on is multiplied by itself": Contrived(
         lambda c, x, s: ((y := torch.tanh(s[0] + x @ c.w @ (s[1].t() @ s[1]))), (y, s[1])), W, TWO
     ),
-    "a state that is not read": Case(lambda c, x, s: ((y := torch.tanh(x @ c.w + s[0])), (y, torch.exp(-y))), W, TWO),
-    "each thread needs a mean over the batch of the input": Case(
+    "a state that is not read": Contrived(
+        lambda c, x, s: ((y := torch.tanh(x @ c.w + s[0])), (y, torch.exp(-y))), W, TWO
+    ),
+    "each thread needs a mean over the batch of the input": Contrived(
         lambda c, x, h: twice(torch.tanh(h * (x * c.w).exp().mean(0).pow(2).sum() + x[:, :1])), {"w": (WIDTH,)}
     ),
-    "one weight, used twice and transposed": Case(
+    "one weight, used twice and transposed": Contrived(
         lambda c, x, h: twice(torch.tanh(nn.functional.linear(x, c.w, c.b) + h @ c.w + c.b)),
         {"w": (3, 3), "b": (3,)},
         ((ROWS, 3),),
     ),
-    "rows meet": Case(lambda c, x, h: twice(torch.tanh(x @ c.w + torch.cat([h[1:], h[:1]]))), W),
-    "rows are shifted in a view": Case(
+    "rows meet": Contrived(lambda c, x, h: twice(torch.tanh(x @ c.w + torch.cat([h[1:], h[:1]]))), W),
+    "rows are shifted in a view": Contrived(
         lambda c, x, h: twice(torch.tanh(x @ c.w + torch.stack([h, h * 2]).reshape(-1, HIDDEN)[1 : ROWS + 1])), W
     ),
-    "rows meet, and a state is not read": Case(
+    "rows meet, and a state is not read": Contrived(
         lambda c, x, s: (s[0] * 2, (torch.tanh(x @ c.w + torch.cat([s[0][1:], s[0][:1]])), s[0] * 3)), W, TWO
     ),
-    "rows meet in a product": Case(lambda c, x, h: twice(torch.tanh(x @ c.w + 0.1 * (h @ h.t()) @ h)), W),
-    "rows are columns": Case(
+    "rows meet in a product": Contrived(lambda c, x, h: twice(torch.tanh(x @ c.w + 0.1 * (h @ h.t()) @ h)), W),
+    "rows are columns": Contrived(
         lambda c, x, h: twice(torch.tanh(torch.addmm(h.t(), c.w, x.t()).t())), {"w": (HIDDEN, WIDTH)}
     ),
-    "the new state is a join of the old one alone": Case(
+    "the new state is a join of the old one alone": Contrived(
         lambda c, x, h: twice(torch.cat([h, x[:, :0]], 1) * c.w), {"w": (1,)}
     ),
-    "the old state is joined as it is": Case(lambda c, x, h: (h * c.w, torch.cat([h, x[:, :0]], 1)), {"w": (1,)}),
-    "states change places": Case(lambda c, x, s: (s[0] * 1, (torch.tanh(s[1] + x @ c.w), s[0])), W, TWO),
-    "a state without axes": Case(lambda c, x, h: twice(torch.tanh(h + (x @ c.w).sum())), {"w": (WIDTH,)}, ((),)),
-    "a state of integers": Case(
+    "the old state is joined as it is": Contrived(lambda c, x, h: (h * c.w, torch.cat([h, x[:, :0]], 1)), {"w": (1,)}),
+    "states change places": Contrived(lambda c, x, s: (s[0] * 1, (torch.tanh(s[1] + x @ c.w), s[0])), W, TWO),
+    "a state without axes": Contrived(lambda c, x, h: twice(torch.tanh(h + (x @ c.w).sum())), {"w": (WIDTH,)}, ((),)),
+    "a state of integers": Contrived(
         lambda c, x, s: (s[0] * c.w, (s[0] * 0.5 + (~s[1]).double()[:, None] * x[:, :1], s[1] * 5 + 1)),
         {"w": (HIDDEN,)},
         ((ROWS, HIDDEN), None),
     ),
-    "a weight in batches": Case(
+    "a weight in batches": Contrived(
         lambda c, x, h: twice(
             torch.tanh(torch.bmm(h.view(ROWS, 2, 2).transpose(0, 1), c.w).transpose(0, 1).reshape(ROWS, 4))
         ),
         {"w": (2, 2, 2)},
     ),
-    "one row": Case(
+    "one row": Contrived(
         lambda c, x, h: twice(torch.tanh(x @ c.w + h @ c.u + c.b)), W | {"u": (4, 4), "b": (4,)}, ((1, 4),), 1
     ),
-    "nothing of anything": Case(
+    "nothing of anything": Contrived(
         lambda c, x, h: twice(torch.tanh(h + x[:, :0] @ c.w + c.u[:, :0].sum(1))), {"w": (0, HIDDEN), "u": (HIDDEN, 2)}
     ),
 }
 
 
-def states_of(case: Case) -> Any:
+def states_of(case: Contrived) -> Any:
     made = [
         torch.arange(ROWS) - 2 if shape is None else torch.randn(shape).double().requires_grad_()
         for shape in case.states
@@ -124,9 +131,9 @@ def found(cell: nn.Module, x: Tensor, state: Any, **options: Any) -> list[Tensor
     return [*(each.detach() for each in ends), *zeros]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CONTRIVED)
 def test_a_cell_at_the_edge_is_equal_to_the_eager_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[name]
+    case = CONTRIVED[name]
     torch.manual_seed(0)
     cell = Cell(case.step, **case.weights)
     x, state = torch.randn(STEPS, case.rows, WIDTH).double().requires_grad_(), states_of(case)
@@ -134,8 +141,71 @@ def test_a_cell_at_the_edge_is_equal_to_the_eager_loop(name: str, monkeypatch: p
     seen = found(cell, x, state, backend="c", verify="never")
     for one, other in zip(seen, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    monkeypatch.setattr(engine, "WORTH", -1.0)
+    monkeypatch.setattr(backend, "MIN_PARALLEL_OPERATIONS", -1.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for memory in MEMORIES:
         again = found(cell, x, state, backend="c", memory=memory, verify="never")
         assert all(torch.equal(one, other) for one, other in zip(again, seen, strict=True)), f"{memory}, by 3 threads"
+
+
+DOWN, UP = "for (long t = steps - 1; t >= 0; t--) {", "for (long t = 0; t < steps; t++) {"
+
+
+def function(engine: CppBackend, name: str) -> str:
+    """The text of one of the three functions."""
+    return engine.compiled.text.split(f'extern "C" void {name}(')[1].split('extern "C" void ')[0]
+
+
+def block(text: str, head: str) -> str:
+    """What stands between the braces behind `head`, which is there once."""
+    assert text.count(head) == 1
+    inside, depth = text.split(head)[1], 1
+    for at, letter in enumerate(inside):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if not depth:
+            return inside[:at]
+    raise AssertionError("the braces do not match")
+
+
+def wide(make: Callable[[], nn.Module], states: int) -> Case:
+    cell = Told(make()).double()
+    state = tuple(torch.randn(5, 4).double() for _ in range(states))
+    return Case(cell, torch.randn(5, 3).double(), state if states > 1 else state[0], list(cell.parameters()))
+
+
+CLASSIC = {
+    "LSTM": lambda: wide(lambda: nn.LSTMCell(3, 4), 2),
+    "GRU": lambda: wide(lambda: nn.GRUCell(3, 4), 1),
+    "RNN": lambda: wide(lambda: nn.RNNCell(3, 4), 1),
+}
+
+
+@pytest.mark.parametrize("make", CLASSIC.values(), ids=CLASSIC)
+def test_each_loop_of_the_classic_cells_holds_one_matrix_product_and_no_gradient_of_a_parameter(
+    make: Callable[[], Case],
+) -> None:
+    engine = engine_of("c", make())
+    for name, head in (("forward", UP), ("backward", DOWN)):
+        loop = block(function(engine, name), head)
+        assert len(re.findall(r"\bw_product\(", loop)) == 1
+        assert not re.findall(r"\b(w_gather|w_columns|w_small|dp\d)", loop)
+
+
+@pytest.mark.parametrize("make", CLASSIC.values(), ids=CLASSIC)
+def test_a_weights_gradient_is_one_product_over_all_steps_after_the_loop(make: Callable[[], Case]) -> None:
+    text = function(engine_of("c", make()), "backward")
+    behind = text.split(DOWN)[1]
+    assert len(re.findall(r"\bw_gather\(.*\* steps", behind)) == 2, "one for each weight"
+    assert len(re.findall(r"\bw_columns\(", behind)) >= 1, "and sums of rows for the biases"
+
+
+@pytest.mark.parametrize("make", CLASSIC.values(), ids=CLASSIC)
+def test_what_is_made_again_from_known_states_carries_nothing(make: Callable[[], Case]) -> None:
+    text = function(engine_of("c", make()), "again")
+    assert UP not in text and DOWN not in text, "threads take steps, since steps are apart"
+
+
+def test_the_text_does_not_depend_on_values() -> None:
+    case = CASES["LSTM"]()
+    one, other = engine_of("c", case), engine_of("c", case._replace(x=torch.randn_like(case.x)))
+    assert one.compiled.text == other.compiled.text

@@ -1,4 +1,4 @@
-"""Numbers as C: exactly those that they were."""
+"""The intermediate representation: dtypes and numbers in C, and where elements lie in memory."""
 
 import math
 import re
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.recurrent.cpp.ir import TYPES, Unsupported, check_dtype
+from weft.recurrent.cpp.ir import C_TYPES, MemoryLayout, Row, Unsupported, check_dtype
 from weft.recurrent.cpp.loop_nests import converted, literal
 
 
@@ -45,5 +45,40 @@ def test_a_conversion_to_a_truth_value_compares() -> None:
 def test_a_dtype_that_loops_cannot_hold_is_refused_with_those_that_they_can() -> None:
     with pytest.raises(Unsupported, match=r"the input is of torch.complex64; loops in C hold torch.float32"):
         check_dtype(torch.complex64, "the input")
-    for each in TYPES:
+    for each in C_TYPES:
         check_dtype(each, "it")
+
+
+ROWS: dict[Row, tuple[str, str | None]] = {
+    "same": ("a", "a"),
+    "step": ("(a + t * 6L)", "(a + 0 * 6L)"),
+    "next": ("(a + (t + 1) * 6L)", "(a + 1 * 6L)"),
+    "in": ("(a + ((t + 1) & 1) * 6L)", None),
+    "out": ("(a + (t & 1) * 6L)", None),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_found_in_any_step_and_in_the_first(row: Row) -> None:
+    here, first = ROWS[row]
+    place = MemoryLayout("a", row, 6, (3, 1), 2)
+    assert place.pointer == f"{here} + 2L"
+    assert place.per_step == (row in ("step", "next"))
+    if first is not None:
+        assert place.first == f"{first} + 2L"
+
+
+def test_only_what_has_a_row_for_each_step_is_lasting_and_has_a_first_step() -> None:
+    with pytest.raises(KeyError):
+        _ = MemoryLayout("a", "in", 6, (3, 1)).first
+
+
+def test_an_element_of_a_matrix_is_reached_by_its_strides() -> None:
+    place = MemoryLayout("a", "same", 24, (12, 3, 1), 5)
+    assert place.at(2, "r0", "q") == "a + 5L + b * 12L + r0 * 3L + q * 1L"
+    assert place.at(None, "0") == "a + 5L"
+    assert place.transposed().strides == (12, 1, 3)
+
+
+def test_a_broadcast_axis_has_no_stride() -> None:
+    assert MemoryLayout("a", "same", 3, (3, 1)).broadcast((1, 3), (4, 2, 3)).strides == (0, 0, 1)
