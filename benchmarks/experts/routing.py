@@ -11,7 +11,7 @@ from weft.experts.client import Connections, Transport
 from weft.experts.directory import LocalDirectory
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.mixture.dispatch import Dispatch
-from weft.experts.mixture.routing import choose
+from weft.experts.mixture.router import choose
 
 WIDTH, K = 512, 4
 WANTED_MS = 3.0
@@ -37,12 +37,12 @@ def run(quick: bool) -> Table:
         x = torch.randn(batch, WIDTH)
 
         def work() -> Dispatch:
-            crowd = mixture._link.crowd()
+            crowd = mixture._client.live()
             scores = mixture._scores(x)
             return Dispatch(choose(scores, crowd.places, sides, K))
 
         found = race({"routing": work}, rounds=1 if quick else 9, sample=0.0 if quick else 0.5)
-        living = len(mixture._link.crowd())
+        living = len(mixture._client.live())
     directory.close()
     if living != len(names):
         raise RuntimeError(f"the mixture knows {living} of {len(names)} experts")

@@ -18,7 +18,7 @@ from weft.experts.client.retry import Retry
 from weft.experts.client.stream import PendingCalls
 from weft.experts.directory import LocalDirectory
 from weft.experts.directory.etcd import EtcdDirectory
-from weft.experts.mixture.terms import Terms
+from weft.experts.mixture.mixture_options import MixtureOptions
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, FlatSchema
@@ -67,9 +67,9 @@ SECONDS: dict[str, Callable[[Any], object]] = {
     "RemoteExpert.timeout": lambda s: RemoteExpert("a", "b:1", timeout=s).close(),
     "Retry.longest": lambda s: Retry(longest=s),
     "Retry.attempt_seconds": lambda s: Retry(attempt_seconds=s),
-    "Terms.forward_timeout": lambda s: Terms(**{**TERMS, "forward_timeout": s}),
-    "Terms.backward_timeout": lambda s: Terms(**{**TERMS, "backward_timeout": s}),
-    "Terms.timeout_after_k_min": lambda s: Terms(**{**TERMS, "timeout_after_k_min": s}),
+    "MixtureOptions.forward_timeout": lambda s: MixtureOptions(**{**TERMS, "forward_timeout": s}),
+    "MixtureOptions.backward_timeout": lambda s: MixtureOptions(**{**TERMS, "backward_timeout": s}),
+    "MixtureOptions.timeout_after_k_min": lambda s: MixtureOptions(**{**TERMS, "timeout_after_k_min": s}),
     "GraphBudget.seconds": lambda s: GraphBudget(1, seconds=s),
     "IdempotencyOptions.max_age": lambda s: IdempotencyOptions(max_age=s),
     "IdempotencyOptions.max_result_age": lambda s: IdempotencyOptions(max_result_age=s),

@@ -1,6 +1,7 @@
 """What makes no sense is told where a mixture is made, by name, and all of it at once; what does makes one."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.apart import python
+from weft.core.validation import Validator
 from weft.experts.checks import kind_fault
-from weft.experts.mixture.grid import grid_faults
-from weft.experts.mixture.switch import switch_faults
-from weft.experts.mixture.terms import term_faults
+from weft.experts.mixture.grid import check_grid
+from weft.experts.mixture.mixture_options import check_options
+from weft.experts.mixture.switch import check_switch
 
 GOOD: dict[str, Any] = {
     "k_best": 4,
@@ -20,6 +22,8 @@ GOOD: dict[str, Any] = {
     "forward_timeout": 1.0,
     "backward_timeout": 1.0,
     "timeout_after_k_min": None,
+    "detect_anomalies": False,
+    "allow_zero_outputs": False,
 }
 NO_COUNT = st.one_of(st.none(), st.booleans(), st.floats(), st.text(max_size=3), st.integers(max_value=-1))
 CONSTRUCTED = """
@@ -69,6 +73,12 @@ directory.close()
 """
 
 
+def faults_of(checked: Callable[..., object], *arguments: Any) -> list[str]:
+    check = Validator("invalid")
+    checked(check, *arguments)
+    return check.faults
+
+
 def test_arguments_of_the_wrong_type_are_refused_where_they_are_given_all_at_once() -> None:
     # In a process of its own: the run-time type checks of this suite would refuse them before.
     seen = python(CONSTRUCTED)
@@ -77,13 +87,15 @@ def test_arguments_of_the_wrong_type_are_refused_where_they_are_given_all_at_onc
 
 @given(st.sampled_from(["k_best", "k_min", "backward_k_min"]), NO_COUNT)
 def test_what_is_no_count_is_a_fault_of_its_own_name_alone(name: str, value: Any) -> None:
-    faults = term_faults({**GOOD, name: value})
+    faults = faults_of(check_options, {**GOOD, name: value})
     assert len(faults) == 1 and faults[0].startswith(f"{name} is {value!r}, wanted an int")
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9), st.integers(1, 9))
 def test_counts_are_taken_if_so_many_can_answer(k_best: int, k_min: int, backward_k_min: int, places: int) -> None:
-    faults = term_faults({**GOOD, "k_best": k_best, "k_min": k_min, "backward_k_min": backward_k_min}, places)
+    faults = faults_of(
+        check_options, {**GOOD, "k_best": k_best, "k_min": k_min, "backward_k_min": backward_k_min}, places
+    )
     wanted = [k_min > min(k_best, places), backward_k_min > k_best]
     assert [any(fault.startswith(name) for fault in faults) for name in ("k_min", "backward_k_min")] == wanted
     assert len(faults) == sum(wanted)
@@ -91,15 +103,17 @@ def test_counts_are_taken_if_so_many_can_answer(k_best: int, k_min: int, backwar
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.sampled_from([list, tuple]))
 def test_any_list_of_sizes_is_a_grid(sizes: list[int], kind: Any) -> None:
-    assert grid_faults("ffn", kind(sizes)) == []
-    assert grid_faults("ffn", kind([*sizes, 1.5])) == [f"grid_size[{len(sizes)}] is 1.5, wanted an int of at least 1"]
+    assert faults_of(check_grid, "ffn", kind(sizes)) == []
+    assert faults_of(check_grid, "ffn", kind([*sizes, 1.5])) == [
+        f"grid_size[{len(sizes)}] is 1.5, wanted an int of at least 1"
+    ]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, "1", True])
 def test_both_numbers_of_a_switch_are_told_together(bad: Any) -> None:
-    faults = switch_faults(bad, bad)
+    faults = faults_of(check_switch, bad, bad)
     assert [fault.split()[0] for fault in faults] == ["jitter_eps", "capacity_factor"]
-    assert switch_faults(0, None) == switch_faults(0.5, 1) == []
+    assert faults_of(check_switch, 0, None) == faults_of(check_switch, 0.5, 1) == []
 
 
 def test_large_values_are_told_by_their_type() -> None:

@@ -63,7 +63,7 @@ def test_what_is_left_of_spans_is_what_is_alive(chosen: torch.Tensor, data: st.D
     flags = data.draw(st.lists(st.booleans(), min_size=chosen.numel(), max_size=chosen.numel()))
     alive = torch.tensor(flags, dtype=torch.bool).view(chosen.shape)
     left: list[int] = []
-    for span, positions in dispatch.without(alive):
+    for span, positions in dispatch.restricted(alive):
         mine = list(range(span.start, span.stop)) if positions is None else positions.tolist()
         assert mine and all(span.start <= i < span.stop for i in mine)
         left += mine

@@ -14,8 +14,8 @@ from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert
 from tests.experts.waiting import until
 from weft.experts.client import NEVER, Connections, Retry
 from weft.experts.directory import LocalDirectory
-from weft.experts.errors import CommitError
-from weft.experts.mixture import RemoteMixtureOfExperts, TooFewAnswersError
+from weft.experts.errors import CommitError, TooFewAnswersError
+from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.server import Server
 from weft.experts.wire import Kind, NotOwnerError
 from weft.experts.wire.service import Receipt, read_receipt
@@ -114,5 +114,5 @@ def test_what_is_durable_is_told_by_expert() -> None:
         mixture(numbers(16, GRID_WIDTH)).sum().backward()
         assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
         receipt = partial(Receipt, incarnation=9)
-        mixture._link.calls.progress["ffn.1"].update(7, receipt(5))
+        mixture._client.caller.progress["ffn.1"].update(7, receipt(5))
         assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7

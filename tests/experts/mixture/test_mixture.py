@@ -39,7 +39,8 @@ from weft.experts.client import Connections, RemoteExpert, StepsLostWarning
 from weft.experts.client.retry import NEVER, Retry
 from weft.experts.compression import Policy
 from weft.experts.directory import LocalDirectory
-from weft.experts.mixture import AnomalyError, NoExpertsError, RemoteMixtureOfExperts, TooFewAnswersError
+from weft.experts.errors import AnomalyError, NoExpertsError, TooFewAnswersError
+from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.server import Server
 from weft.experts.wire import Header, Kind, UnreachableError
 from weft.recurrent import NoPlanWarning
@@ -57,7 +58,7 @@ def computed_here(
     rows: list[Tensor] = []
     for row, score in zip(x, scores, strict=True):
         by_uid = {uid: sum(score[starts[a] + int(i)] for a, i in enumerate(uid.split(".")[1:])) for uid in uids}
-        best = sorted(by_uid, key=lambda uid: -float(by_uid[uid].detach()))[: mixture.terms.k_best]
+        best = sorted(by_uid, key=lambda uid: -float(by_uid[uid].detach()))[: mixture.options.k_best]
         alive = [uid for uid in best if uid not in gone]
         if not alive:
             rows.append(0 * row)
@@ -253,7 +254,7 @@ def test_nobody_is_waited_for_longer_than_was_said() -> None:
 
 
 def test_what_the_experts_take_is_asked_within_the_time_of_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = [f"weft.experts.mixture.{name}" for name in ("mixture", "calls", "gathering")]
+    modules = [f"weft.experts.mixture.{name}" for name in ("mixture", "fanout")]
     clock = Clock().rules(monkeypatch, *modules)
 
     def slowly(header: Header, answer: list[Tensor]) -> list[Tensor]:
@@ -334,8 +335,8 @@ def test_experts_that_come_and_go_are_seen_by_the_next_call() -> None:
         world.directory.withdraw(world.leases["ffn.1.1"])
         with pytest.raises(NoExpertsError, match=r"ffn\.\*"):
             mixture(x)
-        assert not make(world, allow_zero_outputs=True)._link._layout
-        mixture.terms = make(world, allow_zero_outputs=True).terms
+        assert not make(world, allow_zero_outputs=True)._client._signature
+        mixture.options = make(world, allow_zero_outputs=True).options
         assert not mixture(x).any()
         with pytest.raises(NoExpertsError):
             make(world, allow_zero_outputs=True)(x)
@@ -354,7 +355,7 @@ def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_as
         with pytest.raises(TooFewAnswersError, match=r"needs 2 answers \(k_min\), but .* only 1 living") as caught:
             mixture(x)
         assert len(world.servers.headers) == asked and not caught.value.faults
-        mixture.terms = make(world, k_min=2, allow_zero_outputs=True).terms
+        mixture.options = make(world, k_min=2, allow_zero_outputs=True).options
         assert not mixture(x).any()
 
 
@@ -434,7 +435,7 @@ def test_numbers_that_are_not_finite_are_told_where_that_was_asked_for() -> None
         mixture = make(world, detect_anomalies=True)
         x = numbers(3, WIDTH)
         x[1, 0] = math.inf
-        with pytest.raises(AnomalyError, match=r"inputs that are not finite(.|\n)*1 of 3 rows"):
+        with pytest.raises(AnomalyError, match=r"inputs of a mixture are not finite(.|\n)*1 of 3 rows"):
             mixture(x)
         y = mixture(numbers(3, WIDTH))
         with pytest.raises(AnomalyError, match="gradients of outputs"):
@@ -503,7 +504,7 @@ def test_a_recomputed_stage_asks_nobody_twice_and_has_the_same_gradients() -> No
             torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-12, msg=name)
         assert len(world.servers.called(Kind.FORWARD)) <= 2 * calls
         assert world.servers.called(Kind.FORWARD) == world.servers.called(Kind.BACKWARD)
-        assert len(mixture._link.recall) == 0
+        assert len(mixture._client.cache) == 0
 
 
 def test_many_threads_may_call_one_mixture() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.mixture.mixture_cases import numbers
-from weft.experts.mixture import routing
-from weft.experts.mixture.routing import all_scores, choose, chosen_scores
+from weft.experts.mixture import router as routing
+from weft.experts.mixture.router import all_scores, choose, chosen_scores
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 6), st.integers(0, 7), st.data())
@@ -21,7 +21,7 @@ def test_the_chosen_are_the_best_of_those_that_live(
     living = sorted(data.draw(st.sets(st.sampled_from(whole), min_size=1)))
     scores = numbers(samples, sum(sizes), seed=data.draw(st.integers(0, 9)), dtype=torch.float32).requires_grad_()
     places = torch.tensor(living)
-    with mock.patch.object(routing, "_AT_ONCE", data.draw(st.sampled_from([1, 8, 1 << 16]))):
+    with mock.patch.object(routing, "_BLOCK", data.draw(st.sampled_from([1, 8, 1 << 16]))):
         chosen = choose(scores, places, sizes, k)
     seen = chosen_scores(scores, places, sizes, chosen)
     assert chosen.shape == (samples, min(k, len(living))) and not chosen.requires_grad and seen.requires_grad

@@ -28,7 +28,7 @@ def computed_here(
 ) -> tuple[Tensor, Tensor]:
     """Output and loss in plain autograd, every expert on every sample."""
     weights = probabilities(mixture, x)
-    chosen = weights.detach().topk(mixture.terms.k_best, dim=1).indices
+    chosen = weights.detach().topk(mixture.options.k_best, dim=1).indices
     mask = torch.zeros_like(weights).scatter(1, chosen, 1.0)
     mask[:, [i for i, uid in enumerate(sorted(world.here)) if uid in gone]] = 0
     outputs = torch.stack([world.here[uid](x) for uid in sorted(world.here)], 1)

@@ -16,8 +16,7 @@ from tests.experts.mixture.commit_cases import (
 )
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft.experts.client import NEVER
-from weft.experts.errors import CommitError, GradientError
-from weft.experts.mixture import MixtureCommitError, TooFewAnswersError
+from weft.experts.errors import CommitError, GradientError, MixtureCommitError, TooFewAnswersError
 from weft.experts.wire import Kind
 
 # Torn: a part of an expert's gradients is missing.
@@ -109,7 +108,7 @@ def test_somebody_must_step_unless_zeros_are_allowed() -> None:
             run(only(mixture, 0, 1), numbers(4, WIDTH))
             experts.restart("ffn.0", "ffn.1")
             run(mixture, numbers(4, WIDTH))
-            if mixture.terms.allow_zero_outputs:
+            if mixture.options.allow_zero_outputs:
                 assert mixture.commit() == {"ffn.0": False, "ffn.1": False}
             else:
                 with pytest.raises(MixtureCommitError, match="2 lack"):
@@ -171,7 +170,7 @@ def test_an_interrupted_commit_may_be_called_again() -> None:
     with Experts() as experts:
         mixture = experts.mixture()
         run(mixture, numbers(16, WIDTH))
-        accept = type(mixture._link.calls).accept
+        accept = type(mixture._client.caller).accept
         seen: list[str] = []
 
         def interrupted(self: Any, uid: str, answer: Any) -> Any:
@@ -181,7 +180,7 @@ def test_an_interrupted_commit_may_be_called_again() -> None:
             return accept(self, uid, answer)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(mixture._link.calls), "accept", interrupted)
+            patch.setattr(type(mixture._client.caller), "accept", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 mixture.commit()
         assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 1)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.mixture.mixture_cases import numbers
-from weft.experts.mixture.weighing import (
+from weft.experts.mixture.router import (
     gating_input,
     jittered,
     load_balancing_loss,

@@ -1,24 +1,27 @@
-"""Sorts the pairs (sample, choice) by expert, so that each expert gets one call with all of its rows.
+"""Dispatch and combine: rows sorted by expert, one call each, and answers written back to their pairs.
 
     chosen   sample 0: B A        pair  0 1 2 3 4 5       by expert   A: pairs 1 4 3     rows of samples 0 2 1
              sample 1: B A    ──>       B A B A A B  ──>              B: pairs 0 2 5     rows of samples 0 1 2
              sample 2: A B        (pair = sample * k + choice)
 
-`take` gathers the rows in that order with one copy, and a call sends a view of it; `put` lays what comes back at
-its pairs. First choices stand before second ones, each in the order of the samples: so a capacity, which cuts what
-stands behind it, cuts last choices first (as in GShard, Lepikhin et al. 2020).
+`take` gathers the rows in that order with one copy, and a call sends a view of it; `CombineBuffer.put` writes what
+comes back to its pairs. First choices stand before second ones, each in the order of the samples: so a capacity, which
+cuts what stands behind it, cuts last choices first (as in GShard, Lepikhin et al. 2020).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from weft.core.errors import SpecError, listed
+
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """The rows of one call: ``start`` to ``stop`` in the order of the dispatch, for one of the experts."""
 
     expert: int
@@ -30,11 +33,11 @@ class Span:
 
 
 class Dispatch:
-    """Which rows go where.
+    """The order in which rows are sent, and to which expert.
 
     Args:
         chosen: samples x k, int64 on the CPU: the number of an expert. One sample never has an expert twice.
-        capacity: rows that one expert gets at most; pairs beyond it go nowhere. ``None`` for no limit.
+        capacity: rows that one expert gets at most; pairs beyond it are dropped. None: no limit.
         most: rows that one call may have; an expert that gets more is called more than once.
     """
 
@@ -56,10 +59,10 @@ class Dispatch:
 
     @property
     def sent(self) -> Tensor:
-        """samples x k, bool: the pairs that go somewhere."""
-        return self.marked(self.pairs)
+        """samples x k, bool: the pairs that are sent."""
+        return self.mask(self.pairs)
 
-    def marked(self, pairs: Tensor) -> Tensor:
+    def mask(self, pairs: Tensor) -> Tensor:
         """samples x k, bool: True at these pairs."""
         mask = torch.zeros(self.samples * self.k, dtype=torch.bool, device="cpu")
         mask[pairs] = True
@@ -73,14 +76,13 @@ class Dispatch:
         """The rows of a tensor of samples x k x ..., in the order of the dispatch."""
         return tensor.flatten(0, 1).index_select(0, self.pairs.to(tensor.device))
 
-    def without(self, alive: Tensor) -> "list[tuple[Span, Tensor | None]]":
-        """The spans with what is left of them if only pairs that are True in ``alive`` count.
+    def restricted(self, alive: Tensor) -> "list[tuple[RowSpan, Tensor | None]]":
+        """The spans that have pairs which are True in ``alive``, each with the positions of those pairs.
 
-        A span comes with None if all of it is left, else with the positions (int64, in the order of the dispatch)
-        that are; one with nothing left does not come.
+        Positions are int64, in the order of the dispatch; None: all of the span.
         """
         flags = alive.reshape(-1)[self.pairs]
-        found: list[tuple[Span, Tensor | None]] = []
+        found: list[tuple[RowSpan, Tensor | None]] = []
         for span in self.spans:
             mine = flags[span.start : span.stop]
             left = int(mine.sum())
@@ -89,15 +91,91 @@ class Dispatch:
         return found
 
 
-def _cut(counts: Sequence[int], most: int | None) -> list[Span]:
+def _cut(counts: Sequence[int], most: int | None) -> list[RowSpan]:
     """The spans of experts with so many rows each, none longer than ``most``."""
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     start = 0
     for expert, count in enumerate(counts):
         stop = start + count
         step = count if most is None else most
         while start < stop:
-            spans.append(Span(expert, start, min(start + step, stop)))
+            spans.append(RowSpan(expert, start, min(start + step, stop)))
             start += step
         start = stop
     return spans
+
+
+class CombineBuffer:
+    """Rows of answers by pair: samples x k x ..., zeros where none came, on the device of the first answer.
+
+    All tensors of an answer are written, or none. With ``finite``, rows with NaN or Inf are left out. ``alive`` says
+    for each pair whether its row came.
+
+    On the CPU rows are copied by numpy, in one thread: while some experts have answered the others still work, maybe on
+    this machine, and torch's threads would take their cores from them, for longer than the copy takes. Zeros are
+    written only at the end, where nothing came.
+    """
+
+    def __init__(self, samples: int, k: int, *, finite: bool) -> None:
+        self._samples, self._k, self._finite = samples, k, finite
+        self._flat: list[Tensor] | None = None
+        self.alive = torch.zeros(samples * k, dtype=torch.bool, device="cpu")
+
+    def put(self, pairs: Tensor, answer: Sequence[Tensor]) -> Tensor | None:
+        """Write an answer to these pairs. Returns which of its rows are good, None for all.
+
+        Raises ``SpecError`` that lists the tensors of another number of rows, or of rows of another shape than those
+        of the answers before.
+        """
+        if self._flat is None:
+            self._flat = [x.new_empty(self._samples * self._k, *x.shape[1:]) for x in answer]
+        faults = [
+            f"tensor {i} has shape {tuple(seen.shape)}, wanted {(len(pairs), *flat.shape[1:])}"
+            for i, (flat, seen) in enumerate(zip(self._flat, answer, strict=True))
+            if seen.shape != (len(pairs), *flat.shape[1:])
+        ]
+        if faults:
+            raise SpecError(listed("the answer does not fit the call, or the answers before it:", faults))
+        good = finite_rows(answer) if self._finite else None
+        if good is not None:
+            pairs, answer = pairs[good], [x[good.to(x.device)] for x in answer]
+        for flat, rows in zip(self._flat, answer, strict=True):
+            _write(flat, pairs, rows.to(flat))
+        self.alive[pairs] = True
+        return good
+
+    def rows(self) -> list[Tensor] | None:
+        """All rows, each tensor samples x k x ...; None if no answer came."""
+        if self._flat is None:
+            return None
+        if not bool(self.alive.all()):
+            for flat in self._flat:
+                flat[~self.alive.to(flat.device)] = 0
+        return [flat.view(self._samples, self._k, *flat.shape[1:]) for flat in self._flat]
+
+    def clear(self, samples: Tensor) -> None:
+        """Drop all rows of the samples that are True here."""
+        self.alive.view(self._samples, self._k)[samples] = False
+
+
+def _write(flat: Tensor, pairs: Tensor, rows: Tensor) -> None:
+    """Write these rows to these pairs."""
+    if flat.device.type == "cpu":
+        _bytes(flat)[pairs.numpy()] = _bytes(rows)
+    else:
+        flat.index_copy_(0, pairs.to(flat.device), rows)
+
+
+def _bytes(tensor: Tensor) -> Any:
+    """The rows as bytes, as numpy does not know all dtypes: a view, if the rows lie one after the other."""
+    return tensor.reshape(len(tensor), prod(tensor.shape[1:])).contiguous().view(torch.uint8).numpy()
+
+
+def finite_rows(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Which rows are finite in all tensors (bool, CPU), None if all are; integers always are."""
+    good: Tensor | None = None
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            mine = tensor.isfinite().flatten(1).all(1).cpu()
+            good = mine if good is None else good & mine
+    return None if good is None or bool(good.all()) else good

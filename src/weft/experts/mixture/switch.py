@@ -1,4 +1,4 @@
-"""A mixture whose experts are kept equally busy: Switch routing, with a loss that the router learns from.
+"""RemoteSwitchMixtureOfExperts: Switch routing, with a loss that keeps all experts equally busy.
 
     probabilities   softmax over all living experts            samples x experts
     y               sum over the chosen of probability * answer
@@ -14,22 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.experts.checks import is_number
+from weft.core.validation import Validator, is_number
 from weft.experts.client.connections import Connections
 from weft.experts.mixture.dispatch import Dispatch
 from weft.experts.mixture.mixture import RemoteMixtureOfExperts
-from weft.experts.mixture.recall import Round
-from weft.experts.mixture.routing import all_scores
-from weft.experts.mixture.weighing import jittered, load_balancing_loss, weighted_mean
-
-
-def switch_faults(jitter_eps: Any, capacity_factor: Any) -> list[str]:
-    """What is wrong with these arguments of a switch."""
-    still = is_number(jitter_eps) and 0 <= jitter_eps < 1
-    faults = [] if still else [f"jitter_eps is {jitter_eps!r}, wanted a number from 0 to less than 1"]
-    if capacity_factor is None or (is_number(capacity_factor) and 0 < capacity_factor < float("inf")):
-        return faults
-    return [*faults, f"capacity_factor is {capacity_factor!r}, wanted a positive number, or None"]
+from weft.experts.mixture.router import all_scores, jittered, load_balancing_loss, weighted_mean
 
 
 class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
@@ -39,7 +28,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         k_best, k_min, backward_k_min, allow_zero_outputs: as there. By default one expert is chosen, and a sample whose
             expert fails is zero: it is to stand in a residual layer, ``x + mixture(x)[0]``.
         jitter_eps: in training mode, what the router reads is multiplied by uniform numbers from 1 - eps to 1 + eps.
-            The experts and the caller see the input as it is.
+            The experts get the input itself.
         capacity_factor: an expert gets at most ``capacity_factor * samples * k / experts`` rows (rounded up) of a
             batch; the choices beyond it are dropped, last choices first. None drops nothing.
         options: all other arguments of `RemoteMixtureOfExperts`.
@@ -62,7 +51,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         capacity_factor: float | None = None,
         **options: Any,
     ) -> None:
-        self.jitter_eps, self.capacity_factor = jitter_eps, capacity_factor  # first, for `_faults`
+        self.jitter_eps, self.capacity_factor = jitter_eps, capacity_factor  # first, for `_check`
         super().__init__(
             in_features=in_features,
             grid_size=grid_size,
@@ -84,28 +73,35 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         return super().forward(input, *args, **kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-        deadline = time.monotonic() + self.terms.forward_timeout
-        layout, flat, before, crowd = self._begin(args, kwargs, deadline)
-        read = self._readable(args[0])
+        deadline = time.monotonic() + self.options.forward_timeout
+        signature, flat, live, cached = self._begin(args, kwargs, deadline)
+        read = self._gating_input(args[0])
         if self.training and self.jitter_eps:
             read = jittered(read, self.jitter_eps)
-        scores = all_scores(self._scores(read), crowd.places.to(read.device), self.grid.sizes)
+        scores = all_scores(self._scores(read), live.places.to(read.device), self.grid.sizes)
         probabilities = scores.softmax(1)
-        best = scores.detach().topk(min(self.terms.k_best, len(crowd)), dim=1)
-        chosen = best.indices if before is None else before.chosen
-        dispatch = Dispatch(chosen.cpu(), capacity=self._capacity(chosen, len(crowd)), most=layout.most_rows)
-        if before is None:
-            self._link.tally.count("dropped", chosen.numel() - len(dispatch.rows))
-        now = Round(crowd, chosen, dispatch.sent, ())
-        answers, alive = self._ask(layout, flat, dispatch, now, before, deadline)
+        best = scores.detach().topk(min(self.options.k_best, len(live)), dim=1)
+        chosen = best.indices if cached is None else cached.chosen
+        dispatch = Dispatch(chosen.cpu(), capacity=self._capacity(chosen, len(live)), most=signature.max_batch_size)
+        if cached is None:
+            self._client.counters.count("dropped", chosen.numel() - len(dispatch.rows))
+        answers, alive = self._call(signature, flat, live, chosen, dispatch, cached, deadline)
         weights = probabilities.gather(1, chosen) * alive
-        outputs = layout.outputs.pack([weighted_mean(each, weights) for each in answers])
+        outputs = signature.nested([weighted_mean(each, weights) for each in answers])
         return outputs, load_balancing_loss(probabilities, chosen)
 
-    def _faults(self) -> list[str]:
-        return switch_faults(self.jitter_eps, self.capacity_factor)
+    def _check(self, check: Validator) -> None:
+        check_switch(check, self.jitter_eps, self.capacity_factor)
 
     def _capacity(self, chosen: Tensor, experts: int) -> int | None:
         if self.capacity_factor is None:
             return None
         return max(1, ceil(self.capacity_factor * chosen.numel() / max(1, experts)))
+
+
+def check_switch(check: Validator, jitter_eps: Any, capacity_factor: Any) -> None:
+    """Check these arguments of `RemoteSwitchMixtureOfExperts`."""
+    valid = is_number(jitter_eps) and 0 <= jitter_eps < 1
+    check.that(valid, f"jitter_eps is {jitter_eps!r}, wanted a number from 0 to less than 1")
+    valid = capacity_factor is None or (is_number(capacity_factor) and 0 < capacity_factor < float("inf"))
+    check.that(valid, f"capacity_factor is {capacity_factor!r}, wanted a positive number, or None")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError
-from weft.experts.mixture.shelf import Shelf
+from weft.experts.mixture.dispatch import CombineBuffer
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool]
 
@@ -17,43 +17,43 @@ def counted(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [(), (1,), (3,), (2, 0), (2, 3)])
 def test_rows_lie_at_their_pairs(dtype: torch.dtype, inner: tuple[int, ...]) -> None:
-    shelf = Shelf(3, 2, finite=False)
-    assert shelf.rows() is None
+    buffer = CombineBuffer(3, 2, finite=False)
+    assert buffer.rows() is None
     first, second = counted((2, *inner), dtype), counted((3, *inner), dtype)
-    shelf.put(torch.tensor([5, 0]), [first, first.bool()])
-    shelf.put(torch.tensor([1, 4, 2]), [second, second.bool()])
+    buffer.put(torch.tensor([5, 0]), [first, first.bool()])
+    buffer.put(torch.tensor([1, 4, 2]), [second, second.bool()])
     wanted = torch.zeros(6, *inner, dtype=dtype)
     wanted[torch.tensor([5, 0])], wanted[torch.tensor([1, 4, 2])] = first, second
-    seen = shelf.rows()
+    seen = buffer.rows()
     assert seen is not None
     assert torch.equal(seen[0], wanted.view(3, 2, *inner)) and torch.equal(seen[1], seen[0].bool())
-    assert shelf.alive.tolist() == [True, True, True, False, True, True]
+    assert buffer.alive.tolist() == [True, True, True, False, True, True]
 
 
 def test_rows_that_do_not_lie_one_after_the_other_are_laid_down_as_well() -> None:
-    shelf, strided = Shelf(2, 1, finite=False), counted((4, 2), torch.float32).t()[:, ::2]
-    shelf.put(torch.tensor([1, 0]), [strided])
-    assert torch.equal(shelf.rows()[0][:, 0], strided.flip(0))
+    buffer, strided = CombineBuffer(2, 1, finite=False), counted((4, 2), torch.float32).t()[:, ::2]
+    buffer.put(torch.tensor([1, 0]), [strided])
+    assert torch.equal(buffer.rows()[0][:, 0], strided.flip(0))
 
 
 def test_what_is_forgotten_is_zero() -> None:
-    shelf = Shelf(2, 2, finite=False)
-    shelf.put(torch.arange(4), [torch.ones(4, 3)])
-    shelf.forget(torch.tensor([False, True]))
-    assert shelf.rows()[0].sum((1, 2)).tolist() == [6.0, 0.0] and shelf.alive.tolist() == [True, True, False, False]
+    buffer = CombineBuffer(2, 2, finite=False)
+    buffer.put(torch.arange(4), [torch.ones(4, 3)])
+    buffer.clear(torch.tensor([False, True]))
+    assert buffer.rows()[0].sum((1, 2)).tolist() == [6.0, 0.0] and buffer.alive.tolist() == [True, True, False, False]
 
 
 def test_rows_that_are_not_finite_stay_out_where_that_was_asked_for() -> None:
-    shelf = Shelf(2, 1, finite=True)
-    good = shelf.put(torch.tensor([0, 1]), [torch.tensor([[1.0], [float("nan")]])])
+    buffer = CombineBuffer(2, 1, finite=True)
+    good = buffer.put(torch.tensor([0, 1]), [torch.tensor([[1.0], [float("nan")]])])
     assert good is not None and good.tolist() == [True, False]
-    shelf.put(torch.tensor([1]), [torch.tensor([[float("inf")]])])  # nothing is left of it
-    assert shelf.rows()[0].flatten().tolist() == [1.0, 0.0]
+    buffer.put(torch.tensor([1]), [torch.tensor([[float("inf")]])])  # nothing is left of it
+    assert buffer.rows()[0].flatten().tolist() == [1.0, 0.0]
 
 
 def test_an_answer_of_another_shape_is_not_laid_down_at_all() -> None:
-    shelf = Shelf(2, 1, finite=False)
-    shelf.put(torch.tensor([0]), [torch.ones(1, 2), torch.ones(1, 3)])
+    buffer = CombineBuffer(2, 1, finite=False)
+    buffer.put(torch.tensor([0]), [torch.ones(1, 2), torch.ones(1, 3)])
     with pytest.raises(SpecError, match="tensor 1 has shape"):
-        shelf.put(torch.tensor([1]), [torch.ones(1, 2), torch.ones(1, 4)])
-    assert shelf.alive.tolist() == [True, False] and shelf.rows()[0][1].sum() == 0
+        buffer.put(torch.tensor([1]), [torch.ones(1, 2), torch.ones(1, 4)])
+    assert buffer.alive.tolist() == [True, False] and buffer.rows()[0][1].sum() == 0

@@ -1,0 +1,272 @@
+"""One call of a mixture as one node of autograd: rows out to the experts and back, and their gradients the same way.
+
+    inputs ──take──> rows by expert ──calls──> answers ──put──> outputs, samples x k x ...     zeros where none came
+    their  <──sum─── gradients of the rows <──calls──  rows of the outputs' gradients          only where one came
+
+The weighted mean stays outside, in plain autograd: so the router's gradient is PyTorch's own. An expert that did not
+answer in forward is not called in backward; one that fails in backward adds nothing to the inputs' gradients.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.core.ambient import is_checkpointing
+from weft.core.errors import TWICE, BackwardTwiceError, listed
+from weft.experts.client.autograd import ONLY_ONCE
+from weft.experts.client.stub import IdempotencyKey
+from weft.experts.errors import AnomalyError, NoExpertsError
+from weft.experts.mixture.dispatch import CombineBuffer, Dispatch, RowSpan, finite_rows
+from weft.experts.mixture.fanout import (
+    Accept,
+    AsyncCaller,
+    Direction,
+    ExpertRequest,
+    MixtureCounters,
+    QuorumTimeout,
+    fan_out,
+    too_few_answers,
+    too_few_live,
+)
+from weft.experts.mixture.grid import CachedCall, LiveExperts, MixtureSignature
+from weft.experts.mixture.mini_batch import Committer, Contribution, MixtureMiniBatch
+from weft.experts.mixture.mixture_options import MixtureOptions
+from weft.experts.wire import Received
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Services:
+    """What every call of a mixture works with.
+
+    ``anchor`` goes into the node before the inputs. ``keep_graph``: servers are asked to keep graphs for backward;
+    ``evaluation``: the experts run as after ``eval()``.
+    """
+
+    caller: AsyncCaller
+    signature: MixtureSignature
+    options: MixtureOptions
+    counters: MixtureCounters
+    batch: MixtureMiniBatch
+    anchor: Tensor
+    keep_graph: bool
+    evaluation: bool
+
+
+class MixtureFunction:
+    """A `weft.core.boundary.Journey`. After `forward`, ``alive`` (samples x k, bool, CPU) says which experts answered.
+
+    Args:
+        live: the experts as the dispatch numbers them.
+        inputs: flat, each samples x ....
+        deadline: of forward, time of `time.monotonic`; backward has one of its own when it begins.
+        cached: the forward, if this is its recomputation. Then nothing is sent in forward.
+
+    Raises ``AnomalyError`` if the inputs are not finite and ``detect_anomalies`` is set.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        live: LiveExperts,
+        dispatch: Dispatch,
+        inputs: Sequence[Tensor],
+        deadline: float,
+        cached: CachedCall | None = None,
+    ) -> None:
+        self._services, self._uids, self._dispatch, self._cached = services, live.uids, dispatch, cached
+        self._deadline = deadline
+        # A forward that will be recomputed is not the one that autograd walks back.
+        keep = services.keep_graph and torch.is_grad_enabled() and not is_checkpointing()
+        self.keys = {span: IdempotencyKey(keep, services.evaluation) for span in dispatch.spans}
+        if cached is not None:
+            self.keys = cached.keys
+        if services.options.detect_anomalies:
+            _check_finite("inputs of a mixture", services.signature.inputs.names, inputs)
+        self._wanted = [x.requires_grad for x in inputs]
+        self._like = [x.detach()[:0] for x in inputs]
+        self._sizes = services.signature.output_sizes(inputs)
+        self._sent: list[Tensor] | None = [dispatch.take(x.detach()) for x in inputs]
+        self._outputs: list[Tensor] = []  # on the meta device: dtype and shape are all that backward wants
+        self.alive = torch.zeros(dispatch.samples, dispatch.k, dtype=torch.bool, device=_CPU)
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """One tensor per flat output: samples x k x ..., on the device of the first input.
+
+        Raises ``TooFewAnswersError`` if some sample has fewer answers than it needs, before anything is sent if so few
+        experts live.
+        """
+        cached, device = self._cached, self._like[0].device
+        if cached is None:
+            outputs = [x.to(device) for x in self._send_forward()]
+        else:
+            self.alive, outputs = cached.alive, list(cached.answers)
+        self._outputs = [torch.empty_like(x, device="meta") for x in outputs]
+        return outputs, [True] * len(outputs)
+
+    @property
+    def only_once(self) -> str:
+        """See `weft.core.boundary.OnceDifferentiable`."""
+        return f"each expert of a mixture {ONLY_ONCE}"
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
+        """Zero for the anchor, then one gradient per flat input that wants one. Each call is a backward of the experts.
+
+        Raises ``TooFewAnswersError`` as forward does, ``AnomalyError`` for gradients that are not finite.
+        """
+        sent = self._sent
+        if sent is None:
+            raise BackwardTwiceError(TWICE)
+        if not retain:
+            self._sent = None
+        services = self._services
+        zero = torch.zeros_like(services.anchor)
+        if all(gradient is None for gradient in gradients):
+            return [zero, *[None] * len(sent)]
+        pairs = zip(gradients, self._outputs, strict=True)
+        full = [torch.zeros_like(out, device=_CPU) if g is None else g for g, out in pairs]
+        with services.batch.contribution() as contribution:
+            if services.options.detect_anomalies:
+                _check_finite("gradients of outputs of a mixture", services.signature.outputs.names, full)
+            found = self._send_backward(sent, [self._dispatch.take_pairs(g) for g in full], contribution)
+        return [zero, *(self._input_gradient(i, rows) for i, rows in enumerate(found))]
+
+    def _send_forward(self) -> list[Tensor]:
+        services, dispatch, options = self._services, self._dispatch, self._services.options
+        sent, signature = self._sent or [], services.signature
+        buffer = CombineBuffer(dispatch.samples, dispatch.k, finite=options.detect_anomalies)
+        floor = options.k_min if options.allow_zero_outputs else max(1, options.k_min)
+        if dispatch.k < floor and not options.allow_zero_outputs:  # no expert has failed, and no wait would help
+            raise too_few_live(len(self._uids), floor)
+        build = services.caller.requests.forward
+        requests = [
+            ExpertRequest(build(self._uids[span.expert], _rows(sent, span, None), self.keys[span]), self._deadline)
+            for span in dispatch.spans
+        ]
+        places = [torch.arange(span.start, span.stop, device=_CPU) for span in dispatch.spans]
+
+        def accept(index: int, answer: Received) -> Tensor | None:
+            self.keys[dispatch.spans[index]].on_response(answer)
+            return buffer.put(dispatch.pairs[places[index]], signature.results(answer, _CPU))
+
+        most = dispatch.sent.sum(1)
+        needed = torch.where(most < dispatch.k, most.clamp(max=floor), floor)  # fewer where a capacity has cut
+        self._exchange("forward", self._deadline, requests, places, needed, buffer, accept)
+        self.alive = buffer.alive.view(dispatch.samples, dispatch.k)
+        return buffer.rows() or self._zeros()
+
+    def _send_backward(
+        self, sent: Sequence[Tensor], rows: Sequence[Tensor], contribution: Contribution
+    ) -> Sequence[Tensor | None]:
+        services, dispatch, options = self._services, self._dispatch, self._services.options
+        caller, signature = services.caller, services.signature
+        buffer = CombineBuffer(dispatch.samples, dispatch.k, finite=options.detect_anomalies)
+        deadline = time.monotonic() + options.backward_timeout
+        requests: list[ExpertRequest] = []
+        places: list[Tensor] = []
+        inputs: list[Sequence[Tensor]] = []
+        spans = dispatch.restricted(self.alive)
+        counts = Counter(span.expert for span, _ in spans)
+        for span, left in spans:
+            uid, key = self._uids[span.expert], self.keys[span]
+            self.keys[span] = key.again()
+            key.kept = key.kept and left is None  # else the inputs are not those that the server keeps
+            mini_batch = contribution.begin(uid, split=signature.trained and counts[span.expert] > 1)
+            inputs.append(_rows(sent, span, left))
+            call, whole = caller.requests.backward(
+                uid, inputs[-1], _rows(rows, span, left), key, mini_batch, caller.token(uid)
+            )
+            requests.append(ExpertRequest(call, deadline, whole))
+            places.append(torch.arange(span.start, span.stop, device=_CPU) if left is None else left)
+
+        def accept(index: int, answer: Received) -> Tensor | None:
+            return buffer.put(dispatch.pairs[places[index]], signature.input_gradients(answer, inputs[index]))
+
+        needed = self.alive.sum(1).clamp(max=options.backward_k_min)
+        try:
+            self._exchange("backward", deadline, requests, places, needed, buffer, accept, contribution)
+        except BaseException:
+            caller.discard(contribution.parts)
+            raise
+        if contribution.parts:
+            Committer(caller, options, services.counters, services.batch).commit_parts(contribution.parts)
+        return buffer.rows() or [None] * len(sent)
+
+    def _exchange(
+        self,
+        direction: Direction,
+        deadline: float,
+        requests: Sequence[ExpertRequest],
+        places: Sequence[Tensor],
+        needed: Tensor,
+        buffer: CombineBuffer,
+        accept: Accept,
+        contribution: Contribution | None = None,
+    ) -> None:
+        """All calls of one direction. Afterwards the buffer holds, for each sample, enough answers or none."""
+        services, options = self._services, self._services.options
+        timeout = QuorumTimeout(deadline, options.timeout_after_k_min, options.allow_zero_outputs)
+        samples = [self._dispatch.rows[place] for place in places]
+
+        def received(index: int, answer: Received) -> Tensor | None:
+            receipt = services.caller.accept(requests[index].uid, answer)
+            if contribution is not None:
+                contribution.added(index, receipt.incarnation)
+            return accept(index, answer)
+
+        result = fan_out(services.caller, requests, samples, needed, timeout, received)
+        if contribution is not None:
+            contribution.failed(result.faults)
+        services.counters.fanned_out(direction, len(requests), sum(map(len, places)), result.faults.values())
+        short = result.counts < needed
+        many = int(short.sum())
+        if not many:
+            return
+        if not options.allow_zero_outputs:
+            faults = {requests[index].uid: fault for index, fault in result.faults.items()}
+            what, most = f"{direction} of a mixture", int(needed.max())
+            raise too_few_answers(what, len(needed), many, most, faults, services.caller.retry)
+        buffer.clear(short)
+        services.counters.count("zeroed", many if direction == "forward" else 0)
+
+    def _zeros(self) -> list[Tensor]:
+        """Zeros for all outputs, when no expert answered and that is no error."""
+        outputs, dispatch = self._services.signature.outputs, self._dispatch
+        unknown = [name for name, size in zip(outputs.names, self._sizes, strict=True) if size is None]
+        if unknown:
+            raise NoExpertsError(
+                f"no expert answered, and the size of the zeros of {', '.join(unknown)} is not known: its free axes "
+                "are not those of an input"
+            )
+        return [
+            torch.zeros(dispatch.samples, dispatch.k, *(size or ()), dtype=spec.dtype, device=_CPU)
+            for spec, size in zip(outputs.specs, self._sizes, strict=True)
+        ]
+
+    def _input_gradient(self, index: int, rows: Tensor | None) -> Tensor | None:
+        """The gradient of one input: the sum over those from the k experts of a sample (samples x k x ...)."""
+        like = self._like[index]
+        if not self._wanted[index]:
+            return None
+        if rows is None:
+            return like.new_zeros(self._dispatch.samples, *like.shape[1:])
+        return rows.sum(1).to(like.device, like.dtype)
+
+
+def _rows(tensors: Sequence[Tensor], span: RowSpan, left: Tensor | None) -> list[Tensor]:
+    """The rows of one call: views, unless some of them are left out."""
+    if left is None:
+        return [tensor[span.start : span.stop] for tensor in tensors]
+    return [tensor.index_select(0, left.to(tensor.device)) for tensor in tensors]
+
+
+def _check_finite(what: str, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    rows = {name: finite_rows([tensor.detach()]) for name, tensor in zip(names, tensors, strict=True)}
+    faults = [f"{name}: {int((~good).sum())} of {len(good)} rows" for name, good in rows.items() if good is not None]
+    if faults:
+        raise AnomalyError(listed(f"{what} are not finite, and nothing was sent:", faults))
