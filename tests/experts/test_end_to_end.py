@@ -207,7 +207,7 @@ def test_an_expert_without_an_address_is_told_at_once_where_addresses_never_chan
         with (
             Connections(addresses) as connections,
             RemoteExpert("fusy", connections, timeout=2.0) as remote,
-            pytest.raises(UsageError, match=f"no address of expert 'fusy' .* but addresses of {known}$"),
+            pytest.raises(UsageError, match=f"no address of expert 'fusy', but addresses of {known}$"),
         ):
             remote(rows(1, 0))
 
