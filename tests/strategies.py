@@ -6,8 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.laws.models import LayerPlan, ModelPlan
-from weft.core.schedule import Action, Schedule
-from weft.core.schedule_action import needs
+from weft.pipeline.schedule import Action, Schedule, needs
 
 
 @st.composite

@@ -8,8 +8,7 @@ import pytest
 from tests.apart import run
 from weft import cli
 from weft.cli import main
-from weft.core.schedule import Schedule
-from weft.pipeline.schedules import one_f_one_b
+from weft.pipeline.schedule import Schedule, one_f_one_b
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

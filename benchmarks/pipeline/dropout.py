@@ -22,7 +22,7 @@ from benchmarks.harness import progress
 from benchmarks.pipeline.sleep import Sleep
 from benchmarks.pipeline.work import pipe_of, step
 from benchmarks.table import Row, Table
-from weft.core.events import Event
+from weft.pipeline.tracing import Event
 
 STAGES, CHUNKS, WIDTH = 4, 6, 32
 SECONDS = 0.0001

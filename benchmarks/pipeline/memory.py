@@ -1,6 +1,6 @@
 """Bytes that stay alive for backward: measured, and forecast from what one micro-batch costs on each stage.
 
-The measured curve is that of `weft.Recorder`, the forecast that of `weft.core.forecast`; the peak of a stage
+The measured curve is that of `weft.Recorder`, the forecast that of `weft.pipeline.simulate`; the peak of a stage
 is the most that it keeps at one time of its graphs and of the values that it made. 1F1B begins backward early,
 so that stage s of n holds at most n - s micro-batches, where fill and drain holds all.
 """
@@ -18,8 +18,8 @@ from benchmarks.pipeline.costs import measure_bytes
 from benchmarks.pipeline.unet import BALANCE, CHUNKS, READERS, SOURCE, STAGES, unet
 from benchmarks.pipeline.work import step_with_target
 from benchmarks.table import Row, Table
-from weft.core.events import Event
-from weft.core.forecast import Forecast, StageCost, ValueCost, forecast
+from weft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
+from weft.pipeline.tracing import Event
 
 WANTED = 0.05
 MODES = (("gpipe", "never"), ("gpipe", "except_last"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))

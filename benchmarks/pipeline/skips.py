@@ -24,7 +24,7 @@ from benchmarks.harness import progress
 from benchmarks.pipeline.unet import BALANCE, CHUNKS, READERS, SOURCE, STAGES, unet
 from benchmarks.pipeline.work import step_with_target
 from benchmarks.table import Row, Table, at_most
-from weft.core.events import Event
+from weft.pipeline.tracing import Event
 
 WANTED = 1.0  # milliseconds; the freeing itself takes some time
 MODES = (("gpipe", "never"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))

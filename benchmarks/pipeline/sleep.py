@@ -18,7 +18,7 @@ import weft
 from benchmarks.harness import Work, progress, race
 from benchmarks.pipeline.work import PEER, decide, peer_of, pipe_of, step, step_with_target
 from benchmarks.table import Row, Table, at_least
-from weft.core.forecast import StageCost, forecast
+from weft.pipeline.simulate import StageCost, forecast
 
 STAGES, CHUNKS = 4, 8
 WANTED = 0.97

@@ -26,7 +26,7 @@ from benchmarks.recurrent.cells import LSTMCell, eager
 from benchmarks.recurrent.work import training
 from benchmarks.recurrent.zoo import WIDTH, ZOO
 from benchmarks.table import Row, Table, at_most
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
 from weft.recurrent import Recurrent, cells
 from weft.recurrent.cpp.backend import kernels
 

@@ -16,28 +16,28 @@ from weft.core.lazy import attributes
 
 if TYPE_CHECKING:
     from weft import compat, errors, experts, pipeline, recurrent, report
-    from weft.core.ambient import is_checkpointing, is_recomputing
+    from weft.core.context import is_checkpointing, is_recomputing
     from weft.core.errors import WeftError
-    from weft.core.events import Recorder
-    from weft.core.microbatch import NoChunk
-    from weft.core.schedule import Schedule
     from weft.core.spec import TensorSpec
     from weft.experts import ExpertBackend, Runtime
     from weft.experts.client import Connections, GrpcTransport, RemoteExpert, create_remote_experts
     from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
     from weft.experts.server import Server
     from weft.pipeline import DeferredBatchNorm, Pipe, balance_by_parameters, balance_by_size, balance_by_time
+    from weft.pipeline.microbatch import NoChunk
+    from weft.pipeline.schedule import Schedule
     from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
+    from weft.pipeline.tracing import Recorder
     from weft.recurrent import GRU, LSTM, RNN, Bidirectional, Recurrent, Stack, Window, recurrent_net
 else:
     __getattr__, __dir__ = attributes(
         __name__,
         {
-            "weft.core.ambient": ("is_checkpointing", "is_recomputing"),
+            "weft.core.context": ("is_checkpointing", "is_recomputing"),
             "weft.core.errors": ("WeftError",),
-            "weft.core.events": ("Recorder",),
-            "weft.core.microbatch": ("NoChunk",),
-            "weft.core.schedule": ("Schedule",),
+            "weft.pipeline.tracing": ("Recorder",),
+            "weft.pipeline.microbatch": ("NoChunk",),
+            "weft.pipeline.schedule": ("Schedule",),
             "weft.core.spec": ("TensorSpec",),
             "weft.experts": ("ExpertBackend", "Runtime"),
             "weft.experts.client": ("Connections", "GrpcTransport", "RemoteExpert", "create_remote_experts"),

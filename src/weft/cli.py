@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from weft.core.errors import ScheduleError, UsageError, WeftError, escaped
-from weft.core.forecast import StageCost, forecast
-from weft.pipeline.schedules import SCHEDULES, build
+from weft.pipeline.schedule import SCHEDULES, build
+from weft.pipeline.simulate import StageCost, forecast
 
 _TOKEN = "WEFT_TOKEN"
 """Environment variable with the token of `weft status`."""

@@ -27,7 +27,7 @@ from weft.compat.torchgpipe import (
     verify_skippables,
 )
 from weft.core.errors import UsageError
-from weft.pipeline.settings import checkpoint_rules
+from weft.pipeline.config import checkpoint_rules
 
 TWO = ["cpu", "cpu"]
 

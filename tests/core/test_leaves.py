@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.core.errors import UsageError
-from weft.core.leaves import hidden_tensors, leaf_of
+from weft.core.segment import hidden_tensors, leaf_of
 
 INSIDE = torch.ones(2)
 

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.core.ambient import Ambient, is_checkpointing, is_recomputing
+from weft.core.context import Ambient, is_checkpointing, is_recomputing
 from weft.core.errors import InPlaceError
-from weft.core.gradient_sum import GradientSum
-from weft.core.segment import Keep, Segment, Visit, cut
+from weft.core.segment import GradientSum, Keep, Segment, Visit, cut
 
 
 def visit(index: int = 0) -> Visit:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.forked import forked, only_with_fork
-from weft.core import turns
-from weft.core.turns import Watch, carry, seeded, turn_at, waiting
+from weft.core import rng as turns
+from weft.core.rng import Watch, carry, seeded, turn_at, waiting
 
 CPU = [torch.default_generator]
 

@@ -26,8 +26,8 @@ from tests.experts.expert_cases import (
     weights,
 )
 from weft.core.errors import SpecError, UsageError
+from weft.core.pytree import nested_flatten
 from weft.core.spec import TensorSpec
-from weft.core.tree import nested_flatten
 from weft.experts import ExpertBackend, Guards, Runtime
 from weft.experts.errors import StepError
 

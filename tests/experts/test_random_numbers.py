@@ -21,8 +21,7 @@ from tests.experts.expert_cases import WIDTH, X, fussy_backend, good, rows, task
 from tests.experts.mixture.commit_cases import UIDS, Experts
 from tests.experts.test_replay import Store
 from weft import Pipe
-from weft.core.rng import generators
-from weft.core.turns import seeded
+from weft.core.rng import generators, seeded
 from weft.experts import ExpertBackend, GraphBudget, Journal, TensorSpec, replay
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.server import Server

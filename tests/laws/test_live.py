@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from weft import Pipe, Recorder, pop, skippable, stash
-from weft.core.schedule import Action
+from weft.pipeline.schedule import Action
 
 WIDTH = 32
 

@@ -13,7 +13,7 @@ from tests.laws.models import ModelPlan, blocks, difference, floats, gradients, 
 from tests.strategies import checkpoints, model_plans, valid_schedules
 from weft import Pipe, Schedule
 from weft.core.errors import ScheduleError
-from weft.core.schedule import Action
+from weft.pipeline.schedule import Action
 
 Rows = list[list[Action]]
 

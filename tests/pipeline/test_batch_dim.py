@@ -19,9 +19,9 @@ from tests.pipeline.pipe_cases import (
 )
 from weft import NoChunk, Pipe
 from weft.compat.torchgpipe import GPipe
-from weft.core import tree
+from weft.core import pytree as tree
 from weft.core.errors import BatchError, SpecError, UsageError
-from weft.pipeline.batch_dim import BatchDims
+from weft.pipeline.config import BatchDims
 from weft.recurrent import LSTM, Bidirectional, Caffe2LSTM, Recurrent, Stack
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from tests.pipeline.pipe_cases import assert_close, rows
 from weft import NoChunk
 from weft.core.errors import BatchError, SpecError
-from weft.core.tree import flatten
-from weft.pipeline.cargo import Cargo, JoinedOutput, WeightedLoss, checked_loss
+from weft.core.pytree import flatten
+from weft.pipeline.loss import WeightedLoss, checked_loss
+from weft.pipeline.microbatch import Cargo, JoinedOutput
 
 SIZES = {"count": st.integers(1, 9), "chunks": st.integers(1, 5)}
 

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 import weft
 from weft.core.errors import UsageError
-from weft.core.events import Event, Recorder
-from weft.core.run import Watcher
-from weft.core.schedule import Action
 from weft.pipeline.costs import Sizes, costs_from
-from weft.pipeline.schedules import build
+from weft.pipeline.schedule import Action, build
+from weft.pipeline.step import Watcher
+from weft.pipeline.tracing import Event, Recorder
 
 
 @weft.skippable(stash=["far", "same"])

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from tests.pipeline.pipe_cases import assert_gradients_equal
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError
-from weft.pipeline.layout import Layouts
+from weft.pipeline.autotune import Layouts
 
 MODES = [("gpipe", False), ("gpipe", True), ("1f1b", True)]
 
@@ -221,7 +221,7 @@ def test_what_is_faster_is_kept_until_it_becomes_slow(
         return plans(layout, loss)
 
     monkeypatch.setattr(runtime, "plan", plan)
-    for module in ("weft.core.choice", "weft.pipeline.runtime"):
+    for module in ("weft.pipeline.autotune", "weft.pipeline.engine"):
         monkeypatch.setattr(f"{module}.perf_counter", clock)
 
     def steps(count: int, x: Tensor) -> list[str]:

@@ -19,9 +19,11 @@ from weft.pipeline.partition import (
     balance_by_parameters,
     balance_by_size,
     balance_by_time,
+    parameter_bytes,
     partition,
+    profile_sizes,
+    profile_times,
 )
-from weft.pipeline.profile import parameter_bytes, profile_sizes, profile_times
 from weft.pipeline.skip import pop, skippable, stash
 
 Case = tuple[list[int], int, list[tuple[int, int, int]]]

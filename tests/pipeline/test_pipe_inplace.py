@@ -18,7 +18,7 @@ from tests.pipeline.pipe_cases import (
 )
 from weft import NoChunk, pop, skippable, stash
 from weft.core.errors import InPlaceError
-from weft.core.microbatch import split
+from weft.pipeline.microbatch import split
 
 RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
 every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)

@@ -21,7 +21,7 @@ from tests.pipeline.pipe_cases import (
     rows,
 )
 from weft import Pipe
-from weft.core.microbatch import split
+from weft.pipeline.microbatch import split
 
 RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
 

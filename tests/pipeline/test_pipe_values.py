@@ -18,7 +18,7 @@ from tests.pipeline.pipe_cases import (
     rows,
 )
 from weft import NoChunk, Pipe
-from weft.core import tree
+from weft.core import pytree as tree
 from weft.core.errors import BatchError, UsageError
 
 RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]

@@ -19,11 +19,11 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft.core.ambient import Ambient, phase
+from weft.core.context import Ambient, phase
 from weft.core.errors import ChangedError
-from weft.core.microbatch import split
 from weft.core.rng import Dice, RandomUse, generators
 from weft.core.segment import Visit
+from weft.pipeline.microbatch import split
 from weft.pipeline.stage import Stage
 
 RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import any_schedules
 from weft.core.errors import ScheduleError
-from weft.core.schedule import Schedule
-from weft.pipeline.schedules import SCHEDULES, build, gpipe, one_f_one_b
+from weft.pipeline.schedule import SCHEDULES, Schedule, build, gpipe, one_f_one_b
 
 sizes = given(st.integers(1, 9), st.integers(1, 9))
 

@@ -13,9 +13,7 @@ from torch import nn
 from tests.unchecked import unchecked
 from weft import Pipe
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError
-from weft.core.schedule import Schedule
-from weft.pipeline.schedules import gpipe
-from weft.pipeline.settings import (
+from weft.pipeline.config import (
     check_arguments,
     check_schedule,
     checkpoint_rules,
@@ -26,6 +24,7 @@ from weft.pipeline.settings import (
     resolve_layout,
     sizes_of,
 )
+from weft.pipeline.schedule import Schedule, gpipe
 
 CPU = torch.device("cpu")
 MODES = st.sampled_from(["always", "except_last", "never"])

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.pipeline.pipe_cases import rows
 from weft import pop, skippable, stash
-from weft.core.ambient import Ambient, phase
+from weft.core.context import Ambient, phase
 from weft.core.errors import SkipError
 from weft.core.rng import Dice, RandomUse, generators
 from weft.core.segment import Visit

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.core.tree import flatten, map_leaves
+from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent
 from weft.recurrent.cpp.compiler import compiler
 

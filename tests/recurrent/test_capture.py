@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.recurrent.cells_for_tests import CASES, Case, every_case
 from tests.recurrent.recurrent_cases import close
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
 from weft.recurrent.capture import CaptureError, capture
 
 

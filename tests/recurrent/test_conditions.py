@@ -21,7 +21,7 @@ from tests.recurrent.recurrent_cases import (
     planned,
     run_by,
 )
-from weft.core.tree import map_leaves
+from weft.core.pytree import map_leaves
 from weft.recurrent import Recurrent
 from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.cell import adapt

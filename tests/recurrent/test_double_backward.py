@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
 from weft.recurrent import Recurrent
 
 T, N, D, H = 4, 2, 2, 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
 from weft.recurrent import Recurrent
 from weft.recurrent import inductor_backend as module
 from weft.recurrent.plan import Plan

@@ -20,7 +20,7 @@ from tests.recurrent.recurrent_cases import (
     planned,
     run_by,
 )
-from weft.core.tree import flatten, map_leaves
+from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent, engine
 
 STEPS, ROWS = 4, 2

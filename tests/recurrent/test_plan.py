@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.recurrent.cells_for_tests import CASES, Case, every_case
 from tests.recurrent.recurrent_cases import by_plan, close, eagerly, planned, run_by
-from weft.core.tree import flatten, unflatten
+from weft.core.pytree import flatten, unflatten
 from weft.recurrent.capture import capture
 from weft.recurrent.plan import Plan
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, per_row, random_case, told
 from weft.core.errors import SpecError
-from weft.core.tree import map_leaves
+from weft.core.pytree import map_leaves
 from weft.recurrent.faults import Faults, truncate_fault
 from weft.recurrent.masking import read_rows
 from weft.recurrent.sequence import read_inputs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import eagerly, equal, told
 from weft.core.errors import SpecError
-from weft.core.tree import map_leaves
+from weft.core.pytree import map_leaves
 from weft.recurrent.faults import Faults
 from weft.recurrent.sequence import batch_first_again, read_inputs
 

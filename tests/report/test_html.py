@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.events import Event
-from weft.core.schedule import Action
+from weft.pipeline.schedule import Action
+from weft.pipeline.tracing import Event
 from weft.report import (
     Axis,
     Section,

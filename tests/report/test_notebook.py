@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from weft import Pipe, Recorder, Recurrent, Schedule
-from weft.pipeline.schedules import one_f_one_b
+from weft.pipeline.schedule import one_f_one_b
 
 
 def test_a_recording_is_shown_as_a_timeline_and_its_memory() -> None:

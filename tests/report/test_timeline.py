@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import any_schedules
-from weft.core.events import Event, Recorder
-from weft.core.forecast import Forecast, StageCost, forecast
-from weft.core.schedule import Action
-from weft.pipeline.schedules import one_f_one_b
+from weft.pipeline.schedule import Action, one_f_one_b
+from weft.pipeline.simulate import Forecast, StageCost, forecast
+from weft.pipeline.tracing import Event, Recorder
 from weft.report.chrome_trace import trace, write_trace
 from weft.report.timeline import KINDS, live_bytes, timeline
 

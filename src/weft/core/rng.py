@@ -1,9 +1,30 @@
-"""Random numbers that do not depend on who runs first.
+"""Who may draw: turns at the random generators of the process.
+
+PyTorch has one default generator per device and process. Whoever needs numbers of his own takes a turn:
+
+    thread A   ──[ turn: seed, draw, put back ]─────────────────[ turn ...
+    thread B            (waits)                [ turn: ... ]
+
+A stage may itself contain a pipe. Its workers then take turns inside the turn of that stage, not against it, so a
+turn is known to what runs inside of it in whichever thread: by a context variable, which executors carry along.
+A stage that waits for somebody else, such as a remote expert, lets go meanwhile (`waiting`): who answers may be in
+this process and draw, or in one that waits for this one.
+
+Threads that are not weft's take no turns. `Watch` and `weft.core.rng` say what is noticed of them.
+
+Layers that run again inside of a backward, because they checkpoint themselves.
+
+    forward     torch.utils.checkpoint: hooks pack what operators save, the state of the generators is kept
+    backward    the first hook that unpacks puts the generators into that state, and runs the layers again
+
+No state of a generator tells of it: it is put back afterwards. So one looks for such hooks in the graph.
+
+Random numbers that do not depend on who runs first.
 
 PyTorch has one default generator per device and process. Two stages that draw from it at the same time mix
 their streams: a recomputation then replays other numbers than its forward drew, and dropout gradients are
 silently wrong. Here every (stage, micro-batch) draws from a seed of its own, and a stage that draws has a turn at the
-generator while it runs (see `weft.core.turns`):
+generator while it runs (see `weft.core.rng`):
 
     caller's generator --one draw--> seed of the step --mix(stage, micro-batch)--> seed of the action
 
@@ -20,19 +41,190 @@ in silence: it compares where the generator ends with where it ended in the forw
 of the user's drew meanwhile, who takes no turns; so the recomputation is made again before it counts as a failure.
 """
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+import os
+import threading
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from functools import lru_cache, partial
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from weft.core.ambient import is_recomputing
+from weft.core.context import is_recomputing
 from weft.core.errors import RandomnessError
-from weft.core.repeats import repeats_layers
-from weft.core.turns import Watch, restore, same, seeded, states, turn_at
+from weft.core.segment import children_first
+
+
+class _Turns:
+    """The turns of one process. A forked child begins anew: who has a turn in the parent is not there to end it."""
+
+    here: ClassVar["_Turns"]
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.changes = 0
+        """How often a turn has begun or ended; odd while one lasts."""
+
+    @classmethod
+    def begin(cls) -> None:
+        cls.here = cls()
+
+
+_Turns.begin()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Turns.begin)
+
+
+class Turn:
+    """One turn, which began with the generators in the states `before`.
+
+    What runs inside it, in whichever thread, takes turns by `inside`.
+    """
+
+    def __init__(self, turns: _Turns, around: "Turn | None", sources: Sequence[torch.Generator]) -> None:
+        self.turns = turns
+        self.around = around
+        self.sources = sources
+        self.before = states(sources)
+        self.inside = threading.RLock()
+        self.over = False
+        self.thread = threading.get_ident()
+
+    @property
+    def lasts(self) -> bool:
+        return not self.over and self.turns is _Turns.here
+
+
+_turn: ContextVar[Turn | None] = ContextVar("weft_turn", default=None)
+
+
+def _present() -> Turn | None:
+    """The innermost turn around this call. A worker's context may remember some that are over."""
+    turn = _turn.get()
+    while turn is not None and not turn.lasts:
+        turn = turn.around
+    return turn
+
+
+def carry() -> Callable[[], object]:
+    """To be called in the thread, or the context, where work goes on: then it is inside the turn that this call is."""
+    return partial(_turn.set, _present())
+
+
+@contextmanager
+def turn_at(sources: Sequence[torch.Generator]) -> Generator[Turn]:
+    """Nobody else has a turn meanwhile; but whoever has one already may take further ones inside."""
+    around, turns = _present(), _Turns.here
+    with turns.lock if around is None else around.inside:
+        turn = Turn(turns, around, sources)
+        token = _turn.set(turn)
+        turns.changes += around is None
+        try:
+            yield turn
+        finally:
+            turn.over = True
+            _turn.reset(token)
+            turns.changes += around is None
+
+
+@contextmanager
+def seeded(sources: Sequence[torch.Generator], seed: int) -> Generator[list[Tensor]]:
+    """A turn with this seed; gives the states then. Afterwards the generators are as they were before."""
+    with turn_at(sources) as turn:
+        try:
+            for source in sources:
+                source.manual_seed(seed)
+            yield states(sources)
+        finally:
+            restore(sources, turn.before)
+
+
+@contextmanager
+def waiting() -> Generator[None]:
+    """Surrounds waiting for somebody else. If this thread has a turn, others may take theirs meanwhile.
+
+    Where the stage goes on afterwards, it draws what it would have drawn. A worker of a pipe inside of a stage does
+    not let go, since the turn is not its own.
+    """
+    turn = _present()
+    while turn is not None and turn.around is not None and turn.around.lasts:
+        turn = turn.around
+    if turn is None or turn.thread != threading.get_ident():
+        yield
+        return
+    mine = states(turn.sources)
+    restore(turn.sources, turn.before)
+    turn.turns.changes += 1
+    turn.turns.lock.release()
+    token = _turn.set(None)  # this thread has none meanwhile
+    try:
+        yield
+    finally:
+        _turn.reset(token)
+        turn.turns.lock.acquire()
+        turn.turns.changes += 1
+        turn.before = states(turn.sources)
+        restore(turn.sources, mine)
+
+
+class Watch:
+    """Sees whether the generators move without a turn. Where somebody has a turn meanwhile, nothing can be told."""
+
+    def __init__(self, sources: Sequence[torch.Generator]) -> None:
+        self.sources = sources
+        self._turns = _Turns.here
+        self._changes = self._turns.changes
+        self.before = states(sources)
+
+    def moved(self) -> bool:
+        """Whether they were moved since, as far as can be told."""
+        moved = not same(self.before, states(self.sources))
+        return moved and self._changes == self._turns.changes and not self._changes % 2
+
+    def put_back(self) -> None:
+        """The generators as they were."""
+        with turn_at(self.sources):
+            restore(self.sources, self.before)
+
+
+def states(sources: Sequence[torch.Generator]) -> list[Tensor]:
+    """The state of each generator, a uint8 tensor."""
+    return [source.get_state() for source in sources]
+
+
+def restore(sources: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    """Put each generator into its state."""
+    for source, state in zip(sources, states, strict=True):
+        source.set_state(state)
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether these are the same states."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def repeats_layers(roots: Sequence[Node]) -> bool:
+    """Whether the backward of the graph that begins at `roots` asks hooks for what was saved, as a layer that
+    checkpoints itself makes it do. Looks at every node once; the graph must not have been walked yet."""
+    return any(not isinstance(data, Tensor | None) for node in children_first(roots) for data in _saved(node))
+
+
+def _saved(node: Node) -> Iterator[Any]:
+    """What the node saved: tensors, or what hooks have made of them."""
+    for name in _names(type(node)):
+        found = getattr(node, name)
+        several = cast("tuple[Any, ...]", found) if isinstance(found, tuple) else (found,)
+        yield from (getattr(each, "data", None) for each in several)
+
+
+@lru_cache(1024)
+def _names(kind: type[Node]) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
 
 Result = TypeVar("Result")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError, listed
-from weft.core.tree import Structure, difference, flatten, structure_paths
+from weft.core.pytree import Structure, difference, flatten, structure_paths
 
 
 @dataclass(frozen=True)

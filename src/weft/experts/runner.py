@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.ambient import Ambient
+from weft.core.context import Ambient
 from weft.core.errors import SpecError, UsageError, WeftError, listed
 from weft.core.rng import Dice, RandomUse, drawn, generators, mix
 from weft.core.segment import Segment, Tape, Visit

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError, UsageError, listed
+from weft.core.pytree import difference, flatten, map_leaves, paths, structure_paths, unflatten
 from weft.core.spec import TensorSpec
-from weft.core.tree import difference, flatten, map_leaves, paths, structure_paths, unflatten
 
 _BRIEF = 80  # characters of a constant that an error shows
 

@@ -5,12 +5,12 @@ skip/         layers that stash and pop   step.py, cargo.py     one mini-batch's
 partition.py  which layers to which stage schedules.py          what runs when
 """
 
-from weft.core.forecast import Forecast
 from weft.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from weft.pipeline.costs import Costs, Sizes, costs_from
 from weft.pipeline.partition import balance_by_parameters, balance_by_size, balance_by_time
 from weft.pipeline.pipe import Pipe
-from weft.pipeline.schedules import SCHEDULES, gpipe, one_f_one_b
+from weft.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
+from weft.pipeline.simulate import Forecast
 
 __all__ = [
     "SCHEDULES",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] # no public name
 
-from weft.core.ambient import is_recomputing
+from weft.core.context import is_recomputing
 
 
 class Moments(NamedTuple):

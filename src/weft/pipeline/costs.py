@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from weft.core.errors import UsageError
-from weft.core.events import Recorder, seeing_saved
-from weft.core.forecast import Forecast, StageCost, ValueCost, forecast
-from weft.core.route import Address
-from weft.core.schedule import Action, Schedule
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
+from weft.pipeline.routing import Address
+from weft.pipeline.schedule import Action, Schedule
+from weft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
+from weft.pipeline.tracing import Recorder, seeing_saved
 
 Storages = dict[int, int]
 """Bytes of storages by address; an address means one storage as long as it is alive."""
@@ -53,7 +53,7 @@ class Sizes:
 
     @contextmanager
     def doing(self, kind: str, action: Action) -> Generator[None]:
-        """See `weft.core.run.Watcher`."""
+        """See `weft.pipeline.step.Watcher`."""
         if kind not in "FR":
             yield
             return
@@ -69,7 +69,7 @@ class Sizes:
             graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """See `weft.core.run.Watcher`. The graph that the value came out of is made, and still there."""
+        """See `weft.pipeline.step.Watcher`. The graph that the value came out of is made, and still there."""
         if address.reader < 0:
             return
         storages = self._storages(value)
@@ -81,7 +81,7 @@ class Sizes:
             self._received[address.reader, micro_batch].update(storages)
 
     def released(self, action: Action) -> None:
-        """See `weft.core.run.Watcher`. Sizes are no matter of time."""
+        """See `weft.pipeline.step.Watcher`. Sizes are no matter of time."""
 
     def saved_bytes(self, stage: int) -> int:
         """What a graph that is kept from F on holds beyond the values that the stage reads and sends, on average."""

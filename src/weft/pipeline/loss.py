@@ -12,7 +12,8 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from types import FunctionType
 from typing import Any, cast
 
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.core.errors import SpecError, UsageError, listed
-from weft.core.segment import Visit
-from weft.core.tree import flatten, structure_paths
+from weft.core.errors import BatchError, SpecError, UsageError, listed
+from weft.core.pytree import flatten, map_leaves, structure_paths, unflatten
+from weft.core.segment import Gradients, Visit
 from weft.core.validation import is_number
-from weft.pipeline.cargo import Cargo, checked_loss
+from weft.pipeline.microbatch import Cargo, JoinedOutput, common_structure
 from weft.pipeline.stage import Call, Stage, Survey
 
 LossFunction = Callable[[Any, Any], Any]
@@ -273,3 +274,130 @@ class _RefuseUncounted(TorchFunctionMode):
 
 def _is_true(value: Tensor) -> bool:
     return bool(cast(Any, value).full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+class WeightedLoss:
+    """The losses of the micro-batches, added up with one weight each.
+
+    What weighs nothing is left out: the mean over no targets is NaN, and zero times NaN would be as well. Where each
+    result is a pair (loss, extras), the caller gets the loss and the joined extras (see `Extras`).
+    """
+
+    def __init__(
+        self, weights: Sequence[float], given: Sequence[Tensor] = (), axis: int = 0, rows: Sequence[int] | None = None
+    ) -> None:
+        """`given`, `axis` and `rows` are for the extras, as for a `JoinedOutput`."""
+        self._weights = weights
+        self._new_extras = partial(Extras, weights, given, axis, rows)
+        self._extras: Extras | None = None
+
+    def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
+        """See `Outcome.gather`. Raises BatchError when the extras cannot be joined."""
+        losses, extras = _parted(results)
+        tracked = [any(loss.requires_grad for loss in losses)]
+        tensors = [self._sum([loss.detach() for loss in losses])]
+        if extras:
+            self._extras = self._new_extras()
+            tensors += self._extras.gather(extras)[0]
+        return tensors, tracked + [False] * (len(tensors) - 1)
+
+    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """See `Outcome.spread`."""
+        gradient = gradients[0]  # extras have none
+        return [[gradient * weight if weight and gradient is not None else None] for weight in self._weights]
+
+    def seeds(self, gradient: Tensor, device: torch.device | None) -> list[Gradients]:
+        """As `spread`, before the loss is known and where it will be."""
+        return self.spread([gradient if device is None else gradient.to(device)])
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """See `Outcome.filled`."""
+        return tensors[0] if self._extras is None else (tensors[0], self._extras.filled(tensors[1:]))
+
+    def visible(self, results: Sequence[Any]) -> Any:
+        """See `Outcome.visible`."""
+        losses, extras = _parted(results)
+        return (self._sum(losses), self._new_extras().visible(extras)) if extras else self._sum(losses)
+
+    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
+        pairs = zip(losses, self._weights, strict=True)
+        return torch.stack([loss * weight for loss, weight in pairs if weight]).sum(0)
+
+
+def _parted(results: Sequence[Any]) -> tuple[Sequence[Tensor], list[Any]]:
+    """The losses of the micro-batches, and what they came with. Raises BatchError if only some came with anything."""
+    pairs = [isinstance(result, tuple) for result in results]
+    if not any(pairs):
+        return results, []
+    if not all(pairs):
+        raise BatchError(
+            f"the loss function returned (loss, extras) for micro-batch {pairs.index(True)}, but only a loss "
+            f"for micro-batch {pairs.index(False)}; return the same for all"
+        )
+    return [loss for loss, _ in results], [extras for _, extras in results]
+
+
+class Extras(JoinedOutput):
+    """What the loss of each micro-batch came with, joined as outputs are; but numbers become one number.
+
+    Numbers are Python's (not True and False) and tensors without axes. Whole ones are counts, and added up; the others
+    are combined by `weights`, as the losses are.
+    """
+
+    _where = "what the loss came with"
+
+    def __init__(
+        self, weights: Sequence[float], given: Sequence[Tensor], axis: int, rows: Sequence[int] | None
+    ) -> None:
+        super().__init__(given, axis, rows)
+        self._weights = weights
+
+    def _join(self, results: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
+        flat = [flatten(result) for result in results]
+        structure = common_structure([each for _, each in flat], where=self._where)
+        table = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        numbers = {k: self._combined(column) for k, column in enumerate(table) if all(map(_is_number, column))}
+        rest = [
+            unflatten(structure, [None if k in numbers else leaf for k, leaf in enumerate(leaves)])
+            for leaves, _ in flat
+        ]
+        columns, joined = super()._join(rest)
+        for leaves in (*columns, joined):
+            for k, number in numbers.items():
+                leaves[k] = number
+        return columns, joined
+
+    def _combined(self, column: Sequence[Any]) -> Any:
+        if any(
+            x.is_floating_point() or x.is_complex() if isinstance(x, Tensor) else isinstance(x, float) for x in column
+        ):
+            return reduce(add, [x * weight for x, weight in zip(column, self._weights, strict=True) if weight])
+        return reduce(add, [x.sum() if isinstance(x, Tensor) else x for x in column])  # sum: of bools it is a count
+
+
+def _is_number(leaf: Any) -> bool:
+    return leaf.dim() == 0 if isinstance(leaf, Tensor) else is_number(leaf)
+
+
+def checked_loss(value: Any) -> Any:
+    """The loss of one micro-batch, or the pair (loss, extras), which are cut off from the graph.
+
+    Raises SpecError when the loss is not one real number.
+    """
+    kind = type(value).__name__
+    if isinstance(value, tuple) and len(cast("tuple[Any, ...]", value)) == 2:
+        loss, extras = cast("tuple[Any, Any]", value)
+        if not isinstance(loss, tuple):
+            return checked_loss(loss), map_leaves(_detached, extras)
+    if not isinstance(value, Tensor) or value.dim() != 0 or value.is_complex():
+        is_tensor = isinstance(value, Tensor)
+        seen = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if is_tensor else kind
+        raise SpecError(
+            f"the loss function returned {seen}; it must return one real number, a tensor of shape (), or a pair "
+            "(number, extras): the mean over the rows that it was given (or their sum, with loss_reduction='sum')"
+        )
+    return value
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

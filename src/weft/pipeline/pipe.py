@@ -17,22 +17,17 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import nn
 
+from weft.core.autograd import forbid_exporting, forbid_tracing, untraced
 from weft.core.errors import UsageError, shorten_traceback
-from weft.core.microbatch import micro_sizes
-from weft.core.run import Watcher
-from weft.core.schedule import Schedule
-from weft.core.transforms import forbid_exporting, forbid_tracing
-from weft.core.untraced import untraced
-from weft.pipeline.batch_dim import BatchDim, BatchDims, OutputBatchDim, check_batch_dims
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.loss import LossFunction, LossScale, LossWeight
-from weft.pipeline.plan import build_stages
-from weft.pipeline.runtime import Request, Runtime, on_meta
-from weft.pipeline.schedules import SCHEDULES, build
-from weft.pipeline.settings import (
+from weft.pipeline.config import (
+    BatchDim,
+    BatchDims,
     Checkpoint,
     CheckpointRule,
     Faults,
+    OutputBatchDim,
+    check_batch_dims,
     check_settings,
     checked_layout,
     layers_of,
@@ -41,8 +36,14 @@ from weft.pipeline.settings import (
     resolve_layout,
     sizes_of,
 )
+from weft.pipeline.engine import Request, Runtime, on_meta
+from weft.pipeline.loss import LossFunction, LossScale, LossWeight
+from weft.pipeline.microbatch import micro_sizes
+from weft.pipeline.plan import build_stages
+from weft.pipeline.schedule import SCHEDULES, Schedule, build
 from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import Call
+from weft.pipeline.tracing import Watcher
 
 
 class Pipe(nn.Module):

@@ -2,7 +2,7 @@
 
 A pipe may have several plans over the same layers: with a thread per stage, in the caller's thread, and, where that
 thread need not stop between stages (no recomputation, one device), with all of them merged into a single segment, so
-that small layers do not pay for cuts that nobody needs. `weft.pipeline.layout` says when which one runs.
+that small layers do not pay for cuts that nobody needs. `weft.pipeline.autotune` says when which one runs.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.core.executor import Executor
-from weft.core.place import CudaPlace, Place
-from weft.core.route import OUTSIDE, Route, Wiring
 from weft.core.segment import Function, Visit
-from weft.pipeline.gate import Gate, Inlet
+from weft.pipeline.checks import Searched
+from weft.pipeline.device import CudaPlace, Place
+from weft.pipeline.executor import Executor
 from weft.pipeline.loss import LossStage
+from weft.pipeline.routing import OUTSIDE, Gate, Inlet, Route, Wiring
 from weft.pipeline.skip import inspect_skip_layout
 from weft.pipeline.stage import Skip, Stage
-from weft.pipeline.strangers import Searched
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import modules
 
 from weft.core.errors import UsageError
+from weft.core.pytree import map_leaves
 from weft.core.rng import Dice
 from weft.core.segment import Visit
-from weft.core.tree import map_leaves
 from weft.pipeline.batchnorm import DeferredBatchNorm, gathering
-from weft.pipeline.replay import Replay, only_writes
+from weft.pipeline.recompute import Replay, only_writes
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, use_skip_tracker
 
 Skip = tuple[Namespace | None, str]

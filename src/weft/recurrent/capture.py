@@ -25,9 +25,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core.boundary import quiet_hooks
+from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError
-from weft.core.tree import Structure, flatten, map_leaves, unflatten
+from weft.core.pytree import Structure, flatten, map_leaves, unflatten
 from weft.recurrent.captured import Captured, roles_of
 from weft.recurrent.passes import make_fx, purified, shorten, writes
 from weft.recurrent.random import bound, lifted, note_strides, tell_apart

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError, listed
-from weft.core.tree import flatten, map_leaves, structure_paths, unflatten
+from weft.core.pytree import flatten, map_leaves, structure_paths, unflatten
 from weft.recurrent.cell import Cell
 from weft.recurrent.faults import Faults
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from weft.core.tree import flatten, map_leaves, unflatten
+from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.recurrent import eager
 from weft.recurrent.autograd import Replay, run_derived
 from weft.recurrent.capture import CaptureError, capture

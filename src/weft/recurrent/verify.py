@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.core.boundary import quiet_hooks
+from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError, listed
 from weft.core.segment import differentiable
 from weft.recurrent.autograd import Leaves, run_derived, stepwise

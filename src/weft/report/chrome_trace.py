@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.core.events import Event
+from weft.pipeline.tracing import Event
 from weft.report.timeline import KINDS
 
 

@@ -7,9 +7,9 @@ stage 1      ▐F0▌▐─B0─▌▐F1▌▐─B1─▌
 
 from collections.abc import Sequence
 
-from weft.core.events import Event, Recorder
-from weft.core.forecast import Forecast
-from weft.core.schedule import Action
+from weft.pipeline.schedule import Action
+from weft.pipeline.simulate import Forecast
+from weft.pipeline.tracing import Event, Recorder
 from weft.report.html import Markup, Section, figure, join, page, tag
 from weft.report.plot import (
     BOTTOM,

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from weft.core.pytree import map_leaves, nested_flatten, pack
 from weft.core.spec import TensorSpec
-from weft.core.tree import map_leaves, nested_flatten, pack
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import NEVER
 from weft.experts.client.transport import LocalTransport

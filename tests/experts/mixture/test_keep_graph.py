@@ -21,7 +21,7 @@ from tests.experts.mixture.commit_cases import (
 from tests.experts.mixture.keep_graph_cases import BUDGET, compared, graphs, headers, keys, turn
 from tests.experts.mixture.mixture_cases import WIDTH, numbers
 from weft import Pipe
-from weft.core.ambient import phase
+from weft.core.context import phase
 from weft.experts.client import NEVER
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.wire import Flags, Kind

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import weft
 from tests.pipeline.pipe_cases import assert_close
 from weft.core.errors import WeftError
-from weft.core.microbatch import plan_split
-from weft.core.tree import flatten, unflatten
+from weft.core.pytree import flatten, unflatten
+from weft.pipeline.microbatch import plan_split
 
 WIDTH = 3
 KINDS = ("linear", "norm", "inplace", "double", "route")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import weft
 from tests.pipeline.pipe_cases import assert_close
 from tests.pipeline.split.zoo import HUGGING, OWN, Dropping, Entry, gpt2
-from weft.core.microbatch import plan_split
-from weft.core.tree import flatten, unflatten
+from weft.core.pytree import flatten, unflatten
+from weft.pipeline.microbatch import plan_split
 
 CHUNKS = 4
 ROWS = (8, 7, 5, 4)

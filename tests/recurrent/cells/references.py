@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, gradients
-from weft.core.tree import flatten, map_leaves
+from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent
 
 Step = Callable[[Tensor, Any], tuple[Any, Any]]

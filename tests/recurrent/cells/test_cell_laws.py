@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.recurrent.cells.zoo_cases import ZOO, ZooCase
 from tests.recurrent.recurrent_cases import close, equal, floats, gradients, learned, per_row
-from weft.core.tree import flatten, map_leaves
+from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent
 from weft.recurrent.capture import capture
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.recurrent.recurrent_cases import close
 from weft.core.errors import UsageError
-from weft.core.tree import flatten, map_leaves
+from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent, cells
 from weft.recurrent.cells.gated import GatedCell
 

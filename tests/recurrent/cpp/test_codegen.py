@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.cells_for_tests import CASES, Case, Told, engine_of
 from tests.recurrent.recurrent_cases import needs_compiler
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
 from weft.recurrent import Recurrent
 from weft.recurrent.cpp import backend
 from weft.recurrent.cpp.backend import CppBackend

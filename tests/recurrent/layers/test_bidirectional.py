@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from tests.recurrent.layers.layer_cases import WIDTH, agree, everything, layers
 from tests.recurrent.recurrent_cases import Awkward, close, floats, per_row, random_case, told
 from weft.core.errors import SpecError, UsageError
-from weft.core.tree import map_leaves
+from weft.core.pytree import map_leaves
 from weft.recurrent import Recurrent
 from weft.recurrent.layers import Bidirectional
 from weft.recurrent.layers.bidirectional import _check

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.compat.torchgpipe.batchnorm import DeferredBatchNorm
-from weft.core.ambient import is_checkpointing, is_recomputing
+from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import PartitionError, UsageError
+from weft.pipeline.config import places_of, sizes_of
 from weft.pipeline.partition import balance_by_size, balance_by_time
 from weft.pipeline.pipe import Pipe
-from weft.pipeline.settings import places_of, sizes_of
 from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __all__ = [

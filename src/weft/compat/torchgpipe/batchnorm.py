@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from weft.core.ambient import is_recomputing
+from weft.core.context import is_recomputing
 from weft.core.errors import UsageError
 from weft.core.validation import is_whole
 from weft.pipeline import batchnorm

@@ -1,4 +1,20 @@
-"""From where to where the skips of a partitioned model go.
+"""Finds the skippable layers of a model in the order in which they run.
+
+    Sequential            '0' Stash
+    ├── 0 Stash           '1.0' Pop
+    └── 1 Sequential  ──> '1.1' Pop     a layer that stands twice is found twice
+        ├── 0 Pop
+        └── 1 Pop
+
+An `nn.Sequential` runs its layers in order, and those below it likewise. Of any other module only the order
+of registration is known, so its skippable layers are taken to run in that order, once each.
+
+Checks the wiring of skips before anything runs.
+
+A wrong skip would otherwise show as an error in the middle of a step, or as a tensor that is kept for
+nobody. One walk over the layers finds every fault, and one error reports them all.
+
+From where to where the skips of a partitioned model go.
 
     partition      0            1            2            3
                  stash a ─────────────────> pop a ──────> pop a        routes[None, "a"] = (0, (2, 3))
@@ -9,14 +25,88 @@ A tensor goes straight from its source to each reading partition; those between 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import nn
 
 from weft.core.errors import SkipWiringError, listed
-from weft.pipeline.skip.namespace import Key, Namespace, order_of
-from weft.pipeline.skip.verify import wiring_faults
-from weft.pipeline.skip.walk import Found, skippables
+from weft.pipeline.skip.namespace import Key, Namespace, describe, order_of
+from weft.pipeline.skip.skippable import Skippable
+
+
+class Found(NamedTuple):
+    """A skippable layer and its place in the model, as in `named_modules`."""
+
+    place: str
+    layer: Skippable[..., Any]
+
+    def __str__(self) -> str:
+        place = f"layer {self.place!r} " if self.place else ""
+        return f"{place}({self.layer.module_cls.__name__})"
+
+
+def skippables(module: nn.Module | Iterable[nn.Module], place: str = "") -> Iterator[Found]:
+    """All skippable layers of a module, itself included, or of several modules in a row."""
+    children = _children(module)
+    if isinstance(module, Skippable):
+        yield Found(place, cast("Skippable[..., Any]", module))
+    for name, child in children:
+        yield from skippables(child, f"{place}.{name}" if place else name)
+
+
+def _children(module: nn.Module | Iterable[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    if not isinstance(module, nn.Module):
+        return [(str(index), layer) for index, layer in enumerate(module)]
+    if not isinstance(module, nn.Sequential):
+        return module.named_children()
+    # Here named_children would leave out the second place of a layer that stands twice.
+    everywhere = cast("Iterator[tuple[str, nn.Module]]", module.named_modules(remove_duplicate=False))
+    return [(name, layer) for name, layer in everywhere if name and "." not in name]
+
+
+def verify_skippables(module: nn.Module, *, one_to_one: bool = False) -> None:
+    """Check that the skips of a model fit together.
+
+    Raises one SkipWiringError (a TypeError) that lists every fault: a layer that declares one name both
+    ways; a second stash of a (namespace, name); a pop before any stash; a stash that nobody pops. With
+    `one_to_one` a second pop is a fault too; otherwise any number of layers may pop one stash. Skippable
+    layers deep inside the model count, in the order in which they run (see `walk`). That all faults are
+    reported at once follows torchgpipe.
+    """
+    faults = list(wiring_faults(skippables(module), one_to_one=one_to_one))
+    if faults:
+        raise SkipWiringError(
+            listed("the skip connections of the model do not fit together:", faults)
+            + "\ncorrect the stash= and pop= of @skippable or the order of the layers; if one name belongs "
+            "to several connections, set them apart with .isolate(Namespace())"
+        )
+
+
+def wiring_faults(layers: Iterable[Found], *, one_to_one: bool = False) -> Iterator[str]:
+    """One line for each fault among layers that run in this order."""
+    stashed: dict[Key, Found] = {}
+    popped: dict[Key, Found] = {}
+    early: list[tuple[Key, Found]] = []  # pops that found no stash before them
+    for found in layers:
+        layer = found.layer
+        for name in sorted(layer.stashable_names & layer.poppable_names):
+            yield f"{found} declares {name!r} both as stash and as pop, wanted one of them"
+        for key in layer.stashable():
+            if key in stashed:
+                yield f"{found} stashes {describe(key)} again after {stashed[key]}, wanted one stash"
+            stashed[key] = found
+        for key in layer.poppable():
+            if key not in stashed:
+                early.append((key, found))
+            elif one_to_one and key in popped:
+                yield f"{found} pops {describe(key)} again after {popped[key]}, wanted one pop"
+            popped[key] = found
+    for key, found in early:
+        later = f"{stashed[key]} stashes it only later" if key in stashed else "nobody stashes it"
+        yield f"{found} pops {describe(key)} before any stash: {later}"
+    for key in (key for key in stashed if key not in popped):
+        yield f"{stashed[key]} stashes {describe(key)}, which nobody pops"
+
 
 Route: TypeAlias = tuple[int, tuple[int, ...]]  # source; reading partitions, ascending, each once
 Arrival: TypeAlias = tuple[int, Namespace | None, str]  # source, namespace, name

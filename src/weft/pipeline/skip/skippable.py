@@ -1,4 +1,36 @@
-"""The layer that may stash and pop: a shell around the user's module.
+"""A layer keeps its state-dict keys when it becomes skippable.
+
+The user's module hangs below the skippable layer as ``.module``, which would put ``module.`` into every
+key. Two hooks take it out on saving and put it in on loading, so the wrapped and the bare model load into
+each other:
+
+    bare model          0.weight     <──load──>     wrapped model    0.weight
+    older checkpoint    0.module.weight  ──load──>  wrapped model
+
+Only state dicts are changed. `named_parameters` tells where the parameters really are (``0.module.weight``).
+
+The two commands that a skippable layer yields, and what each gets in return.
+
+    def forward(self, x):
+        yield stash("early", x)          # gets None
+        far = yield pop("far")           # gets the tensor, or None if None was stashed
+        return self.conv(x) + far
+
+Outside of the ``forward`` of a skippable layer they do nothing.
+
+One forward of a skippable layer: the talk between its generator and the tracker.
+
+    generator                Exchange                        tracker
+    yield stash(name, t) ──> declared? not twice? ──save──>  keeps t
+                         <── None
+    yield pop(name)      ──> declared?            ──load──>  gives t
+                         <── t (a second pop of one name is answered from here)
+    return output        ──> all declarations kept?
+
+A fault is thrown into the generator at its ``yield``, so that the traceback ends in the line of the user's
+layer.
+
+The layer that may stash and pop: a shell around the user's module.
 
     Sequential ──calls──> Skippable ──calls──> the user's module
                               │ <──yields commands──┘
@@ -6,21 +38,184 @@
 
 The shell is an ordinary `nn.Module`: hooks, ``.train()``, `copy.deepcopy` and pickling work on it as on any
 other.
+
+`skippable`: from a user's module class to a class of layers that stash and pop.
+
+    class Encoder(nn.Module): ...              skippable(stash=["early"])
+              │                                          │
+              └──────────────> Skippable subclass <──────┘
+                               module_cls, stashable_names, poppable_names
+
+The class is changed into a class and not the instance into an instance, so a model reads as before.
 """
 
 import sys
 import weakref
-from collections.abc import Generator, Iterable, Iterator
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from weft.core.errors import SkipWiringError
-from weft.pipeline.skip import state_keys
-from weft.pipeline.skip.exchange import Exchange, Talk
-from weft.pipeline.skip.namespace import Key, Namespace
-from weft.pipeline.skip.tracker import current_skip_tracker
+from weft.core.errors import SkipError, SkipWiringError, listed
+from weft.pipeline.skip.namespace import Key, Namespace, describe
+from weft.pipeline.skip.tracker import SkipTracker, current_skip_tracker
+
+INNER = "module."
+
+
+def shorten(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
+    """After saving: ``<prefix>module.weight`` becomes ``<prefix>weight``, in place and in order."""
+    long = prefix + INNER
+    for key in [key for key in state if key.startswith(long)]:
+        state[prefix + key.removeprefix(long)] = state.pop(key)
+    versions: dict[str, dict[str, Any]] | None = getattr(state, "_metadata", None)
+    if versions is None:
+        return
+    # Layers read their format version under their own name. A bare model looks for the short one, a wrapped
+    # model for the long one, so both are written.
+    for name in [name for name in versions if f"{name}.".startswith(long)]:
+        short = prefix + f"{name}.".removeprefix(long)
+        versions[short.removesuffix(".")] = dict(versions[name])
+
+
+def lengthen(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, *lists: Any) -> None:
+    """Before loading: ``<prefix>weight`` becomes ``<prefix>module.weight``, in place; long keys stay."""
+    layer.__dict__["_loading"] = (prefix, lists[-1])
+    inner = layer.get_submodule("module")
+    owns_module = any(name == "module" for name, _ in inner.named_children())
+    for key in [key for key in state if key.startswith(prefix)]:
+        name = key.removeprefix(prefix)
+        if owns_module or not name.startswith(INNER):
+            state[prefix + INNER + name] = state.pop(key)
+
+
+def shorten_faults(layer: nn.Module, faults: Any) -> None:
+    """After loading: what is wrong is told of ``<prefix>weight``, as `state_dict` names it.
+
+    `faults` has the missing and the unexpected keys, without a prefix, and not the messages: `lengthen` has noted both.
+    """
+    prefix, messages = layer.__dict__.pop("_loading")
+    long = prefix + INNER
+    for keys in (faults.missing_keys, faults.unexpected_keys):
+        keys[:] = [prefix + key.removeprefix(long) if key.startswith(long) else key for key in keys]
+    for quote in (" ", '"'):
+        messages[:] = [each.replace(quote + long, quote + prefix) for each in messages]
+
+
+@dataclass(frozen=True, slots=True)
+class stash:
+    """Put a tensor, or None, where the layers that declare ``pop=[name]`` will find it."""
+
+    name: str
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class pop:
+    """Ask for the tensor that was stashed under this name."""
+
+    name: str
+
+
+Talk: TypeAlias = Generator[Any, Any, Any]  # whatever the user's forward yields and returns
+
+
+class Exchange:
+    """Answers the commands of one forward and remembers them."""
+
+    def __init__(
+        self,
+        layer: str,
+        keys: Mapping[str, Key],
+        stashable: Collection[str],
+        poppable: Collection[str],
+        tracker: SkipTracker,
+    ) -> None:
+        self.layer = layer  # its name in messages
+        self.keys = keys
+        self.stashable = stashable
+        self.poppable = poppable
+        self.tracker = tracker
+        self.stashed: set[str] = set()
+        self.popped: dict[str, Tensor | None] = {}
+
+    def drive(self, talk: Talk) -> Any:
+        """Run the generator to its end and give its return value."""
+        advance: Callable[[], object] = partial(next, talk)
+        while True:
+            try:
+                command = advance()
+            except StopIteration as stop:
+                return stop.value
+            try:
+                advance = partial(talk.send, self.answer(command))
+            except (SkipError, SkipWiringError) as fault:
+                advance = partial(talk.throw, fault)
+
+    def answer(self, command: object) -> Tensor | None:
+        """Do what the command says. Raises SkipError or, for what is no command, SkipWiringError."""
+        if isinstance(command, stash):
+            return self._stash(command.name, command.tensor)
+        if isinstance(command, pop):
+            return self._pop(command.name)
+        raise SkipWiringError(
+            f"{self.layer} yielded {type(command).__name__}, wanted stash(name, tensor) or pop(name); "
+            "the output of a layer is returned, not yielded"
+        )
+
+    def _stash(self, name: str, value: object) -> None:
+        if name not in self.stashable:
+            raise SkipError(self._undeclared("stashed", name, self.stashable, "stash"))
+        if name in self.stashed:
+            raise SkipError(
+                f"{self.layer} stashed {describe(self.keys[name])} twice in one forward, wanted once; "
+                "stash the second tensor under a name of its own"
+            )
+        if not (value is None or isinstance(value, Tensor)):
+            raise SkipError(
+                f"{self.layer} stashed a {type(value).__name__} as {describe(self.keys[name])}, wanted a "
+                "tensor or None; stash several tensors under several names"
+            )
+        self.tracker.save(*self.keys[name], value)
+        self.stashed.add(name)
+
+    def _pop(self, name: str) -> Tensor | None:
+        if name not in self.poppable:
+            raise SkipError(self._undeclared("popped", name, self.poppable, "pop"))
+        if name not in self.popped:
+            try:
+                self.popped[name] = self.tracker.load(*self.keys[name])
+            except SkipError as fault:
+                raise SkipError(f"{self.layer}: {fault}") from None
+        return self.popped[name]
+
+    def _undeclared(self, did: str, name: str, declared: Collection[str], word: str) -> str:
+        names = ", ".join(map(repr, sorted(declared))) or "no name"
+        return (
+            f"{self.layer} {did} {name!r}, which it does not declare: its {word}= has {names}; "
+            f"add {name!r} to the {word}= of @skippable"
+        )
+
+    def finish(self) -> None:
+        """The forward is over. Raises one SkipError that lists every declaration that was not kept."""
+        faults = [
+            f"{describe(self.keys[name])} was declared as {able} but not {did}"
+            for able, did, names in (
+                ("stashable", "stashed", set(self.stashable) - self.stashed),
+                ("poppable", "popped", set(self.poppable) - self.popped.keys()),
+            )
+            for name in sorted(names)
+        ]
+        if faults:
+            raise SkipError(
+                listed(f"{self.layer} broke its skip declaration by the end of its forward:", faults)
+                + "\nstash and pop on every path through forward (None may be stashed), "
+                "or take the names out of @skippable"
+            )
+
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
@@ -30,7 +225,7 @@ class Skippable(nn.Module, Generic[P, M]):
     """Base of all classes made by `skippable`; takes the constructor arguments of the user's class.
 
     ``module_cls`` is the user's class, ``stashable_names`` and ``poppable_names`` are what it declares, and
-    ``.module`` is the user's instance. State-dict keys are those of the bare module (see `state_keys`).
+    ``.module`` is the user's instance. State-dict keys are those of the bare module.
 
     Calling it raises SkipError if the layer breaks its declaration, and SkipWiringError (a TypeError) if it
     yields anything but `stash` and `pop`. The user's ``forward`` may be a plain
@@ -50,9 +245,9 @@ class Skippable(nn.Module, Generic[P, M]):
                 "decorate a class with @skippable(stash=[...], pop=[...])"
             )
         self.add_module("module", self.module_cls(*args, **kwargs))
-        self.register_state_dict_post_hook(state_keys.shorten)
-        self.register_load_state_dict_pre_hook(state_keys.lengthen)
-        self.register_load_state_dict_post_hook(state_keys.shorten_faults)
+        self.register_state_dict_post_hook(shorten)
+        self.register_load_state_dict_pre_hook(lengthen)
+        self.register_load_state_dict_post_hook(shorten_faults)
         self._keys: dict[str, Key] = {name: (None, name) for name in self._declared()}
 
     @classmethod
@@ -177,3 +372,33 @@ def _found_by_name(cls: type) -> bool:
     for part in cls.__qualname__.split("."):
         place = getattr(place, part, None)
     return place is cls
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Callable[P, M]], type[Skippable[P, M]]]:
+    """Declare which skip tensors a module class stashes and pops.
+
+    Use it as a decorator, ``@skippable(stash=["early"])``, or as a call,
+    ``skippable(stash=["early"])(Class)``; both give a subclass of `Skippable` with the constructor of the
+    class. Its ``forward`` is then a generator:
+
+        @skippable(stash=["early"])
+        class Encoder(nn.Module):
+            def forward(self, x):
+                yield stash("early", x)
+                return self.conv(x)
+
+    A name is stashed by one layer and may be popped by any number of later layers. Layers of this kind work
+    in a bare `nn.Sequential` and in a Pipe alike.
+
+    Raises SkipWiringError (a TypeError) if `stash` or `pop` is a bare string, or if what is decorated is no
+    module class. The idea of declared skips with a yielding forward comes from torchgpipe (Kim et al., 2020,
+    arXiv:2004.09910).
+    """
+    stashed, popped = distinct_names("stash", stash), distinct_names("pop", pop)
+
+    def decorate(module_cls: Callable[P, M]) -> type[Skippable[P, M]]:
+        if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
+            raise SkipWiringError(f"skippable was applied to {module_cls!r}, wanted a class derived from nn.Module")
+        return cast(type[Skippable[P, M]], class_around(module_cls, stashed, popped))
+
+    return decorate

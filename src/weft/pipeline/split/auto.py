@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import PartitionError
-from weft.core.events import seeing_saved
-from weft.core.tree import flatten, unflatten
+from weft.core.pytree import flatten, unflatten
 from weft.pipeline.partition import partition
 from weft.pipeline.split.program import OpenCode, Program, Recording, Ref, Values
 from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
+from weft.pipeline.tracing import seeing_saved
 
 ROUNDS = 4
 _PROBE = 1 << 22  # bytes that are copied to see how long that takes

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import BatchError, SplitError
-from weft.core.microbatch import NoChunk, micro_sizes, plan_split
+from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
 from weft.core.segment import Visit
-from weft.core.tree import flatten, register_dataclasses, spread, unflatten
+from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.program import OpenCode, Program, Ref, Values
 from weft.pipeline.split.record import PLAIN, ForwardRecorder, named_modules

@@ -12,15 +12,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from weft.core.autograd import forbid_tracing
 from weft.core.errors import PartitionError, SpecError, UsageError, listed
-from weft.core.transforms import forbid_tracing
-from weft.pipeline.batch_dim import BatchDims, check_batch_dims
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
+from weft.pipeline.config import BatchDims, Faults, check_batch_dims, check_settings, places_of, reduction_of
+from weft.pipeline.engine import Request, Runtime
 from weft.pipeline.loss import LossScale
 from weft.pipeline.pipe import Pipe, frozen
-from weft.pipeline.runtime import Request, Runtime
-from weft.pipeline.schedules import build
-from weft.pipeline.settings import Faults, check_settings, places_of, reduction_of
+from weft.pipeline.schedule import build
 from weft.pipeline.split.auto import automatic_split
 from weft.pipeline.split.model import SplitModel
 from weft.pipeline.split.program import CrossingValue

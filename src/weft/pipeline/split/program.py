@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import GuardError, InPlaceError, SplitError
-from weft.core.tree import Structure, flatten, unflatten
+from weft.core.pytree import Structure, flatten, unflatten
 
 
 class Ref(NamedTuple):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.core.boundary import quiet_hooks
+from weft.core.autograd import quiet_hooks
 from weft.core.errors import SplitError
-from weft.core.tree import flatten, structure_paths, unflatten
+from weft.core.pytree import flatten, structure_paths, unflatten
 from weft.pipeline.split.program import OpenCode, Program, Ref, Values
 from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.errors import SpecError, UsageError
-from weft.core.tree import difference, flatten, map_leaves, structure_paths, unflatten
+from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
 from weft.recurrent.cell import adapt
 from weft.recurrent.cells.gated import rate_fault, refuse
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from weft.core.errors import SpecError, UsageError, listed
-from weft.core.tree import difference, flatten, map_leaves, structure_paths
+from weft.core.pytree import difference, flatten, map_leaves, structure_paths
 from weft.recurrent.layers.bidirectional import told
 from weft.recurrent.recurrent import Result
 from weft.recurrent.sequence import Lengths, opened

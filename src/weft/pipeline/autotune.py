@@ -1,0 +1,349 @@
+"""Choosing between ways of running the same step by measuring them on the user's own steps.
+
+Threads pay when the operators are long and cost when they are short: under the interpreter lock, two threads
+that both launch operators of 10 us run slower than one. No property of a model tells which it is, so the
+first steps of each kind try the candidates in turn, and the fastest is kept:
+
+    step      1        2        3        4        ...      11       12       13     ...
+    runs      serial   threads  serial   threads  ...      serial   threads  the faster one
+              warm-up  warm-up  '------------ measured -------------'
+
+All candidates give the same numbers, so nobody notices but the clock. Afterwards one step of eight is timed. When five
+of these in a row took half as long again as the winner did when it was chosen, all is measured anew.
+
+How the next step of a pipe is run: a table with three rows for ``executor="auto"``.
+
+    serial    every stage a segment, in the caller's thread
+    threads   every stage a segment, in a thread of its own
+    uncut     plain autograd over all micro-batches, in the caller's thread
+
+(`executor="graph"` is uncut as well, and has gradients of gradients.) "auto" measures them on the first steps of each
+kind, and again when its choice has become slow. "uncut" costs least where operators are small.
+It needs one device and no recomputation, and is left out where it would not do the same:
+
+    the schedule begins backward early     it would hold all micro-batches at once
+    anomaly detection; autograd functions  an error in backward could not be told with its stage and micro-batch
+    written in Python
+    DistributedDataParallel                must find the same graph at every step and in every process: a parameter that
+                                           got no gradient is in that of a step that was cut, and not in this
+
+The same micro-batches and stages with the whole graph left visible to autograd.
+
+Nothing is cut out, so gradients of gradients work (``executor="graph"``), and nothing is paid for cuts where none is
+needed (see `weft.pipeline.autotune`). It is serial, and a schedule means nothing to it: autograd decides the order
+of backward. Random numbers and results are those of the other executors.
+"""
+
+import math
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as checkpointing
+
+from weft.core.autograd import Journey, current_task, forbid_batched, forbid_double, keeps_graph
+from weft.core.context import Ambient, Phase, phase
+from weft.core.errors import TWICE, BackwardTwiceError, advise
+from weft.core.pytree import Structure, flatten, unflatten
+from weft.core.rng import Dice, Silence
+from weft.core.segment import Function, Keep, Visit
+from weft.pipeline.microbatch import Cargo, Outcome
+from weft.pipeline.plan import Plan
+from weft.pipeline.step import Order
+
+_WARM_UP = 1
+_SAMPLES = 5
+_WORTH = 0.95
+"""A candidate must be that much faster than one before it: a wrong choice for threads costs more than one against
+them."""
+_EVERY = 8
+_SLOWER = 1.5
+
+
+@dataclass
+class _Trial:
+    """The times of one kind of step: per candidate, in seconds, of whole steps (forward, and backward if any)."""
+
+    seconds: list[list[float]]
+    best: int | None = None
+    expected: float = 0.0  # seconds of the best one when it was chosen
+    steps: int = 0  # since then
+    slow: int = 0  # of those that were timed, how many in a row took clearly longer
+
+
+@dataclass
+class Choice:
+    """Which of `candidates` to use for each kind of step. The first is the simplest."""
+
+    candidates: int
+    fixed: int | None = None
+    _trials: dict[Hashable, _Trial] = field(default_factory=dict[Hashable, _Trial])
+
+    def pick(self, kind: Hashable) -> int:
+        """The candidate for the next step of this kind: the `fixed` one, if any."""
+        if self.fixed is not None:
+            return self.fixed
+        trial = self._trial(kind)
+        if trial.best is not None:
+            return trial.best
+        counts = [len(times) for times in trial.seconds]
+        return counts.index(min(counts))
+
+    def report(self, kind: Hashable, candidate: int, seconds: float) -> None:
+        """A step of this kind took so long with that candidate."""
+        trial = self._trial(kind)
+        if trial.best is not None:
+            if candidate == trial.best:
+                trial.slow = trial.slow + 1 if seconds > _SLOWER * trial.expected else 0
+                if trial.slow == _SAMPLES:
+                    del self._trials[kind]
+            return
+        trial.seconds[candidate].append(seconds)
+        if all(len(times) >= _WARM_UP + _SAMPLES for times in trial.seconds):
+            # The least time of each: what else the machine does can only add to it.
+            least = [min(times[_WARM_UP:]) for times in trial.seconds]
+            trial.best = 0
+            for other in range(1, self.candidates):
+                if least[other] < _WORTH * least[trial.best]:
+                    trial.best = other
+            trial.expected = least[trial.best]
+
+    def rule_out(self, kind: Hashable, candidate: int) -> None:
+        """This candidate cannot run this kind of step."""
+        trial = self._trial(kind)
+        if trial.best is None:
+            trial.seconds[candidate] = [math.inf] * (_WARM_UP + _SAMPLES)
+
+    def times(self, kind: Hashable) -> bool:
+        """Whether the next step of this kind is to be timed: each until the decision, then one of eight."""
+        if self.fixed is not None:
+            return False
+        trial = self._trial(kind)
+        trial.steps += trial.best is not None
+        return trial.best is None or trial.steps % _EVERY == 0
+
+    def decisions(self) -> dict[Hashable, int]:
+        """The winner for every kind of step that has one; the others are still being measured."""
+        return {kind: trial.best for kind, trial in self._trials.items() if trial.best is not None}
+
+    def _trial(self, kind: Hashable) -> _Trial:
+        return self._trials.setdefault(kind, _Trial([[] for _ in range(self.candidates)]))
+
+
+class TimedJourney:
+    """A journey that reports what its forward and first backward took together, or its forward if that is all."""
+
+    def __init__(
+        self, journey: Journey, choice: Choice, kind: Hashable, candidate: int, *, with_backward: bool
+    ) -> None:
+        self._journey = journey
+        self._report: tuple[Choice, Hashable, int] | None = (choice, kind, candidate)
+        self._with_backward = with_backward
+        self._seconds = 0.0
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """See `Journey.forward`."""
+        start = perf_counter()
+        result = self._journey.forward()
+        self._seconds = perf_counter() - start
+        if not self._with_backward:
+            self._done()
+        return result
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
+        """See `Journey.backward`."""
+        start = perf_counter()
+        result = self._journey.backward(gradients, retain=retain)
+        self._seconds += perf_counter() - start
+        self._done()
+        return result
+
+    def _done(self) -> None:
+        if self._report is not None:  # a retained graph may go back again
+            choice, kind, candidate = self._report
+            choice.report(kind, candidate, self._seconds)
+        self._report = None
+
+
+def time_graph(outputs: Sequence[Tensor], seconds: float, choice: Choice, kind: Hashable, candidate: int) -> None:
+    """Report a step whose backward is left to autograd: its forward took so long, its first backward is timed here.
+
+    That goes from the first of its outputs to the end of all that autograd does then, which may be more than the step.
+    """
+    nodes = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+    begun: list[float] = []
+
+    def begins(_: object) -> None:
+        if not begun:
+            begun.append(perf_counter())
+            cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(ends)
+
+    def ends() -> None:
+        choice.report(kind, candidate, seconds + perf_counter() - begun[0])
+
+    if not nodes:
+        choice.report(kind, candidate, seconds)
+    for node in nodes:
+        node.register_prehook(begins)
+
+
+class Layouts:
+    """The layout of each step. `kind` stands for steps that take about the same time."""
+
+    def __init__(self, executor: str, stages: int, *, one_device: bool, uncut: bool) -> None:
+        self._executor = executor
+        rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
+        self._candidates = [row for row, can in rows.items() if can] if executor == "auto" else [executor]
+        self.choice = Choice(len(self._candidates))
+        self._with_cuts: set[Hashable] = set()
+
+    def pick(self, kind: Hashable, *, watched: bool, local: bool = False) -> tuple[str, int | None]:
+        """The layout for the next step of this kind, and which candidate it measures, if any.
+
+        Who watches wants to see the stages, each in its thread. Modes and hooks of the calling thread (`local`) would
+        see other operators in each layout. So both always get the same one.
+        """
+        if self._executor != "auto":
+            return self._executor, None
+        if watched or local:
+            return self._candidates[-1 if watched and "threads" in self._candidates else 0], None
+        if kind in self._with_cuts and "uncut" in self._candidates:
+            self.choice.rule_out(kind, self._candidates.index("uncut"))
+        candidate = self.choice.pick(kind)
+        return self._candidates[candidate], candidate if self.choice.times(kind) else None
+
+    def needs_cuts(self, kind: Hashable) -> None:
+        """Steps of this kind are never run uncut."""
+        self._with_cuts.add(kind)
+
+    def chosen(self) -> dict[str, str]:
+        """For every kind of step that was measured to the end, how it is run."""
+        return {str(kind): self._candidates[best] for kind, best in self.choice.decisions().items()}
+
+
+def needs_cuts() -> bool:
+    """Whether what surrounds this call wants every stage cut out."""
+    return torch.is_anomaly_enabled() or getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
+_checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
+
+Keeps = Callable[[int, int], Keep]
+
+
+def run_visible(order: Order, ambient: Ambient, *, enter: bool = True) -> Any:
+    """The output, or where the loss is inside the loss, of a mini-batch, with its graph.
+
+    Without `enter` it runs in the surroundings that it is called in.
+    """
+
+    def forward(dice: Dice) -> list[Any]:
+        with _inside(ambient) if enter else nullcontext():
+            return _micro_batches(order.plan, order.cargo, order.keeps, ambient, dice)
+
+    return order.outcome.visible(order.trusted(forward))
+
+
+def run_silent(plan: Plan, cargo: Cargo, outcome: Outcome, ambient: Ambient, silence: Silence) -> tuple[Any] | None:
+    """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
+    results = _micro_batches(plan, cargo, keep_graph, ambient, silence)
+    return None if silence.broken() else (outcome.visible(results),)
+
+
+def keep_graph(segment: int, micro_batch: int) -> Keep:
+    """Nothing is recomputed."""
+    return "graph"
+
+
+@contextmanager
+def _inside(ambient: Ambient) -> Generator[None]:
+    with ambient.here(), ambient.casting():
+        yield
+
+
+def _micro_batches(plan: Plan, cargo: Cargo, keeps: Keeps, ambient: Ambient, context: Dice | Silence) -> list[Any]:
+    count = cargo.micro_batches
+    visits = [Visit(i, ambient, context, micro_batches=count) for i in range(count)]
+    return [_micro_batch(plan, keeps, visit, parts) for visit, parts in zip(visits, cargo.pieces(), strict=True)]
+
+
+def _micro_batch(plan: Plan, keeps: Keeps, visit: Visit, parts: Sequence[Any]) -> Any:
+    """One micro-batch through all stages; what crosses from one to another keeps its graph."""
+    values: dict[int, Any] = {inlet.route: part for inlet, part in zip(plan.gate.inlets, parts, strict=True)}
+    for stage, function in enumerate(plan.functions):
+        inputs = [values[route] for route in plan.wiring.inputs[stage]]
+        try:
+            outputs = _call(keeps, function, visit, stage, inputs)
+        except BaseException as error:
+            advise(error)
+            error.add_note(f"weft: in forward of stage {stage}, micro-batch {visit.micro_batch}")
+            raise
+        values.update(zip(plan.wiring.outputs[stage], outputs, strict=True))
+    return values[plan.gate.result]
+
+
+def _call(keeps: Keeps, function: Function, visit: Visit, segment: int, inputs: list[Any]) -> tuple[Any, ...]:
+    """One segment, with its graph or only its inputs kept."""
+    if keeps(segment, visit.micro_batch) != "inputs":
+        return function(visit, *inputs)
+    leaves, structure = flatten(inputs)
+    repeated = _Repeated(function, visit, structure)
+    outputs = _checkpoint(repeated, *leaves, use_reentrant=False, preserve_rng_state=False)
+    if repeated.failed:
+        raise repeated.failed.pop()
+    return outputs
+
+
+class _Repeated:
+    """The function over leaves, told that its first call will be repeated, and that the later ones repeat it.
+
+    Each call gets lists and dicts of its own: a layer may change them. An error of the first call is put into
+    ``failed``. Raised through `torch.utils.checkpoint`, it would leave hooks in place for all graphs of the thread
+    until nobody holds the error any more (PyTorch 2.11), or become another one if it is a ``StopIteration``.
+    """
+
+    def __init__(self, function: Callable[..., Any], visit: Visit, structure: Structure) -> None:
+        self.failed: list[BaseException] = []
+        self._function, self._visit, self._structure = function, visit, structure
+        self._called = False
+
+    def __call__(self, *leaves: Any) -> Any:
+        if self._called:
+            return self._run("recomputing", leaves)
+        self._called = True
+        try:
+            return self._run("checkpointing", leaves)
+        except BaseException as error:
+            self.failed.append(error)
+            return ()
+
+    def _run(self, what: Phase, leaves: Sequence[Any]) -> Any:
+        with phase(what), self._visit.ambient.process_flags():
+            return self._function(self._visit, *unflatten(self._structure, leaves))
+
+
+def guarded(result: Any) -> tuple[Any, list[Tensor]]:
+    """The result, and its tensors; their backward keeps to the rules of a step that was cut out.
+
+    Else the same program would be refused or not, by what was measured to be faster.
+    """
+    outputs = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+    freed_by: list[int] = []
+
+    def before_backward(gradients: Sequence[Tensor | None]) -> None:
+        forbid_batched(gradients)
+        forbid_double()
+        task = current_task()
+        if freed_by and task not in freed_by:
+            raise BackwardTwiceError(TWICE)
+        if not keeps_graph():
+            freed_by.append(task)
+
+    for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+        node.register_prehook(before_backward)
+    return result, outputs

@@ -1,0 +1,247 @@
+"""Parameters that a segment reads and does not have.
+
+A segment asks autograd for the gradients of its own parameters, those of its layers and of a loss module. What else
+its code gets hold of, as a penalty on weights in a loss function does, is in the graph all the same:
+
+    own parameter ------> [ graph of the segment ] ---> output
+    another stage's ----> [                      ]             never asked for: its gradient would be lost in silence
+
+So graphs of every segment are searched for them: the first, second, fourth, eighth and so on.
+
+Layers that talk to other processes: those with tensor-parallel weights, and `nn.SyncBatchNorm`.
+
+All processes must ask for the collectives of a group in one order; else they hang, or get the numbers of another layer.
+In the caller's thread the schedule says that order. With a worker per stage the clock does:
+
+    process 0    stage 0 for micro-batch 1, then stage 1 for micro-batch 0  --+
+    process 1    stage 1 for micro-batch 0, then stage 0 for micro-batch 1  --+--> each gets a sum of both
+
+So "auto", which goes by the clock as well, runs such layers in the caller's thread.
+"""
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.nn.utils import parametrize
+
+from weft.core.autograd import StepsInBackward
+from weft.core.errors import DeviceError, UsageError, listed
+from weft.core.pytree import flatten
+from weft.core.segment import Function, Visit, children_first
+from weft.pipeline.stage import Stage, Survey
+
+
+class Searched:
+    """A segment's function, which looks now and then for what does not belong to it.
+
+    `layers` are those of all segments by name, in the order of the segments; `number` is this one, and `more` what
+    it has besides them. Raises UsageError for a parameter of another segment, and for a layer that shards its own
+    parameters; warns of a trainable tensor that nobody has, since it may not have to learn.
+    """
+
+    def __init__(
+        self, function: Function, layers: Sequence[Sequence[tuple[str, nn.Module]]], number: int, more: Any
+    ) -> None:
+        self._function = function
+        self._layers = layers
+        self._number = number
+        self._more = more
+        self._graphs = 0
+        self._next = 1
+        self._fresh: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._told: set[int] = set()
+        self.has_python_functions = False
+        """Whether a graph that was searched has autograd functions written in Python."""
+
+    def __call__(self, visit: Visit, *values: Any) -> tuple[Any, ...]:
+        """Run the function. See the class for what may be raised."""
+        outputs = self._function(visit, *values)
+        if torch.is_grad_enabled():
+            self._graphs += 1
+            if self._graphs >= self._next:
+                given = flatten(values)[0]
+                given += [copy for x in given for copy in getattr(x, "lent", ())]
+                nodes, leaves = _behind(outputs)
+                self.has_python_functions |= any(isinstance(node, BackwardCFunction) for node in nodes)
+                self._check(leaves, {id(x) for x in given})
+                self._next = 2 * self._graphs  # only after a search that found nothing to refuse: else the next call
+        return outputs
+
+    def _check(self, found: Sequence[Tensor], given: set[int]) -> None:
+        modules = [module for _, layer in self._layers[self._number] for module in layer.modules()]
+        self._refuse_sharded(modules)
+        own = {id(each) for module in modules for each in module._parameters.values()}
+        if isinstance(self._more, nn.Module):
+            own.update(id(each) for each in self._more.parameters())
+        strangers = [each for each in found if id(each) not in own and id(each) not in given]
+        names = {
+            id(each): f"{name}.{key} of stage {stage}"
+            for stage, layers in enumerate(self._layers)
+            for name, layer in layers
+            for key, each in (layer.named_parameters() if strangers else ())
+        }
+        if borrowed := [names[id(each)] for each in strangers if id(each) in names]:
+            raise UsageError(
+                listed(
+                    f"stage {self._number} computes with parameters of other stages, and their gradients would be "
+                    "lost; put such layers into one stage (balance=), take a penalty on weights out of the loss "
+                    "function and add it to the pipe's loss, or use executor='graph':",
+                    borrowed,
+                )
+            )
+        self._warn([each for each in strangers if self._stays(each)])
+
+    def _refuse_sharded(self, modules: Sequence[nn.Module]) -> None:
+        """FSDP swaps parameters around the layer's call, and waits for gradients where no stage's graph ends."""
+        if sharded := [type(module).__name__ for module in modules if shards(module)]:
+            raise UsageError(
+                f"a layer of stage {self._number} shards its own parameters ({sharded[0]}), and their gradients would "
+                "be lost; shard the pipe as a whole, fully_shard(pipe), or use executor='graph'"
+            )
+
+    def _stays(self, stranger: Tensor) -> bool:
+        """Whether it outlives a call. A tensor that is no parameter may have been made by a layer for itself, to
+        differentiate by; that one does not come again."""
+        if isinstance(stranger, nn.Parameter) or self._fresh.get(id(stranger)) is stranger:
+            return True
+        self._fresh[id(stranger)] = stranger
+        return False
+
+    def _warn(self, strangers: Sequence[Tensor]) -> None:
+        news = [each for each in strangers if id(each) not in self._told]
+        self._told.update(id(each) for each in news)
+        if not news:
+            return
+        shapes = ", ".join(str(tuple(each.shape)) for each in news)
+        warnings.warn(
+            f"stage {self._number} computes with trainable tensors that neither its layers nor the loss module have "
+            f"as parameters (shapes {shapes}), and they get no gradient; register them as nn.Parameter in a layer, or "
+            "give the loss as an nn.Module that has them. If they are not to learn, requires_grad_(False) says so",
+            stacklevel=3,
+        )
+
+
+def shards(module: nn.Module) -> bool:
+    """Whether it is an FSDP module, of either version; known by name, so that nothing has to be imported."""
+    return any(
+        each.__name__ in ("FSDPModule", "FullyShardedDataParallel") and each.__module__.startswith("torch.distributed.")
+        for each in type(module).__mro__
+    )
+
+
+def _behind(outputs: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
+    """The nodes of the graph of these values, and its leaves that want a gradient."""
+    leaves = [x for value in outputs for x in flatten(value)[0] if isinstance(x, Tensor)]
+    nodes = children_first([x.grad_fn for x in leaves if x.grad_fn is not None])
+    reached = [*(getattr(node, "variable", None) for node in nodes), *leaves]
+    found = {id(x): x for x in reached if isinstance(x, Tensor) and x.is_leaf and x.requires_grad}
+    return nodes, list(found.values())
+
+
+def refuse_cached_weights(stages: Iterable[Stage]) -> None:
+    """Raise UsageError inside ``parametrize.cached()``, if a layer is parametrized.
+
+    The cache is the process's. A weight that it kept without a graph, from a forward that will be recomputed, would be
+    handed to one that needs its gradient; and a graph that it kept would be walked once per micro-batch.
+    """
+    if not getattr(parametrize, "_cache_enabled", 0):
+        return
+    for stage in stages:
+        for name, layer in stage.layers:
+            if any(parametrize.is_parametrized(module) for module in layer.modules()):
+                raise UsageError(
+                    f"layer {name!r} of stage {stage.index} has parametrized weights, and the pipe was called inside "
+                    "torch.nn.utils.parametrize.cached(): micro-batches cannot share such a cache, since their graphs "
+                    "are apart. Call the pipe outside of it, or use executor='graph'"
+                )
+
+
+def check_places(surveys: Sequence[Survey]) -> None:
+    """Raise one DeviceError that lists every parameter and buffer which is not where its stage runs."""
+    misplaced = [fault for survey in surveys for fault in survey.misplaced]
+    if misplaced:
+        raise DeviceError(
+            listed(
+                "parameters or buffers are not on the device of their stage; a pipe places its layers when it is made, "
+                "so do not move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices "
+                "(layers on the meta device: call pipe.materialize() first):",
+                misplaced,
+            )
+        )
+
+
+def forbid_steps(found: Iterable[tuple[str, StepsInBackward]]) -> None:
+    """Raise UsageError that lists every module which would take an optimizer step in the backward of a micro-batch."""
+    faults = [
+        f"{where} ({type(each).__name__}): {each.steps_in_backward}" for where, each in found if each.steps_in_backward
+    ]
+    if faults:
+        raise UsageError(
+            listed("these would take an optimizer step per micro-batch, and not one per mini-batch:", faults)
+        )
+
+
+class Talker(NamedTuple):
+    """A module of a stage that talks within a group of several processes."""
+
+    stage: int
+    layer: str
+    module: nn.Module
+    group: str
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it does not talk now: `nn.SyncBatchNorm` does in training alone."""
+        return isinstance(self.module, nn.SyncBatchNorm) and not self.module.training
+
+
+def talkers(stages: Iterable[Sequence[tuple[str, nn.Module]]]) -> list[Talker]:
+    """The modules that talk, as far as one can see; a layer that calls `torch.distributed` itself cannot be seen."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    return [
+        Talker(stage, name, module, group)
+        for stage, layers in enumerate(stages)
+        for name, layer in layers
+        if not any(map(shards, layer.modules()))  # which is refused in other words
+        for module in layer.modules()
+        for group in dict.fromkeys(_groups(module))
+    ]
+
+
+def forbid_workers(found: Iterable[Talker]) -> None:
+    """Raise UsageError if stages that are to run in threads of their own talk within one group."""
+    by_group: dict[str, list[Talker]] = {}
+    for each in found:
+        if not each.quiet:
+            by_group.setdefault(each.group, []).append(each)
+    for group in by_group.values():
+        if len({each.stage for each in group}) > 1:
+            names = [f"layer {each.layer!r} of stage {each.stage} ({type(each.module).__name__})" for each in group]
+            raise UsageError(
+                listed(
+                    "layers of several stages talk to other processes in one process group, and with a worker per "
+                    "stage (executor='threads') each process would do so in another order, so that they hang or get "
+                    "each other's numbers; use executor='serial' or 'auto', put such layers into one stage "
+                    "(balance=), or give those of each stage a process group of their own:",
+                    names,
+                )
+            )
+
+
+def _groups(module: nn.Module) -> Iterator[str]:
+    """The names of the groups of several processes in which a module talks by itself."""
+    groups: list[Any] = []
+    for each in chain(module._parameters.values(), module._buffers.values()):
+        mesh = getattr(each, "device_mesh", None)  # of a DTensor, which is not imported for this
+        groups += mesh.get_all_groups() if mesh is not None else ()
+    if isinstance(module, nn.SyncBatchNorm):
+        groups.append(cast(Any, module).process_group or dist.group.WORLD)
+    return (each.group_name for each in groups if each.size() > 1)

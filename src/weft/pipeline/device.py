@@ -1,0 +1,139 @@
+"""Where a worker's stages live, and how tensors get there.
+
+On the CPU there is nothing to do. On CUDA every worker has two streams, one to compute and one to copy, and a
+value is handed over together with the event after which it is ready:
+
+    producer:  compute --- y ready (event) -------------------------------
+    consumer:  copy    -------- wait(event) -- copy y -- (event) ---------
+               compute -- (previous micro-batch) ------- wait -- F -------
+
+The caching allocator may reuse a block as soon as the stream that it came from has passed the point of its
+release; so a tensor that another stream reads is recorded there (`Tensor.record_stream`).
+At both ends of a walk the workers' streams and the caller's stream wait for each other, so weights that the
+optimizer wrote and gradients that the workers wrote are seen by whoever reads them next.
+"""
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.core.pytree import flatten, unflatten
+
+
+class Parcel(NamedTuple):
+    """A value on its way, with the `torch.cuda.Event` that says when its tensors are ready (None: they are)."""
+
+    value: Any
+    ready: Any = None
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The leaf on another device, still a leaf that wants a gradient if it did."""
+    if tensor.device == device:
+        return tensor
+    # Blocking, which concerns copies between CPU and CUDA only: the caller may write into its pinned tensor as
+    # soon as the pipe returns, and whoever reads a result on the CPU must find it there.
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+
+class Place:
+    """The device of one stage as one worker sees it. Moves what arrives; without streams of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def arrive(self, parcel: Parcel) -> Any:
+        """The value, on this device and ready to be read."""
+        leaves, structure = flatten(parcel.value)
+        return unflatten(structure, [self._arrive(x, parcel) if isinstance(x, Tensor) else x for x in leaves])
+
+    def _arrive(self, tensor: Tensor, parcel: Parcel) -> Tensor:
+        if parcel.ready is not None and tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).wait_event(parcel.ready)
+            if self.device.type == "cpu":
+                parcel.ready.synchronize()
+        return _moved(tensor, self.device)
+
+    def depart(self, value: Any) -> Parcel:
+        """The value, ready to be sent."""
+        return Parcel(value)
+
+    @contextmanager
+    def here(self) -> Generator[None]:
+        """Work inside runs at this place."""
+        yield
+
+    def catch_up(self, streams: Iterable["torch.cuda.Stream"]) -> None:
+        """Let this place wait for what other streams have been given so far."""
+
+    @property
+    def streams(self) -> Sequence["torch.cuda.Stream"]:
+        """The streams that a caller has to wait for."""
+        return ()
+
+
+class CudaPlace(Place):
+    """A CUDA device with one stream to compute and one to copy, both this worker's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._compute = torch.cuda.Stream(device)
+        self._copy = torch.cuda.Stream(device)
+
+    def _arrive(self, tensor: Tensor, parcel: Parcel) -> Tensor:
+        if tensor.device == self.device:
+            if parcel.ready is not None:
+                self._compute.wait_event(parcel.ready)
+            tensor.record_stream(self._compute)
+            return tensor
+        if parcel.ready is not None:
+            self._copy.wait_event(parcel.ready)
+        with torch.cuda.stream(self._copy):
+            moved = _moved(tensor, self.device)
+        if tensor.is_cuda:
+            tensor.record_stream(self._copy)
+        self._compute.wait_stream(self._copy)
+        moved.record_stream(self._compute)
+        return moved
+
+    def depart(self, value: Any) -> Parcel:
+        return Parcel(value, self._compute.record_event())
+
+    @contextmanager
+    def here(self) -> Generator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
+            yield
+
+    def catch_up(self, streams: Iterable["torch.cuda.Stream"]) -> None:
+        for stream in streams:
+            self._compute.wait_stream(stream)
+
+    @property
+    def streams(self) -> Sequence["torch.cuda.Stream"]:
+        return (self._compute, self._copy)
+
+
+def join_walk(places: Iterable[Place | None]) -> None:
+    """Before a walk: let the places wait for what the caller's streams were given."""
+    for place in places:
+        if isinstance(place, CudaPlace):
+            place.catch_up([torch.cuda.current_stream(place.device)])
+
+
+def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None]) -> None:
+    """After a walk: let the caller's streams wait for the places, and own the results from here on."""
+    for place in places:
+        for stream in place.streams if place is not None else ():
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+    for tensor in results:
+        if tensor is not None and tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def parcel(value: Any) -> Parcel:
+    """A value of the caller, with the event after which the caller's stream has made it."""
+    device = next((x.device for x in flatten(value)[0] if isinstance(x, Tensor) and x.is_cuda), None)
+    return Parcel(value, None if device is None else torch.cuda.current_stream(device).record_event())

@@ -1,0 +1,275 @@
+"""What a pipe needs to run and does not save: stages, plans, executors. Made anew after a copy or a load."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextvars import Context
+from dataclasses import replace
+from functools import partial
+from itertools import chain, count
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weft.core.autograd import Journey, StepsInBackward, cross, forbid_transforms
+from weft.core.context import Ambient, has_local_modes
+from weft.core.rng import Dice, RandomUse, Silence, generators
+from weft.core.segment import Keep
+from weft.pipeline.autotune import Layouts, TimedJourney, guarded, needs_cuts, run_silent, run_visible, time_graph
+from weft.pipeline.checks import Searched, check_places, forbid_steps, forbid_workers, talkers
+from weft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, never_recomputes
+from weft.pipeline.executor import Executor, SerialExecutor, ThreadExecutor
+from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights, WeightedLoss
+from weft.pipeline.microbatch import Cargo, JoinedOutput, Outcome
+from weft.pipeline.plan import Crossing, Plan, staged_plan
+from weft.pipeline.schedule import Schedule, build
+from weft.pipeline.stage import Stage, Survey, take_turns
+from weft.pipeline.step import Order, Step
+from weft.pipeline.tracing import Watcher
+
+_numbers = count()
+_NO_OWNERS: Mapping[int, torch.Tensor] = {}
+
+
+class Runtime:
+    """Stages, plans and executors of one pipe. Holds no tensor between steps but the parameters of its layers."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        crossing: Crossing,
+        checkpoint: Any,
+        executor: str,
+        loss: LossFunction | None,
+        reduction: str,
+        loss_weight: LossWeight | None,
+        dims: BatchDims,
+        *,
+        splits: bool,
+    ) -> None:
+        self.stages, self._crossing = list(stages), crossing
+        take_turns(self.stages)
+        devices = [stage.device for stage in self.stages]
+        self.uses = [RandomUse(generators([device])) for device in (*devices, devices[-1])]
+        self.rules: list[CheckpointRule] = checkpoint_rules(checkpoint, len(self.stages))
+        self.device_types = sorted({device.type for device in devices})
+        self._threads = ThreadExecutor(f"pipe{next(_numbers)}")  # so that a trace of two pipes tells them apart
+        self._serial = SerialExecutor()
+        self._plans: dict[tuple[str, bool], Plan] = {}
+        self._searched: list[Searched] = []
+        self._weights = LossWeights(loss, reduction, loss_weight)
+        self._loss = (
+            None if loss is None else LossStage(len(self.stages), loss, devices[-1], guessed=self._weights.guessed)
+        )
+        self._dims = dims
+        self._cuts = executor != "graph"
+        self._surroundings: Ambient | None = None
+        self._silent: set[Hashable] = set()
+        self._steppers = [
+            (f"layer {name!r} of stage {stage.index}", module)
+            for stage in self.stages
+            for name, layer in stage.layers
+            for module in layer.modules()
+            if isinstance(module, StepsInBackward)
+        ]
+        self._talkers = talkers(stage.layers for stage in self.stages)
+        if executor == "auto" and self._talkers:
+            executor = "serial"
+        one_device = len(set(devices)) == 1
+        uncut = one_device and splits and never_recomputes(checkpoint)
+        self.layouts = Layouts(executor, len(devices), one_device=one_device, uncut=uncut)
+
+    def plan(self, layout: str, loss: bool) -> Plan:
+        """The plan for a layout; made when it is first needed."""
+        key = (layout, loss)
+        if key not in self._plans:
+            function = self._loss if loss else None
+            executor: Executor = self._threads if layout == "threads" else self._serial
+            streams, cut = layout == "threads", layout in ("serial", "threads")
+            plan = staged_plan(self.stages, self._crossing, executor, function, streams=streams, cut=cut)
+            self._plans[key] = plan
+            self._searched += [each for each in plan.functions if isinstance(each, Searched)]
+        return self._plans[key]
+
+    @property
+    def threads(self) -> int:
+        """How many worker threads there are now."""
+        return self._threads.workers
+
+    def serve(self, request: "Request", *, training: bool) -> Any:
+        """One step. Only `executor="auto"` asks whether the pipe is `training`, as such steps take other times.
+
+        Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads or
+        would take optimizer steps elsewhere per micro-batch.
+        """
+        cargo = Cargo([request.main, *request.targets], request.chunks, request.axis)
+        kind = Kind(
+            torch.is_grad_enabled(),
+            training,
+            bool(request.targets),
+            cargo.micro_batches,
+            cargo.rows[0].bit_length(),
+            sum(tensor.numel() for tensor in cargo.given).bit_length(),
+            needs_cuts(),
+        )
+        if kind.cuts or any(each.has_python_functions for each in self._searched):
+            self.layouts.needs_cuts(kind)
+        if self._steppers and kind.tracked and cargo.micro_batches > 1:
+            forbid_steps(self._steppers)
+        if self._cuts:
+            layers = (layer for stage in self.stages for _, layer in stage.layers)
+            forbid_transforms(chain(cargo.given, (each for layer in layers for each in layer.parameters())))
+        layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None, local=has_local_modes())
+        if layout == "threads":
+            forbid_workers(self._talkers)
+        begun = perf_counter()
+        if layout == "uncut" and kind in self._silent:
+            found = self._silently(request, cargo, kind)
+            if found is not None:
+                return self._guarded(found[0], kind, candidate, begun)
+        surveys = [stage.survey() for stage in self.stages]
+        if request.targets and self._loss is not None:
+            surveys.append(self._loss.survey())
+        check_places(surveys)
+        order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
+        if layout == "uncut":
+            result = self._guarded(self._visible(order), kind, candidate, begun)
+            drew = [use.draws.get(survey.configuration) for use, survey in zip(self.uses, surveys, strict=False)]
+            if not order.deferred and all(each is False for each in drew):
+                self._silent.add(kind)
+            return result
+        ambient = Ambient.capture(self.device_types)
+        if layout == "graph":
+            return run_visible(order, ambient)
+        step = Step(order, ambient)
+        journey: Journey = step
+        if candidate is not None:
+            journey = TimedJourney(step, self.layouts.choice, kind, candidate, with_backward=order.tracked)
+        if order.tracked:
+            return order.outcome.filled(cross(journey, step.tensors))
+        return order.outcome.filled(journey.forward()[0])
+
+    def _guarded(self, result: Any, kind: Hashable, candidate: int | None, begun: float) -> Any:
+        """What an uncut step gave; it is timed if it measures a candidate."""
+        result, outputs = guarded(result)
+        if candidate is not None:
+            time_graph(outputs, perf_counter() - begun, self.layouts.choice, kind, candidate)
+        return result
+
+    def _silently(self, request: "Request", cargo: Cargo, kind: Hashable) -> tuple[Any] | None:
+        """An uncut step that needs no survey, since the last one of its kind drew nothing; None if this one did.
+
+        Its few lines are for models of small operators: what a step touches is in no cache when it begins.
+        """
+        if self._surroundings is None or self._casts():
+            return None
+        plan, outcome = self.plan("uncut", bool(request.targets)), self._outcome(request, cargo)
+        found = run_silent(plan, cargo, outcome, self._surroundings, Silence(self.uses))
+        if found is None:
+            self._silent.discard(kind)
+            for use in self.uses:
+                use.draws.clear()  # to be observed anew
+        return found
+
+    def _casts(self) -> bool:
+        return any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
+
+    def _outcome(self, request: "Request", cargo: Cargo) -> Outcome:
+        if request.targets:
+            weights = self._weights.of(cargo, request.targets[0])
+            return WeightedLoss(weights, cargo.given, self._dims.extras, cargo.rows)
+        whole = sum(cargo.rows) if request.scalars == "mean" else 1
+        weights = [(rows if request.scalars == "mean" else 1) / max(whole, 1) for rows in cargo.rows]
+        return JoinedOutput(cargo.given, self._dims.outputs, cargo.rows, weights if request.scalars else None)
+
+    def _visible(self, order: Order) -> Any:
+        """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
+        for autocast, whose cache would make sums of gradients in a lower precision."""
+        casts = self._casts()
+        if casts or self._surroundings is None:
+            # It outlives the step, so it must not hold the caller's context variables, which no visible step needs.
+            self._surroundings = replace(Ambient.capture(self.device_types), context=Context())
+        return run_visible(order, self._surroundings, enter=casts)
+
+    def _order(self, request: "Request", plan: Plan, cargo: Cargo, surveys: Sequence[Survey]) -> Order:
+        tracked = torch.is_grad_enabled() and bool(cargo.tensors or any(survey.parameters for survey in surveys))
+        count = cargo.micro_batches
+        schedule = build(request.schedule, plan.segments, count)
+        at_once = schedule.backward_at_once if request.targets else frozenset[tuple[int, int]]()
+        parameters: list[list[torch.Tensor]] = []
+        last = len(self.stages) - 1
+        for stage in range(last + 1):  # the last one's with those of the loss
+            owned = surveys[stage : len(surveys) if stage == last else stage + 1]
+            parameters.append(list({id(p): p for survey in owned for p in survey.parameters}.values()))
+        return Order(
+            plan=plan,
+            schedule=schedule,
+            cargo=cargo,
+            outcome=self._outcome(request, cargo),
+            parameters=parameters,
+            tracked=tracked,
+            keeps=partial(self._keep, count, at_once) if tracked else _keep_nothing,
+            deferred=[norm for survey in surveys for norm in survey.deferred],
+            dice=partial(Dice, self.uses[: len(surveys)], [survey.configuration for survey in surveys]),
+            watcher=request.watcher,
+            scale=request.scale,
+            owners=request.owners,
+        )
+
+    def _keep(self, micro_batches: int, at_once: frozenset[tuple[int, int]], segment: int, micro_batch: int) -> Keep:
+        recomputes = self.rules[segment](segment, micro_batch, micro_batches) and (segment, micro_batch) not in at_once
+        return "inputs" if recomputes else "graph"
+
+
+class Kind(NamedTuple):
+    """Steps that take about the same time. Sizes are powers of two: else every new batch size would be measured anew.
+
+    `bits` are those of the rows of a micro-batch, `total_bits` those of all numbers of the mini-batch; `cuts` says that
+    every stage must be cut out. ``str()`` says it in words: "gradients, train(), output, 4 micro-batches of 2 to 3
+    rows, 64 to 127 numbers in all".
+    """
+
+    tracked: bool
+    training: bool
+    with_loss: bool
+    micro_batches: int
+    bits: int
+    total_bits: int
+    cuts: bool
+
+    def __str__(self) -> str:
+        words = (
+            "gradients" if self.tracked else "no gradients",
+            "train()" if self.training else "eval()",
+            "loss" if self.with_loss else "output",
+        )
+        least, most = (1 << self.bits) >> 1, (1 << self.bits) - 1
+        sizes = f"{most} row{'s' * (most != 1)}" if least >= most else f"{least} to {most} rows"
+        many = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
+        numbers = f"{(1 << self.total_bits) >> 1} to {(1 << self.total_bits) - 1} numbers in all"
+        return f"{', '.join(words)}, {many} of {sizes}, {numbers}{', cut' if self.cuts else ''}"
+
+
+class Request(NamedTuple):
+    """One call of a pipe: `targets` is empty, or holds the target. `scalars` says how numbers of micro-batches in the
+    output are combined ("mean" or "sum"; None: not at all); `owners`, by the id() of a parameter's copy, whose it is.
+    """
+
+    main: Any
+    targets: tuple[Any, ...]
+    axis: Any
+    chunks: int
+    schedule: str | Schedule
+    watcher: Watcher | None
+    scale: LossScale
+    scalars: str | None = None
+    owners: Mapping[int, torch.Tensor] = _NO_OWNERS
+
+
+def on_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer has no storage yet."""
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+
+
+def _keep_nothing(segment: int, micro_batch: int) -> Keep:
+    return "nothing"

@@ -1,0 +1,283 @@
+"""Executors walk a schedule: one after another in the caller's thread, or each worker in a thread of its own.
+
+    walk(schedule, perform, given, ...)   given: what the caller puts into the boxes before the start
+                                          result: what left the run, by address
+
+Whoever walks, `Run.perform` does the work, so every executor gives the same numbers. The protocol holds nothing
+that needs shared memory: an executor over processes can obey it too.
+
+Workers are threads that outlive the walk, since starting one costs more than a small action. They hold nothing
+between walks, not even the executor; when it is dropped, they end.
+"""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from weft.core.context import Ambient, has_local_modes
+from weft.core.rng import carry
+from weft.pipeline.device import Parcel
+from weft.pipeline.routing import Address, Box, Closed, Mailbox, Post, Shelf
+from weft.pipeline.schedule import Action, Schedule
+
+Perform = Callable[[Action, Box, Post], None]
+Given = Mapping[int, Mapping[Address, Parcel]]
+"""What the caller gives, by the stage that takes it."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """What walks a schedule."""
+
+    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+        """Perform every action of the schedule in a valid order; return what left the run.
+
+        The first exception of an action ends the walk and is raised here, with its own traceback.
+        """
+        ...
+
+
+def _post_for(boxes: Sequence[Box], schedule: Schedule, given: Given) -> Post:
+    post = Post(boxes, schedule.worker_of)
+    for stage, parcels in given.items():
+        for address, parcel in parcels.items():
+            post.send(stage, address, parcel)
+    return post
+
+
+@contextmanager
+def _working() -> Generator[None]:
+    """How every walk runs: no graph but where a segment makes one, and backward in the thread that asks for it.
+
+    By default PyTorch walks the nodes of a CUDA device in one thread per device. That is the very thread which
+    waits for this walk when ``loss.backward()`` started it: the workers would wait for it, and it for them.
+    """
+    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+class SerialExecutor:
+    """All actions in the caller's thread, the micro-batch that has come furthest first."""
+
+    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+        """See `Executor.walk`."""
+        shelf = Shelf()
+        post = _post_for([shelf] * len(schedule.workers), schedule, given)
+        carried = carry()
+
+        def steps() -> None:
+            carried()
+            with _working():
+                for _, action in schedule.order():
+                    perform(action, shelf, post)
+
+        ambient.run(steps)
+        return post.left
+
+
+class ThreadExecutor:
+    """One persistent thread per worker of the schedule, started at the first walk.
+
+    On CPU each gets its share of the caller's intra-op threads. They are in one walk at a time; who comes meanwhile
+    walks by himself. He could not wait: it may be a layer of this very walk that calls, or somebody whom one of its
+    layers waits for.
+    """
+
+    def __init__(self, name: str = "pipe") -> None:
+        self._name = name
+        self._jobs: list[SimpleQueue[_Job | None]] = []
+        self._intra_op = 0
+        self._walking = threading.Lock()
+        self._finalizer = weakref.finalize(self, _dismiss, self._jobs)
+        _executors.add(self)
+
+    @property
+    def workers(self) -> int:
+        """How many threads there are now."""
+        return len(self._jobs)
+
+    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+        """See `Executor.walk`. On KeyboardInterrupt the workers stop after the action that each is in.
+
+        Under modes or hooks of the calling thread all is done in that thread: workers would run without them.
+        """
+        walking = self._walking
+        if has_local_modes() or not walking.acquire(blocking=False):
+            return SerialExecutor().walk(schedule, perform, given, ambient)
+        try:
+            self._hire(len(schedule.workers))
+            walk = _Walk(schedule, perform, given)
+            try:
+                walk.start(self._jobs, ambient)
+                walk.wait()
+            except BaseException as interrupt:
+                walk.give_up(interrupt)
+                # The interrupt may have hit between two steps of counting: ask the workers themselves, who have
+                # ended the walk when they get to the next job.
+                self._tell_all(_nothing)
+                walk.forget()
+                raise
+            return walk.result()
+        finally:
+            walking.release()
+
+    def close(self) -> None:
+        """Dismiss the threads, after the walk that they may be in; a later walk starts new ones."""
+        with self._walking:
+            _dismiss(self._jobs)
+
+    def forked(self) -> None:
+        """In a child: neither the threads nor who may have been in a walk are there."""
+        self._jobs.clear()
+        self._intra_op = 0
+        self._walking = threading.Lock()
+
+    def _hire(self, count: int) -> None:
+        """Have at least `count` threads, each with its share of intra-op threads."""
+        for number in range(len(self._jobs), count):
+            jobs: SimpleQueue[_Job | None] = SimpleQueue()
+            self._jobs.append(jobs)
+            try:
+                threading.Thread(target=_work, args=(jobs,), name=f"weft-{self._name}-{number}", daemon=True).start()
+            except BaseException:  # no thread, or an interrupt and nobody knows: later walks must not wait for it
+                self._jobs.remove(jobs)
+                jobs.put(None)
+                raise
+            self._intra_op = 0
+        here = torch.get_num_threads()
+        share = max(1, here // max(1, count))
+        if share != self._intra_op:
+            self._intra_op = share
+            self._tell_all(partial(_take_share, share))
+            # The setting is per thread, but the last one set is also what threads that start later inherit.
+            torch.set_num_threads(here)
+
+    def _tell_all(self, call: Callable[[], None]) -> None:
+        done: SimpleQueue[None] = SimpleQueue()
+        for jobs in self._jobs:
+            jobs.put(_Job(call, done))
+        for _ in self._jobs:
+            done.get()
+
+
+_executors: weakref.WeakSet[ThreadExecutor] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for executor in list(_executors):
+        executor.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def _take_share(threads: int) -> None:
+    """Let this thread use so many intra-op threads."""
+    torch.get_num_threads()  # the first use of PyTorch in a thread sets the process's number: have it behind us
+    torch.set_num_threads(threads)
+
+
+def _nothing() -> None:
+    """A job whose end tells that all jobs before it have ended."""
+
+
+class _Job:
+    """One call for one worker. `done` hears of its end, however it ends."""
+
+    def __init__(self, call: Callable[[], None], done: "SimpleQueue[None]") -> None:
+        self.call = call
+        self.done = done
+
+
+def _work(jobs: "SimpleQueue[_Job | None]") -> None:
+    """What a worker thread does all its life. Holds no job while it waits for the next."""
+    while (job := jobs.get()) is not None:
+        done = job.done
+        try:
+            job.call()
+        finally:
+            del job
+            done.put(None)
+            del done
+
+
+def _dismiss(jobs: "list[SimpleQueue[_Job | None]]") -> None:
+    for each in jobs:
+        each.put(None)
+    jobs.clear()
+
+
+class _Walk:
+    """One threaded walk: boxes, programs, and the first error."""
+
+    def __init__(self, schedule: Schedule, perform: Perform, given: Given) -> None:
+        self._schedule = schedule
+        self._perform = perform
+        self._boxes = [Mailbox() for _ in schedule.workers]
+        self._post = _post_for(self._boxes, schedule, given)
+        self._error: BaseException | None = None
+        self._failing = threading.Lock()
+        self._done: SimpleQueue[None] = SimpleQueue()
+        self._running = 0
+        self._carried = carry()
+
+    def start(self, jobs: "Sequence[SimpleQueue[_Job | None]]", ambient: Ambient) -> None:
+        for worker, (queue, program) in enumerate(zip(jobs, self._schedule.workers, strict=False)):
+            queue.put(_Job(self._program(worker, program, ambient), self._done))
+            self._running += 1
+
+    def _program(self, worker: int, actions: Sequence[Action], ambient: Ambient) -> Callable[[], None]:
+        box = self._boxes[worker]
+
+        def steps() -> None:
+            self._carried()
+            with _working():
+                for action in actions:
+                    if self._error is not None:
+                        return
+                    self._perform(action, box, self._post)
+
+        def program() -> None:
+            try:
+                ambient.run(steps)
+            except Closed:
+                pass
+            except BaseException as error:
+                self.give_up(error)
+
+        return program
+
+    def give_up(self, error: BaseException) -> None:
+        """Keep the first error, and wake every worker that waits."""
+        with self._failing:
+            if self._error is None:
+                self._error = error
+        for box in self._boxes:
+            box.close()
+
+    def wait(self) -> None:
+        """Until every worker has ended its program."""
+        while self._running:
+            self._done.get()
+            self._running -= 1
+
+    def forget(self) -> None:
+        """Let go of the error. Its traceback holds the frame that holds this walk: a cycle otherwise."""
+        self._error = None
+
+    def result(self) -> dict[Address, Parcel]:
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # a traceback that holds this frame must not be held by it
+        return self._post.left

@@ -1,0 +1,591 @@
+"""Micro-batches: a mini-batch is split along one axis, and the results are joined, exactly.
+
+    value   {"x": 7 rows, "mask": 7 rows, "scale": 0.5}       chunks = 3
+              x      [ 0 1 2 | 3 4 | 5 6 ]     split: views, larger pieces first, sizes differ by at most one
+              mask   [ 0 1 2 | 3 4 | 5 6 ]
+              scale    0.5     0.5   0.5       not a tensor: every micro-batch gets it whole
+                        |       |     |
+                       y0      y1    y2        one result each
+              join   [ 0 1 2 3 4 5 6 ]         the gradient of y is split again into views, one per micro-batch
+
+Planning is separate from execution: a plan is a small value, made once per step, that splits or joins the flat leaves
+in forward and takes their gradients the other way. ``split`` and ``join`` are inverse to each other. What cannot
+be joined exactly is refused: one number per micro-batch may be meant as a sum or as a mean.
+
+    Cargo          mini-batch (input, target) -> leaves per micro-batch;  their gradients -> one per tensor
+    JoinedOutput   one output per micro-batch -> the whole output;        its gradients   -> one per micro-batch
+
+Micro-batches as the unit of pipelining are GPipe's idea (arXiv 1811.06965).
+"""
+
+import reprlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import BatchError, listed
+from weft.core.pytree import LEAF, OPEN, Structure, difference, flatten, map_leaves, spread, structure_paths, unflatten
+from weft.core.segment import Gradients, forbid_hidden, hidden_tensors, leaf_of
+
+
+@dataclass(frozen=True)
+class JoinPlan:
+    """How the results of the micro-batches become one, and how its gradient is cut again.
+
+    ``lengths`` holds, for every leaf, the rows of each piece along its axis of ``axes``; ``None`` for a leaf that is
+    no tensor. (A tensor without that axis, which only a single piece may have, counts as one row.)
+    """
+
+    structure: Structure
+    lengths: tuple[tuple[int, ...] | None, ...]
+    axes: tuple[int, ...]
+
+    def join(self, pieces_leaves: Sequence[Sequence[Any]]) -> list[Any]:
+        """The flat leaves of the joined result. A single piece is returned as it is, not copied."""
+        if len(pieces_leaves) == 1:
+            return list(pieces_leaves[0])
+        return [
+            column[0] if lengths is None else torch.cat(column, axis)
+            for column, lengths, axis in zip(zip(*pieces_leaves, strict=True), self.lengths, self.axes, strict=True)
+        ]
+
+    def split_gradient(self, index: int, grad: Tensor) -> list[Tensor]:
+        """The gradient of joined leaf ``index``, cut into one view per micro-batch.
+
+        Raises ``BatchError`` if that leaf is no tensor.
+        """
+        lengths = self.lengths[index]
+        if lengths is None:
+            raise BatchError(f"leaf {index} of the joined value is no tensor and has no gradient")
+        return cut(grad, lengths, self.axes[index])
+
+
+def plan_join(
+    pieces_leaves: Sequence[Sequence[Any]],
+    structure: Structure,
+    *,
+    axis: Any = 0,
+    where: str = "output",
+    rows: Sequence[int] | None = None,
+    flattened: bool = False,
+) -> JoinPlan:
+    """Plan how to join the flat leaves of the micro-batches' results, all nested as ``structure`` says.
+
+    ``axis`` is an int, or nested as the results are. Raises ``BatchError`` that lists every leaf which cannot be
+    joined. What is no tensor must be equal in all pieces; tensors must agree in dtype and in every axis but theirs of
+    ``axis``, and must have that one: of several pieces, each with the rows that ``rows`` says, where it is given, or
+    with as many for each of them along axis 0, where they may be ``flattened`` (a row per token, say).
+    :func:`common_structure` checks the nesting. Raises ``SpecError`` if ``axis`` is not nested as the results are.
+    """
+    if not pieces_leaves:
+        raise BatchError(f"{where}: there is no micro-batch to join")
+    axes = tuple(spread(axis, structure, where))
+    columns = zip(zip(*pieces_leaves, strict=True), axes, strict=True)
+    found = [_of_rows(_lengths(column, each), rows, each, flattened) for column, each in columns]
+    lengths = tuple(each for each in found if not isinstance(each, str))
+    if len(lengths) < len(found):
+        named = zip(structure_paths(structure, where), found, strict=True)
+        faults = [f"{name} {fault}" for name, fault in named if isinstance(fault, str)]
+        raise BatchError(listed(f"{where}: the results of the micro-batches cannot be joined:", faults))
+    return JoinPlan(structure, lengths, axes)
+
+
+def common_structure(structures: Sequence[Structure], *, where: str = "output") -> Structure:
+    """The one structure of all micro-batches' results. Raises ``BatchError`` naming each that differs."""
+    first = structures[0]
+    faults = [
+        f"micro-batch {index}: {fault}"
+        for index, other in enumerate(structures)
+        if other is not first and (fault := difference(first, other, where)) is not None
+    ]
+    if faults:
+        headline = f"{where}: every micro-batch must return a value nested as that of micro-batch 0, but:"
+        raise BatchError(listed(headline, faults))
+    return first
+
+
+def cut(tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
+    """One view per size; a single piece is the tensor itself.
+
+    ``narrow`` and not ``torch.split``, whose views autograd does not let a layer write into.
+    """
+    if len(sizes) == 1:
+        return [tensor]
+    return [tensor.narrow(axis, end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def has_axis(tensor: Tensor, axis: int) -> bool:
+    """Whether ``axis``, which may count from the end, is one of the tensor's."""
+    return -tensor.dim() <= axis < tensor.dim()
+
+
+def _lengths(column: Sequence[Any], axis: int) -> tuple[int, ...] | str | None:
+    """The rows of each piece of one leaf, ``None`` if it is no tensor; or why it cannot be joined."""
+    first = column[0]
+    if not any(isinstance(piece, Tensor) for piece in column):
+        return _object_fault(column)
+    if len(column) == 1:
+        return (first.shape[axis] if has_axis(first, axis) else 1,)
+    fault = None if _alike(column, axis) else _tensor_fault(column, axis)
+    return fault or tuple([piece.shape[axis] for piece in column])
+
+
+def _of_rows(
+    lengths: tuple[int, ...] | str | None, rows: Sequence[int] | None, axis: int, flattened: bool
+) -> tuple[int, ...] | str | None:
+    """The same lengths if they are those of the micro-batches; else the fault, since rows would be out of order."""
+    if rows is None or len(rows) == 1 or not isinstance(lengths, tuple) or lengths == tuple(rows):
+        return lengths
+    if (
+        flattened
+        and axis == 0
+        and all(n * rows[0] == lengths[0] * r and n > r for n, r in zip(lengths, rows, strict=True))
+    ):
+        return lengths
+    return (
+        f"has {_numbers(lengths)} rows along axis {axis} where the micro-batches have {_numbers(rows)}; let the layers "
+        "return one row for each that came in, and regroup rows outside: flatten(0, 1) after the pipe, say"
+    )
+
+
+def _numbers(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
+
+
+def _alike(column: Sequence[Any], axis: int) -> bool:
+    """Whether all are plain tensors of one shape and dtype: nearly always, so it is worth a quick look."""
+    first = column[0]
+    if type(first) is not Tensor or not has_axis(first, axis):
+        return False
+    shape, dtype = first.shape, first.dtype
+    return all(type(piece) is Tensor and piece.shape == shape and piece.dtype is dtype for piece in column)
+
+
+def _tensor_fault(column: Sequence[Any], axis: int) -> str | None:
+    """Why pieces, of which one at least is a tensor, cannot be joined; ``None`` if they can."""
+    if not all(isinstance(piece, Tensor) for piece in column):
+        return f"is a tensor only in some micro-batches ({', '.join(type(piece).__name__ for piece in column)})"
+    if any(piece.dim() == 0 for piece in column):
+        return "is a single number per micro-batch; return it with a batch axis, or compute it with loss="
+    shapes = ", ".join(str(tuple(piece.shape)) for piece in column)
+    if not all(has_axis(piece, axis) for piece in column):
+        return f"has no axis {axis} in some micro-batches (shapes {shapes})"
+    if len({piece.dtype for piece in column}) > 1:
+        return f"differs in dtype between micro-batches ({', '.join(str(piece.dtype) for piece in column)})"
+    if any(_rest(piece, axis) != _rest(column[0], axis) for piece in column):
+        return f"differs between micro-batches in another axis than {axis} (shapes {shapes})"
+    return None
+
+
+def _rest(tensor: Tensor, axis: int) -> list[int]:
+    """The shape without the axis that is joined."""
+    rest = list(tensor.shape)
+    rest.pop(axis)
+    return rest
+
+
+def _object_fault(column: Sequence[Any]) -> str | None:
+    """Why pieces that are no tensors cannot be joined; ``None`` if they are equal."""
+    if all(_same(column[0], piece) for piece in column):
+        return None
+    if any(hidden_tensors(piece) for piece in column):
+        return f"is a {type(column[0]).__name__} with tensors inside, which cannot be joined; {OPEN}"
+    values = ", ".join(map(reprlib.repr, column))
+    return f"is no tensor and differs between micro-batches ({values}); return one value for all, or a tensor"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two objects are equal. Comparing may fail, or give no plain truth value (arrays)."""
+    try:
+        return a is b or bool(a == b)
+    except Exception:
+        return False
+
+
+class NoChunk:
+    """Wraps a value, nested or not, that every micro-batch gets whole, such as one mask for all rows."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"NoChunk({self.value!r})"
+
+
+def micro_sizes(rows: int, chunks: int) -> tuple[int, ...]:
+    """How many rows each micro-batch gets: at most one apart, larger ones first, none empty.
+
+    Fewer rows than chunks give one micro-batch per row. No rows at all give one empty micro-batch.
+    Raises ``BatchError`` if ``chunks`` is below one.
+    """
+    if chunks < 1:
+        raise BatchError(f"chunks is {chunks}, but a mini-batch is cut into at least one micro-batch")
+    pieces = max(1, min(rows, chunks))
+    base, larger = divmod(rows, pieces)
+    return (base + 1,) * larger + (base,) * (pieces - larger)
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How one mini-batch is cut, and how the gradients of its micro-batches are joined.
+
+    ``structure`` is the nesting of the value without ``NoChunk``; ``sizes`` the rows of each micro-batch;
+    ``axes`` the axis along which each leaf is cut, ``None`` for one that goes whole to every micro-batch.
+    """
+
+    structure: Structure
+    sizes: tuple[int, ...]
+    axes: tuple[int | None, ...]
+
+    def split(self, leaves: Sequence[Any]) -> list[list[Any]]:
+        """For each micro-batch its flat leaves. Slices are views; a single one is the tensor itself."""
+        count = len(self.sizes)
+        columns = [
+            [leaf] * count if axis is None else cut(leaf, self.sizes, axis)
+            for leaf, axis in zip(leaves, self.axes, strict=True)
+        ]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def join_gradients(self, index: int, pieces: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+        """The gradient of leaf ``index`` out of one gradient (or ``None``) per micro-batch.
+
+        A leaf that was cut gets their concatenation, with zeros for a missing piece; one that went whole gets
+        their sum, in the order of the micro-batches. ``like`` is the leaf. ``None`` if no piece is there.
+        """
+        present = [piece for piece in pieces if piece is not None]
+        if not present:
+            return None
+        axis = self.axes[index]
+        if axis is None:
+            # Neither an in-place sum nor sum(): a piece may be shared, and sum() would add a zero first.
+            return list(accumulate(present, torch.add))[-1]
+        if len(self.sizes) == 1:
+            return present[0]
+        filled = [
+            _zero_rows(like, size, axis) if piece is None else piece
+            for piece, size in zip(pieces, self.sizes, strict=True)
+        ]
+        return torch.cat(filled, axis)
+
+
+def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") -> tuple[SplitPlan, list[Any]]:
+    """Plan how to cut ``value`` into at most ``chunks`` micro-batches; also its leaves, without ``NoChunk``.
+
+    Tensors with at least one dimension are cut along ``axis``: an int for all of them, or nested as ``value`` is
+    (see :func:`weft.core.pytree.spread`). Tensors without dimensions or with ``None`` for an axis, other objects and
+    what stands in ``NoChunk`` go whole to every micro-batch. ``where`` is the value's name in messages.
+
+    Raises ``BatchError`` if ``chunks`` is below one, if there is no tensor to cut, if one has no such axis,
+    if their lengths along it differ, or if one is sparse or nested; it names all of them. Raises ``SpecError`` if
+    ``axis`` is not nested as ``value`` is.
+    """
+    leaves, structure = flatten(value)
+    wanted: list[int | None] = spread(axis, structure, where)
+    if any(isinstance(leaf, NoChunk) for leaf in leaves):
+        leaves, structure, wanted = _unwrap(leaves, structure, wanted)
+    axes = tuple(
+        each if isinstance(leaf, Tensor) and leaf.dim() > 0 else None for leaf, each in zip(leaves, wanted, strict=True)
+    )
+    if chunks > 1:
+        _check_dense(leaves, structure, axes, where)
+    rows = _common_rows(leaves, structure, axes, where)
+    if rows is None:
+        raise BatchError(
+            f"{where}: there is no tensor to cut into micro-batches along axis {axis} "
+            f"(saw {_kinds(leaves)}); give at least one tensor with a batch axis that is not in NoChunk"
+        )
+    return SplitPlan(structure, micro_sizes(rows, chunks), axes), leaves
+
+
+def split(value: Any, chunks: int, *, axis: int = 0) -> list[Any]:
+    """The micro-batches of ``value``, nested as it is. Raises ``BatchError`` as :func:`plan_split` does."""
+    plan, leaves = plan_split(value, chunks, axis=axis)
+    return [unflatten(plan.structure, piece) for piece in plan.split(leaves)]
+
+
+def join(pieces: Sequence[Any], *, axis: int = 0) -> Any:
+    """The inverse of :func:`split`. Raises ``BatchError`` that lists all that cannot be joined."""
+    if not pieces:
+        raise BatchError("there is no micro-batch to join")
+    flat = [flatten(piece) for piece in pieces]
+    structure = common_structure([piece[1] for piece in flat])
+    columns = [piece[0] for piece in flat]
+    return unflatten(structure, plan_join(columns, structure, axis=axis).join(columns))
+
+
+def _zero_rows(like: Tensor, rows: int, axis: int) -> Tensor:
+    """Zeros with the dtype, device and other axes of ``like``."""
+    shape = list(like.shape)
+    shape[axis] = rows
+    return like.new_zeros(shape)
+
+
+def _open(leaf: Any) -> Any:
+    """What stands in a ``NoChunk``, which may be nested, or be another one."""
+    return map_leaves(_open, leaf.value) if isinstance(leaf, NoChunk) else leaf
+
+
+def _unwrap(
+    leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None]
+) -> tuple[list[Any], Structure, list[int | None]]:
+    """Open every ``NoChunk``; also the new structure, and the axis of each new leaf: None for what stood in one."""
+    opened = [_open(leaf) for leaf in leaves]
+    of_opened: list[int | None] = []
+    for leaf, inner, axis in zip(leaves, opened, axes, strict=True):
+        of_opened += [None if isinstance(leaf, NoChunk) else axis] * len(flatten(inner)[0])
+    return *flatten(unflatten(structure, opened)), of_opened
+
+
+def _check_dense(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> None:
+    """Sparse and nested tensors have no views of some of their rows."""
+    pairs = zip(leaves, axes, strict=True)
+    odd = [axis is not None and (x.is_nested or x.layout is not torch.strided) for x, axis in pairs]
+    if not any(odd):
+        return
+    named = zip(structure_paths(structure, where), leaves, odd, strict=True)
+    faults = [f"{name} is {'nested' if leaf.is_nested else leaf.layout}" for name, leaf, found in named if found]
+    headline = (
+        f"{where}: only dense tensors can be cut into micro-batches; give them dense or padded, use chunks=1, or wrap "
+        "what every micro-batch needs whole in NoChunk(...):"
+    )
+    raise BatchError(listed(headline, faults))
+
+
+def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int | None], where: str) -> int | None:
+    """The one length of all tensors that are cut; ``None`` if there is none."""
+    taken = [(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+    if not taken:
+        return None
+    lengths = {leaf.shape[axis] if has_axis(leaf, axis) else None for leaf, axis in taken}
+    if len(lengths) == 1 and None not in lengths:
+        return lengths.pop()
+    several = len({axis for _, axis in taken}) > 1
+    faults = [
+        f"{name}: {f'{leaf.shape[axis]} rows' if has_axis(leaf, axis) else 'no such axis'}"
+        f"{f' (axis {axis})' * several}, shape {tuple(leaf.shape)}"
+        for name, leaf, axis in zip(structure_paths(structure, where), leaves, axes, strict=True)
+        if axis is not None
+    ]
+    along = "their batch axes" if several else f"axis {taken[0][1]}"
+    headline = (
+        f"{where}: all tensors of a mini-batch must have the same length along {along}. Make them equal, wrap what "
+        "every micro-batch needs whole in NoChunk(...), or say which axis holds the rows (batch_dim= of a Pipe):"
+    )
+    raise BatchError(listed(headline, faults))
+
+
+def _kinds(leaves: Sequence[Any]) -> str:
+    kinds = sorted({type(leaf).__name__ for leaf in leaves})
+    return ", ".join(kinds) or "no leaves at all"
+
+
+class Cargo:
+    """A mini-batch, cut into micro-batches. `tensors` are those that want a gradient, in order.
+
+    `shared` are those that more than one micro-batch gets whole.
+    """
+
+    def __init__(self, parts: Sequence[Any], chunks: int, axis: Any = 0) -> None:
+        """`parts` are the input, and the target where there is one; `axis` holds the rows: an int, or nested as the
+        parts are. Raises BatchError and SpecError as `plan_split` does."""
+        self.split, self._leaves = _planned(parts, chunks, axis)
+        self._structures = [self.split.structure] if len(parts) == 1 else self.split.structure.children()
+        self._wanted = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
+        self.tensors: list[Tensor] = [x for x, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
+        pairs = zip(self._leaves, self.split.axes, strict=True)
+        several = self.micro_batches > 1
+        self.shared = [x for x, axis in pairs if several and axis is None and isinstance(x, Tensor)]
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the mini-batch was cut into: at most `chunks`, fewer when rows are few."""
+        return len(self.split.sizes)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """How many rows each micro-batch has."""
+        return self.split.sizes
+
+    @property
+    def given(self) -> list[Tensor]:
+        """All tensors of the mini-batch, as the caller gave them."""
+        return [x for x in self._leaves if isinstance(x, Tensor)]
+
+    def leaves(self) -> list[list[Any]]:
+        """For every micro-batch its parts, as leaves that want a gradient where the caller's tensors do.
+
+        Raises SpecError for what hides a tensor that wants one.
+        """
+        for leaf in self._leaves:
+            if not isinstance(leaf, Tensor):
+                forbid_hidden(leaf, "an argument")
+        return [
+            self._nested(
+                [
+                    leaf_of(x, wanted) if isinstance(x, Tensor) else x
+                    for x, wanted in zip(piece, self._wanted, strict=True)
+                ]
+            )
+            for piece in self.split.split(self._leaves)
+        ]
+
+    def pieces(self) -> list[list[Any]]:
+        """For every micro-batch its parts, still connected with the caller's tensors."""
+        return [self._nested(piece) for piece in self.split.split(self._leaves)]
+
+    def gradients(self, pieces: Sequence[Gradients]) -> list[Tensor | None]:
+        """The gradients of `tensors`, out of those of every micro-batch's leaves."""
+        columns = zip(*pieces, strict=True)
+        found: list[Tensor | None] = []
+        for k, column in enumerate(columns):
+            if self._wanted[k]:
+                whole = self.split.join_gradients(k, column, self._leaves[k])
+                found.append(None if whole is None else whole.to(self._leaves[k].device))
+        return found
+
+    def _nested(self, leaves: Sequence[Any]) -> list[Any]:
+        parts: list[Any] = []
+        for structure in self._structures:
+            parts.append(unflatten(structure, leaves[: structure.num_leaves]))
+            leaves = leaves[structure.num_leaves :]
+        return parts
+
+
+def _planned(values: Sequence[Any], chunks: int, axis: Any) -> tuple[SplitPlan, list[Any]]:
+    """One plan for all parts together, since their rows must agree."""
+    if len(values) == 1:
+        return plan_split(values[0], chunks, axis=axis, where="input")
+    return plan_split(tuple(values), chunks, axis=axis, where="(input, target)")
+
+
+@runtime_checkable
+class Outcome(Protocol):
+    """What becomes of the results of the last segment."""
+
+    def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
+        """The tensors that leave the step, and which of them have a gradient."""
+        ...
+
+    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """For every micro-batch the gradients of its result."""
+        ...
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """The result as the caller sees it, with these tensors."""
+        ...
+
+    def visible(self, results: Sequence[Any]) -> Any:
+        """The result as the caller sees it, still connected with the graphs of the micro-batches."""
+        ...
+
+
+class JoinedOutput:
+    """The outputs of the micro-batches, joined along their batch axis; what is no tensor is passed through."""
+
+    _where = "output"
+
+    def __init__(
+        self,
+        given: Sequence[Tensor] = (),
+        axis: Any = 0,
+        rows: Sequence[int] | None = None,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """`given` are the tensors of the mini-batch, with which no output is to share memory; `axis` holds the rows:
+        an int, or nested as the output is; `rows` are those of the micro-batches, which outputs must have as well.
+        With `weights`, numbers that are one per micro-batch, such as a loss of the model, are added up by them."""
+        self._given = given
+        self._axis = axis
+        self._rows = rows
+        self._number_weights = weights or ()
+        self._numbers: set[int] = set()
+        self._plan: JoinPlan | None = None
+        self._structure = LEAF
+        self._rest: list[Any] = []
+        self._at: list[int] = []
+        self._pieces = 0
+
+    def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
+        """See `Outcome.gather`. Raises BatchError when the results cannot be joined."""
+        columns, joined = self._join(results)
+        self._pieces = len(results)
+        self._at = [k for k, leaf in enumerate(joined) if isinstance(leaf, Tensor)]
+        self._rest = [None if isinstance(leaf, Tensor) else leaf for leaf in joined]
+        tracked = [any(leaves[k].requires_grad for leaves in columns) for k in self._at]
+        return [joined[k].detach() for k in self._at], tracked
+
+    def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """See `Outcome.spread`."""
+        pieces: list[Gradients] = [[None] * len(self._rest) for _ in range(self._pieces)]
+        for k, gradient in zip(self._at, gradients, strict=True):
+            if gradient is not None and self._plan is not None:
+                weighted = [gradient * weight for weight in self._number_weights] if k in self._numbers else None
+                for piece, part in zip(pieces, weighted or self._plan.split_gradient(k, gradient), strict=True):
+                    piece[k] = part
+        return pieces
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """See `Outcome.filled`."""
+        leaves = list(self._rest)
+        for k, tensor in zip(self._at, tensors, strict=True):
+            leaves[k] = tensor
+        return unflatten(self._structure, leaves)
+
+    def visible(self, results: Sequence[Any]) -> Any:
+        """See `Outcome.visible`."""
+        joined = self._join(results)[1]
+        return unflatten(self._structure, joined)
+
+    def _join(self, results: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
+        """The flat leaves of every result, and of all of them joined."""
+        flat = [flatten(result) for result in results]
+        columns = [leaves for leaves, _ in flat]
+        self._structure = common_structure([structure for _, structure in flat], where=self._where)
+        rest = self._without_numbers(columns)
+        self._plan = plan_join(
+            rest,
+            self._structure,
+            axis=self._axis,
+            where=self._where,
+            rows=self._rows,
+            flattened=bool(self._number_weights),
+        )
+        joined = self._plan.join(rest)
+        for k in self._numbers:
+            weighted = [leaves[k] * weight for leaves, weight in zip(columns, self._number_weights, strict=True)]
+            joined[k] = torch.stack(weighted).sum(0)
+        return columns, joined if len(columns) > 1 else self._apart(joined)
+
+    def _without_numbers(self, columns: list[list[Any]]) -> list[list[Any]]:
+        """The leaves of every result, but for those that are added up."""
+        if self._number_weights:
+            first = enumerate(columns[0])
+            self._numbers = {k for k, x in first if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()}
+        if not self._numbers:
+            return columns
+        return [[None if k in self._numbers else x for k, x in enumerate(leaves)] for leaves in columns]
+
+    def _apart(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of a single result, none of which shares memory with another one or with what was given.
+
+        Behind a cut they are no views of each other for autograd, so what the caller writes into one of them would
+        change the others behind its back. A join of several micro-batches is new memory anyway.
+        """
+        taken = {_memory(x) for x in self._given}
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                if (memory := _memory(leaf)) in taken:
+                    leaves[k] = leaf.clone()
+                taken.add(memory)
+        return leaves
+
+
+def _memory(tensor: Tensor) -> int:
+    """A number that tensors have in common if they share memory."""
+    return cast(Any, tensor.untyped_storage())._cdata if tensor.layout is torch.strided else id(tensor)

@@ -1,0 +1,104 @@
+"""The boundary alone: any journey is one node of autograd."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.core.autograd import cross, quiet_hooks
+from weft.core.errors import DoubleBackwardError
+
+
+class Product:
+    """A journey whose outputs are a * b, and b as an integer."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        self.a, self.b = a.detach(), b.detach()
+        self.calls: list[tuple[list[Tensor | None], bool, bool]] = []
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        assert not torch.is_grad_enabled()
+        return [self.a * self.b, self.b.long()], [True, False]
+
+    def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
+        self.calls.append((list(gradients), retain, torch.is_grad_enabled()))
+        (gradient, _) = gradients
+        return [None, None] if gradient is None else [gradient * self.b, None]
+
+
+def crossed() -> tuple[Product, Tensor, Tensor, Tensor, Tensor]:
+    """The journey, what went in, and what came out."""
+    a, b = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+    journey = Product(a, b)
+    y, n = cross(journey, [a, b])
+    return journey, a, b, y, n
+
+
+def test_outputs_have_a_gradient_exactly_where_the_journey_says_so() -> None:
+    _, _, _, y, n = crossed()
+    assert y.requires_grad and not n.requires_grad
+    assert y.item() == 6 and n.item() == 3
+
+
+def test_backward_is_asked_once_and_what_has_no_gradient_gets_none() -> None:
+    journey, a, b, y, _ = crossed()
+    (y * 2 + y).sum().backward()
+    assert a.grad == 9
+    assert b.grad is None
+    ((gradient, other), retain, grad_mode), *more = journey.calls
+    assert gradient == 3 and other is None
+    assert not retain and not grad_mode and not more
+
+
+def test_the_journey_hears_whether_it_will_be_asked_again() -> None:
+    journey, a, _, y, _ = crossed()
+    torch.autograd.grad(y, a, retain_graph=True)
+    y.backward(retain_graph=True)
+    y.backward()
+    assert [retain for _, retain, _ in journey.calls] == [True, True, False]
+
+
+def test_a_gradient_of_a_gradient_is_refused_and_says_what_to_do() -> None:
+    _, a, _, y, _ = crossed()
+    with pytest.raises(DoubleBackwardError, match="executor='graph'"):
+        torch.autograd.grad(y, a, create_graph=True)
+
+
+def test_what_came_out_unused_costs_no_backward() -> None:
+    journey, _, _, _, _ = crossed()
+    assert not journey.calls
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_are_quiet_inside_and_back_afterwards(fails: bool) -> None:
+    p = torch.tensor([2.0], requires_grad=True)
+    fired: list[float] = []
+    handle = p.register_hook(lambda gradient: fired.append(gradient.item()))
+    other = torch.tensor([1.0], requires_grad=True)
+    try:
+        with quiet_hooks([p, other]):
+            torch.autograd.grad(p * 5, p)
+            if fails:
+                raise KeyError
+    except KeyError:
+        assert fails
+    assert fired == []
+    torch.autograd.grad(p * 7, p)
+    assert fired == [7]
+    handle.remove()
+    torch.autograd.grad(p * 9, p)
+    assert fired == [7]
+
+
+class Stubborn(Product):
+    """It has words of its own."""
+
+    only_once = "this product is stubborn"
+
+
+def test_a_journey_may_say_why_it_can_be_differentiated_only_once() -> None:
+    a = torch.tensor([2.0], requires_grad=True)
+    y, _ = cross(Stubborn(a, a), [a, a])
+    with pytest.raises(DoubleBackwardError, match=r"asked for, but this product is stubborn$"):
+        torch.autograd.grad(y, a, create_graph=True)

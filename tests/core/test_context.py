@@ -1,0 +1,172 @@
+"""What surrounds a call reaches every worker, and is found again when a stage is recomputed."""
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from weft import Pipe
+from weft.core.context import Ambient, ProcessFlags, is_checkpointing, is_recomputing, phase
+from weft.core.segment import Keep, Segment, Visit
+from weft.pipeline.device import Parcel
+from weft.pipeline.executor import SerialExecutor, ThreadExecutor
+from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
+from weft.pipeline.schedule import Schedule, gpipe
+from weft.pipeline.step import Run
+
+color: contextvars.ContextVar[str] = contextvars.ContextVar("color", default="none")
+
+
+@pytest.fixture(params=["serial", "threads"])
+def executor(request: pytest.FixtureRequest) -> Iterator[SerialExecutor | ThreadExecutor]:
+    if request.param == "serial":
+        yield SerialExecutor()
+        return
+    threads = ThreadExecutor("ambient")
+    yield threads
+    threads.close()
+
+
+def seen_by(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dict[str, list[Any]]:
+    """What `look` returns inside every forward of two stages: called here, and going back outside of it."""
+    ambient = Ambient.capture(["cpu"])
+    found: dict[str, list[Any]] = {"first": [], "again": []}
+
+    def function(visit: Visit, x: torch.Tensor) -> tuple[torch.Tensor]:
+        found["again" if is_recomputing() else "first"].append(look())
+        return (x * 2,)
+
+    routes = (Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,)))
+    segments = [Segment(function), Segment(function)]
+    visits = [Visit(i, ambient) for i in range(2)]
+    run = Run(Wiring(routes, 2), segments, visits, lambda stage, i: keep, [None, None])
+    given = {0: {Address(0, 0, i): Parcel(torch.ones(1, requires_grad=True)) for i in range(2)}}
+
+    def walk(schedule: Schedule, given: Any) -> None:
+        executor.walk(schedule, run.perform, given, ambient)
+
+    walk(gpipe(2, 2).forward_only(), given)
+    if keep == "inputs":
+        back = {1: {Address(2, OUTSIDE, i): Parcel([torch.ones(1)]) for i in range(2)}}
+        outside = threading.Thread(target=walk, args=(gpipe(2, 2).backward_only(), back))
+        outside.start()  # a new thread knows nothing of the user's surroundings
+        outside.join(10)
+        assert len(found["again"]) == 4
+    assert len(found["first"]) == 4
+    return found
+
+
+def test_context_variables_reach_every_worker_and_a_recomputation(executor: Any) -> None:
+    token = color.set("blue")
+    try:
+        assert seen_by(executor, color.get, "inputs") == {"first": ["blue"] * 4, "again": ["blue"] * 4}
+    finally:
+        color.reset(token)
+    assert seen_by(executor, color.get)["first"] == ["none"] * 4, "a worker remembers nothing"
+
+
+def test_autocast_reaches_every_worker_and_a_recomputation(executor: Any) -> None:
+    def product() -> torch.dtype:
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = seen_by(executor, product, "inputs")
+    assert found == {"first": [torch.bfloat16] * 4, "again": [torch.bfloat16] * 4}
+    assert seen_by(executor, product)["first"] == [torch.float32] * 4
+
+
+def test_the_default_device_reaches_every_worker_and_a_recomputation(executor: Any) -> None:
+    with torch.device("meta"):
+        ambient = Ambient.capture(["cpu"])
+    assert ambient.default_device == torch.device("meta")
+    devices: list[str] = []
+    executor.walk(gpipe(2, 1), lambda action, box, post: devices.append(torch.ones(1).device.type), {}, ambient)
+    assert devices == ["meta"] * 4
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_inference_mode_reaches_every_worker(executor: Any) -> None:
+    with torch.inference_mode():
+        assert seen_by(executor, torch.is_inference_mode_enabled, "nothing")["first"] == [True] * 4
+    assert seen_by(executor, torch.is_inference_mode_enabled)["first"] == [False] * 4
+
+
+def test_the_flags_of_the_process_are_those_of_forward_while_going_back() -> None:
+    before = ProcessFlags.capture()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    wanted = ProcessFlags.capture()
+    ambient = Ambient.capture(["cpu"])
+    before.establish()
+    assert wanted != before
+    with pytest.raises(KeyError), ambient.process_flags():
+        assert ProcessFlags.capture() == wanted
+        raise KeyError
+    assert ProcessFlags.capture() == before, "also after an error"
+    with Ambient.capture(["cpu"]).process_flags():
+        assert ProcessFlags.capture() == before
+
+
+def test_the_phase_belongs_to_a_thread_and_is_restored_on_error() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look() -> None:
+        seen.append((is_checkpointing(), is_recomputing()))
+
+    with pytest.raises(KeyError), phase("checkpointing"):
+        look()
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        with phase("recomputing"):
+            look()
+        look()
+        raise KeyError
+    look()
+    assert seen == [(True, False), (False, False), (False, True), (True, False), (False, False)]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("who", ["serial", "threads", "graph"])
+def test_a_recomputation_has_the_deterministic_flag_of_its_forward(who: Any, checkpoint: Any) -> None:
+    flags: list[bool] = []
+
+    class Looking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flags.append(torch.are_deterministic_algorithms_enabled())
+            return x.sin()
+
+    pipe = Pipe(
+        torch.nn.Sequential(Looking(), Looking()),
+        chunks=2,
+        devices=["cpu"] * 2,
+        checkpoint=checkpoint,
+        executor=who,
+    )
+    x = torch.ones(2, 1, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        y = pipe(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    y.sum().backward()
+    assert flags == [True] * (8 if checkpoint == "always" else 4)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("who", ["serial", "threads"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_an_autocast_around_backward_alone_changes_nothing(who: Any, checkpoint: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    pipe = Pipe(model, chunks=2, devices=["cpu", "cpu"], executor=who, checkpoint=checkpoint)
+    x = torch.randn(4, 4)
+    loss = pipe(x).square().sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss.backward()
+    found = [each.grad for each in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    torch.testing.assert_close(found, [each.grad for each in model.parameters()])

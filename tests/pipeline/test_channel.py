@@ -1,0 +1,70 @@
+"""Where values wait: a shelf for one worker, a mailbox for several."""
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.pipeline.routing import Address, Closed, Mailbox, Shelf
+
+addresses = st.builds(Address, st.integers(0, 2), st.integers(0, 2), st.integers(-2, 2))
+
+
+@pytest.mark.parametrize("box", [Shelf, Mailbox])
+@given(st.data(), st.lists(addresses, unique=True))
+def test_a_value_is_found_by_its_address_in_whatever_order(box: Any, data: st.DataObject, sent: list[Address]) -> None:
+    here = box()
+    for address in sent:
+        here.put(address, f"value of {address}")
+    for address in data.draw(st.permutations(sent)):
+        assert here.take(address) == f"value of {address}"
+
+
+def test_a_shelf_never_waits() -> None:
+    with pytest.raises(KeyError):
+        Shelf().take(Address(0, 0, 0))
+
+
+def test_a_taken_value_is_no_longer_held() -> None:
+    for box in (Shelf(), Mailbox()):
+        for value in ("first", "second"):
+            box.put(Address(0, 0, 0), value)
+            assert box.take(Address(0, 0, 0)) == value
+
+
+def test_a_mailbox_waits_for_the_sender() -> None:
+    box, taken = Mailbox(), []
+    worker = threading.Thread(target=lambda: taken.append(box.take(Address(0, 0, 1))))
+    worker.start()
+    box.put(Address(0, 0, 0), "another")
+    box.put(Address(0, 0, 1), "mine")
+    worker.join(10)
+    assert taken == ["mine"]
+
+
+def test_closing_a_mailbox_wakes_its_worker_and_it_stays_closed() -> None:
+    box, ends = Mailbox(), []
+
+    def wait() -> None:
+        for _ in range(2):
+            try:
+                box.take(Address(0, 0, 0))
+            except Closed:
+                ends.append("closed")
+
+    worker = threading.Thread(target=wait, daemon=True)
+    worker.start()
+    box.close()
+    worker.join(10)
+    assert ends == ["closed", "closed"]
+
+
+def test_what_arrived_before_the_end_can_still_be_taken() -> None:
+    box = Mailbox()
+    box.put(Address(0, 0, 0), "early")
+    box.close()
+    assert box.take(Address(0, 0, 0)) == "early"
+    with pytest.raises(Closed):
+        box.take(Address(0, 0, 1))

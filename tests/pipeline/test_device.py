@@ -1,0 +1,226 @@
+"""Places: what arrives is on the stage's device, and on CUDA ready and safe, whatever the streams do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft import Pipe
+from weft.pipeline.device import CudaPlace, Parcel, Place, join_walk, leave_walk, parcel
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_what_is_there_already_arrives_as_it_is() -> None:
+    x = torch.ones(2, requires_grad=True)
+    value = {"x": x, "n": 3, "none": None}
+    arrived = Place(CPU).arrive(Parcel(value))
+    assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
+
+
+def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_parcel() -> None:
+    x, event = torch.ones(2), object()  # a CPU tensor that travels with one of a GPU, whose event this stands for
+    assert Place(CPU).arrive(Parcel((x, 1), event))[0] is x
+    assert Place(META).arrive(Parcel((x, 1), event))[0].device == META
+
+
+def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted() -> None:
+    arrived = Place(META).arrive(Parcel((torch.ones(2, requires_grad=True), torch.ones(2))))
+    assert [x.device for x in arrived] == [META, META]
+    assert [x.requires_grad for x in arrived] == [True, False]
+    assert all(x.is_leaf for x in arrived)
+
+
+def test_on_the_cpu_nothing_waits() -> None:
+    place, x = Place(CPU), torch.ones(2)
+    assert parcel(x).ready is None and place.depart(x).ready is None
+    assert place.streams == ()
+    join_walk([place, None])
+    leave_walk([place, None], [x, None])
+
+
+def test_the_comparison_below_holds_on_the_cpu_too() -> None:
+    assert_gradients_are_plain(["cpu", "cpu"], checkpoint="always")
+    assert_gradients_are_plain(["cpu", "cpu"], schedule="1f1b", loss=mean_square)
+
+
+CUDA = "cuda:0"
+LARGE = 1 << 20
+
+
+def layers() -> nn.Sequential:
+    """Two stages that are worth a stream."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1)).double()
+
+
+def assert_gradients_are_plain(devices: list[str], **options: Any) -> None:
+    """Some steps of a pipe on these devices against the undivided model on the CPU."""
+    plain, model = layers(), layers()
+    pipe = Pipe(model, chunks=4, devices=devices, balance=[2, 3], **options)
+    for step in range(4):
+        x = torch.randn(9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        there, here = x.to(devices[0], copy=True).requires_grad_(), x.clone().requires_grad_()
+        loss = pipe(there, target=x) if "loss" in options else pipe(there).square().mean()
+        wanted = plain(here).square().mean()
+        loss.backward()
+        wanted.backward()
+        torch.testing.assert_close(loss.cpu(), wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(there.grad.cpu(), here.grad, rtol=1e-9, atol=1e-9)
+        with torch.no_grad():  # the next step must see the weights that are written here, on the caller's stream
+            for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.cpu(), its.grad, rtol=1e-9, atol=1e-9)
+                mine -= 0.1 * mine.grad
+                its -= 0.1 * its.grad
+        model.zero_grad()
+        plain.zero_grad()
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that needs no target."""
+    return output.square().mean()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("devices", [[CUDA, CUDA], [CUDA, "cpu"], ["cpu", CUDA]], ids="-".join)
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
+def test_gradients_on_cuda_are_those_of_the_undivided_model(devices: list[str], checkpoint: Any, executor: Any) -> None:
+    assert_gradients_are_plain(devices, checkpoint=checkpoint, executor=executor)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("devices", [[CUDA, CUDA], [CUDA, "cpu"], ["cpu", CUDA]], ids="-".join)
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_1f1b_on_cuda_has_the_gradients_of_the_undivided_model(devices: list[str], executor: Any) -> None:
+    assert_gradients_are_plain(devices, schedule="1f1b", loss=mean_square, executor=executor)
+
+
+@pytest.mark.cuda
+def test_stages_on_one_gpu_run_in_streams_of_their_own() -> None:
+    streams: list[tuple[int, torch.cuda.Stream]] = []
+
+    class Looking(nn.Module):
+        def __init__(self, stage: int) -> None:
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, x: Tensor) -> Tensor:
+            streams.append((self.stage, torch.cuda.current_stream(x.device)))
+            return x * 2
+
+    pipe = Pipe(nn.Sequential(Looking(0), Looking(1)), chunks=2, devices=[CUDA] * 2, balance=[1, 1], executor="threads")
+    pipe(torch.ones(2, 4, device=CUDA))
+    of_stage = [{stream.cuda_stream for stage, stream in streams if stage == number} for number in range(2)]
+    assert [len(each) for each in of_stage] == [1, 1]
+    assert len({*of_stage[0], *of_stage[1], torch.cuda.current_stream(CUDA).cuda_stream}) == 3
+
+
+@pytest.mark.cuda
+def test_a_value_that_arrives_is_ready() -> None:
+    place, other = CudaPlace(torch.device(CUDA)), CudaPlace(torch.device(CUDA))
+    x = torch.zeros(LARGE, device=CUDA)
+    torch.cuda.synchronize()
+    with place.here():
+        torch.cuda._sleep(50_000_000)  # some tens of milliseconds of the device's clock
+        x += 1
+        sent = place.depart(x)
+    with other.here():
+        seen = other.arrive(sent) * 2
+    leave_walk([place, other], [seen])
+    assert seen.min().item() == seen.max().item() == 2
+
+
+@pytest.mark.cuda
+def test_the_caller_and_the_places_wait_for_each_other() -> None:
+    place, x = CudaPlace(torch.device(CUDA)), torch.zeros(LARGE, device=CUDA)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    x += 1  # late, on the caller's stream
+    join_walk([place])
+    with place.here():
+        y = x * 2
+        torch.cuda._sleep(50_000_000)
+        y += 1  # late, on the place's
+    leave_walk([place], [y])
+    assert (y * 1).min().item() == (y * 1).max().item() == 3
+
+
+@pytest.mark.cuda
+def test_memory_is_not_given_away_while_another_stream_reads_it() -> None:
+    # The sender drops its tensor at once and asks for memory of that very size; the reader is late.
+    place, other = CudaPlace(torch.device(CUDA)), CudaPlace(torch.device(CUDA))
+    results: list[Tensor] = []
+    torch.cuda.synchronize()
+    for number in range(20):
+        with place.here():
+            sent = place.depart(torch.full((LARGE,), float(number), device=CUDA))
+        with other.here():
+            value = other.arrive(sent)
+            torch.cuda._sleep(5_000_000)
+            results.append(value + 0)
+            del value
+        del sent
+        with place.here():
+            torch.full((LARGE,), -1.0, device=CUDA)
+    leave_walk([place, other], results)
+    for number, result in enumerate(results):
+        assert result.min().item() == result.max().item() == number
+
+
+class Noise(nn.Module):
+    """Takes and drops memory of its input's size at once, so that a block which came back too early is spoiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            torch.full_like(x, float("nan"))
+        return x * 1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_gradients_stay_right_while_the_allocator_hands_out_every_block_again(checkpoint: Any) -> None:
+    plain, model = layers().to(CUDA), layers()
+    noisy = nn.Sequential(*[module for layer in model for module in (Noise(), layer)], Noise())
+    pipe = Pipe(noisy, chunks=8, devices=[CUDA] * 2, balance=[5, 6], checkpoint=checkpoint, executor="threads")
+    for _ in range(10):
+        x = torch.randn(64, 64, dtype=torch.float64, device=CUDA)
+        pipe(x).square().mean().backward()
+        plain(x).square().mean().backward()
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.cuda
+def test_what_leaves_the_gpu_has_left_it_when_it_is_read() -> None:
+    place = CudaPlace(torch.device(CUDA))
+    with place.here():
+        torch.cuda._sleep(50_000_000)
+        sent = place.depart(torch.ones(LARGE, device=CUDA))
+    arrived = Place(CPU).arrive(sent)
+    assert arrived.min() == arrived.max() == 1
+
+
+@pytest.mark.cuda
+def test_dropout_on_cuda_is_bit_equal_between_serial_threads_and_recomputation() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5)).to(CUDA)
+    x, found = torch.ones(8, 64, device=CUDA), []
+    for executor in ("serial", "threads"):
+        for checkpoint in ("never", "always"):
+            pipe = Pipe(
+                model,
+                chunks=4,
+                devices=[CUDA] * 2,
+                balance=[2, 2],
+                executor=executor,
+                checkpoint=checkpoint,
+            )
+            for seed in range(5):
+                torch.manual_seed(seed)
+                model.zero_grad()
+                pipe(x).square().sum().backward()
+                found.append((seed, [p.grad.clone() for p in model.parameters()]))
+    wanted = dict(found[:5])
+    assert all(torch.equal(a, b) for seed, grads in found for a, b in zip(grads, wanted[seed], strict=True))

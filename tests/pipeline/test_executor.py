@@ -1,0 +1,437 @@
+"""Executors: both walk in a valid order; threads overlap, end a failed walk at once, and go when dropped."""
+
+import gc
+import os
+import signal
+import threading
+import traceback
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.forked import forked, only_with_fork
+from tests.strategies import any_schedules
+from weft.core.context import Ambient
+from weft.core.rng import turn_at
+from weft.pipeline.device import Parcel
+from weft.pipeline.executor import SerialExecutor, ThreadExecutor
+from weft.pipeline.routing import OUTSIDE, Address, Closed
+from weft.pipeline.schedule import Action, Schedule, gpipe, needs, one_f_one_b
+
+
+class Chain:
+    """The work of a chain of stages, without tensors: every action sends a token to all that wait for it.
+
+    The address of a token is (kind, reader, micro-batch) in numbers.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        present = {action for row in schedule.workers for action in row}
+        self.waits = {action: [need for need in needs(action) if need in present] for action in present}
+        self.readers: dict[Action, list[Action]] = {action: [] for action in present}
+        for action, before in self.waits.items():
+            for need in before:
+                self.readers[need].append(action)
+        self.numbers = {action: number for number, action in enumerate(sorted(present))}
+        self.done: list[Action] = []
+        self.threads: dict[str, set[int]] = {}
+        self.fails: dict[Action, BaseException] = {}
+
+    def at(self, need: Action, action: Action) -> Address:
+        """Where the token of `need` waits for `action`."""
+        return Address(self.numbers[need], self.numbers[action], 0)
+
+    def __call__(self, action: Action, box: Any, post: Any) -> None:
+        for need in self.waits[action]:
+            assert box.take(self.at(need, action)).value == need
+        if action in self.fails:
+            raise self.fails[action]
+        self.threads.setdefault(threading.current_thread().name, set()).add(action.stage)
+        self.done.append(action)
+        for reader in self.readers[action]:
+            post.boxes[post.worker_of[reader.stage]].put(self.at(action, reader), Parcel(action))
+        if not self.readers[action]:
+            post.send(OUTSIDE, Address(0, OUTSIDE, self.numbers[action]), Parcel(action))
+
+
+def here() -> Ambient:
+    """The surroundings of this thread."""
+    return Ambient.capture(["cpu"])
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[ThreadExecutor]:
+    executor = ThreadExecutor("test")
+    executor.walk(gpipe(4, 1), Chain(gpipe(4, 1)), {}, here())  # so that its threads are no test's own
+    yield executor
+    executor.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@given(schedule=any_schedules())
+def test_a_walk_does_everything_once_in_the_order_of_every_list(
+    threads: ThreadExecutor, threaded: bool, schedule: Schedule
+) -> None:
+    chain = Chain(schedule)
+    left = (threads if threaded else SerialExecutor()).walk(schedule, chain, {}, here())
+    assert sorted(chain.done) == sorted(chain.waits)
+    place = {action: at for at, action in enumerate(chain.done)}
+    for row in schedule.workers:
+        places = [place[action] for action in row]
+        assert places == sorted(places)
+    assert all(place[need] < place[action] for action, before in chain.waits.items() for need in before)
+    assert {parcel.value for parcel in left.values()} == {a for a, r in chain.readers.items() if not r}
+    if threaded:
+        wanted = {f"weft-test-{w}": {a.stage for a in row} for w, row in enumerate(schedule.workers)}
+        assert chain.threads == wanted
+    else:
+        assert set(chain.threads) == {threading.current_thread().name}
+
+
+def test_workers_run_at_the_same_time(threads: ThreadExecutor) -> None:
+    meeting = threading.Barrier(3, timeout=10)
+    schedule = Schedule(tuple((Action(stage, "F", 0),) for stage in range(3)))
+    threads.walk(schedule, lambda action, box, post: meeting.wait() and None, {}, here())
+    assert not meeting.broken
+
+
+class Oops(Exception):
+    """The exception of a user's layer."""
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@given(schedule=any_schedules(), data=st.data())
+def test_an_exception_in_any_action_ends_the_walk_and_the_next_walk_works(
+    threads: ThreadExecutor, threaded: bool, schedule: Schedule, data: st.DataObject
+) -> None:
+    executor = threads if threaded else SerialExecutor()
+    chain = Chain(schedule)
+    bad = data.draw(st.lists(st.sampled_from(sorted(chain.waits)), min_size=1, max_size=3, unique=True))
+    kind = data.draw(st.sampled_from([Oops, KeyboardInterrupt, SystemExit]))
+    chain.fails = {action: kind(str(action)) for action in bad}
+    with pytest.raises(kind) as caught:
+        executor.walk(schedule, chain, {}, here())
+    assert caught.value in chain.fails.values()
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "__call__", "the frame that raised is in the traceback"
+    again = Chain(schedule)
+    executor.walk(schedule, again, {}, here())
+    assert sorted(again.done) == sorted(again.waits)
+
+
+@pytest.mark.parametrize("table", [gpipe(4, 3), one_f_one_b(4, 3)], ids=["gpipe", "1f1b"])
+def test_all_who_wait_are_woken_when_one_fails(threads: ThreadExecutor, table: Schedule) -> None:
+    # Three workers wait for the first one, which fails only when all of them do.
+    waiting = threading.Semaphore(0)
+    woken: list[int] = []
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        if action.stage == 0:
+            for _ in range(3):
+                assert waiting.acquire(timeout=10)
+            raise Oops
+        waiting.release()
+        try:
+            box.take(Address(0, action.stage, 0))
+        except Closed:
+            woken.append(action.stage)
+            raise
+
+    with pytest.raises(Oops):
+        threads.walk(table, perform, {}, here())
+    assert sorted(woken) == [1, 2, 3]
+
+
+def test_an_exception_holds_nothing_of_the_walk_after_it_is_dropped(threads: ThreadExecutor) -> None:
+    class Value:
+        pass
+
+    values: list[weakref.ref[Value]] = []
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        value = Value()
+        values.append(weakref.ref(value))
+        post.boxes[0].put(Address(0, 0, 0), Parcel(value))
+        raise Oops
+
+    def walk() -> None:
+        with pytest.raises(Oops):
+            threads.walk(gpipe(1, 1), perform, {}, here())
+
+    walk()
+    threads.walk(gpipe(1, 1), lambda action, box, post: None, {}, here())
+    gc.collect()
+    assert values[0]() is None
+
+
+def test_threads_are_kept_between_walks_and_end_when_the_executor_is_dropped() -> None:
+    executor = ThreadExecutor("gone")
+    seen: list[set[str]] = []
+    for _ in range(3):
+        chain = Chain(gpipe(3, 2))
+        executor.walk(gpipe(3, 2), chain, {}, here())
+        seen.append(set(chain.threads))
+    assert seen == [{"weft-gone-0", "weft-gone-1", "weft-gone-2"}] * 3
+    assert executor.workers == 3
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("weft-gone")]
+    assert len(mine) == 3
+    gone = weakref.ref(executor)
+    del executor
+    assert gone() is None
+    for thread in mine:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_closed_executor_starts_new_threads_when_it_is_used_again() -> None:
+    executor = ThreadExecutor("closed")
+    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
+    executor.close()
+    assert executor.workers == 0
+    chain = Chain(gpipe(2, 1))
+    executor.walk(gpipe(2, 1), chain, {}, here())
+    assert len(chain.done) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_to_close_an_executor_waits_for_its_walk() -> None:
+    executor, inside, go_on = ThreadExecutor("closing"), threading.Event(), threading.Event()
+    work = Chain(gpipe(2, 1))
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        inside.set()
+        go_on.wait(10)
+        work(action, box, post)
+
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1), perform, {}, here()))
+    walking.start()
+    inside.wait(10)
+    closing = threading.Thread(target=executor.close)
+    closing.start()
+    assert executor.workers == 2
+    go_on.set()
+    for each in (walking, closing):
+        each.join(10)
+    assert len(work.done) == 4 and executor.workers == 0
+
+
+def test_a_forked_child_starts_workers_of_its_own() -> None:
+    executor = ThreadExecutor("forked")
+    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:  # nothing of pytest may run here, so out by the back door
+        try:
+            signal.alarm(20)  # should it wait for threads that it does not have
+            chain = Chain(gpipe(2, 1))
+            executor.walk(gpipe(2, 1), chain, {}, here())
+            os.write(writing, f"{len(chain.done)} {len(chain.threads)}".encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        assert answer.read() == "4 2"
+    os.waitpid(child, 0)
+    executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
+
+
+@only_with_fork[0]
+@only_with_fork[1]
+def test_a_child_that_is_forked_during_a_walk_walks_with_workers_of_its_own() -> None:
+    executor, inside, go_on = ThreadExecutor("busy"), threading.Event(), threading.Event()
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        inside.set()
+        go_on.wait(30)
+
+    def work() -> bool:
+        chain = Chain(gpipe(2, 1))
+        executor.walk(gpipe(2, 1), chain, {}, here())
+        return len(chain.threads) == 2
+
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1).forward_only(), perform, {}, here()))
+    walking.start()
+    inside.wait(10)
+    try:
+        assert forked(work)
+    finally:
+        go_on.set()
+        walking.join(10)
+
+
+@settings(max_examples=5)
+@given(workers=st.integers(1, 4), threads_of_caller=st.integers(1, 6))
+def test_workers_share_the_callers_intra_op_threads_and_the_caller_keeps_its_own(
+    workers: int, threads_of_caller: int
+) -> None:
+    shares: list[int] = []
+    after: list[int] = []
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        shares.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_of_caller)
+    try:
+        executor = ThreadExecutor("share")
+        executor.walk(gpipe(workers, 1).forward_only(), perform, {}, here())
+        assert torch.get_num_threads() == threads_of_caller
+        late = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
+        late.start()
+        late.join()
+        executor.close()
+    finally:
+        torch.set_num_threads(before)
+    assert shares == [max(1, threads_of_caller // workers)] * workers
+    assert after == [threads_of_caller], "a thread that starts later has what the caller set"
+
+
+def test_two_walks_of_one_executor_from_two_threads_come_one_after_the_other(threads: ThreadExecutor) -> None:
+    schedule = gpipe(2, 3)
+    chains = [Chain(schedule) for _ in range(4)]
+    callers = [threading.Thread(target=threads.walk, args=(schedule, chain, {}, here())) for chain in chains]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(10)
+    assert all(sorted(chain.done) == sorted(chain.waits) for chain in chains)
+
+
+def test_a_walk_inside_a_walk_of_the_same_executor_goes_on_in_its_thread() -> None:
+    executor, chain = ThreadExecutor("own"), Chain(gpipe(2, 2))
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        executor.walk(gpipe(2, 2), chain, {}, here())
+
+    walking = threading.Thread(
+        target=executor.walk, args=(gpipe(1, 1).forward_only(), perform, {}, here()), daemon=True
+    )
+    walking.start()
+    walking.join(10)
+    assert set(chain.threads) == {"weft-own-0"} and sorted(chain.done) == sorted(chain.waits)
+
+
+def test_who_has_a_turn_does_not_wait_for_a_walk_that_waits_for_the_turn() -> None:
+    executor, chain, started = ThreadExecutor("shared"), Chain(gpipe(2, 2)), threading.Event()
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        started.set()
+        with turn_at([torch.default_generator]):
+            pass
+
+    def with_a_turn() -> None:
+        with turn_at([torch.default_generator]):
+            walking.start()
+            assert started.wait(10)
+            executor.walk(gpipe(2, 2), chain, {}, here())
+
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 2), perform, {}, here()), daemon=True)
+    holding = threading.Thread(target=with_a_turn, daemon=True)
+    holding.start()
+    for each in (holding, walking):
+        each.join(10)
+    assert not holding.is_alive() and not walking.is_alive() and sorted(chain.done) == sorted(chain.waits)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surroundings(threaded: bool) -> None:
+    executor, captured, turns = ThreadExecutor("inner"), here(), list[Action]()
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        with turn_at([torch.default_generator]):
+            turns.append(action)
+
+    def with_a_turn() -> None:
+        with turn_at([torch.default_generator]):
+            (executor if threaded else SerialExecutor()).walk(gpipe(2, 1).forward_only(), perform, {}, captured)
+
+    walking = threading.Thread(target=with_a_turn, daemon=True)
+    walking.start()
+    walking.join(10)
+    assert len(turns) == 2
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_what_the_caller_gives_lies_in_the_box_of_its_stage(threads: ThreadExecutor, threaded: bool) -> None:
+    given = {stage: {Address(7, stage, 0): Parcel(f"for {stage}")} for stage in range(3)}
+    seen: dict[int, str] = {}
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        seen[action.stage] = box.take(Address(7, action.stage, 0)).value
+
+    executor = threads if threaded else SerialExecutor()
+    executor.walk(gpipe(3, 1).forward_only(), perform, given, here())
+    assert seen == {stage: f"for {stage}" for stage in range(3)}
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_grad_mode_is_off_in_every_worker(threads: ThreadExecutor, threaded: bool) -> None:
+    modes: list[bool] = []
+    executor = threads if threaded else SerialExecutor()
+    executor.walk(gpipe(2, 1), lambda action, box, post: modes.append(torch.is_grad_enabled()), {}, here())
+    assert modes == [False] * 4
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_backward_runs_in_the_thread_that_asks_for_it(threads: ThreadExecutor, threaded: bool) -> None:
+    """PyTorch's thread of a CUDA device may be the one that waits for the walk."""
+    seen: list[bool] = []
+
+    def perform(action: Action, box: Any, post: Any) -> None:
+        x = torch.ones(1, requires_grad=True)
+        with torch.enable_grad():
+            y = x * 2
+        y.register_hook(lambda gradient: seen.append(torch._C._is_multithreading_enabled()))
+        torch.autograd.grad(y, x)
+
+    executor = threads if threaded else SerialExecutor()
+    executor.walk(gpipe(2, 1), perform, {}, here())
+    assert seen == [False] * 4
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_a_thread_that_cannot_start_fails_its_walk_and_not_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, tries = threading.Thread.start, iter([True, False])
+
+    def sometimes(thread: threading.Thread) -> None:
+        if not next(tries, True):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", sometimes)
+    executor = ThreadExecutor("poor")
+    with pytest.raises(RuntimeError, match="can't start"):
+        executor.walk(gpipe(2, 1), Chain(gpipe(2, 1)), {}, here())
+    work = Chain(gpipe(2, 1))
+    executor.walk(gpipe(2, 1), work, {}, here())
+    assert len(work.done) == 4
+    executor.close()
+
+
+def test_an_interrupt_is_part_of_no_cycle(threads: ThreadExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupt(KeyboardInterrupt):
+        pass
+
+    def wait(walk: Any) -> None:
+        raise Interrupt
+
+    def interrupted() -> weakref.ref[Interrupt]:
+        try:
+            threads.walk(gpipe(2, 1), lambda action, box, post: None, {}, here())
+        except Interrupt as interrupt:
+            return weakref.ref(interrupt)
+        raise AssertionError("nothing was raised")
+
+    monkeypatch.setattr("weft.pipeline.executor._Walk.wait", wait)
+    gc.disable()
+    try:
+        assert interrupted()() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,273 @@
+"""Micro-batches: cut and joined exactly, and refused where that is impossible."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.core.errors import BatchError
+from weft.core.pytree import LEAF, compare, flatten
+from weft.pipeline.microbatch import NoChunk, join, micro_sizes, plan_join, plan_split, split
+
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.int64, torch.bool])
+
+
+@st.composite
+def tensors(draw: st.DrawFn, rows: int, axis: int) -> Tensor:
+    rest = draw(st.lists(st.integers(0, 3), min_size=axis, max_size=axis + 2))
+    shape = (*rest[:axis], rows, *rest[axis:])
+    seed = draw(st.integers(0, 99))
+    numbers = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (numbers * 10).to(draw(dtypes))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Any, int, int]:
+    """A nested value with at least one tensor, its rows, and the axis that they lie along."""
+    rows, axis = draw(st.integers(0, 9)), draw(st.integers(0, 1))
+    one = tensors(rows, axis)
+    leaf = one | st.none() | st.integers() | st.just("text")
+    inner = st.recursive(
+        leaf,
+        lambda deeper: (
+            st.lists(deeper, max_size=2).map(tuple) | st.dictionaries(st.text(max_size=2), deeper, max_size=2)
+        ),
+        max_leaves=4,
+    )
+    return draw(st.fixed_dictionaries({"x": one, "more": inner}) | one), rows, axis
+
+
+def bit_equal(a: Any, b: Any) -> bool:
+    def same(x: Any, y: Any) -> bool:
+        if not isinstance(x, Tensor):
+            return x == y
+        return x.dtype == y.dtype and torch.equal(x, y)
+
+    return compare(a, b) and all(map(same, flatten(a)[0], flatten(b)[0]))
+
+
+@given(st.integers(0, 60), st.integers(1, 20))
+def test_sizes_are_balanced_and_larger_ones_come_first(rows: int, chunks: int) -> None:
+    sizes = micro_sizes(rows, chunks)
+    assert sum(sizes) == rows
+    assert len(sizes) == max(1, min(rows, chunks))
+    assert max(sizes) - min(sizes) <= 1
+    assert list(sizes) == sorted(sizes, reverse=True)
+
+
+@given(batches(), st.integers(1, 11))
+def test_join_is_the_inverse_of_split(batch: tuple[Any, int, int], chunks: int) -> None:
+    value, rows, axis = batch
+    pieces = split(value, chunks, axis=axis)
+    assert len(pieces) == max(1, min(rows, chunks))
+    assert bit_equal(join(pieces, axis=axis), value)
+    assert bit_equal(split(join(pieces, axis=axis), chunks, axis=axis), pieces)
+
+
+@given(batches(), st.integers(1, 11))
+def test_pieces_are_views(batch: tuple[Any, int, int], chunks: int) -> None:
+    value, _, axis = batch
+    whole = flatten(value)[0]
+    pieces = split(value, chunks, axis=axis)
+    for piece in pieces:
+        for part, leaf in zip(flatten(piece)[0], whole, strict=True):
+            if isinstance(leaf, Tensor):
+                assert part.untyped_storage().data_ptr() == leaf.untyped_storage().data_ptr()
+            if len(pieces) == 1:
+                assert part is leaf
+    if len(pieces) == 1:
+        assert all(a is b for a, b in zip(flatten(join(pieces))[0], whole, strict=True))
+
+
+def test_a_negative_axis_counts_from_the_end() -> None:
+    value = (torch.arange(12).view(3, 4), torch.arange(4))
+    pieces = split(value, 3, axis=-1)
+    assert [tuple(piece[0].shape) for piece in pieces] == [(3, 2), (3, 1), (3, 1)]
+    assert bit_equal(join(pieces, axis=-1), value)
+
+
+def test_a_slice_may_be_written_by_a_layer_inside_autograd() -> None:
+    # What torch.split returns would refuse this.
+    base = torch.ones(4, 2, requires_grad=True)
+    first = split(base * 1, 2)[0]
+    first.mul_(2)
+    first.sum().backward()
+    assert torch.equal(base.grad, torch.tensor([[2.0, 2.0]] * 2 + [[0.0, 0.0]] * 2))
+
+
+def test_what_stands_in_no_chunk_goes_whole_to_every_micro_batch() -> None:
+    mask, table = torch.ones(5, 5), torch.ones(2)
+    value = {"x": torch.arange(3), "whole": NoChunk({"mask": mask, "deep": [NoChunk(table), None]}), "n": 0.5}
+    plan, leaves = plan_split(value, 2)
+    assert plan.axes == (0, None, None, None, None)
+    assert leaves[1] is mask
+    for piece, size in zip(split(value, 2), (2, 1), strict=True):
+        assert piece["whole"]["mask"] is mask
+        assert piece["whole"]["deep"][0] is table
+        assert piece["n"] == 0.5
+        assert piece["x"].shape == (size,)
+
+
+def test_a_number_in_a_tensor_goes_whole_to_every_micro_batch() -> None:
+    scale = torch.tensor(2.0)
+    assert all(piece[1] is scale for piece in split((torch.ones(4), scale), 2))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.sets(st.integers(0, 8)))
+def test_gradients_of_slices_are_joined_with_zeros_where_missing(rows: int, chunks: int, missing: set[int]) -> None:
+    x = torch.zeros(rows, 2)
+    full = torch.randn(rows, 2)
+    plan, leaves = plan_split(x, chunks)
+    pieces = [None if i in missing else part[0] for i, part in enumerate(plan.split([full]))]
+    wanted = full.clone()
+    for part, piece in zip(plan.split([wanted]), pieces, strict=True):
+        if piece is None:
+            part[0].zero_()
+    joined = plan.join_gradients(0, pieces, leaves[0])
+    if all(piece is None for piece in pieces):
+        assert joined is None
+    else:
+        assert joined is not None
+        assert torch.equal(joined, wanted)
+
+
+def test_gradients_of_what_went_whole_are_summed_and_left_as_they_were() -> None:
+    w = torch.ones(3)
+    plan, leaves = plan_split((torch.ones(4), NoChunk(w)), 4)
+    pieces = [torch.full((3,), 1.0), None, torch.full((3,), 2.0), torch.full((3,), 4.0)]
+    total = plan.join_gradients(1, pieces, leaves[1])
+    assert total is not None
+    assert torch.equal(total, torch.full((3,), 7.0))
+    assert [piece[0].item() for piece in pieces if piece is not None] == [1.0, 2.0, 4.0]
+    assert plan.join_gradients(1, [None] * 4, leaves[1]) is None
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 1))
+def test_the_gradient_of_a_joined_value_is_cut_where_it_was_joined(rows: int, chunks: int, axis: int) -> None:
+    x = torch.randn(2, 2).repeat_interleave(rows, axis)[: 2 * rows, : 2 * rows]
+    pieces = [flatten(piece)[0] for piece in split((x, 3), chunks, axis=axis)]
+    plan = plan_join(pieces, flatten((x, 3))[1], axis=axis)
+    grad = torch.randn_like(x)
+    cut = plan.split_gradient(0, grad)
+    assert [part.shape for part in cut] == [piece[0].shape for piece in pieces]
+    assert all(part.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr() for part in cut)
+    assert torch.equal(torch.cat(cut, axis), grad)
+    with pytest.raises(BatchError, match="no tensor"):
+        plan.split_gradient(1, grad)
+
+
+def test_tensors_of_different_length_are_named_and_never_dropped() -> None:
+    value = {"x": torch.ones(4, 2), "y": [torch.ones(3), torch.ones(4), torch.tensor(1.0)]}
+    with pytest.raises(BatchError) as caught:
+        plan_split(value, 2, where="args")
+    text = str(caught.value)
+    assert "args['x']: 4 rows, shape (4, 2)" in text
+    assert "args['y'][0]: 3 rows, shape (3,)" in text
+    assert "NoChunk" in text
+    with pytest.raises(BatchError, match=r"input\[1\]: no such axis, shape \(2,\)"):
+        plan_split((torch.ones(2, 2), torch.ones(2)), 2, axis=1)
+
+
+@pytest.mark.parametrize("value", [3, (), None, torch.tensor(1.0), NoChunk(torch.ones(3))])
+def test_nothing_to_cut_is_an_error(value: Any) -> None:
+    with pytest.raises(BatchError, match="no tensor to cut"):
+        plan_split(value, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*in (beta|prototype) (state|stage):UserWarning")  # torch's own
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (torch.Tensor.to_sparse, "torch.sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "torch.sparse_csr"),
+        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "nested"),
+        (lambda x: torch.nested.nested_tensor(list(x)), "nested"),
+    ],
+)
+def test_only_dense_tensors_are_cut(make: Callable[[torch.Tensor], torch.Tensor], kind: str) -> None:
+    odd = make(torch.ones(4, 2))
+    with pytest.raises(BatchError, match=rf"NoChunk\(\.\.\.\):\n  - input\[1\] is {kind}$"):
+        plan_split((torch.ones(4, 2), odd), 2)
+    plan, leaves = plan_split((torch.ones(4, 2), NoChunk(odd)), 2)
+    assert [piece[1] is odd for piece in plan.split(leaves)] == [True, True]
+
+
+def test_less_than_one_chunk_is_an_error() -> None:
+    with pytest.raises(BatchError, match="chunks is 0"):
+        split(torch.ones(2), 0)
+
+
+def test_no_rows_make_one_empty_micro_batch() -> None:
+    (piece,) = split(torch.ones(0, 3), 4)
+    assert piece.shape == (0, 3)
+
+
+def test_all_that_cannot_be_joined_is_named() -> None:
+    def piece(number: int) -> dict[str, Any]:
+        return {
+            "n": number,
+            "scalar": torch.tensor(1.0),
+            "shape": torch.ones(2, 3 + number),
+            "dtype": torch.ones(2, dtype=[torch.float32, torch.float64][number]),
+            "mixed": [torch.ones(2), None][number],
+            "fine": torch.ones(2 + number, 1),
+            "equal": "text",
+        }
+
+    with pytest.raises(BatchError) as caught:
+        join([piece(0), piece(1)])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 6
+    assert "output['n'] is no tensor and differs between micro-batches (0, 1)" in lines[1]
+    assert "output['scalar'] is a single number per micro-batch" in lines[2]
+    assert "loss=" in lines[2]
+    assert "output['shape'] differs" in lines[3]
+    assert "(2, 3), (2, 4)" in lines[3]
+    assert "output['dtype'] differs in dtype" in lines[4]
+    assert "output['mixed'] is a tensor only in some" in lines[5]
+
+
+def test_an_axis_that_a_result_has_not_is_named() -> None:
+    with pytest.raises(BatchError, match=r"output has no axis 1 .*\(2,\), \(2,\)"):
+        join([torch.ones(2), torch.ones(2)], axis=1)
+
+
+def test_results_of_different_structure_are_named() -> None:
+    one = torch.ones(2)
+    with pytest.raises(BatchError) as caught:
+        join([(one, one), (one, [one]), (one, one), one])
+    text = str(caught.value)
+    assert "micro-batch 1: output[1] should be a leaf, but is a list of 1" in text
+    assert "micro-batch 3: output should be a tuple of 2, but is a leaf" in text
+    with pytest.raises(BatchError, match="no micro-batch"):
+        join([])
+    with pytest.raises(BatchError, match="no micro-batch"):
+        plan_join([], LEAF)
+
+
+def test_objects_that_do_not_compare_plainly_are_unequal_unless_the_same() -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError
+
+        __hash__ = None
+
+    odd = Odd()
+    assert join([odd, odd]) is odd
+    with pytest.raises(BatchError, match="differs between micro-batches"):
+        join([odd, Odd()])
+
+
+def test_one_piece_is_returned_as_it_is_even_if_it_has_no_rows_to_join() -> None:
+    value = {"loss": torch.tensor(1.0), "x": torch.ones(3)}
+    plan = plan_join([flatten(value)[0]], flatten(value)[1])
+    assert plan.lengths == ((1,), (3,))
+    grad = torch.tensor(2.0)
+    assert plan.split_gradient(0, grad) == [grad]
+    joined = join([value])
+    assert joined["loss"] is value["loss"]
+    assert joined["x"] is value["x"]

@@ -1,0 +1,269 @@
+"""Runs without a Pipe: any wiring will do. Here recurrent ones, whose states are carried from chunk to chunk."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.core.context import Ambient
+from weft.core.errors import BackwardTwiceError
+from weft.core.segment import Keep, Segment, Visit, cut
+from weft.pipeline.device import Parcel
+from weft.pipeline.executor import SerialExecutor, ThreadExecutor
+from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
+from weft.pipeline.schedule import gpipe
+from weft.pipeline.step import Run
+
+WIDTH = 3
+Given = dict[int, dict[Address, Parcel]]
+
+
+def recurrent_wiring(layers: int, delay: int) -> Wiring:
+    """Layers above each other, each with a state that its next chunk reads (with delay 2, its next but one).
+
+    out ^        ^        ^
+    [layer 1] -> [layer 1] -> [layer 1] -> last state
+        ^            ^            ^
+    [layer 0] -> [layer 0] -> [layer 0] -> last state
+        ^ x0         ^ x1         ^ x2
+    """
+    routes = [Route("x", OUTSIDE, (0,))]
+    routes += [Route(f"up {j}", j, (j + 1 if j + 1 < layers else OUTSIDE,)) for j in range(layers)]
+    routes += [Route(f"state {j}", j, (j,), delay=delay) for j in range(layers)]
+    return Wiring(tuple(routes), layers)
+
+
+def cell(weights: tuple[Tensor, Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A plain recurrent cell."""
+    return lambda x, h: (x @ weights[0] + h @ weights[1]).tanh()
+
+
+def over_chunk(step: Callable[[Tensor, Tensor], Tensor], xs: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """A cell over the steps of one chunk: all its outputs, and the last state."""
+    outputs: list[Tensor] = []
+    for x in xs:
+        h = step(x, h)
+        outputs.append(h)
+    return torch.stack(outputs), h
+
+
+def drawn_weights(layers: int) -> list[tuple[Tensor, Tensor]]:
+    """Two matrices per layer."""
+    return [
+        (
+            torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True),
+            torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True),
+        )
+        for _ in range(layers)
+    ]
+
+
+def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int, keeps: Any) -> Run:
+    """One segment per layer; a chunk of time is a micro-batch."""
+
+    def function(step: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Any, ...]]:
+        return lambda visit, xs, h: over_chunk(step, xs, h)
+
+    segments = [Segment(function(cell(pair)), list(pair)) for pair in weights]
+    ambient = Ambient.capture(["cpu"])
+    visits = [Visit(i, ambient) for i in range(chunks)]
+    return Run(recurrent_wiring(len(weights), delay), segments, visits, keeps, [None] * len(weights))
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@given(
+    layers=st.integers(1, 3),
+    chunks=st.integers(1, 5),
+    delay=st.integers(1, 3),
+    steps=st.integers(1, 2),
+    recomputed=st.frozensets(st.tuples(st.integers(0, 2), st.integers(0, 4))),
+    seed=st.integers(0, 100),
+)
+def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unrolled_net(
+    threads: bool,
+    layers: int,
+    chunks: int,
+    delay: int,
+    steps: int,
+    recomputed: frozenset[tuple[int, int]],
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    weights = drawn_weights(layers)
+    xs = [torch.randn(steps, 2, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(chunks)]
+    # Each of the first `delay` chunks begins with a state of its own.
+    starts = [
+        [torch.randn(2, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(min(delay, chunks))]
+        for _ in range(layers)
+    ]
+
+    # The unrolled net.
+    outputs, states = list(xs), [list(each) for each in starts]
+    for layer, pair in enumerate(weights):
+        for i in range(chunks):
+            outputs[i], last = over_chunk(cell(pair), outputs[i], states[layer][i])
+            states[layer].append(last)
+    ends = [each[chunks:] for each in states]
+    leaves = [*xs, *(h for each in starts for h in each), *(w for pair in weights for w in pair)]
+    roots = [*outputs, *(h for each in ends for h in each)]
+    seeds = [torch.randn_like(root) for root in roots]
+    wanted = torch.autograd.grad(roots, leaves, seeds)
+
+    # The same as a run.
+    def keeps(stage: int, chunk: int) -> Keep:
+        return "inputs" if (stage, chunk) in recomputed else "graph"
+
+    run, executor = recurrent_run(weights, delay, chunks, keeps), (ThreadExecutor() if threads else SerialExecutor())
+    up, state = range(1, layers + 1), range(layers + 1, 2 * layers + 1)
+    given: Given = {layer: {} for layer in range(layers)}
+    for i, x in enumerate(xs):
+        given[0][Address(0, 0, i)] = Parcel(cut(x))
+    for layer in range(layers):
+        for i, h in enumerate(starts[layer]):
+            given[layer][Address(state[layer], layer, i - delay)] = Parcel(cut(h))
+    schedule, ambient = gpipe(layers, chunks), Ambient.capture(["cpu"])
+    left = executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    out_at = [Address(up[-1], OUTSIDE, i) for i in range(chunks)]
+    ends_at = [
+        Address(state[layer], OUTSIDE, i) for layer in range(layers) for i in range(max(0, chunks - delay), chunks)
+    ]
+    assert left.keys() == {*out_at, *ends_at}
+    for at, root in zip([*out_at, *ends_at], roots, strict=True):
+        assert torch.equal(left[at].value, root)
+        assert left[at].value.is_leaf
+
+    back: Given = {layer: {} for layer in range(layers)}
+    for at, gradient in zip([*out_at, *ends_at], seeds, strict=True):
+        back[run.wiring.routes[at.route].source][at] = Parcel([gradient])
+    home = executor.walk(schedule.backward_only(), run.perform, back, ambient)
+    found = [home[Address(0, 0, i)].value[0] for i in range(chunks)]
+    for layer in range(layers):
+        addresses = [Address(state[layer], layer, i - delay) for i in range(len(starts[layer]))]
+        found += [home[at].value[0] for at in addresses]
+    sums = run.parameter_gradients()
+    found += [sums[id(w)] for pair in weights for w in pair]
+    torch.testing.assert_close(found, list(wanted), rtol=1e-10, atol=1e-10)
+    assert len(home) == chunks + sum(map(len, starts))
+    assert not run.parameter_gradients(), "the sums start anew"
+
+
+def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, keep: Keep, **more: Any) -> Run:
+    """Some functions without parameters, wired by hand."""
+    ambient = Ambient.capture(["cpu"])
+    return Run(
+        Wiring(tuple(routes), len(functions)),
+        [Segment(function, more.get("parameters", ())) for function in functions],
+        [Visit(i, ambient) for i in range(micro_batches)],
+        lambda stage, i: keep,
+        [None] * len(functions),
+    )
+
+
+@pytest.mark.parametrize("keep", ["graph", "inputs"])
+@pytest.mark.parametrize("executor", [SerialExecutor(), ThreadExecutor()], ids=["serial", "threads"])
+def test_the_gradients_of_all_readers_add_up_and_an_idle_reader_adds_nothing(executor: Any, keep: Keep) -> None:
+    # Stage 0 makes two values. The skip has three readers: stage 1 ignores it, stages 2 and 3 use it.
+    run = chain_run(
+        [
+            lambda visit, x: (x * 2, x * 3),
+            lambda visit, y, skip: (y + 1,),
+            lambda visit, y, skip: (y * skip,),
+            lambda visit, y, skip: (y + 5 * skip,),
+        ],
+        [Route("x", OUTSIDE, (0,))]
+        + [Route(f"main {j}", j, (j + 1 if j < 3 else OUTSIDE,)) for j in range(4)]
+        + [Route("skip", 0, (1, 2, 3))],
+        1,
+        keep,
+    )
+    x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    schedule, ambient = gpipe(4, 1), Ambient.capture(["cpu"])
+    forward = executor.walk(schedule.forward_only(), run.perform, {0: {Address(0, 0, 0): Parcel(cut(x))}}, ambient)
+    out = Address(4, OUTSIDE, 0)
+    y = (2 * x + 1) * (3 * x) + 15 * x
+    torch.testing.assert_close(forward[out].value, y, rtol=0, atol=0)
+    home = executor.walk(schedule.backward_only(), run.perform, {3: {out: Parcel([torch.ones_like(x)])}}, ambient)
+    torch.testing.assert_close(home[Address(0, 0, 0)].value[0], 12 * x.detach() + 18)
+    if isinstance(executor, ThreadExecutor):
+        executor.close()
+
+
+def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
+    weight = torch.tensor(3.0, requires_grad=True)
+    run = chain_run(
+        [lambda visit, x: (x * weight,)],
+        [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))],
+        1,
+        "graph",
+        parameters=(weight,),
+    )
+    x = torch.tensor(2.0, requires_grad=True)
+    schedule, ambient, executor = gpipe(1, 1), Ambient.capture(["cpu"]), SerialExecutor()
+    given = {0: {Address(0, 0, 0): Parcel(cut(x))}}
+    executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    back = {0: {Address(1, OUTSIDE, 0): Parcel([torch.tensor(10.0)])}}
+    for retain in (True, True, False):
+        run.turn_back(retain=retain)
+        home = executor.walk(schedule.backward_only(), run.perform, back, ambient)
+        assert home[Address(0, 0, 0)].value[0] == 30
+        assert run.parameter_gradients() == {id(weight): torch.tensor(20.0)}
+    with pytest.raises(BackwardTwiceError, match="retain_graph=True"):
+        executor.walk(schedule.backward_only(), run.perform, back, ambient)
+
+
+def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None:
+    weight = torch.tensor(3.0, requires_grad=True)
+    routes = [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))]
+    run = chain_run([lambda visit, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))
+    schedule, ambient, executor = gpipe(1, 2), Ambient.capture(["cpu"]), SerialExecutor()
+    given = {0: {Address(0, 0, i): Parcel(torch.tensor(2.0)) for i in range(2)}}
+    executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    ones: dict[Address, Parcel] = {Address(1, OUTSIDE, i): Parcel([torch.tensor(1.0)]) for i in range(2)}
+    last = schedule.backward_only().workers[0][-1].micro_batch
+    run.turn_back(retain=True)
+    with pytest.raises(RuntimeError):  # after the first micro-batch, in the second
+        executor.walk(
+            schedule.backward_only(),
+            run.perform,
+            {0: {**ones, Address(1, OUTSIDE, last): Parcel([torch.ones(5)])}},
+            ambient,
+        )
+    run.turn_back(retain=False)
+    executor.walk(schedule.backward_only(), run.perform, {0: ones}, ambient)
+    assert run.parameter_gradients() == {id(weight): torch.tensor(4.0)}
+
+
+@pytest.mark.parametrize("kind", ["F", "B"])
+def test_an_exception_says_in_a_note_where_it_was(kind: str) -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if kind == "F" and x.item() == 1:
+                raise KeyError("mine")
+            ctx.bad = x.item() == 1
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            if ctx.bad:
+                raise KeyError("mine")
+            return gradient * 2
+
+    run = chain_run(
+        [lambda visit, x: (x + 0,), lambda visit, x: (Failing.apply(x),)],
+        [Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,))],
+        2,
+        "graph",
+    )
+    given: Given = {
+        0: {Address(0, 0, i): Parcel(torch.tensor(float(i), requires_grad=True)) for i in range(2)},
+        1: {Address(2, OUTSIDE, i): Parcel([torch.tensor(1.0)]) for i in range(2)},
+    }
+    with pytest.raises(KeyError, match="mine") as caught:
+        SerialExecutor().walk(gpipe(2, 2), run.perform, given, Ambient.capture(["cpu"]))
+    word = "forward" if kind == "F" else "backward"
+    assert caught.value.__notes__ == [f"weft: in {word} of stage 1, micro-batch 1 (1{kind}1)"]

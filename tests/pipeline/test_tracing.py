@@ -1,0 +1,135 @@
+"""The recorder: what ran when, and which bytes were alive for it. It only listens."""
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.core.context import Ambient
+from weft.core.segment import Keep, Segment, Visit
+from weft.pipeline.device import Parcel
+from weft.pipeline.executor import SerialExecutor, ThreadExecutor
+from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
+from weft.pipeline.schedule import Action, gpipe
+from weft.pipeline.step import Run
+from weft.pipeline.tracing import Recorder
+
+CELLS = 1000
+BYTES = 8 * CELLS
+ROUTES = (
+    Route("x", OUTSIDE, (0,)),
+    Route("main 0", 0, (1,)),
+    Route("main 1", 1, (2,)),
+    Route("y", 2, (OUTSIDE,)),
+    Route("skip", 0, (2,)),
+)
+
+
+def first(visit: Visit, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Saves x, which is the caller's, and makes two values."""
+    return x.sin(), x + 1
+
+
+def second(visit: Visit, x: Tensor) -> tuple[Tensor]:
+    """Saves its output."""
+    return (x.tanh(),)
+
+
+def third(visit: Visit, x: Tensor, skip: Tensor) -> tuple[Tensor]:
+    """Saves both inputs."""
+    return (x * skip,)
+
+
+def recorded(executor: Any, keep: Keep, micro_batches: int, memory: bool = True) -> Recorder:
+    """One step of three stages with a skip over the middle one."""
+    recorder, ambient = Recorder(memory=memory), Ambient.capture(["cpu"])
+    xs = [torch.ones(CELLS, dtype=torch.float64, requires_grad=True) for _ in range(micro_batches)]
+    recorder.ignore(xs)
+    visits = [Visit(i, ambient) for i in range(micro_batches)]
+    segments = [Segment(function) for function in (first, second, third)]
+    run = Run(Wiring(ROUTES, 3), segments, visits, lambda stage, i: keep, [None] * 3, recorder)
+    schedule = gpipe(3, micro_batches)
+    given = {0: {Address(0, 0, i): Parcel(x.detach().requires_grad_()) for i, x in enumerate(xs)}}
+    executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    if keep != "nothing":
+        seed = torch.ones(CELLS, dtype=torch.float64)
+        back = {2: {Address(3, OUTSIDE, i): Parcel([seed]) for i in range(micro_batches)}}
+        executor.walk(schedule.backward_only(), run.perform, back, ambient)
+    return recorder
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("keep", ["graph", "inputs", "nothing"])
+def test_every_piece_of_work_is_an_event_of_its_worker(threads: bool, keep: Keep) -> None:
+    executor = ThreadExecutor("events") if threads else SerialExecutor()
+    recorder = recorded(executor, keep, 2)
+    kinds = {"graph": "FB", "inputs": "FRB", "nothing": "F"}[keep]
+    wanted = [(kind, stage, i) for kind in kinds for stage in range(3) for i in range(2)]
+    assert sorted((e.kind, e.action.stage, e.action.micro_batch) for e in recorder.events) == sorted(wanted)
+    for event in recorder.events:
+        assert event.start <= event.end
+        here = threading.current_thread().name
+        assert event.thread == (f"weft-events-{event.action.stage}" if threads else here)
+    for stage in range(3):
+        mine = sorted((e for e in recorder.events if e.action.stage == stage), key=lambda e: e.start)
+        assert all(one.end <= other.start for one, other in pairwise(mine)), "a worker does one thing at a time"
+
+
+@given(st.integers(1, 4))
+def test_graphs_and_values_weigh_what_their_storages_do(micro_batches: int) -> None:
+    recorder = recorded(SerialExecutor(), "graph", micro_batches)
+    # Per micro-batch: two values made by stage 0, and one by stage 1, which is also what its graph saves.
+    assert recorder.peak_bytes == 3 * BYTES * micro_batches
+    assert [max(count for _, count in recorder.stage_bytes[stage]) for stage in range(2)] == [
+        2 * BYTES * micro_batches,
+        BYTES * micro_batches,
+    ]
+    assert recorder.bytes[-1][1] == 0, "all is released in the end"
+    assert all(curve[-1][1] == 0 for curve in recorder.stage_bytes.values())
+
+
+def test_recomputation_keeps_the_values_and_one_graph() -> None:
+    recorder = recorded(SerialExecutor(), "inputs", 3)
+    # As above, but stage 1's graph saves a second copy of its output while it is recomputed.
+    assert 3 * BYTES * 3 <= recorder.peak_bytes <= 3 * BYTES * 3 + BYTES
+    assert recorder.bytes[-1][1] == 0
+
+
+def test_without_backward_a_value_goes_with_its_last_reader() -> None:
+    recorder = recorded(SerialExecutor(), "nothing", 4)
+    assert recorder.peak_bytes <= 3 * BYTES
+    assert recorder.bytes[-1][1] == 0
+
+
+def test_bytes_are_counted_only_on_request_and_what_is_ignored_never() -> None:
+    assert recorded(SerialExecutor(), "graph", 2, memory=False).bytes == []
+    recorder, x = Recorder(memory=True), torch.ones(CELLS, requires_grad=True)
+    recorder.ignore([x])
+    with recorder.doing("F", Action(0, "F", 0)):
+        y = x.sin()
+    assert recorder.peak_bytes == 0
+    with recorder.doing("F", Action(0, "F", 1)):
+        y.sin()
+    assert recorder.peak_bytes == 4 * CELLS
+
+
+def test_a_storage_counts_once_however_many_tensors_look_into_it() -> None:
+    recorder, x = Recorder(memory=True), torch.ones(CELLS, requires_grad=True).double()
+    with recorder.doing("F", Action(0, "F", 0)):
+        for piece in (x, x[:10], x.view(10, -1)):
+            piece.sin()
+    assert recorder.peak_bytes == BYTES
+    recorder.released(Action(0, "F", 0))
+    assert recorder.bytes[-1][1] == 0
+
+
+def test_an_event_is_recorded_also_when_the_work_fails() -> None:
+    recorder = Recorder()
+    with pytest.raises(KeyError), recorder.doing("F", Action(0, "F", 0)):
+        raise KeyError
+    assert [event.kind for event in recorder.events] == ["F"]
