@@ -23,9 +23,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from weft.core.autograd import has_tangent
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, UsageError
 from weft.core.segment import version
-from weft.core.transforms import has_tangent
 from weft.experts.client.signature import Signature
 from weft.experts.client.stub import ExpertStub, IdempotencyKey
 
@@ -55,7 +55,7 @@ class RemoteLayer(nn.Module):
 
     @property
     def steps_in_backward(self) -> str:
-        """See `weft.core.boundary.StepsInBackward`."""
+        """See `weft.core.autograd.StepsInBackward`."""
         if self.accumulates or not self.anchor.requires_grad:
             return ""
         return "make it with accumulate=True and commit after backward, or freeze it if its server does not train it"
@@ -103,7 +103,7 @@ class RemoteLayer(nn.Module):
 
 @dataclass(eq=False)
 class RemoteFunction:
-    """A `weft.core.boundary.Journey` of one call, whose forward and first backward have this ``key``.
+    """A `weft.core.autograd.Journey` of one call, whose forward and first backward have this ``key``.
 
     ``deadline``: of the forward; ``known``: its outputs, if they are known already.
     """
@@ -149,7 +149,7 @@ class RemoteFunction:
 
     @property
     def only_once(self) -> str:
-        """See `weft.core.boundary.OnceDifferentiable`."""
+        """See `weft.core.autograd.OnceDifferentiable`."""
         return f"expert {self.signature.name!r} {ONLY_ONCE}"
 
     def _check_inputs(self) -> None:

@@ -14,10 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.core.ambient import is_checkpointing, is_recomputing
-from weft.core.boundary import cross
+from weft.core.autograd import cross, untraced
+from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import UsageError
-from weft.core.untraced import untraced
 from weft.core.validation import Validator
 from weft.experts.address import address_fault
 from weft.experts.checks import uid_fault

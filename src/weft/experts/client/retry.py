@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from weft.core.errors import UsageError, WeftError
-from weft.core.turns import waiting
+from weft.core.rng import waiting
 from weft.core.validation import Validator
 from weft.experts.client.connections import Resolver
 from weft.experts.client.stream import TICK, named

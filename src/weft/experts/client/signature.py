@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError, listed
+from weft.core.pytree import difference, flatten, structure_paths
 from weft.core.spec import TensorSpec
-from weft.core.tree import difference, flatten, structure_paths
 from weft.experts.errors import MalformedError
 from weft.experts.schema import FlatSchema, NestedSchema, call_schema, gradient_columns, output_schema
 from weft.experts.wire import Received

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import WeftError
-from weft.core.turns import waiting
+from weft.core.rng import waiting
 from weft.experts.client.connections import Resolver
 from weft.experts.client.retry import RetryingCaller
 from weft.experts.client.signature import Signature
