@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import SpecError
+from weft.core.pytree import compare, nested_flatten
 from weft.core.spec import TensorSpec
-from weft.core.tree import compare, nested_flatten
 from weft.experts.schema import Column, FlatSchema, call_schema
 
 specs = st.builds(

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.core import tree
+from weft.core import pytree as tree
 from weft.core.errors import BackwardTwiceError, UsageError
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
 from weft.recurrent import GRU, LSTM, Caffe2LSTM, Recurrent, custom_op
 
 T, N, D, H = 5, 3, 3, 4

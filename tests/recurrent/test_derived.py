@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.recurrent.cells_for_tests import CASES, Case, engine_of, every_case
 from tests.recurrent.recurrent_cases import by_plan
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
-from weft.core.tree import flatten, unflatten
+from weft.core.pytree import flatten, unflatten
 from weft.recurrent.autograd import run_derived
 from weft.recurrent.memory import Memory
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.recurrent.recurrent_cases import by_plan, needs_compiler, planned
 from weft.core.errors import UsageError
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
 from weft.recurrent import buffers as workspace
 from weft.recurrent import cells
 from weft.recurrent.buffers import pool

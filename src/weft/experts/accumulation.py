@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from weft.core.gradient_sum import GradientSum
+from weft.core.segment import GradientSum
 from weft.core.validation import Validator
 from weft.experts.errors import CommitError, OverloadError, QuotaError
 from weft.experts.optimizer_step import nbytes

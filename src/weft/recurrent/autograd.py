@@ -29,12 +29,12 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from weft.core.ambient import Ambient
-from weft.core.boundary import cross, quiet_hooks, without_gradient
+from weft.core.autograd import cross, quiet_hooks, without_gradient
+from weft.core.context import Ambient
 from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
+from weft.core.pytree import flatten, unflatten
 from weft.core.rng import generators
 from weft.core.segment import differentiable
-from weft.core.tree import flatten, unflatten
 from weft.recurrent.buffers import Buffers, SequenceBuffers
 from weft.recurrent.capture import Cell, present
 from weft.recurrent.captured import Captured
@@ -95,7 +95,7 @@ def run_derived(
 
 
 class ScanFunction:
-    """One sequence; see `weft.core.boundary.Journey`."""
+    """One sequence; see `weft.core.autograd.Journey`."""
 
     def __init__(
         self,

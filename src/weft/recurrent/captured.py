@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from weft.core.tree import Structure, unflatten
+from weft.core.pytree import Structure, unflatten
 from weft.recurrent.random import Draw
 
 Value = fx.Node | None

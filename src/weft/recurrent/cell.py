@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import SpecError, listed
-from weft.core.tree import difference, flatten, map_leaves, structure_paths, unflatten
+from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
 from weft.recurrent.faults import Faults
 from weft.recurrent.sequence import Inputs
 

@@ -31,11 +31,11 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from weft.core.ambient import Ambient
-from weft.core.boundary import keeps_graph, quiet_hooks
+from weft.core.autograd import keeps_graph, quiet_hooks
+from weft.core.context import Ambient
 from weft.core.errors import BackwardTwiceError, UsageError
+from weft.core.pytree import Structure, flatten, map_leaves, unflatten
 from weft.core.segment import differentiable
-from weft.core.tree import Structure, flatten, map_leaves, unflatten
 from weft.recurrent import eager
 from weft.recurrent.backends import Plans
 from weft.recurrent.guards import Guards

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError, listed
-from weft.core.tree import Structure, difference, flatten, structure_paths, unflatten
+from weft.core.pytree import Structure, difference, flatten, structure_paths, unflatten
 from weft.recurrent.cell import Border, Cell, InputWidthError, fit, row_faults
 from weft.recurrent.masking import Rows, pick, replaced, stand_ins
 from weft.recurrent.sequence import Inputs

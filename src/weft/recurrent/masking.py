@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
-from weft.core.tree import flatten, map_leaves, unflatten
+from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.recurrent.capture import CaptureError, present, result_of
 from weft.recurrent.cell import Cell
 from weft.recurrent.faults import Faults

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from weft.core.errors import SpecError, UsageError, listed
-from weft.core.tree import difference, flatten, map_leaves, unflatten
+from weft.core.pytree import difference, flatten, map_leaves, unflatten
 from weft.recurrent import backends, eager
 from weft.recurrent.backends import Name, Plans, Verify, settings_faults
 from weft.recurrent.cell import Cell, StoredState, adapt, spread

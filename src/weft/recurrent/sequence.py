@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from weft.core.errors import UsageError
-from weft.core.tree import Structure, flatten, map_leaves, structure_paths
+from weft.core.pytree import Structure, flatten, map_leaves, structure_paths
 from weft.recurrent.faults import Faults
 
 Lengths = Tensor | Sequence[int]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import SpecError, UsageError, listed
-from weft.core.tree import difference, flatten, map_leaves, structure_paths
+from weft.core.pytree import difference, flatten, map_leaves, structure_paths
 from weft.recurrent.recurrent import FoldedText, Result
 from weft.recurrent.sequence import Lengths, opened
 
