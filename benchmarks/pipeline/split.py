@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import weft
 from benchmarks.harness import progress, race
 from benchmarks.table import Row, Table, at_most
-from weft.core.microbatch import plan_split
-from weft.core.tree import flatten, unflatten
+from weft.core.pytree import flatten, unflatten
+from weft.pipeline.microbatch import plan_split
 
 _SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
 _LLAMA = {**_SMALL, "num_key_value_heads": 1, "use_cache": False}

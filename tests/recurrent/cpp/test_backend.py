@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, needs_compiler, planned, run_by
-from weft.core.tree import flatten
+from weft.core.pytree import flatten
 from weft.recurrent import Recurrent, cells
 from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.cpp import backend

@@ -34,9 +34,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core.errors import SplitError, listed
+from weft.core.pytree import flatten, register_dataclasses, structure_paths, unflatten
 from weft.core.rng import generators
 from weft.core.segment import version
-from weft.core.tree import flatten, register_dataclasses, structure_paths, unflatten
 from weft.pipeline.split.program import HERE, Recording, Ref, Step
 
 _T = cast(Any, Tensor)
