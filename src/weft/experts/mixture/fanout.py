@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import listed
-from weft.core.turns import waiting
+from weft.core.rng import waiting
 from weft.experts.client.connections import Connections, DirectoryResolver
 from weft.experts.client.retry import Retry
 from weft.experts.client.stub import ExpertProgress, OpenMiniBatch, RequestBuilder

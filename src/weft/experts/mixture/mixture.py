@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.ambient import is_checkpointing, is_recomputing
-from weft.core.boundary import cross
+from weft.core.autograd import cross, untraced
+from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import SpecError, UsageError
-from weft.core.untraced import untraced
 from weft.core.validation import Validator
 from weft.experts.client.autograd import RemoteLayer, forbid_tangents
 from weft.experts.client.connections import Connections

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.core.ambient import is_checkpointing
+from weft.core.context import is_checkpointing
 from weft.core.errors import TWICE, BackwardTwiceError, listed
 from weft.experts.client.autograd import ONLY_ONCE
 from weft.experts.client.stub import IdempotencyKey
@@ -59,7 +59,7 @@ class Services:
 
 
 class MixtureFunction:
-    """A `weft.core.boundary.Journey`. After `forward`, ``alive`` (samples x k, bool, CPU) says which experts answered.
+    """A `weft.core.autograd.Journey`. After `forward`, ``alive`` (samples x k, bool, CPU) says which experts answered.
 
     Args:
         live: the experts as the dispatch numbers them.
@@ -111,7 +111,7 @@ class MixtureFunction:
 
     @property
     def only_once(self) -> str:
-        """See `weft.core.boundary.OnceDifferentiable`."""
+        """See `weft.core.autograd.OnceDifferentiable`."""
         return f"each expert of a mixture {ONLY_ONCE}"
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
