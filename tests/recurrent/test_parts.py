@@ -9,7 +9,7 @@ from torch import fx
 from tests.recurrent.cells_for_tests import CASES, Case, every_case
 from weft.recurrent.capture import capture
 from weft.recurrent.captured import Captured
-from weft.recurrent.parts import CARRIED, GIVEN, INPUT, STATE, cut, dependences, explain
+from weft.recurrent.plan import CARRIED, GIVEN, INPUT, STATE, cut, dependences, explain
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 

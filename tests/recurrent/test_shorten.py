@@ -11,7 +11,7 @@ from tests.recurrent.recurrent_cases import close, eagerly, planned, run_by
 from weft.recurrent.capture import capture
 from weft.recurrent.captured import Captured
 from weft.recurrent.cells import LSTMCell
-from weft.recurrent.parts import cut
+from weft.recurrent.plan import cut
 
 STATE = (torch.zeros(2, 4), torch.zeros(2, 4))
 

@@ -12,7 +12,7 @@ from tests.recurrent.recurrent_cases import by_plan
 from tests.recurrent.test_derived import sequence
 from weft.recurrent import python_backend as python_engine
 from weft.recurrent.capture import capture
-from weft.recurrent.parts import cut
+from weft.recurrent.plan import cut
 from weft.recurrent.python_backend import PythonEngine
 from weft.recurrent.verify import PlanError, verify
 

@@ -1,19 +1,18 @@
 """Across time: a recurrent network out of one time step, any cell that plain PyTorch can write.
 
-network.py      Recurrent, what users see     functional.py  recurrent_net, links by name
-layers/         LSTM, GRU, RNN, Stack, ...    cells/         known cells, and wrappers
-unrolling.py    one call, in and out          eager.py       the exact loop
-sequence.py     time and batch axes           rows.py        lengths, masks, resets
-states.py       shapes at a step's border     cells.py, links.py   what a cell is
+recurrent.py    Recurrent, recurrent_net; one call       eager.py      the exact loop
+sequence.py     time and batch axes, packed sequences    masking.py    lengths, masks, resets
+cell.py         cells, and states at a step's border     links.py      step nets over named values
+layers/         LSTM, GRU, RNN, Stack, ...               cells/        known cells, and wrappers
 
-A plan in place of the loop: conditions.py, draws.py   lengths and random numbers as inputs of the step
-                             capture.py, tidy.py  the graph of one step and its backward
-                             parts.py             what must run step by step, and what need not
-                             engine.py            a stretch of time, whichever way it is run:
-                             cpp/                 as a loop in C++
-                             python_engine.py, plan.py, code.py, bulk.py  as loops in Python
-                             derived.py, room.py, memory.py, workspace.py  a whole sequence, as one node of autograd
-                             verify.py, backends.py, owned.py  the check against the loop, and who runs what
+A plan in place of the loop:
+capture.py, captured.py, passes.py, tidy.py, random.py   the graph of one step and its backward
+plan.py                                                  what must run step by step, and what need not
+guards.py, verify.py, planned.py, backends.py            for which calls a plan holds, its check, and who runs what
+autograd.py, memory.py, buffers.py                       a whole sequence, as one node of autograd
+engine.py                                                the protocol of what runs a plan:
+cpp/, inductor_backend.py, python_backend.py, code.py    a loop in C++, compiled steps, loops in Python
+custom_op.py                                             under torch.compile and torch.export: one operator
 """
 
 from weft.recurrent.backends import NoPlanWarning

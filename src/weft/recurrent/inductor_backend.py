@@ -34,12 +34,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.bulk import Bulk
 from weft.recurrent.captured import Captured
 from weft.recurrent.code import CompiledLoop, Loop
 from weft.recurrent.cpp.compiler import CompileError
 from weft.recurrent.engine import Chunk, Gradients
-from weft.recurrent.plan import Plan, Trail
+from weft.recurrent.plan import Bulk, Plan, Trail
 from weft.recurrent.python_backend import PythonEngine, first_states, state_gradients, take, write
 
 Recorder = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]

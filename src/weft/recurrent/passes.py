@@ -32,7 +32,7 @@ from torch.fx.experimental import proxy_tensor
 
 from weft.core.errors import WeftError
 from weft.recurrent.captured import Captured, alike
-from weft.recurrent.parts import CARRIED, cut, dependences
+from weft.recurrent.plan import CARRIED, cut, dependences
 
 make_fx = cast("Callable[..., Callable[..., fx.GraphModule]]", proxy_tensor.make_fx)
 _functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functionalize)

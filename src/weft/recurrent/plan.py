@@ -1,22 +1,262 @@
-"""A plan: how a captured step is run over a whole sequence, and back. It depends on neither T nor lengths.
+"""The plan of a captured step: its operators by what each depends on, and how they run over a whole sequence.
 
-    forward    once -> before (bulk) -> loop (source, step by step) -> after (bulk)
-    backward   before_back (bulk) -> loop_back (source, last step first) -> after_back (bulk sums)
+    forward                                        backward, last step first
+    -------                                        -------------------------
+    once           depends on references only      before_back  on inputs, states and output gradients, but not
+    before         on inputs only                               on the gradient that is carried from step t+1
+    loop           leads from state to new state   loop_back    leads from carried gradient to carried gradient
+    after          leads to outputs only           after_back   leads to gradients of inputs and parameters only
 
-Between the parts go values: stacked over time (T x ...) for the bulk parts, one per step for the loops. What a later
-part reads of a loop's values is saved by the loop; these are the *scratches*, found by analysis.
+Only `loop` and `loop_back` must run step by step. All else runs for all steps at once (`Bulk`): what stands before the
+loop is one operator over T x N rows, and a parameter's gradient is one product or sum after the loop, never an addition
+per step. Hand-written kernels do so for the LSTM (cuDNN: Appleyard et al., arXiv 1604.01946); here it is derived.
+A plan depends neither on T nor on lengths.
 """
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.bulk import Bulk
 from weft.recurrent.captured import Captured, Value
 from weft.recurrent.code import CompiledLoop, Loop
-from weft.recurrent.parts import Parts, cut, dependences, explain
+
+INPUT, STATE, CARRIED, GIVEN = "input", "state", "carried gradient", "output gradient"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Each operator of the joint graph in exactly one part, in an order in which they can run."""
+
+    once: list[fx.Node]
+    before: list[fx.Node]
+    loop: list[fx.Node]
+    after: list[fx.Node]
+    before_back: list[fx.Node]
+    loop_back: list[fx.Node]
+    after_back: list[fx.Node]
+
+
+def dependences(captured: Captured, passing: str = STATE) -> dict[fx.Node, frozenset[str]]:
+    """For every node, what it depends on of INPUT, STATE, CARRIED and GIVEN; nothing for references.
+
+    A state that every step hands on as it is counts as `passing`.
+    """
+    roles = captured.roles
+    found: dict[fx.Node, frozenset[str]] = {node: frozenset() for node in captured.module.graph.nodes}
+    starts = [
+        (INPUT, roles.inputs),
+        (STATE, roles.states),
+        (CARRIED, roles.new_state_gradients),
+        (GIVEN, roles.output_gradients),
+    ]
+    for name, nodes in starts:
+        found.update({node: frozenset([name]) for node in nodes})
+    found.update({roles.states[k]: frozenset([passing]) for k in captured.passing})
+    for node in captured.nodes:
+        found[node] = frozenset[str]().union(*(found[each] for each in node.all_input_nodes))
+    return found
+
+
+def cut(captured: Captured) -> Parts:
+    """Put every operator into its part."""
+    roles, on = captured.roles, dependences(captured)
+    to_state = leading_to(roles.new_states)
+    to_carry = leading_to(roles.state_gradients)
+    to_output = leading_to(roles.outputs)
+    parts = Parts([], [], [], [], [], [], [])
+    placed: dict[fx.Node, str] = {}
+    for node in captured.nodes:
+        placed[node] = _part_of(on[node], node in to_state, node in to_output, node in to_carry)
+        if node.target is operator.getitem:  # one of several results: wherever they are made
+            placed[node] = placed[node.all_input_nodes[0]]
+        getattr(parts, placed[node]).append(node)
+    return parts
+
+
+def _part_of(on: frozenset[str], to_state: bool, to_output: bool, to_carry: bool) -> str:
+    if CARRIED in on:
+        return "loop_back" if to_carry else "after_back"
+    if GIVEN in on:
+        return "before_back"
+    if STATE in on:
+        return "loop" if to_state else "after" if to_output else "before_back"
+    return "before" if on else "once"
+
+
+def leading_to(ends: Iterable[Value], inside: Collection[fx.Node] | None = None) -> set[fx.Node]:
+    """The nodes that some end is computed from, and the ends; looked for among `inside` only, if that is given."""
+    found: set[fx.Node] = set()
+    stack = [end for end in ends if end is not None]
+    while stack:
+        node = stack.pop()
+        if node not in found and (inside is None or node in inside):
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def explain(captured: Captured) -> str:
+    """For a person: what runs step by step, what was moved out of the loops, and how large it is."""
+    parts = cut(captured)
+    lines: list[str] = []
+    for field in fields(parts):
+        nodes: list[fx.Node] = getattr(parts, field.name)
+        lines.append(f"{field.name} ({_WHEN[field.name]}): {len(nodes)} operators")
+        lines += [f"    {_line(node)}" for node in nodes]
+    return "\n".join(lines)
+
+
+_WHEN = {
+    "once": "for all calls with these parameters",
+    "before": "before the loop, all steps at once",
+    "loop": "step by step",
+    "after": "after the loop, all steps at once",
+    "before_back": "before the backward loop, all steps at once",
+    "loop_back": "step by step, backward",
+    "after_back": "after the backward loop, all steps at once",
+}
+
+
+def _line(node: fx.Node) -> str:
+    shape = getattr(node.meta.get("val"), "shape", None)
+    size = "" if shape is None else f"  [{' x '.join(str(each) for each in shape)}]"
+    arguments = ", ".join(str(each) for each in node.args)
+    return f"{node.name} = {getattr(node.target, '__name__', node.target)}({arguments}){size}"
+
+
+_aten = cast(Any, torch.ops.aten)
+_LINEAR_VIEWS = (
+    _aten.t.default,
+    _aten.reshape.default,
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.squeeze.dim,
+    _aten.unsqueeze.default,
+    _aten.neg.default,
+)
+
+_ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
+
+
+class Bulk:
+    """Values of a graph for a whole sequence: `env` holds them by node, stacked where `varies` says so."""
+
+    def __init__(self, steps: int, varies: Callable[[fx.Node], bool]) -> None:
+        self.steps = steps
+        self.varies = varies
+        self.env: dict[fx.Node, Any] = {}
+
+    def evaluate(self, nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> None:
+        """Compute `wanted`, all of them among `nodes`, for all steps, and nothing that they do not need."""
+        if not wanted:
+            return
+        inside = leading_to(wanted, set(nodes))
+        nodes = [node for node in nodes if node in inside]
+        given = list(dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in inside))
+        dims = tuple(0 if self.varies(node) else None for node in given)
+
+        def step(*values: Any) -> tuple[Any, ...]:
+            local = dict(zip(given, values, strict=True))
+            for node in nodes:
+                local[node] = _call(node, local)
+            return tuple(local[node] for node in wanted)
+
+        values = [self.env[node] for node in given]
+        found = step(*values) if all(dim is None for dim in dims) else _vmap(step, dims)(*values)
+        self.env.update(zip(wanted, found, strict=True))
+
+    def summed(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        """The sum over all steps of a value that is computed by nodes `inside`."""
+        if not self.varies(node):
+            return self.env[node] * self.steps
+        if node not in inside:
+            return self.env[node].sum(0)
+        args = node.args
+        if summed_at_once(node):
+            return self._rows_added(node, inside)
+        if node.target in _LINEAR_VIEWS:
+            return cast(Any, node.target)(self.summed(cast(fx.Node, args[0]), inside), *args[1:])
+        if node.target is _aten.sum.dim_IntList:
+            return self._sum_of_sum(node, inside)
+        if node.target is _aten.mm.default:
+            return self._sum_of_product(*cast("tuple[fx.Node, fx.Node]", args), inside)
+        if node.target is _aten.add.Tensor and all(isinstance(each, fx.Node) for each in args) and not node.kwargs:
+            one, other = cast("tuple[fx.Node, fx.Node]", args)
+            if _shape(one) == _shape(other):
+                return self.summed(one, inside) + self.summed(other, inside)
+        return self._stacked(node, inside).sum(0)
+
+    def _sum_of_sum(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        source, axes, *rest = node.args
+        value = self._stacked(cast(fx.Node, source), inside)
+        steps = [0, *(axis % (value.dim() - 1) + 1 for axis in cast("list[int]", axes))]
+        keep = bool(rest[0]) if rest else False
+        total = value.sum(steps, keepdim=keep)
+        return total[0] if keep else total
+
+    def _sum_of_product(self, one: fx.Node, other: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        if not self.varies(other):
+            return self.summed(one, inside) @ self.env[other]
+        if not self.varies(one):
+            return self.env[one] @ self.summed(other, inside)
+        left, right = self._stacked(one, inside), self._stacked(other, inside)
+        return left.permute(1, 0, 2).reshape(left.shape[1], -1) @ right.reshape(-1, right.shape[2])
+
+    def _rows_added(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        """Rows of all steps, added at their indices to a table of zeros."""
+        if node.target is _aten.embedding_dense_backward.default:
+            rows, index, count, padding, by_frequency = node.args
+        else:
+            (_, (index,), rows, _), shape = cast("tuple[Any, Any, Any, Any]", node.args), _shape(node)
+            count, padding, by_frequency = shape[0], -1, False
+        rows, index = (self._each(cast(fx.Node, each), inside) for each in (rows, index))
+        flat, at = rows.reshape(index.numel(), -1), index.reshape(-1)
+        at = at if node.target is _aten.embedding_dense_backward.default else at.remainder(cast(int, count))
+        found = _aten.embedding_dense_backward.default(flat, at, count, padding, by_frequency)
+        return found.reshape(_shape(node))
+
+    def _each(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        """The value for all steps, also of what is the same in each."""
+        value = self._stacked(node, inside)
+        return value if self.varies(node) else value.expand(self.steps, *value.shape)
+
+    def _stacked(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
+        """The value for all steps, computed when it is first asked for."""
+        if node not in self.env:
+            self.evaluate([each for each in inside if each not in self.env], [node])
+        return self.env[node]
+
+
+def summed_at_once(node: fx.Node) -> bool:
+    """Whether an operator, given what it reads of all steps, yields the sum of what it yields in each step."""
+    if node.target is _aten.embedding_dense_backward.default:
+        return not node.args[4]  # by frequency, it counts within a step
+    if node.target is not _aten.index_put.default or node.args[3:] != (True,):
+        return False
+    table, indices, rows, _ = cast("tuple[fx.Node, list[fx.Node | None], fx.Node, bool]", node.args)
+    (index, *others), width = indices, _shape(table)[1:]
+    whole = index is not None and not others and _shape(rows) == (*_shape(index), *width)
+    small = rows.meta["val"].dtype not in (torch.float32, torch.float64)
+    return whole and not small and table.target in _ZEROS
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args, kwargs = cast("tuple[Any, Any]", fx.map_arg((node.args, node.kwargs), lambda each: values[each]))
+    return cast(Any, node.target)(*args, **kwargs)
+
+
+def _vmap(function: Callable[..., Any], dims: tuple[int | None, ...]) -> Callable[..., Any]:
+    return torch.vmap(function, in_dims=dims, randomness="error")
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta.get("val"), "shape", None)
+
 
 Gradients = list[Tensor | None]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from tests.recurrent.recurrent_cases import close, eagerly, gradients, needs_compiler, planned, run_by
 from weft.recurrent import Recurrent, cells
 from weft.recurrent.backends import NoPlanWarning
-from weft.recurrent.bulk import summed_at_once
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit
+from weft.recurrent.plan import summed_at_once
 
 pytestmark = needs_compiler
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, fx
 
 from weft.recurrent.buffers import pool, rounded
-from weft.recurrent.bulk import Bulk, summed_at_once
 from weft.recurrent.captured import Captured
 from weft.recurrent.cpp import compiler
 from weft.recurrent.cpp.codegen import Emitter, explain_function
@@ -30,7 +29,7 @@ from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
 from weft.recurrent.cpp.scheduling import LoopFunction
 from weft.recurrent.engine import Chunk, Gradients, chunk_length
-from weft.recurrent.parts import explain, leading_to
+from weft.recurrent.plan import Bulk, explain, leading_to, summed_at_once
 
 _HERE = Path(__file__).parent
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")

@@ -37,7 +37,7 @@ from weft.recurrent.cpp.ir import (
     schema_arguments,
     whole_view,
 )
-from weft.recurrent.parts import leading_to
+from weft.recurrent.plan import leading_to
 
 aten = cast(Any, torch.ops.aten)
 

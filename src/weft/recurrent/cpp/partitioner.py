@@ -61,7 +61,7 @@ from weft.recurrent.cpp.ir import (
     shares_storage,
 )
 from weft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, refusal
-from weft.recurrent.parts import CARRIED, INPUT, STATE, dependences, leading_to
+from weft.recurrent.plan import CARRIED, INPUT, STATE, dependences, leading_to
 
 _TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
     aten.t.default: lambda at, args: at.t(),

@@ -1,9 +1,7 @@
 """Layers out of recurrent networks.
 
-lstm.py, gru.py, rnn.py   drop-ins for torch.nn's       drop_in.py, arguments.py   what they have in common
-caffe2.py                 Caffe2's LSTM                 steps.py, beside.py        their cells, beside their weights
-bidirectional.py          both ways in time             reverse.py, packing.py     time turned round; packed rows
-stack.py                  layer upon layer
+rnn.py             LSTM, GRU, RNN: drop-ins for torch.nn's     stack.py     layer upon layer
+bidirectional.py   both ways in time                           caffe2.py    Caffe2's LSTM
 """
 
 from weft.recurrent.layers.bidirectional import Bidirectional
