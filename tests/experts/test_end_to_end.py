@@ -203,7 +203,7 @@ def test_addresses_that_never_change_need_no_directory(server: Server) -> None:
 
 
 def test_an_expert_without_an_address_is_told_at_once_where_addresses_never_change(server: Server) -> None:
-    for addresses, known in (({"fussy": server.address}, "fussy"), ({}, "nobody")):
+    for addresses, known in (({"fussy": server.address}, "fussy"), ({}, "no expert")):
         with (
             Connections(addresses) as connections,
             RemoteExpert("fusy", connections, timeout=2.0) as remote,
