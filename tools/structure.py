@@ -207,7 +207,7 @@ LINES, FILES = (31_500, 47_000), (195, 395)
 CLASSES, BASES, OFTEN, CORE = (0, 40), (0, 40), (0, 6), (0, 30)
 PIPE = (14, 36), (120, 300)
 RECURRENT = (12, 32), (70, 160)
-EXPERT = (26, 64), (150, 400)
+EXPERT = (26, 45), (150, 350)
 
 
 def main() -> int:
