@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, _decomp
 
-from weft.recurrent.cpp.operators import aten
+from weft.recurrent.cpp.expressions import aten
 
 
 def convolution(

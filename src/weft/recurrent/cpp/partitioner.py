@@ -50,6 +50,7 @@ import torch
 from torch import Tensor, fx
 
 from weft.recurrent.captured import Captured, alike
+from weft.recurrent.cpp.expressions import FILL, RESHAPES, aten, is_view
 from weft.recurrent.cpp.ir import (
     C_TYPES,
     REDUCED_PRECISION,
@@ -60,7 +61,7 @@ from weft.recurrent.cpp.ir import (
     schema_arguments,
     shares_storage,
 )
-from weft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, refusal
+from weft.recurrent.cpp.operators import refusal
 from weft.recurrent.plan import CARRIED, INPUT, STATE, dependences, leading_to
 
 _TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
