@@ -204,8 +204,8 @@ def expert_walks() -> list[Figure]:
 
 # (budget, limit) each
 LINES, FILES = (31_500, 47_000), (195, 395)
-CLASSES, BASES, OFTEN, CORE = (0, 40), (0, 40), (0, 6), (0, 30)
-PIPE = (14, 36), (120, 300)
+CLASSES, BASES, OFTEN, CORE = (0, 40), (0, 40), (0, 6), (0, 0)
+PIPE = (14, 20), (120, 235)
 RECURRENT = (12, 32), (70, 160)
 EXPERT = (26, 45), (150, 350)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from weft import Pipe
-from weft.core.context import Ambient, ProcessFlags, is_checkpointing, is_recomputing, phase
-from weft.core.segment import Keep, Segment, Visit
-from weft.pipeline.device import Parcel
+from weft.core.context import ExecutionContext, ProcessFlags, is_checkpointing, is_recomputing, phase
+from weft.core.segment import Keep, MicroBatchContext, Segment
+from weft.pipeline.device import Message
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
 from weft.pipeline.schedule import Schedule, gpipe
@@ -32,25 +32,25 @@ def executor(request: pytest.FixtureRequest) -> Iterator[SerialExecutor | Thread
 
 def seen_by(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dict[str, list[Any]]:
     """What `look` returns inside every forward of two stages: called here, and going back outside of it."""
-    ambient = Ambient.capture(["cpu"])
+    ambient = ExecutionContext.capture(["cpu"])
     found: dict[str, list[Any]] = {"first": [], "again": []}
 
-    def function(visit: Visit, x: torch.Tensor) -> tuple[torch.Tensor]:
+    def function(visit: MicroBatchContext, x: torch.Tensor) -> tuple[torch.Tensor]:
         found["again" if is_recomputing() else "first"].append(look())
         return (x * 2,)
 
     routes = (Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,)))
     segments = [Segment(function), Segment(function)]
-    visits = [Visit(i, ambient) for i in range(2)]
+    visits = [MicroBatchContext(i, ambient) for i in range(2)]
     run = Run(Wiring(routes, 2), segments, visits, lambda stage, i: keep, [None, None])
-    given = {0: {Address(0, 0, i): Parcel(torch.ones(1, requires_grad=True)) for i in range(2)}}
+    given = {0: {Address(0, 0, i): Message(torch.ones(1, requires_grad=True)) for i in range(2)}}
 
     def walk(schedule: Schedule, given: Any) -> None:
         executor.walk(schedule, run.perform, given, ambient)
 
     walk(gpipe(2, 2).forward_only(), given)
     if keep == "inputs":
-        back = {1: {Address(2, OUTSIDE, i): Parcel([torch.ones(1)]) for i in range(2)}}
+        back = {1: {Address(2, OUTSIDE, i): Message([torch.ones(1)]) for i in range(2)}}
         outside = threading.Thread(target=walk, args=(gpipe(2, 2).backward_only(), back))
         outside.start()  # a new thread knows nothing of the user's surroundings
         outside.join(10)
@@ -80,7 +80,7 @@ def test_autocast_reaches_every_worker_and_a_recomputation(executor: Any) -> Non
 
 def test_the_default_device_reaches_every_worker_and_a_recomputation(executor: Any) -> None:
     with torch.device("meta"):
-        ambient = Ambient.capture(["cpu"])
+        ambient = ExecutionContext.capture(["cpu"])
     assert ambient.default_device == torch.device("meta")
     devices: list[str] = []
     executor.walk(gpipe(2, 1), lambda action, box, post: devices.append(torch.ones(1).device.type), {}, ambient)
@@ -99,14 +99,14 @@ def test_the_flags_of_the_process_are_those_of_forward_while_going_back() -> Non
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
     wanted = ProcessFlags.capture()
-    ambient = Ambient.capture(["cpu"])
+    ambient = ExecutionContext.capture(["cpu"])
     before.establish()
     assert wanted != before
     with pytest.raises(KeyError), ambient.process_flags():
         assert ProcessFlags.capture() == wanted
         raise KeyError
     assert ProcessFlags.capture() == before, "also after an error"
-    with Ambient.capture(["cpu"]).process_flags():
+    with ExecutionContext.capture(["cpu"]).process_flags():
         assert ProcessFlags.capture() == before
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.core.rng import Dice, RandomUse, generators, mix
+from weft.core.rng import RandomUse, RngStreams, generators, mix
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def nothing() -> Tensor:
 
 
 def forward(
-    dice: Dice, stages: list[Callable[[], Tensor]], order: list[tuple[int, int]]
+    dice: RngStreams, stages: list[Callable[[], Tensor]], order: list[tuple[int, int]]
 ) -> dict[tuple[int, int], Tensor]:
     """What the stages draw for two micro-batches, in any order."""
     drawn: dict[tuple[int, int], Tensor] = {}
@@ -68,9 +68,9 @@ def test_the_cpu_has_one_generator_and_meta_none_of_its_own() -> None:
 @given(st.permutations(ALL))
 def test_numbers_do_not_depend_on_the_order_and_a_repetition_draws_them_again(order: list[tuple[int, int]]) -> None:
     torch.manual_seed(3)
-    wanted = forward(Dice(uses(), [0, 0]), [draw, draw], ALL)
+    wanted = forward(RngStreams(uses(), [0, 0]), [draw, draw], ALL)
     torch.manual_seed(3)
-    dice = Dice(uses(), [0, 0])
+    dice = RngStreams(uses(), [0, 0])
     seen, again = forward(dice, [draw, draw], order), forward(dice, [draw, draw], ALL)
     for key in ALL:
         assert torch.equal(wanted[key], seen[key]) and torch.equal(wanted[key], again[key])
@@ -82,7 +82,7 @@ def test_a_step_that_draws_moves_the_callers_generator_by_one_draw_and_another_n
     before = torch.get_rng_state()
     known = uses()
     for _ in range(3):
-        dice = Dice(known, [0, 0])
+        dice = RngStreams(known, [0, 0])
         forward(dice, [nothing, nothing], ALL)
         assert dice.settle()
         assert torch.equal(torch.get_rng_state(), before)
@@ -90,14 +90,14 @@ def test_a_step_that_draws_moves_the_callers_generator_by_one_draw_and_another_n
     torch.randint(1 << 62, ())
     after_one_draw = torch.get_rng_state()
     torch.set_rng_state(before)
-    dice = Dice(uses(), [0, 0])
+    dice = RngStreams(uses(), [0, 0])
     forward(dice, [nothing, draw], ALL)
     assert dice.settle()
     assert torch.equal(torch.get_rng_state(), after_one_draw)
 
 
 def test_inside_the_scope_the_caller_sees_nothing_of_the_draws_even_on_error() -> None:
-    dice = Dice(uses(), [0, 0])
+    dice = RngStreams(uses(), [0, 0])
     before = torch.get_rng_state()
     with pytest.raises(KeyError), dice.scope(0, 0):
         draw()
@@ -110,7 +110,7 @@ def test_inside_the_scope_the_caller_sees_nothing_of_the_draws_even_on_error() -
 def test_the_verdict_is_kept_per_configuration() -> None:
     known = uses(1)
     for configuration, stage in (("eval", nothing), ("train", draw), ("eval", nothing)):
-        dice = Dice(known, [configuration])
+        dice = RngStreams(known, [configuration])
         with dice.scope(0, 0):
             stage()
         assert dice.settle()
@@ -122,19 +122,19 @@ def test_a_surprise_lets_the_step_run_again_with_the_same_seed_and_every_stage_h
     other: Callable[[], Tensor],
 ) -> None:
     known = uses()
-    dice = Dice(known, [0, 0])
+    dice = RngStreams(known, [0, 0])
     forward(dice, [nothing, other], ALL)
     assert dice.settle()
     torch.manual_seed(5)
-    surprised = Dice(known, [0, 0])
+    surprised = RngStreams(known, [0, 0])
     forward(surprised, [draw, other], ALL)
     assert not surprised.settle()
-    again = Dice(known, [0, 0])
+    again = RngStreams(known, [0, 0])
     seen = forward(again, [draw, other], ALL)
     assert again.settle()
     after = torch.get_rng_state()
     torch.manual_seed(5)
-    fresh = Dice(uses(), [0, 0])
+    fresh = RngStreams(uses(), [0, 0])
     wanted = forward(fresh, [draw, other], ALL)
     assert fresh.settle()
     assert all(torch.equal(wanted[key], seen[key]) for key in ALL)
@@ -144,19 +144,19 @@ def test_a_surprise_lets_the_step_run_again_with_the_same_seed_and_every_stage_h
 
 def test_a_model_known_to_be_quiet_needs_no_scope_and_is_still_found_out() -> None:
     known = uses()
-    dice = Dice(known, [0, 0])
+    dice = RngStreams(known, [0, 0])
     assert not dice.quiet, "nothing is known yet"
     forward(dice, [nothing, nothing], ALL)
     dice.settle()
-    dice = Dice(known, [0, 0])
+    dice = RngStreams(known, [0, 0])
     assert dice.quiet
     draw()  # outside of every scope
     assert not dice.settle()
-    assert not Dice(known, [0, 0]).quiet
+    assert not RngStreams(known, [0, 0]).quiet
 
 
 def test_one_stage_holds_the_generator_while_others_wait() -> None:
-    dice, inside, most = Dice(uses(4), [0] * 4), [0], [0]
+    dice, inside, most = RngStreams(uses(4), [0] * 4), [0], [0]
     start = threading.Barrier(4)
 
     def stage(number: int) -> None:
@@ -177,11 +177,11 @@ def test_one_stage_holds_the_generator_while_others_wait() -> None:
 
 
 def test_the_seed_of_a_step_is_drawn_by_turns_and_so_is_what_is_put_back() -> None:
-    wanted = Dice(uses(), [0, 0]).seed
+    wanted = RngStreams(uses(), [0, 0]).seed
     torch.manual_seed(0)
-    other = threading.Thread(target=lambda: seeds.append(Dice(uses(), [0, 0]).seed))
+    other = threading.Thread(target=lambda: seeds.append(RngStreams(uses(), [0, 0]).seed))
     seeds: list[int] = []
-    dice = Dice(uses(), [0, 0])
+    dice = RngStreams(uses(), [0, 0])
     torch.manual_seed(0)
     with dice.scope(0, 0):
         other.start()
@@ -198,7 +198,7 @@ def test_stages_walk_back_at_the_same_time_but_where_layers_run_again_in_it(itse
     x = torch.ones(3, requires_grad=True)
     dropped = nn.functional.dropout
     y = checkpoint(dropped, x, use_reentrant=False).exp() if itself else dropped(x).exp()
-    dice, meeting, alone = Dice(uses(), [0, 0]), threading.Barrier(2), list[bool]()
+    dice, meeting, alone = RngStreams(uses(), [0, 0]), threading.Barrier(2), list[bool]()
 
     def walk(stage: int) -> None:
         with dice.backward(stage, lambda: [y.grad_fn]):
@@ -218,12 +218,12 @@ def test_stages_walk_back_at_the_same_time_but_where_layers_run_again_in_it(itse
 
 def test_quiet_stages_do_not_wait_for_each_other_nor_for_one_that_draws() -> None:
     known = uses(3)
-    dice = Dice(known, [0] * 3)
+    dice = RngStreams(known, [0] * 3)
     for number, stage in enumerate([draw, nothing, nothing]):
         with dice.scope(number, 0):
             stage()
     assert dice.settle()
-    dice = Dice(known, [0] * 3)
+    dice = RngStreams(known, [0] * 3)
     meeting = threading.Barrier(3)
 
     def meet(number: int) -> None:

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.core.context import Ambient, is_checkpointing, is_recomputing
+from weft.core.context import ExecutionContext, is_checkpointing, is_recomputing
 from weft.core.errors import InPlaceError
-from weft.core.segment import GradientSum, Keep, Segment, Visit, cut
+from weft.core.segment import GradientSum, Keep, MicroBatchContext, Segment, cut
 
 
-def visit(index: int = 0) -> Visit:
+def visit(index: int = 0) -> MicroBatchContext:
     """A passage of one micro-batch, here and now."""
-    return Visit(index, Ambient.capture(["cpu"]))
+    return MicroBatchContext(index, ExecutionContext.capture(["cpu"]))
 
 
 def leaf(*values: float) -> Tensor:
@@ -44,7 +44,7 @@ class Calls:
         self.weight = weight
         self.seen: list[tuple[bool, bool, bool]] = []
 
-    def __call__(self, visit: Visit, x: Tensor, pair: tuple[Tensor, None]) -> tuple[Any, ...]:
+    def __call__(self, visit: MicroBatchContext, x: Tensor, pair: tuple[Tensor, None]) -> tuple[Any, ...]:
         self.seen.append((is_checkpointing(), is_recomputing(), torch.is_grad_enabled()))
         return {"y": (x * self.weight).sin() + pair[0], "n": 3}, x.exp()
 
@@ -141,7 +141,7 @@ def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
 def test_a_recomputation_is_done_in_the_surroundings_of_its_forward() -> None:
     dtypes: list[torch.dtype] = []
 
-    def function(visit: Visit, x: Tensor) -> tuple[Tensor]:
+    def function(visit: MicroBatchContext, x: Tensor) -> tuple[Tensor]:
         y = x @ x
         dtypes.append(y.dtype)
         return (y,)

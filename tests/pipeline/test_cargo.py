@@ -1,4 +1,4 @@
-"""Cargo cuts a mini-batch and joins its gradients; outcomes join results and cut the gradients of the whole."""
+"""MiniBatch cuts a mini-batch and joins its gradients; outcomes join results and cut the gradients of the whole."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from weft import NoChunk
 from weft.core.errors import BatchError, SpecError
 from weft.core.pytree import flatten
 from weft.pipeline.loss import WeightedLoss, checked_loss
-from weft.pipeline.microbatch import Cargo, JoinedOutput
+from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 
 SIZES = {"count": st.integers(1, 9), "chunks": st.integers(1, 5)}
 
@@ -27,7 +27,7 @@ def leaves_of(parts: list) -> list:
 def test_the_gradient_of_the_mini_batch_is_that_of_its_micro_batches(count: int, chunks: int) -> None:
     x, y = rows(count, 2).requires_grad_(), rows(count, 3, seed=1)
     whole = rows(4, seed=2).requires_grad_()
-    cargo = Cargo([{"x": x, "n": 3}, (y, NoChunk(whole))], chunks)
+    cargo = MiniBatch([{"x": x, "n": 3}, (y, NoChunk(whole))], chunks)
     assert sum(cargo.rows) == count and cargo.micro_batches == len(cargo.rows) == min(count, chunks)
     assert [id(each) for each in cargo.tensors] == [id(x), id(whole)]
     gradients: list[list[Tensor | None]] = []
@@ -45,12 +45,12 @@ def test_the_gradient_of_the_mini_batch_is_that_of_its_micro_batches(count: int,
 @given(**SIZES)
 def test_pieces_are_still_connected_with_the_callers_tensors(count: int, chunks: int) -> None:
     x = rows(count, 2).requires_grad_()
-    sum(part.square().sum() for (part,) in Cargo([x], chunks).pieces()).backward()
+    sum(part.square().sum() for (part,) in MiniBatch([x], chunks).pieces()).backward()
     assert_close(x.grad, 2 * x.detach())
 
 
 def test_a_tensor_that_no_micro_batch_used_has_no_gradient() -> None:
-    cargo = Cargo([(rows(4, 2).requires_grad_(), rows(4, 2).requires_grad_())], 2)
+    cargo = MiniBatch([(rows(4, 2).requires_grad_(), rows(4, 2).requires_grad_())], 2)
     unused, used = cargo.gradients([[None, None], [None, rows(2, 2)]])
     assert unused is None and used is not None
     assert torch.equal(used, torch.cat([torch.zeros_like(rows(2, 2)), rows(2, 2)]))
@@ -59,7 +59,7 @@ def test_a_tensor_that_no_micro_batch_used_has_no_gradient() -> None:
 
 def test_input_and_target_must_agree_in_rows() -> None:
     with pytest.raises(BatchError) as caught:
-        Cargo([rows(7, 2), {"y": rows(6)}], 3)
+        MiniBatch([rows(7, 2), {"y": rows(6)}], 3)
     assert "(input, target)" in str(caught.value)
     assert "7 rows" in str(caught.value) and "6 rows" in str(caught.value)
 
@@ -70,7 +70,7 @@ def test_input_and_target_must_agree_in_rows() -> None:
 @given(**SIZES)
 def test_an_output_is_joined_and_its_gradient_cut_again(count: int, chunks: int) -> None:
     x = rows(count, 2)
-    pieces = [part for (part,) in Cargo([x], chunks).leaves()]
+    pieces = [part for (part,) in MiniBatch([x], chunks).leaves()]
     outcome = JoinedOutput()
     results = [{"y": each.requires_grad_(), "note": "same", "i": each.argmax(1)} for each in pieces]
     tensors, tracked = outcome.gather(results)

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.routing import Address, Closed, Mailbox, Shelf
+from weft.pipeline.routing import Address, Closed, LocalQueue, Mailbox
 
 addresses = st.builds(Address, st.integers(0, 2), st.integers(0, 2), st.integers(-2, 2))
 
 
-@pytest.mark.parametrize("box", [Shelf, Mailbox])
+@pytest.mark.parametrize("box", [LocalQueue, Mailbox])
 @given(st.data(), st.lists(addresses, unique=True))
 def test_a_value_is_found_by_its_address_in_whatever_order(box: Any, data: st.DataObject, sent: list[Address]) -> None:
     here = box()
@@ -24,11 +24,11 @@ def test_a_value_is_found_by_its_address_in_whatever_order(box: Any, data: st.Da
 
 def test_a_shelf_never_waits() -> None:
     with pytest.raises(KeyError):
-        Shelf().take(Address(0, 0, 0))
+        LocalQueue().take(Address(0, 0, 0))
 
 
 def test_a_taken_value_is_no_longer_held() -> None:
-    for box in (Shelf(), Mailbox()):
+    for box in (LocalQueue(), Mailbox()):
         for value in ("first", "second"):
             box.put(Address(0, 0, 0), value)
             assert box.take(Address(0, 0, 0)) == value

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.autotune import Choice, TimedJourney
+from weft.pipeline.autotune import Choice, TimedCall
 
 TURNS = 6  # one to warm up, five that count
 
@@ -99,7 +99,7 @@ def test_a_timed_journey_does_the_same_and_reports_once_it_is_over(with_backward
     for step in range(2 * TURNS):
         assert choice.decisions() == {}, f"too early, after {step} steps"
         journey = Journey()
-        timed = TimedJourney(journey, choice, "step", choice.pick("step"), with_backward=with_backward)
+        timed = TimedCall(journey, choice, "step", choice.pick("step"), with_backward=with_backward)
         assert timed.forward()[1] == [True]
         if with_backward:
             assert timed.backward([None], retain=False) == [None]
@@ -115,5 +115,5 @@ def test_a_journey_that_fails_passes_its_error_on_and_is_not_counted(error: type
 
     choice = Choice(2)
     with pytest.raises(error):
-        TimedJourney(Failing(), choice, "step", 0, with_backward=False).forward()
+        TimedCall(Failing(), choice, "step", 0, with_backward=False).forward()
     assert choice.pick("step") == 0

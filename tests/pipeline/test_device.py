@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from weft import Pipe
-from weft.pipeline.device import CudaPlace, Parcel, Place, join_walk, leave_walk, parcel
+from weft.pipeline.device import CudaPlace, Message, Place, join_walk, leave_walk, parcel
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -15,18 +15,18 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def test_what_is_there_already_arrives_as_it_is() -> None:
     x = torch.ones(2, requires_grad=True)
     value = {"x": x, "n": 3, "none": None}
-    arrived = Place(CPU).arrive(Parcel(value))
+    arrived = Place(CPU).arrive(Message(value))
     assert arrived["x"] is x and arrived["n"] == 3 and arrived["none"] is None
 
 
 def test_only_what_is_on_a_gpu_waits_for_the_event_of_its_parcel() -> None:
     x, event = torch.ones(2), object()  # a CPU tensor that travels with one of a GPU, whose event this stands for
-    assert Place(CPU).arrive(Parcel((x, 1), event))[0] is x
-    assert Place(META).arrive(Parcel((x, 1), event))[0].device == META
+    assert Place(CPU).arrive(Message((x, 1), event))[0] is x
+    assert Place(META).arrive(Message((x, 1), event))[0].device == META
 
 
 def test_what_is_elsewhere_is_moved_and_stays_a_leaf_that_wants_what_it_wanted() -> None:
-    arrived = Place(META).arrive(Parcel((torch.ones(2, requires_grad=True), torch.ones(2))))
+    arrived = Place(META).arrive(Message((torch.ones(2, requires_grad=True), torch.ones(2))))
     assert [x.device for x in arrived] == [META, META]
     assert [x.requires_grad for x in arrived] == [True, False]
     assert all(x.is_leaf for x in arrived)

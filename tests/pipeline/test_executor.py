@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.forked import forked, only_with_fork
 from tests.strategies import any_schedules
-from weft.core.context import Ambient
+from weft.core.context import ExecutionContext
 from weft.core.rng import turn_at
-from weft.pipeline.device import Parcel
+from weft.pipeline.device import Message
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Closed
 from weft.pipeline.schedule import Action, Schedule, gpipe, needs, one_f_one_b
@@ -54,14 +54,14 @@ class Chain:
         self.threads.setdefault(threading.current_thread().name, set()).add(action.stage)
         self.done.append(action)
         for reader in self.readers[action]:
-            post.boxes[post.worker_of[reader.stage]].put(self.at(action, reader), Parcel(action))
+            post.boxes[post.worker_of[reader.stage]].put(self.at(action, reader), Message(action))
         if not self.readers[action]:
-            post.send(OUTSIDE, Address(0, OUTSIDE, self.numbers[action]), Parcel(action))
+            post.send(OUTSIDE, Address(0, OUTSIDE, self.numbers[action]), Message(action))
 
 
-def here() -> Ambient:
+def here() -> ExecutionContext:
     """The surroundings of this thread."""
-    return Ambient.capture(["cpu"])
+    return ExecutionContext.capture(["cpu"])
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_an_exception_holds_nothing_of_the_walk_after_it_is_dropped(threads: Thr
     def perform(action: Action, box: Any, post: Any) -> None:
         value = Value()
         values.append(weakref.ref(value))
-        post.boxes[0].put(Address(0, 0, 0), Parcel(value))
+        post.boxes[0].put(Address(0, 0, 0), Message(value))
         raise Oops
 
     def walk() -> None:
@@ -359,7 +359,7 @@ def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surround
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_what_the_caller_gives_lies_in_the_box_of_its_stage(threads: ThreadExecutor, threaded: bool) -> None:
-    given = {stage: {Address(7, stage, 0): Parcel(f"for {stage}")} for stage in range(3)}
+    given = {stage: {Address(7, stage, 0): Message(f"for {stage}")} for stage in range(3)}
     seen: dict[int, str] = {}
 
     def perform(action: Action, box: Any, post: Any) -> None:

@@ -14,7 +14,7 @@ from tests.pipeline.pipe_cases import CHECKPOINTS, EXECUTORS, assert_close, chai
 from weft import NoChunk, Pipe
 from weft.core.errors import SpecError, UsageError
 from weft.pipeline.loss import LossWeights
-from weft.pipeline.microbatch import Cargo
+from weft.pipeline.microbatch import MiniBatch
 
 CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
 SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
@@ -105,7 +105,7 @@ def test_one_s_own_weight_goes_before_what_is_known_and_has_no_graph() -> None:
         return len(target)
 
     y = torch.tensor([0, -100, 1, 2])
-    weights = LossWeights(functional.cross_entropy, "mean", weight).of(Cargo([rows(4, 2), y], 3), y)
+    weights = LossWeights(functional.cross_entropy, "mean", weight).of(MiniBatch([rows(4, 2), y], 3), y)
     assert weights == [0.5, 0.25, 0.25] and not any(seen)
 
 

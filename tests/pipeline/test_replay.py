@@ -19,10 +19,10 @@ from tests.pipeline.pipe_cases import (
     piped,
     rows,
 )
-from weft.core.context import Ambient, phase
+from weft.core.context import ExecutionContext, phase
 from weft.core.errors import ChangedError
-from weft.core.rng import Dice, RandomUse, generators
-from weft.core.segment import Visit
+from weft.core.rng import RandomUse, RngStreams, generators
+from weft.core.segment import MicroBatchContext
 from weft.pipeline.microbatch import split
 from weft.pipeline.stage import Stage
 
@@ -153,7 +153,9 @@ def test_stages_take_turns_at_a_norm_that_both_have_while_it_writes() -> None:
 
     for stage in stages:
         stage.replay.take_turns([norm], Turns())
-    visit = Visit(0, Ambient.capture(["cpu"]), Dice([RandomUse(generators([cpu])) for _ in stages], [0] * 3))
+    visit = MicroBatchContext(
+        0, ExecutionContext.capture(["cpu"]), RngStreams([RandomUse(generators([cpu])) for _ in stages], [0] * 3)
+    )
     for stage in stages:
         stage.survey()
         stage(visit, rows(4, 2))

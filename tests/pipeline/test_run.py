@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.core.context import Ambient
+from weft.core.context import ExecutionContext
 from weft.core.errors import BackwardTwiceError
-from weft.core.segment import Keep, Segment, Visit, cut
-from weft.pipeline.device import Parcel
+from weft.core.segment import Keep, MicroBatchContext, Segment, cut
+from weft.pipeline.device import Message
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
 from weft.pipeline.schedule import gpipe
 from weft.pipeline.step import Run
 
 WIDTH = 3
-Given = dict[int, dict[Address, Parcel]]
+Given = dict[int, dict[Address, Message]]
 
 
 def recurrent_wiring(layers: int, delay: int) -> Wiring:
@@ -69,8 +69,8 @@ def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int,
         return lambda visit, xs, h: over_chunk(step, xs, h)
 
     segments = [Segment(function(cell(pair)), list(pair)) for pair in weights]
-    ambient = Ambient.capture(["cpu"])
-    visits = [Visit(i, ambient) for i in range(chunks)]
+    ambient = ExecutionContext.capture(["cpu"])
+    visits = [MicroBatchContext(i, ambient) for i in range(chunks)]
     return Run(recurrent_wiring(len(weights), delay), segments, visits, keeps, [None] * len(weights))
 
 
@@ -121,11 +121,11 @@ def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unroll
     up, state = range(1, layers + 1), range(layers + 1, 2 * layers + 1)
     given: Given = {layer: {} for layer in range(layers)}
     for i, x in enumerate(xs):
-        given[0][Address(0, 0, i)] = Parcel(cut(x))
+        given[0][Address(0, 0, i)] = Message(cut(x))
     for layer in range(layers):
         for i, h in enumerate(starts[layer]):
-            given[layer][Address(state[layer], layer, i - delay)] = Parcel(cut(h))
-    schedule, ambient = gpipe(layers, chunks), Ambient.capture(["cpu"])
+            given[layer][Address(state[layer], layer, i - delay)] = Message(cut(h))
+    schedule, ambient = gpipe(layers, chunks), ExecutionContext.capture(["cpu"])
     left = executor.walk(schedule.forward_only(), run.perform, given, ambient)
     out_at = [Address(up[-1], OUTSIDE, i) for i in range(chunks)]
     ends_at = [
@@ -138,7 +138,7 @@ def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unroll
 
     back: Given = {layer: {} for layer in range(layers)}
     for at, gradient in zip([*out_at, *ends_at], seeds, strict=True):
-        back[run.wiring.routes[at.route].source][at] = Parcel([gradient])
+        back[run.wiring.routes[at.route].source][at] = Message([gradient])
     home = executor.walk(schedule.backward_only(), run.perform, back, ambient)
     found = [home[Address(0, 0, i)].value[0] for i in range(chunks)]
     for layer in range(layers):
@@ -153,11 +153,11 @@ def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unroll
 
 def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, keep: Keep, **more: Any) -> Run:
     """Some functions without parameters, wired by hand."""
-    ambient = Ambient.capture(["cpu"])
+    ambient = ExecutionContext.capture(["cpu"])
     return Run(
         Wiring(tuple(routes), len(functions)),
         [Segment(function, more.get("parameters", ())) for function in functions],
-        [Visit(i, ambient) for i in range(micro_batches)],
+        [MicroBatchContext(i, ambient) for i in range(micro_batches)],
         lambda stage, i: keep,
         [None] * len(functions),
     )
@@ -181,12 +181,12 @@ def test_the_gradients_of_all_readers_add_up_and_an_idle_reader_adds_nothing(exe
         keep,
     )
     x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
-    schedule, ambient = gpipe(4, 1), Ambient.capture(["cpu"])
-    forward = executor.walk(schedule.forward_only(), run.perform, {0: {Address(0, 0, 0): Parcel(cut(x))}}, ambient)
+    schedule, ambient = gpipe(4, 1), ExecutionContext.capture(["cpu"])
+    forward = executor.walk(schedule.forward_only(), run.perform, {0: {Address(0, 0, 0): Message(cut(x))}}, ambient)
     out = Address(4, OUTSIDE, 0)
     y = (2 * x + 1) * (3 * x) + 15 * x
     torch.testing.assert_close(forward[out].value, y, rtol=0, atol=0)
-    home = executor.walk(schedule.backward_only(), run.perform, {3: {out: Parcel([torch.ones_like(x)])}}, ambient)
+    home = executor.walk(schedule.backward_only(), run.perform, {3: {out: Message([torch.ones_like(x)])}}, ambient)
     torch.testing.assert_close(home[Address(0, 0, 0)].value[0], 12 * x.detach() + 18)
     if isinstance(executor, ThreadExecutor):
         executor.close()
@@ -202,10 +202,10 @@ def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
         parameters=(weight,),
     )
     x = torch.tensor(2.0, requires_grad=True)
-    schedule, ambient, executor = gpipe(1, 1), Ambient.capture(["cpu"]), SerialExecutor()
-    given = {0: {Address(0, 0, 0): Parcel(cut(x))}}
+    schedule, ambient, executor = gpipe(1, 1), ExecutionContext.capture(["cpu"]), SerialExecutor()
+    given = {0: {Address(0, 0, 0): Message(cut(x))}}
     executor.walk(schedule.forward_only(), run.perform, given, ambient)
-    back = {0: {Address(1, OUTSIDE, 0): Parcel([torch.tensor(10.0)])}}
+    back = {0: {Address(1, OUTSIDE, 0): Message([torch.tensor(10.0)])}}
     for retain in (True, True, False):
         run.turn_back(retain=retain)
         home = executor.walk(schedule.backward_only(), run.perform, back, ambient)
@@ -219,17 +219,17 @@ def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None
     weight = torch.tensor(3.0, requires_grad=True)
     routes = [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))]
     run = chain_run([lambda visit, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))
-    schedule, ambient, executor = gpipe(1, 2), Ambient.capture(["cpu"]), SerialExecutor()
-    given = {0: {Address(0, 0, i): Parcel(torch.tensor(2.0)) for i in range(2)}}
+    schedule, ambient, executor = gpipe(1, 2), ExecutionContext.capture(["cpu"]), SerialExecutor()
+    given = {0: {Address(0, 0, i): Message(torch.tensor(2.0)) for i in range(2)}}
     executor.walk(schedule.forward_only(), run.perform, given, ambient)
-    ones: dict[Address, Parcel] = {Address(1, OUTSIDE, i): Parcel([torch.tensor(1.0)]) for i in range(2)}
+    ones: dict[Address, Message] = {Address(1, OUTSIDE, i): Message([torch.tensor(1.0)]) for i in range(2)}
     last = schedule.backward_only().workers[0][-1].micro_batch
     run.turn_back(retain=True)
     with pytest.raises(RuntimeError):  # after the first micro-batch, in the second
         executor.walk(
             schedule.backward_only(),
             run.perform,
-            {0: {**ones, Address(1, OUTSIDE, last): Parcel([torch.ones(5)])}},
+            {0: {**ones, Address(1, OUTSIDE, last): Message([torch.ones(5)])}},
             ambient,
         )
     run.turn_back(retain=False)
@@ -260,10 +260,10 @@ def test_an_exception_says_in_a_note_where_it_was(kind: str) -> None:
         "graph",
     )
     given: Given = {
-        0: {Address(0, 0, i): Parcel(torch.tensor(float(i), requires_grad=True)) for i in range(2)},
-        1: {Address(2, OUTSIDE, i): Parcel([torch.tensor(1.0)]) for i in range(2)},
+        0: {Address(0, 0, i): Message(torch.tensor(float(i), requires_grad=True)) for i in range(2)},
+        1: {Address(2, OUTSIDE, i): Message([torch.tensor(1.0)]) for i in range(2)},
     }
     with pytest.raises(KeyError, match="mine") as caught:
-        SerialExecutor().walk(gpipe(2, 2), run.perform, given, Ambient.capture(["cpu"]))
+        SerialExecutor().walk(gpipe(2, 2), run.perform, given, ExecutionContext.capture(["cpu"]))
     word = "forward" if kind == "F" else "backward"
     assert caught.value.__notes__ == [f"weft: in {word} of stage 1, micro-batch 1 (1{kind}1)"]

@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.pipeline.pipe_cases import rows
 from weft import pop, skippable, stash
-from weft.core.context import Ambient, phase
+from weft.core.context import ExecutionContext, phase
 from weft.core.errors import SkipError
-from weft.core.rng import Dice, RandomUse, generators
-from weft.core.segment import Visit
+from weft.core.rng import RandomUse, RngStreams, generators
+from weft.core.segment import MicroBatchContext
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.stage import Call, Stage
 
@@ -23,8 +23,12 @@ def stage_of(*layers: nn.Module, index: int = 0, popped: Any = (), stashed: Any 
     return Stage(index, named, CPU, popped=popped, stashed=stashed)
 
 
-def visit(stages: int = 1) -> Visit:
-    return Visit(0, Ambient.capture(["cpu"]), Dice([RandomUse(generators([CPU])) for _ in range(stages)], [0] * stages))
+def visit(stages: int = 1) -> MicroBatchContext:
+    return MicroBatchContext(
+        0,
+        ExecutionContext.capture(["cpu"]),
+        RngStreams([RandomUse(generators([CPU])) for _ in range(stages)], [0] * stages),
+    )
 
 
 @skippable(stash=["a", "b"])

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.core.context import Ambient
-from weft.core.segment import Keep, Segment, Visit
-from weft.pipeline.device import Parcel
+from weft.core.context import ExecutionContext
+from weft.core.segment import Keep, MicroBatchContext, Segment
+from weft.pipeline.device import Message
 from weft.pipeline.executor import SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
 from weft.pipeline.schedule import Action, gpipe
@@ -30,35 +30,35 @@ ROUTES = (
 )
 
 
-def first(visit: Visit, x: Tensor) -> tuple[Tensor, Tensor]:
+def first(visit: MicroBatchContext, x: Tensor) -> tuple[Tensor, Tensor]:
     """Saves x, which is the caller's, and makes two values."""
     return x.sin(), x + 1
 
 
-def second(visit: Visit, x: Tensor) -> tuple[Tensor]:
+def second(visit: MicroBatchContext, x: Tensor) -> tuple[Tensor]:
     """Saves its output."""
     return (x.tanh(),)
 
 
-def third(visit: Visit, x: Tensor, skip: Tensor) -> tuple[Tensor]:
+def third(visit: MicroBatchContext, x: Tensor, skip: Tensor) -> tuple[Tensor]:
     """Saves both inputs."""
     return (x * skip,)
 
 
 def recorded(executor: Any, keep: Keep, micro_batches: int, memory: bool = True) -> Recorder:
     """One step of three stages with a skip over the middle one."""
-    recorder, ambient = Recorder(memory=memory), Ambient.capture(["cpu"])
+    recorder, ambient = Recorder(memory=memory), ExecutionContext.capture(["cpu"])
     xs = [torch.ones(CELLS, dtype=torch.float64, requires_grad=True) for _ in range(micro_batches)]
     recorder.ignore(xs)
-    visits = [Visit(i, ambient) for i in range(micro_batches)]
+    visits = [MicroBatchContext(i, ambient) for i in range(micro_batches)]
     segments = [Segment(function) for function in (first, second, third)]
     run = Run(Wiring(ROUTES, 3), segments, visits, lambda stage, i: keep, [None] * 3, recorder)
     schedule = gpipe(3, micro_batches)
-    given = {0: {Address(0, 0, i): Parcel(x.detach().requires_grad_()) for i, x in enumerate(xs)}}
+    given = {0: {Address(0, 0, i): Message(x.detach().requires_grad_()) for i, x in enumerate(xs)}}
     executor.walk(schedule.forward_only(), run.perform, given, ambient)
     if keep != "nothing":
         seed = torch.ones(CELLS, dtype=torch.float64)
-        back = {2: {Address(3, OUTSIDE, i): Parcel([seed]) for i in range(micro_batches)}}
+        back = {2: {Address(3, OUTSIDE, i): Message([seed]) for i in range(micro_batches)}}
         executor.walk(schedule.backward_only(), run.perform, back, ambient)
     return recorder
 

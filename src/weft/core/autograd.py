@@ -109,7 +109,7 @@ _autograd = cast(Any, torch._C)._autograd
 
 
 @runtime_checkable
-class Journey(Protocol):
+class CutFunction(Protocol):
     """One step: from the tensors that go in to those that come out, and their gradients the same way back."""
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
@@ -129,7 +129,7 @@ class TwiceDifferentiable(Protocol):
     """
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """As `Journey.backward`, under grad mode; autograd can differentiate what it returns."""
+        """As `CutFunction.backward`, under grad mode; autograd can differentiate what it returns."""
         ...
 
 
@@ -157,7 +157,7 @@ class Boundary(torch.autograd.Function):
     """Use `cross`; this is its autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, journey: Journey, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, journey: CutFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, tracked = journey.forward()
         ctx.journey = journey
@@ -166,7 +166,7 @@ class Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        journey: Journey = ctx.journey
+        journey: CutFunction = ctx.journey
         try:
             if not isinstance(journey, TwiceDifferentiable):
                 forbid_batched(gradients)
@@ -196,7 +196,7 @@ def current_task() -> int:
     return int(cast(Any, torch._C)._current_graph_task_id())
 
 
-def cross(journey: Journey, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def cross(journey: CutFunction, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Take the journey as one node of autograd; `tensors` are all that it may have gradients for."""
     return cast("tuple[Tensor, ...]", Boundary.apply(journey, *tensors))
 

@@ -6,7 +6,7 @@ the user calls, entered by every worker, and entered again when a stage is recom
 usually runs outside of the user's ``with torch.autocast(...)``.
 
 Flags that belong to the *process* (deterministic algorithms, float32 matmul precision) need no carrying into
-threads, but a recomputation must see those of its forward: `Ambient.process_flags` sees to it.
+threads, but a recomputation must see those of its forward: `ExecutionContext.process_flags` sees to it.
 """
 
 import contextvars
@@ -56,7 +56,7 @@ def has_local_modes() -> bool:
     function mode, hooks on what autograd saves such as those of save_on_cpu.
 
     They may hold state that no other thread may touch, so they cannot be carried into workers. The function mode of a
-    default device is none of them: see `Ambient`.
+    default device is none of them: see `ExecutionContext`.
     """
     if _c._len_torch_dispatch_stack() or _c._autograd._top_saved_tensors_default_hooks(True):
         return True
@@ -86,7 +86,7 @@ class ProcessFlags:
 
 
 @dataclass(frozen=True)
-class Ambient:
+class ExecutionContext:
     """The surroundings of one call, captured in the caller's thread by `capture`.
 
     The workers' grad mode is not in here: segments set it action by action.
@@ -100,10 +100,10 @@ class Ambient:
     context: contextvars.Context
 
     @staticmethod
-    def capture(device_types: Iterable[str]) -> "Ambient":
+    def capture(device_types: Iterable[str]) -> "ExecutionContext":
         """The surroundings of this thread, as far as they concern devices of the given types."""
         kinds = tuple(dict.fromkeys(("cpu", *device_types)))
-        return Ambient(
+        return ExecutionContext(
             torch.is_inference_mode_enabled(),
             kinds,
             tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)),

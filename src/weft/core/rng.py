@@ -79,13 +79,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_Turns.begin)
 
 
-class Turn:
+class GeneratorLock:
     """One turn, which began with the generators in the states `before`.
 
     What runs inside it, in whichever thread, takes turns by `inside`.
     """
 
-    def __init__(self, turns: _Turns, around: "Turn | None", sources: Sequence[torch.Generator]) -> None:
+    def __init__(self, turns: _Turns, around: "GeneratorLock | None", sources: Sequence[torch.Generator]) -> None:
         self.turns = turns
         self.around = around
         self.sources = sources
@@ -99,10 +99,10 @@ class Turn:
         return not self.over and self.turns is _Turns.here
 
 
-_turn: ContextVar[Turn | None] = ContextVar("weft_turn", default=None)
+_turn: ContextVar[GeneratorLock | None] = ContextVar("weft_turn", default=None)
 
 
-def _present() -> Turn | None:
+def _present() -> GeneratorLock | None:
     """The innermost turn around this call. A worker's context may remember some that are over."""
     turn = _turn.get()
     while turn is not None and not turn.lasts:
@@ -116,11 +116,11 @@ def carry() -> Callable[[], object]:
 
 
 @contextmanager
-def turn_at(sources: Sequence[torch.Generator]) -> Generator[Turn]:
+def turn_at(sources: Sequence[torch.Generator]) -> Generator[GeneratorLock]:
     """Nobody else has a turn meanwhile; but whoever has one already may take further ones inside."""
     around, turns = _present(), _Turns.here
     with turns.lock if around is None else around.inside:
-        turn = Turn(turns, around, sources)
+        turn = GeneratorLock(turns, around, sources)
         token = _turn.set(turn)
         turns.changes += around is None
         try:
@@ -275,7 +275,7 @@ class RandomUse:
     repeats: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
 
 
-class Dice:
+class RngStreams:
     """The random numbers of one step (one mini-batch through all stages).
 
     `scope` surrounds every forward and recomputation of one stage with one micro-batch; it may be left out where
@@ -374,8 +374,8 @@ class Dice:
         return True
 
 
-class Silence:
-    """In place of `Dice`, for a step in the caller's thread whose kind drew nothing before: it only listens.
+class RngProbe:
+    """In place of `RngStreams`, for a step in the caller's thread whose kind drew nothing before: it only listens.
 
     Then nothing has to be known of the stages beforehand; what they draw would show in the generators' states.
     """

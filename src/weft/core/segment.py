@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from weft.core.context import Ambient, phase
+from weft.core.context import ExecutionContext, phase
 from weft.core.errors import InPlaceError, SpecError, UsageError
 from weft.core.pytree import OPEN, flatten, unflatten
 
@@ -302,14 +302,14 @@ Gradients = list[Tensor | None]
 
 
 @dataclass(frozen=True)
-class Visit:
+class MicroBatchContext:
     """One passage of one micro-batch, of so many: what a function may need to know besides its inputs.
 
     `notes` is where a function leaves for its own recomputation what it cannot know then, each at a key of its own.
     """
 
     micro_batch: int
-    ambient: Ambient
+    ambient: ExecutionContext
     context: Any = None
     notes: dict[int, Any] = field(default_factory=dict[int, Any], compare=False)
     micro_batches: int = 1
@@ -347,7 +347,9 @@ class Segment:
         self.function = function
         self.parameters = list(parameters)
 
-    def forward(self, visit: Visit, values: Sequence[Any], keep: Keep) -> tuple[tuple[Any, ...], "Tape | None"]:
+    def forward(
+        self, visit: MicroBatchContext, values: Sequence[Any], keep: Keep
+    ) -> tuple[tuple[Any, ...], "Tape | None"]:
         """Run the function over `values`, whose tensors are leaves already.
 
         Returns the values for the readers, still to be `cut`, and the tape. Raises InPlaceError when the
@@ -372,7 +374,7 @@ class Segment:
             )
         return outputs, tape
 
-    def call(self, visit: Visit, values: Sequence[Any]) -> tuple[Any, ...]:
+    def call(self, visit: MicroBatchContext, values: Sequence[Any]) -> tuple[Any, ...]:
         """The function, under the autocast of the user's call."""
         if not visit.ambient.autocast:
             return self.function(visit, *values)
@@ -385,7 +387,7 @@ class Tape:
 
     __slots__ = ("_inputs", "_keep", "_outputs", "_structures", "_versions", "_visit", "segment")
 
-    def __init__(self, segment: Segment, visit: Visit, values: Sequence[Any], keep: Keep) -> None:
+    def __init__(self, segment: Segment, visit: MicroBatchContext, values: Sequence[Any], keep: Keep) -> None:
         self.segment = segment
         self._visit = visit
         self._keep = keep

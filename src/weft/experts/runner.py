@@ -40,10 +40,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.context import Ambient
+from weft.core.context import ExecutionContext
 from weft.core.errors import SpecError, UsageError, WeftError, listed
-from weft.core.rng import Dice, RandomUse, drawn, generators, mix
-from weft.core.segment import Segment, Tape, Visit
+from weft.core.rng import RandomUse, RngStreams, drawn, generators, mix
+from weft.core.segment import MicroBatchContext, Segment, Tape
 from weft.core.spec import TensorSpec
 from weft.experts.errors import ExpertError, WireError
 from weft.experts.optimizer_step import nbytes, storages
@@ -88,7 +88,7 @@ class ModuleRunner:
         self.call = call
         self.effects = SideEffects(module, device, zlib.crc32(name.encode()))
         self.device = device
-        self._ambient = Ambient.capture([device.type])
+        self._ambient = ExecutionContext.capture([device.type])
         self._segment = Segment(self._function)
         self._latest: list[Tensor] = []
         self.outputs = self._rehearsed(name, outputs)
@@ -127,10 +127,10 @@ class ModuleRunner:
         held = storages([*inputs, *graph.leaves, *gradients]) | self.effects.storages() if parameters else set[int]()
         return BackwardResult(inputs, parameters, held)
 
-    def _visit(self, seed: int, inputs: Sequence[Tensor]) -> Visit:
-        return Visit(0, self._ambient, (seed, inputs[0].shape[0]))
+    def _visit(self, seed: int, inputs: Sequence[Tensor]) -> MicroBatchContext:
+        return MicroBatchContext(0, self._ambient, (seed, inputs[0].shape[0]))
 
-    def _function(self, visit: Visit, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _function(self, visit: MicroBatchContext, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Flat inputs to flat outputs: each is a value of the segment by itself, and nothing is nested but here."""
         seed, rows = visit.context
         return tuple(self.outputs.tensors(self.effects.run(seed, self._applied, inputs), rows))
@@ -192,7 +192,7 @@ class ModuleRunner:
         inputs = [spec.empty(size, self.device).detach() for spec in shapes]
         visit = self._visit(0, inputs)
 
-        def applied(visit: Visit, *inputs: Tensor) -> tuple[Any, ...]:
+        def applied(visit: MicroBatchContext, *inputs: Tensor) -> tuple[Any, ...]:
             return (self._applied(inputs),)
 
         def forward() -> Any:
@@ -346,7 +346,7 @@ class SideEffects:
         filled = [place for place, slot in enumerate(self._slots) if slot.tensor is not None]
         every = TensorSnapshot([self._slots[place] for place in filled])
         versions, state = [tensor._version for tensor in inputs], self._state()
-        dice = Dice([self._use], [self._configuration()])
+        dice = RngStreams([self._use], [self._configuration()])
         self.seed = dice.seed or self.seed
         try:
             with dice.scope(0, 0):

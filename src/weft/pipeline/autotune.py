@@ -46,15 +46,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as checkpointing
 
-from weft.core.autograd import Journey, current_task, forbid_batched, forbid_double, keeps_graph
-from weft.core.context import Ambient, Phase, phase
+from weft.core.autograd import CutFunction, current_task, forbid_batched, forbid_double, keeps_graph
+from weft.core.context import ExecutionContext, Phase, phase
 from weft.core.errors import TWICE, BackwardTwiceError, advise
 from weft.core.pytree import Structure, flatten, unflatten
-from weft.core.rng import Dice, Silence
-from weft.core.segment import Function, Keep, Visit
-from weft.pipeline.microbatch import Cargo, Outcome
+from weft.core.rng import RngProbe, RngStreams
+from weft.core.segment import Function, Keep, MicroBatchContext
+from weft.pipeline.microbatch import MiniBatch, Output
 from weft.pipeline.plan import Plan
-from weft.pipeline.step import Order
+from weft.pipeline.step import StepRequest
 
 _WARM_UP = 1
 _SAMPLES = 5
@@ -135,11 +135,11 @@ class Choice:
         return self._trials.setdefault(kind, _Trial([[] for _ in range(self.candidates)]))
 
 
-class TimedJourney:
+class TimedCall:
     """A journey that reports what its forward and first backward took together, or its forward if that is all."""
 
     def __init__(
-        self, journey: Journey, choice: Choice, kind: Hashable, candidate: int, *, with_backward: bool
+        self, journey: CutFunction, choice: Choice, kind: Hashable, candidate: int, *, with_backward: bool
     ) -> None:
         self._journey = journey
         self._report: tuple[Choice, Hashable, int] | None = (choice, kind, candidate)
@@ -147,7 +147,7 @@ class TimedJourney:
         self._seconds = 0.0
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `Journey.forward`."""
+        """See `CutFunction.forward`."""
         start = perf_counter()
         result = self._journey.forward()
         self._seconds = perf_counter() - start
@@ -156,7 +156,7 @@ class TimedJourney:
         return result
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """See `Journey.backward`."""
+        """See `CutFunction.backward`."""
         start = perf_counter()
         result = self._journey.backward(gradients, retain=retain)
         self._seconds += perf_counter() - start
@@ -236,20 +236,22 @@ _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
 Keeps = Callable[[int, int], Keep]
 
 
-def run_visible(order: Order, ambient: Ambient, *, enter: bool = True) -> Any:
+def run_visible(order: StepRequest, ambient: ExecutionContext, *, enter: bool = True) -> Any:
     """The output, or where the loss is inside the loss, of a mini-batch, with its graph.
 
     Without `enter` it runs in the surroundings that it is called in.
     """
 
-    def forward(dice: Dice) -> list[Any]:
+    def forward(dice: RngStreams) -> list[Any]:
         with _inside(ambient) if enter else nullcontext():
             return _micro_batches(order.plan, order.cargo, order.keeps, ambient, dice)
 
     return order.outcome.visible(order.trusted(forward))
 
 
-def run_silent(plan: Plan, cargo: Cargo, outcome: Outcome, ambient: Ambient, silence: Silence) -> tuple[Any] | None:
+def run_silent(
+    plan: Plan, cargo: MiniBatch, outcome: Output, ambient: ExecutionContext, silence: RngProbe
+) -> tuple[Any] | None:
     """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
     results = _micro_batches(plan, cargo, keep_graph, ambient, silence)
     return None if silence.broken() else (outcome.visible(results),)
@@ -261,18 +263,20 @@ def keep_graph(segment: int, micro_batch: int) -> Keep:
 
 
 @contextmanager
-def _inside(ambient: Ambient) -> Generator[None]:
+def _inside(ambient: ExecutionContext) -> Generator[None]:
     with ambient.here(), ambient.casting():
         yield
 
 
-def _micro_batches(plan: Plan, cargo: Cargo, keeps: Keeps, ambient: Ambient, context: Dice | Silence) -> list[Any]:
+def _micro_batches(
+    plan: Plan, cargo: MiniBatch, keeps: Keeps, ambient: ExecutionContext, context: RngStreams | RngProbe
+) -> list[Any]:
     count = cargo.micro_batches
-    visits = [Visit(i, ambient, context, micro_batches=count) for i in range(count)]
+    visits = [MicroBatchContext(i, ambient, context, micro_batches=count) for i in range(count)]
     return [_micro_batch(plan, keeps, visit, parts) for visit, parts in zip(visits, cargo.pieces(), strict=True)]
 
 
-def _micro_batch(plan: Plan, keeps: Keeps, visit: Visit, parts: Sequence[Any]) -> Any:
+def _micro_batch(plan: Plan, keeps: Keeps, visit: MicroBatchContext, parts: Sequence[Any]) -> Any:
     """One micro-batch through all stages; what crosses from one to another keeps its graph."""
     values: dict[int, Any] = {inlet.route: part for inlet, part in zip(plan.gate.inlets, parts, strict=True)}
     for stage, function in enumerate(plan.functions):
@@ -287,7 +291,9 @@ def _micro_batch(plan: Plan, keeps: Keeps, visit: Visit, parts: Sequence[Any]) -
     return values[plan.gate.result]
 
 
-def _call(keeps: Keeps, function: Function, visit: Visit, segment: int, inputs: list[Any]) -> tuple[Any, ...]:
+def _call(
+    keeps: Keeps, function: Function, visit: MicroBatchContext, segment: int, inputs: list[Any]
+) -> tuple[Any, ...]:
     """One segment, with its graph or only its inputs kept."""
     if keeps(segment, visit.micro_batch) != "inputs":
         return function(visit, *inputs)
@@ -307,7 +313,7 @@ class _Repeated:
     until nobody holds the error any more (PyTorch 2.11), or become another one if it is a ``StopIteration``.
     """
 
-    def __init__(self, function: Callable[..., Any], visit: Visit, structure: Structure) -> None:
+    def __init__(self, function: Callable[..., Any], visit: MicroBatchContext, structure: Structure) -> None:
         self.failed: list[BaseException] = []
         self._function, self._visit, self._structure = function, visit, structure
         self._called = False

@@ -34,11 +34,11 @@ from torch.nn.utils import parametrize
 from weft.core.autograd import StepsInBackward
 from weft.core.errors import DeviceError, UsageError, listed
 from weft.core.pytree import flatten
-from weft.core.segment import Function, Visit, children_first
-from weft.pipeline.stage import Stage, Survey
+from weft.core.segment import Function, MicroBatchContext, children_first
+from weft.pipeline.stage import ModuleScan, Stage
 
 
-class Searched:
+class ForeignParameterCheck:
     """A segment's function, which looks now and then for what does not belong to it.
 
     `layers` are those of all segments by name, in the order of the segments; `number` is this one, and `more` what
@@ -60,7 +60,7 @@ class Searched:
         self.has_python_functions = False
         """Whether a graph that was searched has autograd functions written in Python."""
 
-    def __call__(self, visit: Visit, *values: Any) -> tuple[Any, ...]:
+    def __call__(self, visit: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
         """Run the function. See the class for what may be raised."""
         outputs = self._function(visit, *values)
         if torch.is_grad_enabled():
@@ -163,7 +163,7 @@ def refuse_cached_weights(stages: Iterable[Stage]) -> None:
                 )
 
 
-def check_places(surveys: Sequence[Survey]) -> None:
+def check_places(surveys: Sequence[ModuleScan]) -> None:
     """Raise one DeviceError that lists every parameter and buffer which is not where its stage runs."""
     misplaced = [fault for survey in surveys for fault in survey.misplaced]
     if misplaced:
@@ -188,7 +188,7 @@ def forbid_steps(found: Iterable[tuple[str, StepsInBackward]]) -> None:
         )
 
 
-class Talker(NamedTuple):
+class CollectiveLayer(NamedTuple):
     """A module of a stage that talks within a group of several processes."""
 
     stage: int
@@ -202,12 +202,12 @@ class Talker(NamedTuple):
         return isinstance(self.module, nn.SyncBatchNorm) and not self.module.training
 
 
-def talkers(stages: Iterable[Sequence[tuple[str, nn.Module]]]) -> list[Talker]:
+def collective_layers(stages: Iterable[Sequence[tuple[str, nn.Module]]]) -> list[CollectiveLayer]:
     """The modules that talk, as far as one can see; a layer that calls `torch.distributed` itself cannot be seen."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     return [
-        Talker(stage, name, module, group)
+        CollectiveLayer(stage, name, module, group)
         for stage, layers in enumerate(stages)
         for name, layer in layers
         if not any(map(shards, layer.modules()))  # which is refused in other words
@@ -216,9 +216,9 @@ def talkers(stages: Iterable[Sequence[tuple[str, nn.Module]]]) -> list[Talker]:
     ]
 
 
-def forbid_workers(found: Iterable[Talker]) -> None:
+def forbid_workers(found: Iterable[CollectiveLayer]) -> None:
     """Raise UsageError if stages that are to run in threads of their own talk within one group."""
-    by_group: dict[str, list[Talker]] = {}
+    by_group: dict[str, list[CollectiveLayer]] = {}
     for each in found:
         if not each.quiet:
             by_group.setdefault(each.group, []).append(each)

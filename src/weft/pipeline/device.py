@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.core.pytree import flatten, unflatten
 
 
-class Parcel(NamedTuple):
+class Message(NamedTuple):
     """A value on its way, with the `torch.cuda.Event` that says when its tensors are ready (None: they are)."""
 
     value: Any
@@ -45,21 +45,21 @@ class Place:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def arrive(self, parcel: Parcel) -> Any:
+    def arrive(self, parcel: Message) -> Any:
         """The value, on this device and ready to be read."""
         leaves, structure = flatten(parcel.value)
         return unflatten(structure, [self._arrive(x, parcel) if isinstance(x, Tensor) else x for x in leaves])
 
-    def _arrive(self, tensor: Tensor, parcel: Parcel) -> Tensor:
+    def _arrive(self, tensor: Tensor, parcel: Message) -> Tensor:
         if parcel.ready is not None and tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).wait_event(parcel.ready)
             if self.device.type == "cpu":
                 parcel.ready.synchronize()
         return _moved(tensor, self.device)
 
-    def depart(self, value: Any) -> Parcel:
+    def depart(self, value: Any) -> Message:
         """The value, ready to be sent."""
-        return Parcel(value)
+        return Message(value)
 
     @contextmanager
     def here(self) -> Generator[None]:
@@ -83,7 +83,7 @@ class CudaPlace(Place):
         self._compute = torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
 
-    def _arrive(self, tensor: Tensor, parcel: Parcel) -> Tensor:
+    def _arrive(self, tensor: Tensor, parcel: Message) -> Tensor:
         if tensor.device == self.device:
             if parcel.ready is not None:
                 self._compute.wait_event(parcel.ready)
@@ -99,8 +99,8 @@ class CudaPlace(Place):
         moved.record_stream(self._compute)
         return moved
 
-    def depart(self, value: Any) -> Parcel:
-        return Parcel(value, self._compute.record_event())
+    def depart(self, value: Any) -> Message:
+        return Message(value, self._compute.record_event())
 
     @contextmanager
     def here(self) -> Generator[None]:
@@ -133,7 +133,7 @@ def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None])
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def parcel(value: Any) -> Parcel:
+def parcel(value: Any) -> Message:
     """A value of the caller, with the event after which the caller's stream has made it."""
     device = next((x.device for x in flatten(value)[0] if isinstance(x, Tensor) and x.is_cuda), None)
-    return Parcel(value, None if device is None else torch.cuda.current_stream(device).record_event())
+    return Message(value, None if device is None else torch.cuda.current_stream(device).record_event())

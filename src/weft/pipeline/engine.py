@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.core.autograd import Journey, StepsInBackward, cross, forbid_transforms
-from weft.core.context import Ambient, has_local_modes
-from weft.core.rng import Dice, RandomUse, Silence, generators
+from weft.core.autograd import CutFunction, StepsInBackward, cross, forbid_transforms
+from weft.core.context import ExecutionContext, has_local_modes
+from weft.core.rng import RandomUse, RngProbe, RngStreams, generators
 from weft.core.segment import Keep
-from weft.pipeline.autotune import Layouts, TimedJourney, guarded, needs_cuts, run_silent, run_visible, time_graph
-from weft.pipeline.checks import Searched, check_places, forbid_steps, forbid_workers, talkers
+from weft.pipeline.autotune import Layouts, TimedCall, guarded, needs_cuts, run_silent, run_visible, time_graph
+from weft.pipeline.checks import ForeignParameterCheck, check_places, collective_layers, forbid_steps, forbid_workers
 from weft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, never_recomputes
 from weft.pipeline.executor import Executor, SerialExecutor, ThreadExecutor
 from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights, WeightedLoss
-from weft.pipeline.microbatch import Cargo, JoinedOutput, Outcome
+from weft.pipeline.microbatch import JoinedOutput, MiniBatch, Output
 from weft.pipeline.plan import Crossing, Plan, staged_plan
 from weft.pipeline.schedule import Schedule, build
-from weft.pipeline.stage import Stage, Survey, take_turns
-from weft.pipeline.step import Order, Step
+from weft.pipeline.stage import ModuleScan, Stage, take_turns
+from weft.pipeline.step import Step, StepRequest
 from weft.pipeline.tracing import Watcher
 
 _numbers = count()
@@ -56,14 +56,14 @@ class Runtime:
         self._threads = ThreadExecutor(f"pipe{next(_numbers)}")  # so that a trace of two pipes tells them apart
         self._serial = SerialExecutor()
         self._plans: dict[tuple[str, bool], Plan] = {}
-        self._searched: list[Searched] = []
+        self._searched: list[ForeignParameterCheck] = []
         self._weights = LossWeights(loss, reduction, loss_weight)
         self._loss = (
             None if loss is None else LossStage(len(self.stages), loss, devices[-1], guessed=self._weights.guessed)
         )
         self._dims = dims
         self._cuts = executor != "graph"
-        self._surroundings: Ambient | None = None
+        self._surroundings: ExecutionContext | None = None
         self._silent: set[Hashable] = set()
         self._steppers = [
             (f"layer {name!r} of stage {stage.index}", module)
@@ -72,7 +72,7 @@ class Runtime:
             for module in layer.modules()
             if isinstance(module, StepsInBackward)
         ]
-        self._talkers = talkers(stage.layers for stage in self.stages)
+        self._talkers = collective_layers(stage.layers for stage in self.stages)
         if executor == "auto" and self._talkers:
             executor = "serial"
         one_device = len(set(devices)) == 1
@@ -88,7 +88,7 @@ class Runtime:
             streams, cut = layout == "threads", layout in ("serial", "threads")
             plan = staged_plan(self.stages, self._crossing, executor, function, streams=streams, cut=cut)
             self._plans[key] = plan
-            self._searched += [each for each in plan.functions if isinstance(each, Searched)]
+            self._searched += [each for each in plan.functions if isinstance(each, ForeignParameterCheck)]
         return self._plans[key]
 
     @property
@@ -96,13 +96,13 @@ class Runtime:
         """How many worker threads there are now."""
         return self._threads.workers
 
-    def serve(self, request: "Request", *, training: bool) -> Any:
+    def serve(self, request: "PipeCall", *, training: bool) -> Any:
         """One step. Only `executor="auto"` asks whether the pipe is `training`, as such steps take other times.
 
         Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads or
         would take optimizer steps elsewhere per micro-batch.
         """
-        cargo = Cargo([request.main, *request.targets], request.chunks, request.axis)
+        cargo = MiniBatch([request.main, *request.targets], request.chunks, request.axis)
         kind = Kind(
             torch.is_grad_enabled(),
             training,
@@ -138,13 +138,13 @@ class Runtime:
             if not order.deferred and all(each is False for each in drew):
                 self._silent.add(kind)
             return result
-        ambient = Ambient.capture(self.device_types)
+        ambient = ExecutionContext.capture(self.device_types)
         if layout == "graph":
             return run_visible(order, ambient)
         step = Step(order, ambient)
-        journey: Journey = step
+        journey: CutFunction = step
         if candidate is not None:
-            journey = TimedJourney(step, self.layouts.choice, kind, candidate, with_backward=order.tracked)
+            journey = TimedCall(step, self.layouts.choice, kind, candidate, with_backward=order.tracked)
         if order.tracked:
             return order.outcome.filled(cross(journey, step.tensors))
         return order.outcome.filled(journey.forward()[0])
@@ -156,7 +156,7 @@ class Runtime:
             time_graph(outputs, perf_counter() - begun, self.layouts.choice, kind, candidate)
         return result
 
-    def _silently(self, request: "Request", cargo: Cargo, kind: Hashable) -> tuple[Any] | None:
+    def _silently(self, request: "PipeCall", cargo: MiniBatch, kind: Hashable) -> tuple[Any] | None:
         """An uncut step that needs no survey, since the last one of its kind drew nothing; None if this one did.
 
         Its few lines are for models of small operators: what a step touches is in no cache when it begins.
@@ -164,7 +164,7 @@ class Runtime:
         if self._surroundings is None or self._casts():
             return None
         plan, outcome = self.plan("uncut", bool(request.targets)), self._outcome(request, cargo)
-        found = run_silent(plan, cargo, outcome, self._surroundings, Silence(self.uses))
+        found = run_silent(plan, cargo, outcome, self._surroundings, RngProbe(self.uses))
         if found is None:
             self._silent.discard(kind)
             for use in self.uses:
@@ -174,7 +174,7 @@ class Runtime:
     def _casts(self) -> bool:
         return any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
 
-    def _outcome(self, request: "Request", cargo: Cargo) -> Outcome:
+    def _outcome(self, request: "PipeCall", cargo: MiniBatch) -> Output:
         if request.targets:
             weights = self._weights.of(cargo, request.targets[0])
             return WeightedLoss(weights, cargo.given, self._dims.extras, cargo.rows)
@@ -182,16 +182,16 @@ class Runtime:
         weights = [(rows if request.scalars == "mean" else 1) / max(whole, 1) for rows in cargo.rows]
         return JoinedOutput(cargo.given, self._dims.outputs, cargo.rows, weights if request.scalars else None)
 
-    def _visible(self, order: Order) -> Any:
+    def _visible(self, order: StepRequest) -> Any:
         """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
         for autocast, whose cache would make sums of gradients in a lower precision."""
         casts = self._casts()
         if casts or self._surroundings is None:
             # It outlives the step, so it must not hold the caller's context variables, which no visible step needs.
-            self._surroundings = replace(Ambient.capture(self.device_types), context=Context())
+            self._surroundings = replace(ExecutionContext.capture(self.device_types), context=Context())
         return run_visible(order, self._surroundings, enter=casts)
 
-    def _order(self, request: "Request", plan: Plan, cargo: Cargo, surveys: Sequence[Survey]) -> Order:
+    def _order(self, request: "PipeCall", plan: Plan, cargo: MiniBatch, surveys: Sequence[ModuleScan]) -> StepRequest:
         tracked = torch.is_grad_enabled() and bool(cargo.tensors or any(survey.parameters for survey in surveys))
         count = cargo.micro_batches
         schedule = build(request.schedule, plan.segments, count)
@@ -201,7 +201,7 @@ class Runtime:
         for stage in range(last + 1):  # the last one's with those of the loss
             owned = surveys[stage : len(surveys) if stage == last else stage + 1]
             parameters.append(list({id(p): p for survey in owned for p in survey.parameters}.values()))
-        return Order(
+        return StepRequest(
             plan=plan,
             schedule=schedule,
             cargo=cargo,
@@ -210,7 +210,7 @@ class Runtime:
             tracked=tracked,
             keeps=partial(self._keep, count, at_once) if tracked else _keep_nothing,
             deferred=[norm for survey in surveys for norm in survey.deferred],
-            dice=partial(Dice, self.uses[: len(surveys)], [survey.configuration for survey in surveys]),
+            dice=partial(RngStreams, self.uses[: len(surveys)], [survey.configuration for survey in surveys]),
             watcher=request.watcher,
             scale=request.scale,
             owners=request.owners,
@@ -250,7 +250,7 @@ class Kind(NamedTuple):
         return f"{', '.join(words)}, {many} of {sizes}, {numbers}{', cut' if self.cuts else ''}"
 
 
-class Request(NamedTuple):
+class PipeCall(NamedTuple):
     """One call of a pipe: `targets` is empty, or holds the target. `scalars` says how numbers of micro-batches in the
     output are combined ("mean" or "sum"; None: not at all); `owners`, by the id() of a parameter's copy, whose it is.
     """

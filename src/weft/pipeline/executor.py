@@ -21,14 +21,14 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from weft.core.context import Ambient, has_local_modes
+from weft.core.context import ExecutionContext, has_local_modes
 from weft.core.rng import carry
-from weft.pipeline.device import Parcel
-from weft.pipeline.routing import Address, Box, Closed, Mailbox, Post, Shelf
+from weft.pipeline.device import Message
+from weft.pipeline.routing import Address, Closed, Inbox, LocalQueue, Mailbox, Mailboxes
 from weft.pipeline.schedule import Action, Schedule
 
-Perform = Callable[[Action, Box, Post], None]
-Given = Mapping[int, Mapping[Address, Parcel]]
+Perform = Callable[[Action, Inbox, Mailboxes], None]
+Given = Mapping[int, Mapping[Address, Message]]
 """What the caller gives, by the stage that takes it."""
 
 
@@ -36,7 +36,9 @@ Given = Mapping[int, Mapping[Address, Parcel]]
 class Executor(Protocol):
     """What walks a schedule."""
 
-    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+    def walk(
+        self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
+    ) -> dict[Address, Message]:
         """Perform every action of the schedule in a valid order; return what left the run.
 
         The first exception of an action ends the walk and is raised here, with its own traceback.
@@ -44,8 +46,8 @@ class Executor(Protocol):
         ...
 
 
-def _post_for(boxes: Sequence[Box], schedule: Schedule, given: Given) -> Post:
-    post = Post(boxes, schedule.worker_of)
+def _post_for(boxes: Sequence[Inbox], schedule: Schedule, given: Given) -> Mailboxes:
+    post = Mailboxes(boxes, schedule.worker_of)
     for stage, parcels in given.items():
         for address, parcel in parcels.items():
             post.send(stage, address, parcel)
@@ -66,9 +68,11 @@ def _working() -> Generator[None]:
 class SerialExecutor:
     """All actions in the caller's thread, the micro-batch that has come furthest first."""
 
-    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+    def walk(
+        self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
+    ) -> dict[Address, Message]:
         """See `Executor.walk`."""
-        shelf = Shelf()
+        shelf = LocalQueue()
         post = _post_for([shelf] * len(schedule.workers), schedule, given)
         carried = carry()
 
@@ -103,7 +107,9 @@ class ThreadExecutor:
         """How many threads there are now."""
         return len(self._jobs)
 
-    def walk(self, schedule: Schedule, perform: Perform, given: Given, ambient: Ambient) -> dict[Address, Parcel]:
+    def walk(
+        self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
+    ) -> dict[Address, Message]:
         """See `Executor.walk`. On KeyboardInterrupt the workers stop after the action that each is in.
 
         Under modes or hooks of the calling thread all is done in that thread: workers would run without them.
@@ -229,12 +235,12 @@ class _Walk:
         self._running = 0
         self._carried = carry()
 
-    def start(self, jobs: "Sequence[SimpleQueue[_Job | None]]", ambient: Ambient) -> None:
+    def start(self, jobs: "Sequence[SimpleQueue[_Job | None]]", ambient: ExecutionContext) -> None:
         for worker, (queue, program) in enumerate(zip(jobs, self._schedule.workers, strict=False)):
             queue.put(_Job(self._program(worker, program, ambient), self._done))
             self._running += 1
 
-    def _program(self, worker: int, actions: Sequence[Action], ambient: Ambient) -> Callable[[], None]:
+    def _program(self, worker: int, actions: Sequence[Action], ambient: ExecutionContext) -> Callable[[], None]:
         box = self._boxes[worker]
 
         def steps() -> None:
@@ -273,7 +279,7 @@ class _Walk:
         """Let go of the error. Its traceback holds the frame that holds this walk: a cycle otherwise."""
         self._error = None
 
-    def result(self) -> dict[Address, Parcel]:
+    def result(self) -> dict[Address, Message]:
         error, self._error = self._error, None
         if error is not None:
             try:

@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import BatchError, SpecError, UsageError, listed
 from weft.core.pytree import flatten, map_leaves, structure_paths, unflatten
-from weft.core.segment import Gradients, Visit
+from weft.core.segment import Gradients, MicroBatchContext
 from weft.core.validation import is_number
-from weft.pipeline.microbatch import Cargo, JoinedOutput, common_structure
-from weft.pipeline.stage import Call, Stage, Survey
+from weft.pipeline.microbatch import JoinedOutput, MiniBatch, common_structure
+from weft.pipeline.stage import Call, ModuleScan, Stage
 
 LossFunction = Callable[[Any, Any], Any]
 """``loss(output, target)`` of one micro-batch: one number, a tensor of shape (); or a pair (number, extras)."""
@@ -56,7 +56,7 @@ class LossStage(Stage):
         self.function = function
         self._guessed = guessed
 
-    def of(self, visit: Visit, output: Any, target: Any) -> Any:
+    def of(self, visit: MicroBatchContext, output: Any, target: Any) -> Any:
         """The loss, or the pair (loss, extras). Raises SpecError when the loss is not one real number."""
         with _RefuseUncounted() if self._guessed and visit.micro_batches > 1 else nullcontext():
             result: Tensor | tuple[Tensor, Any] = self.run(visit, Call((output, target), {}), {})[0]
@@ -66,7 +66,7 @@ class LossStage(Stage):
             loss.register_hook(partial(_everywhere, mesh))
         return result
 
-    def survey(self) -> Survey:
+    def survey(self) -> ModuleScan:
         """As of any stage, but where its tensors are is the user's affair."""
         return super().survey()._replace(misplaced=[])
 
@@ -105,7 +105,7 @@ class LossWeights:
         of_torch = (called if isinstance(called, FunctionType) else kind).__module__.startswith("torch.nn.")
         self.guessed = not (self._sum or given or counts or of_torch)
 
-    def of(self, cargo: Cargo, target: Any) -> list[float]:
+    def of(self, cargo: MiniBatch, target: Any) -> list[float]:
         """One weight per micro-batch; they add up to one, unless the losses are to be summed.
 
         Raises UsageError if the target has padding of which nobody knows how the loss counts it, SpecError if the
@@ -292,7 +292,7 @@ class WeightedLoss:
         self._extras: Extras | None = None
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """See `Outcome.gather`. Raises BatchError when the extras cannot be joined."""
+        """See `Output.gather`. Raises BatchError when the extras cannot be joined."""
         losses, extras = _parted(results)
         tracked = [any(loss.requires_grad for loss in losses)]
         tensors = [self._sum([loss.detach() for loss in losses])]
@@ -302,7 +302,7 @@ class WeightedLoss:
         return tensors, tracked + [False] * (len(tensors) - 1)
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """See `Outcome.spread`."""
+        """See `Output.spread`."""
         gradient = gradients[0]  # extras have none
         return [[gradient * weight if weight and gradient is not None else None] for weight in self._weights]
 
@@ -311,11 +311,11 @@ class WeightedLoss:
         return self.spread([gradient if device is None else gradient.to(device)])
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """See `Outcome.filled`."""
+        """See `Output.filled`."""
         return tensors[0] if self._extras is None else (tensors[0], self._extras.filled(tensors[1:]))
 
     def visible(self, results: Sequence[Any]) -> Any:
-        """See `Outcome.visible`."""
+        """See `Output.visible`."""
         losses, extras = _parted(results)
         return (self._sum(losses), self._new_extras().visible(extras)) if extras else self._sum(losses)
 

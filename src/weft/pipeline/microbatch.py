@@ -12,7 +12,7 @@ Planning is separate from execution: a plan is a small value, made once per step
 in forward and takes their gradients the other way. ``split`` and ``join`` are inverse to each other. What cannot
 be joined exactly is refused: one number per micro-batch may be meant as a sum or as a mean.
 
-    Cargo          mini-batch (input, target) -> leaves per micro-batch;  their gradients -> one per tensor
+    MiniBatch          mini-batch (input, target) -> leaves per micro-batch;  their gradients -> one per tensor
     JoinedOutput   one output per micro-batch -> the whole output;        its gradients   -> one per micro-batch
 
 Micro-batches as the unit of pipelining are GPipe's idea (arXiv 1811.06965).
@@ -385,7 +385,7 @@ def _kinds(leaves: Sequence[Any]) -> str:
     return ", ".join(kinds) or "no leaves at all"
 
 
-class Cargo:
+class MiniBatch:
     """A mini-batch, cut into micro-batches. `tensors` are those that want a gradient, in order.
 
     `shared` are those that more than one micro-batch gets whole.
@@ -465,7 +465,7 @@ def _planned(values: Sequence[Any], chunks: int, axis: Any) -> tuple[SplitPlan, 
 
 
 @runtime_checkable
-class Outcome(Protocol):
+class Output(Protocol):
     """What becomes of the results of the last segment."""
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
@@ -512,7 +512,7 @@ class JoinedOutput:
         self._pieces = 0
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
-        """See `Outcome.gather`. Raises BatchError when the results cannot be joined."""
+        """See `Output.gather`. Raises BatchError when the results cannot be joined."""
         columns, joined = self._join(results)
         self._pieces = len(results)
         self._at = [k for k, leaf in enumerate(joined) if isinstance(leaf, Tensor)]
@@ -521,7 +521,7 @@ class JoinedOutput:
         return [joined[k].detach() for k in self._at], tracked
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
-        """See `Outcome.spread`."""
+        """See `Output.spread`."""
         pieces: list[Gradients] = [[None] * len(self._rest) for _ in range(self._pieces)]
         for k, gradient in zip(self._at, gradients, strict=True):
             if gradient is not None and self._plan is not None:
@@ -531,14 +531,14 @@ class JoinedOutput:
         return pieces
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """See `Outcome.filled`."""
+        """See `Output.filled`."""
         leaves = list(self._rest)
         for k, tensor in zip(self._at, tensors, strict=True):
             leaves[k] = tensor
         return unflatten(self._structure, leaves)
 
     def visible(self, results: Sequence[Any]) -> Any:
-        """See `Outcome.visible`."""
+        """See `Output.visible`."""
         joined = self._join(results)[1]
         return unflatten(self._structure, joined)
 

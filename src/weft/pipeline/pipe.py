@@ -36,7 +36,7 @@ from weft.pipeline.config import (
     resolve_layout,
     sizes_of,
 )
-from weft.pipeline.engine import Request, Runtime, on_meta
+from weft.pipeline.engine import PipeCall, Runtime, on_meta
 from weft.pipeline.loss import LossFunction, LossScale, LossWeight
 from weft.pipeline.microbatch import micro_sizes
 from weft.pipeline.plan import build_stages
@@ -215,7 +215,7 @@ class Pipe(nn.Module):
             targets = (kwargs.pop("target"),)
         main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
         axis = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets))
-        request = Request(main, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale)
+        request = PipeCall(main, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale)
         try:
             return runtime.serve(request, training=self.training)
         except TypeError as error:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.core.segment import Function, Visit
-from weft.pipeline.checks import Searched
+from weft.core.segment import Function, MicroBatchContext
+from weft.pipeline.checks import ForeignParameterCheck
 from weft.pipeline.device import CudaPlace, Place
 from weft.pipeline.executor import Executor
 from weft.pipeline.loss import LossStage
-from weft.pipeline.routing import OUTSIDE, Gate, Inlet, Route, Wiring
+from weft.pipeline.routing import OUTSIDE, EntryPoint, EntryPoints, Route, Wiring
 from weft.pipeline.skip import inspect_skip_layout
 from weft.pipeline.stage import Skip, Stage
 
@@ -34,7 +34,7 @@ class Plan:
     wiring: Wiring
     places: tuple[Place | None, ...]
     executor: Executor
-    gate: Gate
+    gate: EntryPoints
     stages: tuple[Stage, ...]
 
     @property
@@ -92,28 +92,28 @@ def staged_plan(
     routes.append(Route("loss" if loss else "output", last, (OUTSIDE,)))
     routes += [Route(f"skip {name!r}", source, readers) for (_, name), source, readers in crossing]
     functions: list[Function] = list(stages)
-    inlets = [Inlet(0, 0)]
+    inlets = [EntryPoint(0, 0)]
     if loss is not None:
-        inlets.append(Inlet(len(routes), last))
+        inlets.append(EntryPoint(len(routes), last))
         routes = [*routes, Route("target", OUTSIDE, (last,))]
         # The target's route comes last, so it is the last value that the function of the last stage gets.
         functions = [*functions[:-1], _with_loss(functions[-1], loss)]
     if cut:
         layers = [stage.layers for stage in stages]
         functions = [
-            Searched(each, layers, number, loss.function if loss and number == last else None)
+            ForeignParameterCheck(each, layers, number, loss.function if loss and number == last else None)
             for number, each in enumerate(functions)
         ]
     places = [_place(stage.device, stages, streams) for stage in stages]
     wiring = Wiring(tuple(routes), len(functions))
-    gate = Gate(tuple(inlets), last + 1, last)
+    gate = EntryPoints(tuple(inlets), last + 1, last)
     return Plan(tuple(functions), wiring, tuple(places), executor, gate, tuple(stages))
 
 
 def _with_loss(function: Function, loss: LossStage) -> Function:
     """The last segment, with the loss after its layers."""
 
-    def compute(visit: Visit, *values: Any) -> tuple[Any, ...]:
+    def compute(visit: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
         main, *stashed = function(visit, *values[:-1])
         return (loss.of(visit, main, values[-1]), *stashed)
 

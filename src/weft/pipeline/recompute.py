@@ -33,7 +33,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import ChangedError
 from weft.core.rng import generators
-from weft.core.segment import Visit, versions
+from weft.core.segment import MicroBatchContext, versions
 
 Buffers = dict[str, Tensor | None]
 
@@ -45,7 +45,7 @@ def only_writes(module: nn.Module) -> bool:
     return module.training and type(module).forward in _WRITE_ONLY
 
 
-class Seen(NamedTuple):
+class BufferSnapshot(NamedTuple):
     """The buffers of one module at one time, and how often each had been written to."""
 
     module: nn.Module
@@ -54,23 +54,23 @@ class Seen(NamedTuple):
     versions: Sequence[int]
 
     @staticmethod
-    def of(module: nn.Module) -> "Seen":
+    def of(module: nn.Module) -> "BufferSnapshot":
         buffers = dict(module._buffers)
-        return Seen(module, module.training, buffers, versions(x for x in buffers.values() if x is not None))
+        return BufferSnapshot(module, module.training, buffers, versions(x for x in buffers.values() if x is not None))
 
     def changed(self) -> bool:
         """Whether a buffer was written to or replaced since."""
-        now = Seen.of(self.module)
+        now = BufferSnapshot.of(self.module)
         same = now.buffers.keys() == self.buffers.keys() and now.versions == self.versions
         return not same or any(now.buffers[key] is not each for key, each in self.buffers.items())
 
 
-class Notes(NamedTuple):
+class Observations(NamedTuple):
     """What one forward of a stage found: copies of what is written to, and the versions of what is not."""
 
     norms: Sequence[nn.Module]
     copies: Sequence[tuple[nn.Module, Buffers]]
-    still: Sequence[Seen]
+    still: Sequence[BufferSnapshot]
     states: Sequence[tuple[torch.Generator, Tensor]]
 
 
@@ -104,14 +104,14 @@ class Replay:
         writers = [each for each in holders if self._may_write(each)] if self._shared else []
         self._alone = self._shared.isdisjoint([*norms, *writers, *self._sources])
 
-    def around(self, visit: Visit) -> AbstractContextManager[None] | None:
+    def around(self, visit: MicroBatchContext) -> AbstractContextManager[None] | None:
         """What has to surround a run of the stage, if anything."""
         if self._idle or (self._alone and not is_checkpointing() and not is_recomputing()):
             return None
         return self._surrounded(visit)
 
     @contextmanager
-    def _surrounded(self, visit: Visit) -> Generator[None]:
+    def _surrounded(self, visit: MicroBatchContext) -> Generator[None]:
         with nullcontext() if self._alone else self._turns:
             if is_checkpointing():
                 yield from self._noted(visit)
@@ -124,8 +124,8 @@ class Replay:
         """Whether the module is known to write to its buffers, or not known yet."""
         return self._writes.get((module, module.training), True)
 
-    def _noted(self, visit: Visit) -> Generator[None]:
-        seen = [Seen.of(each) for each in self._holders]
+    def _noted(self, visit: MicroBatchContext) -> Generator[None]:
+        seen = [BufferSnapshot.of(each) for each in self._holders]
         made: dict[int, Tensor] = {}
         copies = {each.module: _copied(each.buffers, made) for each in seen if self._may_write(each.module)}
         states = [(source, source.get_state()) for source in self._sources]
@@ -135,9 +135,9 @@ class Replay:
                 self._writes[each.module, each.training] = each.changed()
         written = [(each, copy) for each, copy in copies.items() if self._may_write(each)]
         still = [each for each in seen if not self._may_write(each.module)]
-        visit.notes[self.index] = Notes(self._norms, written, still, states)
+        visit.notes[self.index] = Observations(self._norms, written, still, states)
 
-    def _repeated(self, notes: Notes) -> Generator[None]:
+    def _repeated(self, notes: Observations) -> Generator[None]:
         for each in notes.still:
             if each.changed():
                 self._writes[each.module, each.training] = True

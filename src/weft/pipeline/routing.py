@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from weft.core.segment import Gradients
-from weft.pipeline.device import Parcel, parcel
+from weft.pipeline.device import Message, parcel
 
 OUTSIDE = -1
 
@@ -89,7 +89,7 @@ class Closed(Exception):
     """The walk was given up while a worker waited; the reason is kept by the walk, not by this exception."""
 
 
-class Shelf:
+class LocalQueue:
     """What waits for the only worker of a serial walk: a dictionary, since nobody else can put meanwhile."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Mailbox:
 
 
 @runtime_checkable
-class Box(Protocol):
+class Inbox(Protocol):
     """Where what was sent to a worker waits for it: see `weft.pipeline.routing`."""
 
     def put(self, address: Address, value: Any) -> None: ...
@@ -140,14 +140,14 @@ class Box(Protocol):
 
 
 @dataclass
-class Post:
+class Mailboxes:
     """The boxes of all workers in one walk, and what has left the run."""
 
-    boxes: Sequence[Box]
+    boxes: Sequence[Inbox]
     worker_of: Sequence[int]
-    left: dict[Address, Parcel] = field(default_factory=dict[Address, Parcel])
+    left: dict[Address, Message] = field(default_factory=dict[Address, Message])
 
-    def send(self, stage: int, address: Address, parcel: Parcel) -> None:
+    def send(self, stage: int, address: Address, parcel: Message) -> None:
         """Put it where `stage` will take it; OUTSIDE: keep it for the caller."""
         if stage == OUTSIDE:
             self.left[address] = parcel
@@ -155,11 +155,11 @@ class Post:
             self.boxes[self.worker_of[stage]].put(address, parcel)
 
 
-Given = dict[int, dict[Address, Parcel]]
+Given = dict[int, dict[Address, Message]]
 """What a walk starts with, by the segment that takes it."""
 
 
-class Inlet(NamedTuple):
+class EntryPoint(NamedTuple):
     """Where a part of the mini-batch (the input, or the target) enters: on which route, into which segment."""
 
     route: int
@@ -167,10 +167,10 @@ class Inlet(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gate:
+class EntryPoints:
     """`inlets` for the parts of the mini-batch, and the route `result` for what leaves the segment `source`."""
 
-    inlets: tuple[Inlet, ...]
+    inlets: tuple[EntryPoint, ...]
     result: int
     source: int
 
@@ -183,7 +183,7 @@ class Gate:
                 given.setdefault(inlet.segment, {})[address] = parcel(parts[part])
         return given
 
-    def results(self, left: Mapping[Address, Parcel], count: int) -> list[Any]:
+    def results(self, left: Mapping[Address, Message], count: int) -> list[Any]:
         """What the last segment made of every micro-batch."""
         return [left[self._out(index)].value for index in range(count)]
 
@@ -191,7 +191,7 @@ class Gate:
         """Where the walk back finds the gradients of every result."""
         return {self.source: {self._out(index): parcel(each) for index, each in enumerate(gradients)}}
 
-    def gradients(self, left: Mapping[Address, Parcel], count: int) -> list[Gradients]:
+    def gradients(self, left: Mapping[Address, Message], count: int) -> list[Gradients]:
         """What the walk back sent out for every micro-batch: the gradients of the leaves of all its parts."""
         return [
             [leaf for route, segment in self.inlets for leaf in left[Address(route, segment, index)].value]

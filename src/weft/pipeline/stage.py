@@ -19,8 +19,8 @@ from torch.nn import modules
 
 from weft.core.errors import UsageError
 from weft.core.pytree import map_leaves
-from weft.core.rng import Dice
-from weft.core.segment import Visit
+from weft.core.rng import RngStreams
+from weft.core.segment import MicroBatchContext
 from weft.pipeline.batchnorm import DeferredBatchNorm, gathering
 from weft.pipeline.recompute import Replay, only_writes
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, use_skip_tracker
@@ -35,7 +35,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Survey(NamedTuple):
+class ModuleScan(NamedTuple):
     """What a stage consists of right now; layers may have been frozen, moved or replaced since the last step."""
 
     parameters: list[nn.Parameter]
@@ -91,18 +91,18 @@ class Stage:
         """The same layers as a user sees them, who may have hung hooks on it."""
         self.replay = Replay(index, self.layers, device)
 
-    def __call__(self, visit: Visit, main: Any, *skips: Any) -> tuple[Any, ...]:
+    def __call__(self, visit: MicroBatchContext, main: Any, *skips: Any) -> tuple[Any, ...]:
         """Run the layers on one micro-batch: the function of this stage's segment."""
         result, stashed = self.run(visit, main, dict(zip(self.popped, skips, strict=True)))
         return (result, *(stashed[skip] for skip in self.stashed))
 
-    def run(self, visit: Visit, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
+    def run(self, visit: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """As `__call__`, with the skips by name; the result holds also those that stay inside."""
         if self._copies_input:
             main = map_leaves(_copied, main)
         if _hooks_of_all_modules:
             main, skips = map_leaves(_no_leaf, main), {skip: _no_leaf(value) for skip, value in skips.items()}
-        dice: Dice = visit.context
+        dice: RngStreams = visit.context
         around = self.replay.around(visit)
         if dice.quiet and around is None and not self._deferred:
             return self._tracked(visit, main, skips)
@@ -110,7 +110,7 @@ class Stage:
         with around or nullcontext(), gathering(dice) if self._deferred else nullcontext(), draws:
             return self._tracked(visit, main, skips)
 
-    def survey(self) -> Survey:
+    def survey(self) -> ModuleScan:
         """Walk over all modules of the stage once, and note what a step needs to know of them.
 
         It runs at every step, so it reads the modules' tables itself: `named_modules` takes three times as long.
@@ -150,7 +150,7 @@ class Stage:
                     holders.append(module)
         self._deferred = bool(deferred)
         self.replay.survey(norms, holders, sources)
-        return Survey(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
+        return ModuleScan(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
 
     def _misplaced(self) -> list[str]:
         """Every parameter and buffer that is not where the stage runs."""
@@ -165,7 +165,7 @@ class Stage:
             if each.device != self.device
         ]
 
-    def _tracked(self, visit: Visit, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
+    def _tracked(self, visit: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """Run the layers with a tracker for their skips, if they have any."""
         if not self._skips:
             return self._layers(main), _NO_SKIPS

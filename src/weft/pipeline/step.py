@@ -13,7 +13,7 @@ One step of a pipe: a mini-batch is cut, travels through the stages, and comes o
     it does not (1F1B):    walk all of it now, with a guess of the loss gradient (`LossScale`); loss.backward() rescales
                            the gradients that were made on the way
 
-A step is the `Journey` that the boundary takes. It holds what backward needs, and nothing that went out.
+A step is the `CutFunction` that the boundary takes. It holds what backward needs, and nothing that went out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +25,30 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from weft.core.autograd import outside_transforms, quiet_hooks, without_gradient
-from weft.core.context import Ambient
+from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, RandomnessError, advise
 from weft.core.pytree import flatten
-from weft.core.rng import TRIES, Dice
-from weft.core.segment import Gradients, GradientSum, Keep, Segment, SplitBackward, Tape, Visit, added, cut, versions
+from weft.core.rng import TRIES, RngStreams
+from weft.core.segment import (
+    Gradients,
+    GradientSum,
+    Keep,
+    MicroBatchContext,
+    Segment,
+    SplitBackward,
+    Tape,
+    added,
+    cut,
+    versions,
+)
 from weft.pipeline.batchnorm import DeferredBatchNorm
 from weft.pipeline.checks import refuse_cached_weights
-from weft.pipeline.device import Parcel, Place, join_walk, leave_walk
+from weft.pipeline.device import Message, Place, join_walk, leave_walk
 from weft.pipeline.loss import LossScale, WeightedLoss
-from weft.pipeline.microbatch import Cargo, Outcome
+from weft.pipeline.microbatch import MiniBatch, Output
 from weft.pipeline.plan import Plan
 from weft.pipeline.recompute import Unchanged
-from weft.pipeline.routing import OUTSIDE, Address, Box, Closed, Post, Wiring
+from weft.pipeline.routing import OUTSIDE, Address, Closed, Inbox, Mailboxes, Wiring
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Watcher, WatchesSteps
 
@@ -53,11 +64,11 @@ class Run:
         self,
         wiring: Wiring,
         segments: Sequence[Segment],
-        visits: Sequence[Visit],
+        visits: Sequence[MicroBatchContext],
         keeps: Callable[[int, int], Keep],
         places: Sequence[Place | None],
         watcher: Watcher | None = None,
-        dice: Dice | None = None,
+        dice: RngStreams | None = None,
     ) -> None:
         self.wiring = wiring
         self.segments = segments
@@ -88,7 +99,7 @@ class Run:
             segment.parameters = [each for each in segment.parameters if each.requires_grad]
         self.sums = [GradientSum(len(segment.parameters)) for segment in self.segments]
 
-    def perform(self, action: Action, box: Box, post: Post) -> None:
+    def perform(self, action: Action, box: Inbox, post: Mailboxes) -> None:
         """Do one action in the calling thread, waiting in `box` for what it needs.
 
         An exception of the user's code passes through with its traceback, and a note that says where it was.
@@ -119,7 +130,7 @@ class Run:
         self.sums = [GradientSum(len(segment.parameters)) for segment in self.segments]
         return total
 
-    def _forward(self, action: Action, box: Box, post: Post) -> None:
+    def _forward(self, action: Action, box: Inbox, post: Mailboxes) -> None:
         stage, index = action.stage, action.micro_batch
         reads = [self.wiring.read_address(route, stage, index) for route in self.wiring.inputs[stage]]
         parcels = [box.take(address) for address in reads]
@@ -128,7 +139,7 @@ class Run:
         for address, parcel in sent:
             post.send(address.reader, address, parcel)
 
-    def _segment_forward(self, action: Action, parcels: Sequence[Parcel]) -> list[tuple[Address, Parcel]]:
+    def _segment_forward(self, action: Action, parcels: Sequence[Message]) -> list[tuple[Address, Message]]:
         """Run the segment, keep its tape, and cut one leaf for every reader of every output."""
         stage, index = action.stage, action.micro_batch
         segment, place = self.segments[stage], self.places[stage]
@@ -139,16 +150,16 @@ class Run:
         if self._watcher is not None and keep == "nothing":
             self._watcher.released(action)
         tracked = False if tape is None else tape.tracks
-        sent: list[tuple[Address, Parcel]] = []
+        sent: list[tuple[Address, Message]] = []
         for route, output in zip(self.wiring.outputs[stage], outputs, strict=True):
             for address in self.wiring.written_addresses(route, index, self.micro_batches):
                 leaf = cut(output, tracked)
                 if self._watcher is not None:
                     self._watcher.sent(stage, address, index + self.wiring.routes[route].delay, leaf)
-                sent.append((address, Parcel(leaf) if place is None else place.depart(leaf)))
+                sent.append((address, Message(leaf) if place is None else place.depart(leaf)))
         return sent
 
-    def _backward(self, action: Action, box: Box, post: Post) -> None:
+    def _backward(self, action: Action, box: Inbox, post: Mailboxes) -> None:
         stage, index = action.stage, action.micro_batch
         tape = self._tapes[stage][index]
         if tape is None:
@@ -175,7 +186,7 @@ class Run:
                 pass
         return self._do("R", action, tape.prepare)
 
-    def _segment_backward(self, action: Action, tape: Tape, parcels: Sequence[Sequence[Parcel]]) -> list[Parcel]:
+    def _segment_backward(self, action: Action, tape: Tape, parcels: Sequence[Sequence[Message]]) -> list[Message]:
         """Add up what the readers sent back, walk the tape, and add up the parameters' gradients."""
         stage, index = action.stage, action.micro_batch
         place = self.places[stage]
@@ -187,12 +198,12 @@ class Run:
             if action.kind == "I" and not self.retain:
                 inputs, self._pending[stage, index] = tape.backward_inputs(gradients)
                 self._tapes[stage][index] = None
-                return [Parcel(each) if place is None else place.depart(each) for each in inputs]
+                return [Message(each) if place is None else place.depart(each) for each in inputs]
             inputs, of_parameters = tape.backward(gradients, retain=self.retain)
         self.sums[stage].add(of_parameters)
         if not self.retain:
             self._free(action)
-        return [Parcel(each) if place is None else place.depart(each) for each in inputs]
+        return [Message(each) if place is None else place.depart(each) for each in inputs]
 
     def _segment_weights(self, action: Action) -> None:
         """Add up the parameters' gradients that I has left. (Where the graph is retained, I has left none.)"""
@@ -205,7 +216,7 @@ class Run:
             self._free(action)
 
     def _turn(self, stage: int, tape: Tape | None = None) -> AbstractContextManager[Any]:
-        """For a walk back through the graph of the stage: see `Dice.backward`."""
+        """For a walk back through the graph of the stage: see `RngStreams.backward`."""
         if self._dice is None:
             return nullcontext()
         return self._dice.backward(stage, tape.roots if tape is not None else list)
@@ -251,19 +262,19 @@ _SHARED = (
 
 
 @dataclass(frozen=True)
-class Order:
+class StepRequest:
     """What a step is asked to do. `parameters` are those of each segment that want a gradient; `owners` says, by its
     id(), which of them is a copy of what for this step."""
 
     plan: Plan
     schedule: Schedule
-    cargo: Cargo
-    outcome: Outcome
+    cargo: MiniBatch
+    outcome: Output
     parameters: Sequence[Sequence[Tensor]]
     tracked: bool
     keeps: Callable[[int, int], Keep]
     deferred: Sequence[DeferredBatchNorm]
-    dice: Callable[[], Dice]
+    dice: Callable[[], RngStreams]
     watcher: Watcher | None
     scale: LossScale
     owners: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -273,8 +284,8 @@ class Order:
         """Whether gradients are made while going forward: the loss is inside, and the table does not split."""
         return self.tracked and isinstance(self.outcome, WeightedLoss) and not self.schedule.splits
 
-    def trusted(self, forward: Callable[[Dice], Result]) -> Result:
-        """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`Dice.settle`).
+    def trusted(self, forward: Callable[[RngStreams], Result]) -> Result:
+        """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`RngStreams.settle`).
 
         Deferred batch norms gather meanwhile, and are committed when it counts. Raises InPlaceError if a layer wrote
         into a tensor that all micro-batches share.
@@ -303,7 +314,7 @@ class Order:
 class Step:
     """One mini-batch's journey through a plan. `tensors` are all that it has gradients for, in order."""
 
-    def __init__(self, order: Order, ambient: Ambient) -> None:
+    def __init__(self, order: StepRequest, ambient: ExecutionContext) -> None:
         self._order = order
         self._ambient = ambient
         owned = [order.owners.get(id(p), p) for group in order.parameters for p in group]
@@ -315,7 +326,7 @@ class Step:
         self._seed = order.scale.seed() if order.fused else None
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `Journey.forward`. Raises UsageError under a cache of weights that micro-batches cannot share."""
+        """See `CutFunction.forward`. Raises UsageError under a cache of weights that micro-batches cannot share."""
         order = self._order
         if order.tracked:
             refuse_cached_weights(order.plan.stages)
@@ -330,7 +341,7 @@ class Step:
         return order.outcome.gather(results)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """See `Journey.backward`. Raises BackwardTwiceError when the step was freed, ChangedError if layers changed."""
+        """See `CutFunction.backward`. Raises BackwardTwiceError if it was freed, ChangedError if layers changed."""
         run, made = self._run, self._made
         if run is None and made is None:
             raise BackwardTwiceError(TWICE)
@@ -348,11 +359,11 @@ class Step:
         without_gradient(x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None)
         return found
 
-    def _walk_forward(self, dice: Dice) -> tuple[dict[Address, Parcel], Run]:
+    def _walk_forward(self, dice: RngStreams) -> tuple[dict[Address, Message], Run]:
         order, plan = self._order, self._order.plan
         segments = [Segment(f, p) for f, p in zip(plan.functions, order.parameters, strict=True)]
         count = order.schedule.micro_batches
-        visits = [Visit(i, self._ambient, dice, micro_batches=count) for i in range(count)]
+        visits = [MicroBatchContext(i, self._ambient, dice, micro_batches=count) for i in range(count)]
         run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, dice)
         given = plan.gate.enter(order.cargo.leaves())
         if self._seed is not None and isinstance(order.outcome, WeightedLoss):
@@ -376,7 +387,7 @@ class Step:
         self._leave(left, run)
         return self._collected(left, run)
 
-    def _leave(self, left: dict[Address, Parcel], run: Run) -> None:
+    def _leave(self, left: dict[Address, Message], run: Run) -> None:
         """The caller's streams may use what the walk has made, from here on."""
         if not any(self._order.plan.places):
             return
@@ -384,7 +395,7 @@ class Step:
         sums = [total for each in run.sums for total in each.totals]
         leave_walk(self._order.plan.places, [leaf for leaf in (*leaves, *sums) if isinstance(leaf, Tensor)])
 
-    def _collected(self, left: dict[Address, Parcel], run: Run) -> list[Tensor | None]:
+    def _collected(self, left: dict[Address, Message], run: Run) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
         by_id = run.parameter_gradients()
         for copy, owner in self._order.owners.items():

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from weft.core.autograd import cross, quiet_hooks, without_gradient
-from weft.core.context import Ambient
+from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
 from weft.core.pytree import flatten, unflatten
 from weft.core.rng import generators
@@ -95,7 +95,7 @@ def run_derived(
 
 
 class ScanFunction:
-    """One sequence; see `weft.core.autograd.Journey`."""
+    """One sequence; see `weft.core.autograd.CutFunction`."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class ScanFunction:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
-        """See `Journey.backward`. Raises BackwardTwiceError when the sequence was freed."""
+        """See `CutFunction.backward`. Raises BackwardTwiceError when the sequence was freed."""
         if not all([_has_storage(each) for each in gradients if each is not None]):  # many at once, as vmap has them
             return self.differentiable_backward(gradients, retain=retain)
         with self._left_by_forward(self._read, retain=retain) as made, torch.no_grad():
@@ -318,7 +318,7 @@ class Replay:
 
     captured: Captured
     cell: Cell
-    ambient: Ambient
+    ambient: ExecutionContext
     random: tuple[tuple[torch.Generator, Tensor], ...]
     """The generators that the cell draws from, as they were before."""
     restored: Restore
@@ -329,7 +329,7 @@ class Replay:
         """Before the sequence runs, and before it draws."""
         sources = generators([device]) if captured.draws else ()
         random = tuple([(each, each.get_state()) for each in sources])
-        return Replay(captured, cell, Ambient.capture([device.type]), random, restored)
+        return Replay(captured, cell, ExecutionContext.capture([device.type]), random, restored)
 
     def run(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> Ends:
         """The sequence in plain autograd; the generators stay as they are. Raises DoubleBackwardError."""

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from weft.core.autograd import keeps_graph, quiet_hooks
-from weft.core.context import Ambient
+from weft.core.context import ExecutionContext
 from weft.core.errors import BackwardTwiceError, UsageError
 from weft.core.pytree import Structure, flatten, map_leaves, unflatten
 from weft.core.segment import differentiable
@@ -121,7 +121,7 @@ class CallSpec:
     """How (inputs, state, further arguments by name) are nested."""
     constants: tuple[Any, ...]
     """Their leaves that are no tensors; None stands for a tensor."""
-    ambient: Ambient
+    ambient: ExecutionContext
     number: int = field(default_factory=lambda: next(_numbers))
     results: tuple[Structure, list[int | None]] | None = None
     """How (outputs, last, states) are nested, and which tensor of the operator each leaf is."""
@@ -177,7 +177,7 @@ def _spec(number: int) -> CallSpec:
 def _spec_of(handle: int, structure: Structure, constants: tuple[Any, ...]) -> CallSpec:
     """The spec of a call, always the same one for the same kind."""
     network = _network(handle)
-    ambient = Ambient.capture([each.device.type for each in network.parameters()])
+    ambient = ExecutionContext.capture([each.device.type for each in network.parameters()])
     key = (handle, constants, ambient.autocast, structure)
     for spec in _specs.values():
         if (spec.network, spec.constants, spec.ambient.autocast, spec.structure) == key:

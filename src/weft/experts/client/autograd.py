@@ -103,7 +103,7 @@ class RemoteLayer(nn.Module):
 
 @dataclass(eq=False)
 class RemoteFunction:
-    """A `weft.core.autograd.Journey` of one call, whose forward and first backward have this ``key``.
+    """A `weft.core.autograd.CutFunction` of one call, whose forward and first backward have this ``key``.
 
     ``deadline``: of the forward; ``known``: its outputs, if they are known already.
     """
@@ -124,14 +124,14 @@ class RemoteFunction:
         self._freed = False
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `Journey.forward`."""
+        """See `CutFunction.forward`."""
         known, self.known = self.known, None
         outputs = self.stub.forward(self.inputs, self.key, self.deadline) if known is None else known
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         return outputs, self.signature.tracked
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
-        """See `Journey.backward`. Every call of it has a key of its own: it is one more backward, not a repetition."""
+        """See `CutFunction.backward`. Every call of it has a key of its own: one more backward, not a repetition."""
         if self._freed:
             raise BackwardTwiceError(TWICE)
         self._check_inputs()

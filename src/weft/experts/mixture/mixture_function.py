@@ -59,7 +59,7 @@ class Services:
 
 
 class MixtureFunction:
-    """A `weft.core.autograd.Journey`. After `forward`, ``alive`` (samples x k, bool, CPU) says which experts answered.
+    """A `CutFunction`. After `forward`, ``alive`` (samples x k, bool, CPU) says which experts answered.
 
     Args:
         live: the experts as the dispatch numbers them.

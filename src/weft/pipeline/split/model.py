@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from weft.core.errors import BatchError, SplitError
 from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
-from weft.core.segment import Visit
+from weft.core.segment import MicroBatchContext
 from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.program import OpenCode, Program, Ref, Values
 from weft.pipeline.split.record import PLAIN, ForwardRecorder, named_modules
 from weft.pipeline.split.verify import verify
-from weft.pipeline.stage import Skip, Stage, Survey
+from weft.pipeline.stage import ModuleScan, Skip, Stage
 
 PROGRAMS = 64
 """How many programs a pipe keeps; the least recently used one goes first."""
@@ -79,7 +79,7 @@ class SplitStage(Stage):
         self.code, self.copies = code, Copies()
         self._copies_input = False
 
-    def _tracked(self, visit: Visit, main: Any, skips: Any) -> tuple[Any, dict[Skip, Any]]:
+    def _tracked(self, visit: MicroBatchContext, main: Any, skips: Any) -> tuple[Any, dict[Skip, Any]]:
         choice: Choice = main if self.index else main.choice
         program = choice.programs[visit.micro_batch]
         part = program.parts[self.index]
@@ -96,7 +96,7 @@ class SplitStage(Stage):
             last = self.index == program.stages - 1
             return (program.result(values, self.code.get) if last else choice), stashed
 
-    def survey(self) -> Survey:
+    def survey(self) -> ModuleScan:
         """As of any stage, with copies in the place of parameters that another device owns."""
         self.code.refresh()
         with self._substituted(self.copies):

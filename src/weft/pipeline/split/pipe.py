@@ -16,7 +16,7 @@ from weft.core.autograd import forbid_tracing
 from weft.core.errors import PartitionError, SpecError, UsageError, listed
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, Faults, check_batch_dims, check_settings, places_of, reduction_of
-from weft.pipeline.engine import Request, Runtime
+from weft.pipeline.engine import PipeCall, Runtime
 from weft.pipeline.loss import LossScale
 from weft.pipeline.pipe import Pipe, frozen
 from weft.pipeline.schedule import build
@@ -123,7 +123,7 @@ class SplitPipe(Pipe):
         scalars = None if targets else model.scalars(call, self.chunks)
         if not isinstance(axis, int):
             axis = ((None, *axis), target_axis) if targets else (None, *axis)
-        request = Request(
+        request = PipeCall(
             call, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale, scalars, owners
         )
         return runtime.serve(request, training=self.module.training)
