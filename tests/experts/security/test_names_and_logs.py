@@ -10,7 +10,7 @@ from tests.experts.expert_cases import fussy_backend
 from weft.cli import main
 from weft.core.errors import UsageError, escaped
 from weft.experts.client import GrpcTransport
-from weft.experts.client import command as client_command
+from weft.experts.client import status as client_status
 from weft.experts.server import Access, Audit, Caller, Grant, Role, Server
 from weft.experts.server.config import build, parse_expert
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, UnknownExpertError
@@ -155,7 +155,7 @@ def test_a_token_comes_from_a_file_or_the_environment(
     file = tmp_path / "token"
     file.write_text("s3cret\n", "utf-8")
     seen: list[str | None] = []
-    monkeypatch.setattr(client_command, "status", lambda address, **more: seen.append(more["token"]))
+    monkeypatch.setattr(client_status, "status", lambda address, **more: seen.append(more["token"]))
     main(["status", "127.0.0.1:1", "--token-file", str(file)])
     monkeypatch.setenv("WEFT_TOKEN", "other")
     main(["status", "127.0.0.1:1"])

@@ -163,7 +163,7 @@ def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list
         ({"count": True}, "experts[0].count is True"),
         ({"count": 2}, "{}"),
         ({"name": "f.{}"}, "experts[0]: it is called 'f.{}' and has no count"),
-        ({"name": ""}, "name is empty"),
+        ({"name": ""}, "name is ''"),
     ],
 )
 def test_an_entry_that_cannot_be_made_is_told_with_its_number(more: dict[str, Any], word: str) -> None:

@@ -25,7 +25,7 @@ def test_all_parameters_are_made_where_and_as_asked(make: type) -> None:
 
 @pytest.mark.parametrize("make", ALSO)
 def test_sizes_below_one_are_refused(make: type) -> None:
-    with pytest.raises(UsageError, match=f"{make.__name__} cannot be built(.|\n)*hidden_size is 0, wanted at least 1"):
+    with pytest.raises(UsageError, match=f"invalid arguments of {make.__name__}(.|\n)*hidden_size is 0"):
         make(3, 0)
 
 
