@@ -112,7 +112,7 @@ def test_a_signal_during_the_start_gives_it_up_and_closes_what_there_is(
         return made[0]
 
     before = handlers()
-    monkeypatch.setattr(command, "build", build)
+    monkeypatch.setattr(command.ServeConfig, "server", build)
     with closing(Slow()) as directory:
         with pytest.raises(SystemExit) as stop:
             serve(CONFIG)
