@@ -1,5 +1,6 @@
 """A child of this process, for what must hold after a fork."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -14,6 +15,7 @@ only_with_fork = [
 
 def forked(work: Callable[[], object]) -> bool:
     """Whether ``work`` returned something true in a child. A child that hangs is ended after 20 s, and is false."""
+    gc.collect()  # what earlier tests left must not be collected in the child, where their threads are gone
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
