@@ -1,6 +1,7 @@
 """Several servers with one expert: one owns it and steps, the others follow, take over, and never step."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -299,8 +300,9 @@ def test_a_state_is_for_those_with_role_admin() -> None:
         for token, fine in (("t", False), ("s", True)):
             mine = ReplicaOptions(follow_seconds=0.05, follow_steps=1, first_seconds=1.0, token=token)
             with make(directory, expert(optimizer=adam), replicas=mine) as follower:
-                found = follower.statistics().replicas["fussy"]
-                assert (found.received > 0) is fine and ("ForbiddenError" in found.failure) is not fine
+                found = partial(lambda follower: follower.statistics().replicas["fussy"], follower)
+                until(lambda found=found: found().received > 0 or "ForbiddenError" in found().failure)
+                assert (found().received > 0) is fine and ("ForbiddenError" in found().failure) is not fine
         assert owner.audit.counts()["STATE"] > 0
 
 
