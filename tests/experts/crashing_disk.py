@@ -72,12 +72,12 @@ class CrashingDisk(Disk):
             raise FileNotFoundError(path)
         return self.now[path]
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes | memoryview) -> None:
         self._moment()
         if path in self.now:
             raise FileExistsError(path)
         for end in (0, len(data) // 2, len(data)):  # created, half written, written, not synced
-            self.now[path] = data[:end]
+            self.now[path] = bytes(data[:end])
             self.partial.add(path)
             self._moment()
         self.partial.discard(path)
@@ -104,9 +104,6 @@ class CrashingDisk(Disk):
         self._moment()
         self.now.pop(path, None)
         self._moment()
-
-    def make_private(self, folder: Path) -> None:
-        pass
 
     def lock(self, path: Path, *, shared: bool = False) -> int:
         return 0

@@ -15,8 +15,8 @@ from tests.experts.expert_cases import fussy_backend, rows, work
 from tests.experts.mixture.commit_cases import WIDTH, Experts, X, sgd
 from tests.experts.mixture.mixture_cases import numbers, two_layers
 from weft.experts import ExpertBackend
-from weft.experts.checkpoint.content import from_file, to_file
 from weft.experts.client import LocalTransport, RemoteExpert, commit
+from weft.experts.serialization import deserialize, serialize
 from weft.experts.server import Server
 from weft.experts.wire.tensors import memory
 
@@ -114,7 +114,7 @@ def test_zeros_for_nobody_are_where_answers_would_be() -> None:
 def test_checkpoints_and_messages_are_read_and_written_under_any_default_device() -> None:
     state = {"some": numbers(3, 2), "none": torch.empty(0, 2), "narrow": torch.ones(2, dtype=torch.complex128)}
     with torch.device("meta"):
-        read = from_file(to_file(state))
+        read = deserialize(serialize(state))
         body = memory(memoryview(bytes(range(16))), 3)
     assert all(each.device.type == "cpu" and torch.equal(each, state[name]) for name, each in read.items())
     assert np.array_equal(body, np.arange(3, 16))

@@ -13,9 +13,9 @@ from tests.experts.expert_cases import fussy_backend, good, rows, spoiled_gradie
 from tests.experts.waiting import Clock
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions, idempotency
-from weft.experts.checkpoint.content import from_file, to_file
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
 from weft.experts.idempotency import IdempotencyTable
+from weft.experts.serialization import deserialize, serialize
 from weft.experts.task import Results, Task
 
 
@@ -292,9 +292,9 @@ def test_of_the_results_the_newest_are_saved_up_to_a_bound(size: int, monkeypatc
     monkeypatch.setattr(idempotency, "SAVED_RESULT_BYTES", 20_000)
     table, other = IdempotencyTable(), IdempotencyTable()
     tasks = [recorded(table, f"client {number % 3}", str(number), size=size) for number in range(60)]
-    data = to_file(table.state_dict())
+    data = serialize(table.state_dict())
     assert len(data) < 48 * len(tasks) + 20_000 + 1000
-    other.load_state_dict(from_file(data))
+    other.load_state_dict(deserialize(data))
     saved = other.statistics().results
     assert 0 < saved < len(tasks)
     for number, task in enumerate(tasks):

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.experts.expert_cases import X, fussy_backend, good, rows, seeded, task, weights, work
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, TensorSpec
-from weft.experts.checkpoint.content import from_file, to_file
+from weft.experts.serialization import deserialize, serialize
 
 
 class AtOnce(torch.optim.Optimizer):
@@ -168,7 +168,7 @@ def test_a_state_out_of_a_file_steps_on_also_where_weights_are_in_another_layout
 
     one, other = made(), made()
     good(one.executor.backward([task(*image(0))]))
-    other.load_state_dict(from_file(to_file(one.state_dict())))
+    other.load_state_dict(deserialize(serialize(one.state_dict())))
     for backend in (one, other):
         for seed in (1, 2):
             good(backend.executor.backward([task(*image(seed))]))

@@ -10,7 +10,8 @@ gradient_guards.py   which gradients are refused          optimizer_step.py  one
 accumulation.py      open mini-batches                    idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
 journal.py           the log, its lines and files         replay.py  from a state and a log to the same bytes
-state.py             what a state holds, and loading it   checkpoint/  what survives the process
+state.py             what a state holds, and loading it   checkpoint.py  what survives the process
+serialization.py     state dicts as safetensors files
 statistics.py, errors.py, telemetry.py                    plain numbers, what can go wrong, what tools see
 wire/, compression.py, protobuf.py                        tensors as bytes, behind a checked header
 directory/, replica/, mixture/                            who serves what; one expert at several servers; the best k

@@ -24,8 +24,9 @@ from torch.optim.lr_scheduler import (
 from tests.experts.crashing_disk import CrashingDisk
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
-from weft.experts.checkpoint import CheckpointError, CheckpointStore
+from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client.status import shown
+from weft.experts.errors import CheckpointError
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
 

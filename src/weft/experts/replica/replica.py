@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.checkpoint.content import from_file, to_file
 from weft.experts.directory import Fence, Lease, Ownership
 from weft.experts.directory.token import replaced
 from weft.experts.expert import ExpertBackend
 from weft.experts.replica.mark import Mark, newer
 from weft.experts.replica.standing import Standing
+from weft.experts.serialization import deserialize, serialize
 
 
 class Replica:
@@ -134,7 +134,7 @@ class Replica:
             self.incarnation = secrets.randbits(63)
             self.standing.claim(ownership, lease, "owner")
 
-    def take(self, patience: float = 1.0) -> tuple[Mark, bytes] | None:
+    def take(self, patience: float = 1.0) -> tuple[Mark, memoryview] | None:
         """The state as of now; None if a batch is under way for longer than ``patience`` seconds."""
         lock = self.backend.executor.lock
         if not lock.acquire(timeout=patience):
@@ -145,15 +145,15 @@ class Replica:
         finally:
             lock.release()
         self.taken += 1
-        return mark, to_file({"state": state, "records": keys()})
+        return mark, serialize({"state": state, "records": keys()})
 
-    def receive(self, mark: Mark, data: bytes, *, taking_over: bool = False) -> bool:
+    def receive(self, mark: Mark, data: bytes | memoryview, *, taking_over: bool = False) -> bool:
         """Take in what an owner has sent; False if it is not wanted any more.
 
         Raises ``FencedError`` for the state of an owner that was replaced, ``DamagedError`` for bytes that are no
         state, and what module and optimizer raise; then nobody makes this replica the owner any more.
         """
-        value = from_file(data)
+        value = deserialize(data)
         with self.lock:
             if not taking_over:
                 self.fence.admit(self.uid, mark.token)

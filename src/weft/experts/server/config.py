@@ -61,8 +61,7 @@ from weft.core.validation import Validator
 from weft.experts.accumulation import SumsOptions
 from weft.experts.address import address_fault, is_loopback, split
 from weft.experts.batching import PoolOptions
-from weft.experts.checkpoint import CheckpointStore
-from weft.experts.checkpoint.names import folder_name
+from weft.experts.checkpoint import CheckpointStore, folder_name
 from weft.experts.directory import Directory
 from weft.experts.directory.etcd_address import open_directory
 from weft.experts.directory.etcd_endpoints import EtcdTls

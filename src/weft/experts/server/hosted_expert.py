@@ -141,12 +141,12 @@ class HostedExpert:
                 state, keys = self.backend.state_dict(), self.backend.records.snapshot()
                 token = 0 if self.replica is None else self.replica.mark.token
             step: int = state["steps"]
-            taken = store.take(uid, state, step, {"records": keys(), "token": token})
+            encoded = store.encode(uid, state, step, {"records": keys(), "token": token})
             if not self._owns or self._store is None:  # the lease may have lapsed meanwhile, or the server ended
                 return False
             if self._folder is not None:
                 self._folder.hold()  # somebody may have removed it, and another server begun in its place
-            store.write(taken)
+            store.write(encoded)
             self.durable = step
             return True
 

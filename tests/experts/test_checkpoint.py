@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from tests.experts.crashing_disk import Crash, CrashingDisk
 from weft.core.errors import UsageError
-from weft.experts.checkpoint import CheckpointError, CheckpointStore, DamagedError, Disk, Taken, TornError
-from weft.experts.checkpoint.content import to_file
+from weft.experts.checkpoint import CheckpointStore, Disk, EncodedCheckpoint
+from weft.experts.errors import CheckpointError, DamagedError, TornError
+from weft.experts.serialization import serialize
 
 ROOT = Path("/data/experts")
 UID = "ffn.0"
@@ -98,7 +99,7 @@ def test_when_only_the_process_dies_the_files_that_it_left_are_as_good(tmp_path:
             if self.left < 0:
                 raise Crash
 
-        def write(self, path: Path, data: bytes) -> None:
+        def write(self, path: Path, data: bytes | memoryview) -> None:
             self._count()
             path.write_bytes(data[: len(data) // 2])
             self._count()
@@ -189,12 +190,12 @@ def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     folder.rename(tmp_path / "elsewhere")
     folder.write_text("a file in its place")
-    with pytest.raises(CheckpointError, match=r"expert 'ffn\.0' cannot be looked into: .*Not a dir") as caught:
+    with pytest.raises(CheckpointError, match=r"expert 'ffn\.0' cannot be read: .*Not a dir") as caught:
         store.load_newest(UID)
     assert str(folder) in str(caught.value)
 
 
-def test_a_file_of_another_expert_is_not_taken_for_ones_own(tmp_path: Path) -> None:
+def test_a_file_of_another_expert_is_not_encoded_for_ones_own(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = store.save("a", state(1), 1)
     (tmp_path / "b").mkdir()
@@ -206,8 +207,8 @@ def test_a_file_of_another_expert_is_not_taken_for_ones_own(tmp_path: Path) -> N
 def test_a_whole_file_that_holds_no_expert_is_passed_over(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
-    store.write(Taken(UID, 2, to_file([1, 2])))
-    store.write(Taken(UID, 3, b"no safetensors at all"))
+    store.write(EncodedCheckpoint(UID, 2, serialize([1, 2])))
+    store.write(EncodedCheckpoint(UID, 3, b"no safetensors at all"))
     found = store.load_newest(UID)
     assert step_of(found) == 1 and found is not None and "something else" in found.skipped[1]
 
@@ -252,7 +253,7 @@ def test_no_name_leads_out_of_the_root(tmp_path: Path, uid: str) -> None:
 
 def test_a_full_disk_is_told_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     class Full(Disk):
-        def write(self, path: Path, data: bytes) -> None:
+        def write(self, path: Path, data: bytes | memoryview) -> None:
             path.write_bytes(data[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -281,11 +282,11 @@ def test_a_state_that_changes_while_it_is_copied_is_refused(tmp_path: Path) -> N
     assert store.load_newest(UID) is None
 
 
-def test_what_was_taken_may_be_written_later_while_steps_go_on(tmp_path: Path) -> None:
+def test_what_was_encoded_may_be_written_later_while_steps_go_on(tmp_path: Path) -> None:
     store, w = CheckpointStore(tmp_path), torch.zeros(3)
-    taken = store.take(UID, {"w": w}, 1)
+    encoded = store.encode(UID, {"w": w}, 1)
     w.add_(1)
-    store.write(taken)
+    store.write(encoded)
     found = store.load_newest(UID)
     assert found is not None and not found.state["w"].any()
 
@@ -343,7 +344,7 @@ class Small(Disk):
     def __init__(self, room: int) -> None:
         self.room = room
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes | memoryview) -> None:
         if len(self.names(path.parent)) >= self.room:
             path.write_bytes(data[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -455,7 +456,3 @@ def test_nobody_else_may_read_what_is_saved(tmp_path: Path) -> None:
     assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
     files = {path.suffix: mode for path, mode in modes.items() if path.is_file()}
     assert files == {"": 0o600, ".safetensors": 0o600}
-    folder = tmp_path / "a" / "b" / UID
-    folder.chmod(0o755)  # as it was made once
-    CheckpointStore(tmp_path / "a" / "b").lock(UID).release()
-    assert folder.stat().st_mode & 0o777 == 0o700

@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.experts.wire_cases import formed, random_tensor, same_bytes
 from weft.core.errors import UsageError
-from weft.experts.checkpoint import DamagedError
-from weft.experts.checkpoint.content import from_file, to_file
+from weft.experts.errors import DamagedError
+from weft.experts.serialization import deserialize, serialize
 from weft.experts.wire.dtypes import CODES
 
 KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
@@ -54,42 +54,44 @@ def zip_pairs(pairs: Any) -> Any:
 
 @given(VALUES)
 def test_every_value_comes_back_with_its_type(value: Any) -> None:
-    assert same(from_file(to_file(value)), value)
+    assert same(deserialize(serialize(value)), value)
 
 
 @pytest.mark.parametrize("dtype", sorted(CODES, key=str), ids=str)
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (4, 6)], ids=str)
-@pytest.mark.parametrize("form", ["plain", "transposed", "strided", "expanded"])
-def test_every_tensor_comes_back_to_the_bit(dtype: torch.dtype, shape: tuple[int, ...], form: str) -> None:
-    tensor = formed(random_tensor(dtype, shape, 9), form)
-    assert same_bytes(from_file(to_file([tensor]))[0], tensor)
+def test_every_tensor_comes_back_to_the_bit(dtype: torch.dtype) -> None:
+    shapes = [(), (0, 3), (1,), (4, 6)]
+    forms = ["plain", "transposed", "strided", "expanded"]
+    tensors = [formed(random_tensor(dtype, shape, 9), form) for shape in shapes for form in forms]
+    odd = torch.ones(3, dtype=torch.int8)  # an odd number of bytes must not misalign what follows
+    found = deserialize(serialize([odd, *tensors, odd.clone()]))
+    assert all(map(same_bytes, found[1:-1], tensors))
 
 
 def test_a_loaded_tensor_may_be_written_to() -> None:
-    from_file(to_file(torch.zeros(3))).add_(1)
+    deserialize(serialize(torch.zeros(3))).add_(1)
 
 
 def test_tied_tensors_are_stored_once_and_tied_again() -> None:
     w = torch.randn(100)
-    data = to_file({"a": w, "b": w, "half": w[:50]})
-    found = from_file(data)
+    data = serialize({"a": w, "b": w, "half": w[:50]})
+    found = deserialize(data)
     assert found["a"] is found["b"] and torch.equal(found["half"], w[:50])
-    assert len(load(data)) == 2
+    assert len(load(bytes(data))) == 2
 
 
 def test_keys_that_look_alike_keep_their_tensors_apart() -> None:
-    found = from_file(to_file({0: torch.zeros(1), "0": torch.ones(1), ("0",): {"x": 1}}))
+    found = deserialize(serialize({0: torch.zeros(1), "0": torch.ones(1), ("0",): {"x": 1}}))
     assert (found[0].item(), found["0"].item()) == (0, 1)
 
 
 def test_other_tools_read_the_tensors_by_name() -> None:
     model = nn.Linear(2, 3)
-    assert set(load(to_file({"state": model.state_dict()}))) == {"state/weight", "state/bias"}
+    assert set(load(bytes(serialize({"state": model.state_dict()})))) == {"state/weight", "state/bias"}
 
 
 def test_the_versions_that_modules_keep_are_kept() -> None:
     saved = nn.Sequential(nn.BatchNorm1d(3)).state_dict()
-    assert from_file(to_file(saved))._metadata == saved._metadata
+    assert deserialize(serialize(saved))._metadata == saved._metadata
 
 
 def trained(steps: int, resume_at: int | None, kind: str) -> list[torch.Tensor]:
@@ -111,7 +113,7 @@ def trained(steps: int, resume_at: int | None, kind: str) -> list[torch.Tensor]:
     for step in range(steps):
         if step == resume_at:
             states = {"m": model.state_dict(), "o": optimizer.state_dict(), "s": schedule.state_dict()}
-            states = from_file(to_file(states))
+            states = deserialize(serialize(states))
             model, optimizer, schedule = made()
             model.load_state_dict(states["m"])
             optimizer.load_state_dict(states["o"])
@@ -132,16 +134,16 @@ def test_training_goes_on_to_the_same_bits(kind: str) -> None:
 def test_everything_that_cannot_be_stored_is_told_at_once() -> None:
     value = {"a": [1, {2}], "fn": print, "s": torch.ones(2, 2).to_sparse(), "c": Counter(x=1)}
     with pytest.raises(UsageError, match=r"a/1, which is of type builtins.set(.|\n)*fn, (.|\n)*s, .*sparse") as caught:
-        to_file(value)
+        serialize(value)
     assert str(caught.value).count("\n") == 3
 
 
 @given(st.binary(max_size=60) | st.integers(0, 10_000))
 def test_other_bytes_are_damaged_and_nothing_else(data: bytes | int) -> None:
     if isinstance(data, int):
-        whole = bytearray(to_file({"w": torch.ones(3), "n": [1, (2.5, None)]}))
+        whole = bytearray(serialize({"w": torch.ones(3), "n": [1, (2.5, None)]}))
         at = data % len(whole)
         whole[at] ^= 1 + data % 255
         data = bytes(whole[: len(whole) - data % 3])
     with contextlib.suppress(DamagedError):
-        from_file(data)
+        deserialize(data)

@@ -1,13 +1,13 @@
-"""A state dict as one safetensors file, and back, with every type as it was.
+"""A value with tensors, such as a state dict, as one safetensors file, and back with every type as it was.
 
     {"state": {0: {"step": t, "exp_avg": u}}, "lr": 0.1, "betas": (0.9, 0.999)}
 
-        tensors    state/0/step  state/0/exp_avg              safetensors, readable by any of its tools
-        the rest   {"dict": [["state", ...], ["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}]]}     JSON, its metadata
+        tensors    state/0/step  state/0/exp_avg              readable by any tool for safetensors
+        metadata   {"dict": [["state", ...], ["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}]]}     JSON
 
-Kept exactly: dicts with keys of any kind and order, `OrderedDict` with the versions that modules store on it,
-`Counter` (some schedules hold one), lists, tuples, numbers with NaN and Inf, strings, booleans, ``None``. A tensor that
-occurs twice (tied weights) is stored once, and is one tensor again. Nothing is ever executed to read a file.
+Kept exactly: dicts with keys of any kind and order, `OrderedDict` with the versions that modules store on it, `Counter`
+(some schedules hold one), lists, tuples, numbers with NaN and Inf, strings, booleans, ``None``. A tensor that occurs
+twice (tied weights) is stored once, and is one tensor again. Reading a file never executes any of it.
 """
 
 import json
@@ -17,62 +17,101 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.experts.errors import DamagedError, TornError
 from weft.experts.wire.dtypes import CODES
 
-FORMAT = "weft-1"
+_FORMAT = "weft-1"
+_ALIGNMENT = 64  # bytes, of the tensors' memory in the file
 _KINDS = {"dict", "ordered", "counter", "list", "tuple", "tensor", "float"}
-# What a safetensors file can name. The other dtypes that travel are stored as bytes.
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
-_WHOLE = {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
-_PLAIN = _FLOATS | _WHOLE | {torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64}
+_NAMED = {  # dtypes that safetensors can name; others that travel are stored as bytes
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.complex64: "C64",
+}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
-def to_file(value: Any) -> bytes:
-    """``value`` as the bytes of a safetensors file. Tensors may lie on any device.
+def serialize(value: Any) -> memoryview:
+    """Copy a value with its tensors, on any device, into the bytes of a safetensors file.
 
-    Raises ``UsageError`` that lists every leaf that cannot be stored, and ``TornError`` if a tensor was written to
-    meanwhile. It takes twice the bytes of all tensors for a while.
+    The copies are made by torch, which lets other threads run meanwhile. Raises ``UsageError`` that lists every leaf
+    that cannot be stored, and ``TornError`` if a tensor was written to meanwhile.
     """
-    writer = _Writer()
-    tree = writer.node(value, "")
-    if writer.faults:
+    encoder = _Encoder()
+    tree = encoder.node(value, "")
+    if encoder.faults:
         raise UsageError(
-            listed("a checkpoint holds tensors, numbers, strings and their containers, but not:", writer.faults)
+            listed("a checkpoint holds tensors, numbers, strings and their containers, but not:", encoder.faults)
         )
-    writer.check_versions()
-    return save(writer.tensors, {"format": FORMAT, "tree": json.dumps(tree, allow_nan=False)})
+    entries: dict[str, Any] = {"__metadata__": {"format": _FORMAT, "tree": json.dumps(tree, allow_nan=False)}}
+    end = 0
+    # Large items first, as safetensors orders them: so every tensor is aligned.
+    tensors = sorted(encoder.tensors.items(), key=lambda item: -item[1].itemsize)
+    for name, tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        named = tensor.dtype in _NAMED
+        entries[name] = {
+            "dtype": _NAMED.get(tensor.dtype, "U8"),
+            "shape": list(tensor.shape) if named else [tensor.nbytes],
+            "data_offsets": [start, end],
+        }
+    header = json.dumps(entries).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    head = len(header).to_bytes(8, "little") + header
+    file = torch.empty(len(head) + end, dtype=torch.uint8, device="cpu")
+    data = memoryview(cast("Any", file.numpy()))
+    data[: len(head)] = head
+    start = len(head)
+    for _, tensor in tensors:
+        if tensor.nbytes:
+            file[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        start += tensor.nbytes
+    encoder.check_versions()
+    return data
 
 
-def from_file(data: bytes) -> Any:
-    """The value that `to_file` wrote, its tensors on the CPU. Raises ``DamagedError`` for anything else."""
+def deserialize(data: bytes | memoryview) -> Any:
+    """The value that `serialize` was given, its tensors on the CPU. Raises ``DamagedError`` for any other bytes."""
+    data = bytes(data)
     try:
         size = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + size])["__metadata__"]
-        if metadata["format"] == FORMAT:
+        if metadata["format"] == _FORMAT:
             with torch.device("cpu"):  # where `load` makes what has no numbers
                 tensors = load(data)
-            return _Reader(tensors).value(json.loads(metadata["tree"]))
+            return _Decoder(tensors).value(json.loads(metadata["tree"]))
     except MemoryError:  # says nothing about the file
         raise
     except Exception as error:  # whatever trips over these bytes: they are no checkpoint
-        raise DamagedError(f"this is no checkpoint: {type(error).__name__}: {error}") from error
-    raise DamagedError(f"the file has format {metadata['format']!r}, wanted {FORMAT!r}")
+        raise DamagedError(f"not a checkpoint: {type(error).__name__}: {error}") from error
+    raise DamagedError(f"the file has format {metadata['format']!r}, wanted {_FORMAT!r}")
 
 
-class _Writer:
+class _Encoder:
     """Gathers the tensors of a value on the way through it, and what cannot be stored."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.faults: list[str] = []
         self._names: dict[tuple[Any, ...], str] = {}
-        self._sources: list[tuple[str, Tensor, int]] = []
+        self._versions: list[tuple[str, Tensor, int]] = []
 
     def node(self, value: Any, path: str) -> Any:
         """``value`` as JSON, in which tensors are names."""
@@ -94,8 +133,8 @@ class _Writer:
         return None
 
     def check_versions(self) -> None:
-        """Raise if a tensor was written to since it was copied, or while the others were."""
-        torn = [path for path, source, version in self._sources if source._version != version]
+        """Raise ``TornError`` if a tensor was written to since it was found."""
+        torn = [path for path, tensor, version in self._versions if tensor._version != version]
         if torn:
             raise TornError(listed("these were written to while they were copied; stop the steps meanwhile:", torn))
 
@@ -103,40 +142,27 @@ class _Writer:
         return [[self.node(key, f"{path}@key"), self.node(item, _join(path, str(key)))] for key, item in items]
 
     def _tensor(self, value: Tensor, path: str) -> Any:
+        if not value.is_inference():  # those do not count their changes
+            self._versions.append((path, value, value._version))
         plain = value.detach()
         if plain.layout != torch.strided or plain.device.type == "meta" or plain.dtype not in CODES:
             self.faults.append(f"{path}, which is a tensor of {plain.dtype}, layout {plain.layout}, on {plain.device}")
             return None
-        key = (
-            plain.device,
-            plain.data_ptr(),
-            plain.dtype,
-            plain.shape,
-            plain.stride(),
-            plain.is_conj(),
-            plain.is_neg(),
-        )
+        memory = (plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride())
+        key = (*memory, plain.is_conj(), plain.is_neg())
         name = self._names.get(key) if plain.numel() else None
         if name is None:
-            name = self._unused(path)
-            self._names[key] = name
-            if not value.is_inference():  # those do not count their changes
-                self._sources.append((path, value, value._version))
-            self.tensors[name] = _stored(plain)
-        shape = None if plain.dtype in _PLAIN else list(plain.shape)
-        node: dict[str, Any] = {"tensor": name}
-        return node if shape is None else {**node, "dtype": str(plain.dtype).removeprefix("torch."), "shape": shape}
-
-    def _unused(self, path: str) -> str:
-        """The path, or, where keys of different types look alike, the path and a number."""
-        name, turn = path, 1
-        while name in self.tensors:
-            turn += 1
-            name = f"{path}#{turn}"
-        return name
+            name, count = path, 1
+            while name in self.tensors:  # keys of different types may look alike
+                count += 1
+                name = f"{path}#{count}"
+            self._names[key], self.tensors[name] = name, plain
+        if plain.dtype in _NAMED:
+            return {"tensor": name}
+        return {"tensor": name, "dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
 
 
-class _Reader:
+class _Decoder:
     """Puts a value back together."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -173,13 +199,6 @@ class _Reader:
             stored = (stored.view(dtype) if stored.numel() else stored.new_empty(0, dtype=dtype)).view(fields["shape"])
             self._tensors[name] = stored
         return stored
-
-
-def _stored(plain: Tensor) -> Tensor:
-    """A contiguous copy on the CPU of its own, of a dtype that the file format has a name for."""
-    copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    copy.copy_(plain)
-    return copy if plain.dtype in _PLAIN else copy.view(-1).view(torch.uint8)
 
 
 def _join(path: str, name: str) -> str:

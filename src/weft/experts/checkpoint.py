@@ -1,0 +1,469 @@
+"""Checkpoints of experts: atomic, of one step, retained, found by themselves at the next start.
+
+    root/
+      ffn.3/                                              one folder per expert, see `folder_name`
+        000000000007-000000004200-<hash>.safetensors      serial, step, hash of all its bytes
+        000000000008-000000004300-<hash>.safetensors      the newest: it has the highest serial
+        .new-000000000009                                 being written, or left by a crash; never read
+        .lock                                             held by the server whose expert it is
+
+    save     encode -> write .new, fsync -> rename -> fsync the folder -> remove what is too old
+                       |                    |
+                       |                    before: the old file is the newest; after: the new one is
+                       disk full: remove the oldest if a newer one is whole, and try again
+
+One file is one checkpoint, and its name holds the hash of its content: it is there whole, or not at all, or is known
+to be damaged. The serial orders what was saved, since steps repeat after a return to an earlier one. Only files that
+led to the current state are removed: those found when the folder was first touched or loaded from, and those written
+since. What another process writes into the folder meanwhile stays.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+from weft.core.errors import UsageError, escaped, listed
+from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed)
+from weft.experts.errors import CheckpointError, DamagedError
+from weft.experts.serialization import deserialize, serialize
+
+_LOG = logging.getLogger("weft.experts.checkpoints")
+_FILE = re.compile(r"(\d{12,})-(\d{12,})-([0-9a-f]{32})\.safetensors")
+_DRAFT = ".new-"
+_LOCK = ".lock"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Disk:
+    """What a checkpoint needs of a file system, after each of which a crash may follow.
+
+        write    create, fill, fsync        only then is the content on the disk
+        rename   atomic for all readers     but on the disk only after the folder was synced
+        sync     fsync of a folder          what was created, renamed or removed in it stays so
+
+    One class, so that tests can replace it by a disk that forgets at a crash what was not synced. The rules are POSIX's
+    as file systems keep them: Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014). Every method raises
+    ``OSError`` as the operating system does. Files are made with mode 0600, folders with 0700.
+    """
+
+    def make_folder(self, folder: Path) -> None:
+        """Make ``folder`` in a folder that exists; it may be there already."""
+        folder.mkdir(0o700, exist_ok=True)
+
+    def is_folder(self, folder: Path) -> bool:
+        """Whether there is such a folder."""
+        return folder.is_dir()
+
+    def names(self, folder: Path) -> list[str]:
+        """Names of all files in ``folder``; none if there is no such folder."""
+        try:
+            return os.listdir(folder)
+        except FileNotFoundError:
+            return []
+
+    def read(self, path: Path) -> bytes:
+        """All of a file."""
+        return path.read_bytes()
+
+    def write(self, path: Path, data: bytes | memoryview) -> None:
+        """A new file that holds ``data``, which is on the disk when this returns; its name is not yet."""
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file another name, in one step."""
+        os.rename(old, new)
+
+    def sync(self, folder: Path) -> None:
+        """Return when the names in ``folder`` are on the disk."""
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, which may be gone already."""
+        path.unlink(missing_ok=True)
+
+    def lock(self, path: Path, *, shared: bool = False) -> int:
+        """Lock a file, made if there is none, until `unlock` or the end of this process, and write its number there.
+
+        Any number of processes may hold a ``shared`` lock; any other is held by one alone. Raises ``BlockingIOError``
+        with the content of the file if it is locked already, also by this process.
+        """
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(handle, 100, 0).decode("utf-8", "replace").strip()
+            os.close(handle)
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError(error.errno, holder) from None
+            raise
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        _LOCKS.add(handle)
+        return handle
+
+    def locked(self, handle: int) -> bool:
+        """Whether a locked file still has its name: without it, others can lock the folder."""
+        return os.fstat(handle).st_nlink > 0
+
+    def unlock(self, handle: int) -> None:
+        """Unlock a file."""
+        _LOCKS.discard(handle)
+        os.close(handle)
+
+
+_LOCKS: set[int] = set()
+"""Open descriptors of lock files."""
+
+
+def _close_locks() -> None:
+    """A forked child that outlives its parent must not go on holding the parent's locks."""
+    for handle in _LOCKS:
+        os.close(handle)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
+
+_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_.")
+_LONGEST = 200  # bytes of a folder's name; most file systems end at 255
+
+
+def folder_name(uid: str) -> str:
+    """The name of an expert as the name of a folder, whatever the expert is called.
+
+        ffn.3.14      ffn.3.14             letters a-z, digits, "-", "_" and "." stand for themselves
+        Ffn           %46fn                not all file systems tell large from small letters
+        ../../etc     %2E.%2F..%2Fetc      no name leads out of the root, and none starts with a dot
+        ä             %C3%A4
+        (too long)    %~ and a hash
+
+    Two experts never share a folder: the encoding can be undone, and the hash is a cryptographic one. Raises
+    ``UsageError`` for an empty name.
+    """
+    if not uid:
+        raise UsageError("an expert's uid is empty; wanted at least one character")
+    data = uid.encode("utf-8", "surrogatepass")
+    name = "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in data)
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    return name if len(name) <= _LONGEST else f"%~{blake2b(data, digest_size=32).hexdigest()}"
+
+
+class FolderLock:
+    """A lock on the folder of one expert; see `CheckpointStore.lock`."""
+
+    def __init__(self, disk: Disk, uid: str, folder: Path, make: Callable[[Path], None], shared: bool) -> None:
+        self._disk, self._uid, self._folder, self._make, self._shared = disk, uid, folder, make, shared
+        self._handle: int | None = None
+        self._warned = False
+
+    def hold(self) -> None:
+        """Take the lock if it is not held, or was removed with its folder.
+
+        Raises ``CheckpointError`` if another process has it. Logs a warning where a file system knows no locks.
+        """
+        if self._handle is not None and self._disk.locked(self._handle):
+            return
+        self.release()
+        try:
+            self._make(self._folder)
+            self._handle = self._disk.lock(self._folder / _LOCK, shared=self._shared)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"the checkpoints of expert {self._uid!r} in {self._folder} belong to another server, "
+                f"{escaped(error.strerror or 'which still runs')}: both would overwrite what the other saves. End "
+                "that one, or give this one another folder"
+            ) from None
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                _LOG.warning(
+                    "the checkpoints of expert %r in %s cannot be locked: %s. See to it that no other server uses them",
+                    self._uid,
+                    self._folder,
+                    error,
+                )
+
+    def release(self) -> None:
+        """Unlock the folder. May be called twice."""
+        if self._handle is not None:
+            self._disk.unlock(self._handle)
+            self._handle = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded. ``skipped``: for every newer file that could not be used, why."""
+
+    uid: str
+    step: int
+    state: Any
+    extra: Any
+    path: Path
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EncodedCheckpoint:
+    """A copy of an expert as the bytes of its file."""
+
+    uid: str
+    step: int
+    data: bytes | memoryview = field(repr=False)
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    serial: int
+    step: int
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.serial:012d}-{self.step:012d}-{self.digest}.safetensors"
+
+
+class CheckpointStore:
+    """Checkpoints of any number of experts below ``root``; the ``keep`` newest of each stay.
+
+    All methods may be called from any thread. One expert is to be written by one process at a time, its owner; `lock`
+    makes sure of that. Folders get mode 0700 and files 0600; a ``root`` that is there already keeps its mode.
+    """
+
+    def __init__(self, root: str | Path, *, keep: int = 3, disk: Disk | None = None) -> None:
+        """Make ``root`` if it is missing. Raises ``UsageError`` if ``keep`` is not positive."""
+        if keep < 1:
+            raise UsageError(f"keep is {keep}, wanted at least 1: the newest checkpoint always stays")
+        self.root = Path(root).absolute()
+        self._keep = keep
+        self._disk = disk or Disk()
+        self._locks: dict[str, threading.Lock] = {}
+        self._made: set[Path] = set()
+        self._ours: dict[str, set[str]] = {}  # by expert: the files that led to its state
+        self._tight: set[str] = set()  # experts of which the disk holds fewer than `keep`
+        self._counts = Counter[str]()
+        self._counting = threading.Lock()
+        for folder in [*reversed(self.root.parents), self.root]:
+            if not self._disk.is_folder(folder):
+                self._make(folder)
+
+    def lock(self, uid: str, *, shared: bool = False) -> FolderLock:
+        """Lock the folder of this expert, until `FolderLock.release` or the end of the process.
+
+        ``shared``: for replicas, one of which writes at a time, as the directory says; they keep out all others.
+        Raises ``CheckpointError``, with the process that holds it, if it is locked; also by this process.
+        """
+        lock = FolderLock(self._disk, uid, self._folder(uid), self._make, shared)
+        lock.hold()
+        return lock
+
+    def save(self, uid: str, state: Any, step: int, extra: Any = None) -> Path:
+        """`encode` and `write` in one: when this returns, the checkpoint survives a crash of the machine."""
+        return self.write(self.encode(uid, state, step, extra))
+
+    def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
+        """A copy of ``state`` (a state dict) and ``extra`` (such as the keys of applied steps), both as of ``step``.
+
+        Call it between two steps: ``state`` must not change meanwhile. `write` may follow later, in any thread.
+        Raises ``TornError`` if it did change, ``UsageError`` that lists what cannot be stored.
+        """
+        if step < 0:
+            raise UsageError(f"step is {step}, wanted 0 or more")
+        folder_name(uid)  # refuses what cannot be one
+        return EncodedCheckpoint(uid, step, serialize({"uid": uid, "step": step, "state": state, "extra": extra}))
+
+    def write(self, encoded: EncodedCheckpoint) -> Path:
+        """Write a checkpoint. When this returns it survives a crash; until then, the one before does.
+
+        On a full disk, older checkpoints make room for it: all but the newest that is whole. Raises ``CheckpointError``
+        if there is no room even so; then that one stays.
+        """
+        folder = self._folder(encoded.uid)
+        with self._lock(encoded.uid):
+            try:
+                path = self._publish(encoded, folder)
+            except OSError as error:
+                self._count(failed=1)
+                raise CheckpointError(
+                    f"step {encoded.step} of expert {encoded.uid!r} cannot be saved in {folder}: {error}. Make room or "
+                    "mend the folder; the older checkpoints are safe"
+                ) from error
+            self._count(saved=1, saved_bytes=len(encoded.data))
+            self._prune(encoded.uid, folder)
+            return path
+
+    def load_newest(self, uid: str) -> Checkpoint | None:
+        """The newest checkpoint of this expert that is whole, its tensors on the CPU; ``None`` if it has none.
+
+        Skips damaged files. Raises ``CheckpointError`` that lists them if there are no others: to start from nothing
+        would be a loss that an operator should decide on; and if the folder cannot be read.
+        """
+        folder = self._folder(uid)
+        try:
+            entries = self._entries(folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"the folder of the checkpoints of expert {uid!r} cannot be read: {error}. Mend what is there, "
+                "or give the server another folder"
+            ) from error
+        while entries:
+            faults: list[str] = []
+            for entry in entries:
+                path = folder / entry.name
+                try:
+                    value = self._read(path, entry, uid)
+                except (OSError, DamagedError) as error:
+                    faults.append(f"{entry.name}: {error}")
+                    continue
+                with self._lock(uid):
+                    self._known(uid, folder).update(each.name for each in entries)
+                self._count(loaded=1, skipped=len(faults))
+                return Checkpoint(uid, value["step"], value["state"], value["extra"], path, tuple(faults))
+            before, entries = entries, self._entries(folder)
+            if entries == before:  # otherwise they were replaced by newer ones while they were read
+                raise CheckpointError(listed(f"no checkpoint of expert {uid!r} in {folder} can be read:", faults))
+        return None
+
+    def steps(self, uid: str) -> list[int]:
+        """The steps of this expert's checkpoints, newest first; whether they are whole is seen when loading."""
+        return [entry.step for entry in self._entries(self._folder(uid))]
+
+    def has(self, uid: str, step: int) -> bool:
+        """Whether there is a checkpoint of this step; True also if the disk does not answer."""
+        try:
+            return step in self.steps(uid)
+        except OSError:
+            return True
+
+    def statistics(self) -> dict[str, int]:
+        """How many were saved, with how many bytes, failed to be saved, loaded, and skipped as damaged."""
+        with self._counting:
+            return {name: self._counts[name] for name in ("saved", "saved_bytes", "failed", "loaded", "skipped")}
+
+    def _publish(self, encoded: EncodedCheckpoint, folder: Path) -> Path:
+        self._make(folder)
+        for name in self._disk.names(folder):  # what a crash left half written
+            if name.startswith(_DRAFT):
+                self._disk.remove(folder / name)
+        known = self._known(encoded.uid, folder)
+        serial = max((entry.serial for entry in self._entries(folder)), default=0) + 1
+        draft = folder / f"{_DRAFT}{serial:012d}"
+        final = folder / _Entry(serial, encoded.step, _digest(encoded.data)).name
+        try:
+            self._write(draft, encoded, folder)
+            self._disk.rename(draft, final)
+        except OSError:
+            with suppress(OSError):  # the reason that counts is the first
+                self._disk.remove(draft)
+            raise
+        known.add(final.name)
+        self._disk.sync(folder)
+        return final
+
+    def _write(self, draft: Path, encoded: EncodedCheckpoint, folder: Path) -> None:
+        """Write a draft; on a full disk, make room by removing one older checkpoint after the other."""
+        old: list[_Entry] | None = None
+        while True:
+            try:
+                self._disk.write(draft, encoded.data)
+                return
+            except OSError as error:
+                if old is None:
+                    old = self._dispensable(encoded.uid, folder) if error.errno in _FULL else []
+                if not old:
+                    raise
+                self._disk.remove(draft)
+                self._disk.remove(folder / old.pop().name)
+            if encoded.uid not in self._tight:
+                self._tight.add(encoded.uid)
+                _LOG.warning(
+                    "the disk has no room for %d checkpoints of expert %r in %s: older ones are removed before a new "
+                    "one is written",
+                    self._keep + 1,
+                    encoded.uid,
+                    folder,
+                )
+
+    def _dispensable(self, uid: str, folder: Path) -> list[_Entry]:
+        """What may be removed before a new checkpoint is safe: all of ours but the newest whole one, oldest last."""
+        ours = [entry for entry in self._entries(folder) if entry.name in self._known(uid, folder)]
+        for entry in ours:
+            with suppress(OSError, DamagedError):
+                self._read(folder / entry.name, entry, uid)
+                return [other for other in ours if other is not entry]
+        return []
+
+    def _known(self, uid: str, folder: Path) -> set[str]:
+        """The files that led to the current state; those found when the folder is first touched count as such."""
+        if uid not in self._ours:
+            self._ours[uid] = {entry.name for entry in self._entries(folder)}
+        return self._ours[uid]
+
+    def _make(self, folder: Path) -> None:
+        """Make a folder that survives a crash. One that exists may not be on the disk yet, so it is synced once.
+
+        One that was removed is made again, with those above it.
+        """
+        if folder in self._made and self._disk.is_folder(folder):
+            return
+        if not self._disk.is_folder(folder.parent):
+            self._make(folder.parent)
+        self._disk.make_folder(folder)
+        self._disk.sync(folder.parent)
+        self._made.add(folder)
+
+    def _prune(self, uid: str, folder: Path) -> None:
+        """Remove what is too old. The new one is safe by now, so a disk that refuses is asked again next time."""
+        with suppress(OSError):
+            known, entries = self._known(uid, folder), self._entries(folder)
+            known.intersection_update(entry.name for entry in entries)
+            for entry in [entry for entry in entries if entry.name in known][self._keep :]:
+                self._disk.remove(folder / entry.name)
+
+    def _entries(self, folder: Path) -> list[_Entry]:
+        """The checkpoints in ``folder``, newest first."""
+        found = [match for name in self._disk.names(folder) if (match := _FILE.fullmatch(name))]
+        return sorted((_Entry(int(one[1]), int(one[2]), one[3]) for one in found), reverse=True)
+
+    def _read(self, path: Path, entry: _Entry, uid: str) -> dict[str, Any]:
+        data = self._disk.read(path)
+        if _digest(data) != entry.digest:
+            raise DamagedError(f"its {len(data)} bytes are not those that were written")
+        value = deserialize(data)
+        if not isinstance(value, dict) or {"uid", "step", "state", "extra"} != set(cast("dict[Any, Any]", value)):
+            raise DamagedError("it holds something else than an expert")
+        fields = cast("dict[str, Any]", value)
+        if (fields["uid"], fields["step"]) != (uid, entry.step):
+            raise DamagedError(f"it is of expert {fields['uid']!r}, step {fields['step']}")
+        return fields
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            self._counts.update(more)
+
+    def _folder(self, uid: str) -> Path:
+        return self.root / folder_name(uid)
+
+    def _lock(self, uid: str) -> threading.Lock:
+        return self._locks.setdefault(uid, threading.Lock())
+
+
+def _digest(data: bytes | memoryview) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
