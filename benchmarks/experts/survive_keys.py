@@ -23,7 +23,7 @@ from benchmarks.experts.survive_common import PATIENCE, Verdict
 from weft.experts import ExpertBackend, IdempotencyOptions, make_expert
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import RemoteExpert
-from weft.experts.idempotency import IdempotencyTable, RequestId
+from weft.experts.idempotency import IdempotencyTable
 from weft.experts.task import Task
 
 EXPERTS, TRAINERS, PER_SECOND, HIDDEN, ROWS = 8, 4, 28.0, 32, 16
@@ -71,10 +71,9 @@ def _save(folder: Path, keys: int) -> None:
     store, records = CheckpointStore(folder), IdempotencyTable(IdempotencyOptions(max_client_keys=max(1, keys)))
     for number in range(keys):
         task = Task((), 1, client=f"trainer-{number % TRAINERS}", key=f"{number:032x}")
-        request = RequestId("backward", task.client, task.key or "")
-        records.start(request, task)
-        records.record(request, task, [torch.zeros(ROWS, HIDDEN)] if number >= keys - 1000 else [], 0)
-        records.abandon(request, task)
+        records.begin("backward", task)
+        records.record("backward", task, [torch.zeros(ROWS, HIDDEN)] if number >= keys - 1000 else [], 0)
+        records.abandon("backward", task)
     state = records.state_dict()
     state["now"] += 60.0  # the keys are older: a retry of them is not expected any more
     for number in range(EXPERTS):

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.spec import TensorSpec
-from weft.experts.batching import BatchDelay, BatchQueue, CallerGroup, PoolOptions
 from weft.experts.schema import Column, FlatSchema
-from weft.experts.task import Answer, Task
-from weft.experts.task_pool import TaskPool
+from weft.experts.task import Answer, BatchQueue, Task
+from weft.experts.task_pool import BatchDelay, CallerGroup, PoolOptions, TaskPool
 
 MIN, MAX, PATIENCE = 4, 6, 10.0
 events = st.one_of(
@@ -110,7 +109,7 @@ def test_a_queue_does_what_a_plain_list_would(history: list[tuple]) -> None:  # 
             batch, expired = queue.take(now)
             wanted, dropped = model.take(now)
             assert batch == wanted and set(expired) == set(dropped)
-        assert len(queue) == len(model.tasks) and queue.rows == sum(task.rows for task in model.tasks)
+        assert queue.count == len(model.tasks) and queue.rows == sum(task.rows for task in model.tasks)
         assert set(queue) == set(model.tasks)
         assert queue.oldest() == (model.tasks[0].arrival if model.tasks else None)
 
@@ -161,7 +160,7 @@ def simulated(
 
     while answers < wanted:
         admit(now)
-        begins = {i: delays[i].begin(now, len(some), patient=True) for i, some in enumerate(waiting) if some}
+        begins = {i: delays[i].begin(now, len(some), lambda _: True) for i, some in enumerate(waiting) if some}
         ready = [i for i, begin in begins.items() if begin <= now]
         if not ready:
             now = min([*begins.values(), *[when for when, _ in comes.values()]])
@@ -212,9 +211,9 @@ def test_nobody_waits_for_callers_who_wait_in_another_pool() -> None:
     here.began(0.0, 2, 0)
     here.ended(6.0)
     here.arrived(1)
-    assert here.begin(0.0, 1, patient=True) == 3.0, "the other one is out"
+    assert here.begin(0.0, 1, lambda _: True) == 3.0, "the other one is out"
     there.arrived(1)
-    assert here.begin(0.0, 1, patient=True) == 0.0 and there.begin(0.0, 1, patient=True) == 0.0
+    assert here.begin(0.0, 1, lambda _: True) == 0.0 and there.begin(0.0, 1, lambda _: True) == 0.0
 
 
 @given(st.integers(1, 9))
@@ -226,7 +225,7 @@ def test_after_each_wait_in_vain_twice_as_many_batches_do_not_wait(waits: int) -
     while sum(seen) < waits:
         delay._group._peaks.append(2)
         delay.arrived(1)
-        seen.append(delay.begin(0.0, 1, patient=True) > 0.0)
+        seen.append(delay.begin(0.0, 1, lambda _: True) > 0.0)
         delay.began(1.0, 1, 0)
         delay.ended(8.0)
     gaps = [len(gap) for gap in "".join("w" if each else "." for each in seen).split("w")[1:-1]]

@@ -11,7 +11,6 @@ import torch
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
 from weft.experts import GraphBudget, Guards, IdempotencyOptions, SumsOptions
-from weft.experts.batching import PoolOptions
 from weft.experts.checks import LONGEST
 from weft.experts.client import RemoteExpert
 from weft.experts.client.retry import Retry
@@ -24,7 +23,7 @@ from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, FlatSchema
 from weft.experts.server.options import ServerOptions
 from weft.experts.task import Answer, Task
-from weft.experts.task_pool import TaskPool
+from weft.experts.task_pool import PoolOptions, TaskPool
 from weft.experts.wire import Call, Header, Kind
 
 CALL = Call(Header(kind=Kind.FORWARD, call_id=1, uid="a"))

@@ -57,6 +57,6 @@ def test_a_module_that_refuses_small_sizes_is_served(kind: str, given: bool) -> 
 def test_what_runs_with_no_sizes_is_told_with_what_to_do() -> None:
     with pytest.raises(RuntimeError) as caught:
         ExpertBackend("e", Folds(7), args_schema=(X,))
-    first, second = caught.value.__notes__
-    assert "in the dummy run of expert 'e' on zeros with 3 rows" in first
-    assert "nor did it run with 4 or 2 rows" in second and "sample tensors" in second
+    (note,) = caught.value.__notes__
+    assert "in the dummy run of expert 'e' on zeros with 3 rows" in note
+    assert "nor did it run with 4 or 2 rows" in note and "sample tensors" in note

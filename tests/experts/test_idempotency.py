@@ -14,7 +14,7 @@ from tests.experts.waiting import Clock
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, IdempotencyOptions, Runtime, SumsOptions, idempotency
 from weft.experts.errors import GradientError, KeyReusedError, OverloadError, ResultEvictedError
-from weft.experts.idempotency import IdempotencyTable
+from weft.experts.idempotency import IdempotencyTable, fingerprint
 from weft.experts.serialization import deserialize, serialize
 from weft.experts.task import Results, Task
 
@@ -98,9 +98,9 @@ def test_the_fingerprint_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -
     assert not strided.is_contiguous() and conjugate.is_conj()
     pairs = [(x, strided), (conjugate, conjugate.resolve_conj()), (x[:0], x.new_empty(0, 4)), (x.bfloat16(),) * 2]
     for one, other in pairs:
-        assert Task((one,), 6).fingerprint() == Task((other,), 6).fingerprint()
+        assert fingerprint(Task((one,), 6)) == fingerprint(Task((other,), 6))
     others = [x.flip(0), x[:5], x.float(), x.view(12, 2)]
-    found = {Task((each,), 6).fingerprint() for each in (x, *others)}
+    found = {fingerprint(Task((each,), 6)) for each in (x, *others)}
     assert len(found) == 5 and all(0 <= each < 1 << 64 for each in found)
 
 
@@ -119,9 +119,9 @@ def result(size: int) -> Results:
 
 def recorded(table: IdempotencyTable, principal: str, key: str, size: int = 0, step: int = 1, **more: object) -> Task:
     task = Task((), 1, client=principal, key=key, principal=principal, **more)  # type: ignore[arg-type]
-    table.requests("backward").start(task)
-    table.requests("backward").record(task, result(size), step)
-    table.requests("backward").abandon(task)
+    assert table.begin("backward", task) is None
+    table.record("backward", task, result(size), step)
+    table.abandon("backward", task)
     return task
 
 
@@ -189,7 +189,7 @@ def test_results_of_others_are_evicted_only_below_those_of_the_largest_holder() 
     mine = recorded(table, "ann", "k", size=40)
     for number in range(20):
         recorded(table, "eve", str(number), size=10)
-    assert table.requests("backward").lookup(mine) is not None
+    assert table.begin("backward", mine) is not None
     assert table.statistics().result_bytes == 100
 
 
@@ -244,7 +244,7 @@ def test_ages_go_on_in_another_process() -> None:
     recorded(table, "ann", "l")
     other.load_state_dict(table.state_dict())
     with pytest.raises(ResultEvictedError):
-        other.requests("backward").lookup(task)
+        other.begin("backward", task)
     later.now += 50.0
     assert [other.step_of("backward", "ann", key) for key in "kl"] == [None, 1]
 
@@ -273,20 +273,6 @@ def test_a_hundred_thousand_keys_are_small_and_loaded_quickly() -> None:
     assert torch.equal(table.state_dict()["keys"], many) and time.thread_time() - before < 1.0
 
 
-def test_the_keys_of_an_older_checkpoint_are_known() -> None:
-    backend = fussy_backend()
-    form = (None, (2, 4), (2, 4))
-    backend.records.load_state_dict([])
-    backend.records.load_state_dict(
-        [("backward", "ann", "k", 7, form, [rows(2, 0)]), ("commit", None, "m", 8, (), None)]
-    )
-    with pytest.raises(ResultEvictedError, match="applied in step 7"):
-        send(backend, "k")
-    assert backend.records.step_of("commit", None, "m") == 8 and not backend.steps
-    with pytest.raises(UsageError, match="no state of an idempotency table"):
-        backend.records.load_state_dict([1, 2])
-
-
 @pytest.mark.parametrize("size", [1, 3000])
 def test_of_the_results_the_newest_are_saved_up_to_a_bound(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idempotency, "SAVED_RESULT_BYTES", 20_000)
@@ -299,10 +285,10 @@ def test_of_the_results_the_newest_are_saved_up_to_a_bound(size: int, monkeypatc
     assert 0 < saved < len(tasks)
     for number, task in enumerate(tasks):
         if number >= len(tasks) - saved:
-            assert isinstance(other.requests("backward").lookup(task), list)
+            assert isinstance(other.begin("backward", task), list)
         else:
             with pytest.raises(ResultEvictedError):  # its key is there, so that it does not step again
-                other.requests("backward").lookup(task)
+                other.begin("backward", task)
 
 
 def test_under_lost_replies_every_step_is_taken_exactly_once() -> None:

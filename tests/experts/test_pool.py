@@ -14,11 +14,10 @@ from torch import Tensor
 from tests.apart import python
 from weft.core.errors import SpecError, UsageError
 from weft.core.spec import TensorSpec
-from weft.experts.batching import PoolOptions
 from weft.experts.errors import ClosedError, ExpiredError, OverloadError, QuotaError, RefusedError, TooManyRowsError
 from weft.experts.schema import Column, FlatSchema
 from weft.experts.task import Answer, Task
-from weft.experts.task_pool import TaskPool
+from weft.experts.task_pool import PoolOptions, TaskPool
 
 COLUMNS = FlatSchema(
     [Column("x", TensorSpec((None, 3), torch.float32)), Column("n", TensorSpec((None, None), torch.int64))]
@@ -163,7 +162,7 @@ FLOOD = """
 import gc, sys, time
 import torch
 from weft.core.spec import TensorSpec
-from weft.experts.batching import PoolOptions
+from weft.experts.task_pool import PoolOptions
 from weft.experts.task_pool import TaskPool
 from weft.experts.schema import Column, FlatSchema
 columns = FlatSchema([Column("x", TensorSpec((None, 3), torch.float32))])

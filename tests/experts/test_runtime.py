@@ -12,11 +12,10 @@ from torch import Tensor
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.gate import Gate, X, same
 from weft.core.errors import UsageError
-from weft.experts.batching import PoolOptions
 from weft.experts.errors import ClosedError
 from weft.experts.runtime import Runtime
 from weft.experts.task import Answer, Task
-from weft.experts.task_pool import TaskPool
+from weft.experts.task_pool import PoolOptions, TaskPool
 
 
 def noting(order: list[str], name: str) -> Callable[[Sequence[Task]], list[Answer]]:

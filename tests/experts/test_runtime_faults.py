@@ -12,11 +12,10 @@ import torch
 from tests.experts.gate import Gate, X, same
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
-from weft.experts.batching import PoolOptions
 from weft.experts.errors import ClosedError, ExpertError, RefusedError
 from weft.experts.runtime import Runtime
 from weft.experts.task import Task, answer
-from weft.experts.task_pool import TaskPool, validate_metadata
+from weft.experts.task_pool import PoolOptions, TaskPool, validate_metadata
 
 ROW = torch.ones(1)
 
@@ -214,12 +213,12 @@ def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
 
 @pytest.mark.parametrize("deadline", ["soon", True, float("nan"), [1.0], torch.tensor(1e18)])
 def test_a_deadline_that_is_no_time_is_refused(deadline: Any) -> None:
-    with pytest.raises(UsageError, match=r"pool 'p': deadline is .*, wanted None or a time"):
+    with pytest.raises(UsageError, match=r"pool 'p':\n  - deadline is .*, wanted None or a time"):
         validate_metadata("p", None, None, None, deadline, splits=False)
 
 
 def test_a_deadline_may_be_any_number_and_all_wrong_words_are_told_at_once() -> None:
     for deadline in (None, 1, 1.5, float("inf"), 10**400):
         validate_metadata("p", "ann", "k", None, deadline, splits=False)
-    with pytest.raises(UsageError, match=r"client is '', .*; key is 5, .*; deadline is 'soon', "):
+    with pytest.raises(UsageError, match=r"(?s)client is '', .*\n  - key is 5, .*\n  - deadline is 'soon', "):
         validate_metadata("p", "", 5, None, "soon", splits=False)

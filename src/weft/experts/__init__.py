@@ -1,11 +1,12 @@
 """Across machines: experts, modules with their optimizers, that many trainers share.
 
 expert.py            ExpertBackend, what users see        registry.py  kinds of experts by name
-schema.py            what a call of an expert looks like, nested and flat
-task.py              one request: tensors, and the futures that wait for its answer
-task_pool.py         where tasks of one kind wait         batching.py  options, quotas, queue, delay
-runtime.py           one thread per device                executor.py  one batch, and isolation of faults
-runner.py            the module as a segment, and undoing its side effects
+schema.py            what a call of an expert looks like, nested and flat, and the dummy run
+task.py              one request and its futures; the queue of requests
+task_pool.py         options, quotas, delay of batches; where tasks of one kind wait
+runtime.py           one thread per device
+executor.py          one batch: gathered, run, isolated from faults, made to count
+side_effects.py      what running a module changes, and undoing that
 gradient_guards.py   which gradients are refused          optimizer_step.py  one step: hooks, clip, optimizer, schedule
 accumulation.py      open mini-batches                    idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
@@ -28,7 +29,6 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from weft.core.spec import TensorSpec
 from weft.experts.accumulation import SumsOptions
-from weft.experts.batching import PoolOptions
 from weft.experts.expert import ExpertBackend
 from weft.experts.gradient_guards import Guards
 from weft.experts.graph_cache import GraphBudget
@@ -37,7 +37,7 @@ from weft.experts.journal import Entry, Journal, Member, journal_lines, read_jou
 from weft.experts.registry import Blueprint, FeedForward, TransformerLayer, expert_kinds, make_expert, register_expert
 from weft.experts.replay import replay
 from weft.experts.runtime import Runtime
-from weft.experts.task_pool import TaskPool
+from weft.experts.task_pool import PoolOptions, TaskPool
 
 __all__ = [
     "Blueprint",

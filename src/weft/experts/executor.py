@@ -1,11 +1,11 @@
-"""Executor of one expert: gathers tasks into a batch, runs it, isolates faults, and makes it count.
+"""Executor of one expert: gathers tasks into a batch, runs the module, isolates faults, and makes the batch count.
 
     task a [2 rows] ──┐
     task b [1 row ] ──┼─ buffers ─ guards ─ module ─ guards ──> PendingResult ─ apply ──> step or sum, keys, journal
     task c [3 rows] ──┘ '-------- attempt: may fail --------'                 '-- nothing fails here but the step --'
 
-An attempt changes nothing; only `PendingResult.apply` does. So a batch that fails is taken apart, and only those tasks
-fail that cause the fault:
+An attempt leaves no trace (`weft.experts.side_effects`); only `PendingResult.apply` does. So a batch that fails is
+taken apart, and only those tasks fail that cause the fault:
 
     a b X c  ── attempt ──> error
     a | b | X | c           each alone: X fails again, and gets that error
@@ -16,9 +16,18 @@ task fails alone (too little memory for all of them, a sum that overflows), each
 whose rows depend on each other (batch norm in training) may fail alone for want of rows; let it batch more with
 ``min_batch_size``.
 
+The module runs as a segment: gradients are values, of the parameters too, and never in ``.grad``.
+
+    flat inputs ──pack──> module(*args, **kwargs) ──check──> flat outputs
+         ^                                                        |
+    input gradients (zeros where there is none) <── tape <── gradients of the outputs
+                                                  |
+                                                  +──> gradients of the parameters
+
 Batches are gathered in memory that is used again, since fresh memory costs page faults: joining eight tensors of 4 MB
 takes 21 ms into fresh memory, 2.9 ms into used one. A module may return its input, or a view of it; what looks into a
-buffer is copied before it leaves.
+buffer is copied before it leaves. Large gradients of parameters outlive their batch on the CPU for the same reason,
+until the next ones are there: that took a quarter of the backward of an expert of 34 MB.
 
 Everything happens under the expert's lock: a state that is read from outside is always that between two batches.
 """
@@ -29,22 +38,27 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import WeftError
+from weft.core.context import ExecutionContext
+from weft.core.errors import SpecError, WeftError, listed
+from weft.core.segment import MicroBatchContext, Segment
 from weft.experts.accumulation import OpenMiniBatches, Owner
-from weft.experts.errors import CommitError, ExpertError, GradientError, ModuleExitError
+from weft.experts.errors import CommitError, ExpertError, GradientError, ModuleExitError, WireError
 from weft.experts.gradient_guards import Guards
-from weft.experts.graph_cache import CachedGraph, GraphCache, SavedTensors
-from weft.experts.idempotency import IdempotencyTable, IdempotentRequests
-from weft.experts.optimizer_step import Kind, Stepper, storages
-from weft.experts.runner import NOTHING, BackwardResult, ForwardGraph, ModuleRunner, TensorSnapshot
-from weft.experts.schema import FlatSchema, gradient_columns
+from weft.experts.graph_cache import CachedGraph, ForwardGraph, GraphCache, SavedTensors
+from weft.experts.idempotency import IdempotencyTable, RequestKind
+from weft.experts.optimizer_step import Stepper, storages
+from weft.experts.schema import FlatSchema, NestedSchema, gradient_columns, infer_outputs
+from weft.experts.side_effects import SideEffects, TensorSnapshot
 from weft.experts.task import Answer, Results, Task, split_rows
+
+_LARGE = 1 << 20  # bytes; what is smaller, the allocator does not give back
 
 
 class BatchBuffers:
@@ -222,12 +236,19 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 class BatchExecutor:
-    """Forward, backward and commit of one expert. See `weft.experts.expert.ExpertBackend`."""
+    """Forward, backward and commit of one expert. See `weft.experts.expert.ExpertBackend`.
+
+    Args:
+        call: the schema of the module's arguments; ``outputs``: what the user said of its outputs, or None.
+    """
 
     def __init__(
         self,
         name: str,
-        runner: ModuleRunner,
+        module: nn.Module,
+        effects: SideEffects,
+        call: NestedSchema,
+        outputs: Any,
         stepper: Stepper,
         records: IdempotencyTable,
         *,
@@ -236,24 +257,29 @@ class BatchExecutor:
         graphs: GraphCache,
     ) -> None:
         self.name = name
-        self.runner = runner
+        self.effects = effects
+        self.call = call
         self.stepper = stepper
         self.records = records
         self.guards = guards
         self.mini_batches = mini_batches
         self.graphs = graphs
-        self._backwards, self._commits = records.requests("backward"), records.requests("commit")
         self.lock = threading.RLock()
         self.forward_batches = self.backward_batches = self.retried = 0
         self.refused: Counter[str] = Counter()
-        inputs = runner.call.columns()
-        self.columns = FlatSchema(inputs)
-        self.backward_columns = FlatSchema([*inputs, *gradient_columns(runner.outputs)])
-        self._forward_buffers = BatchBuffers(self.columns, runner.device)
-        self._backward_buffers = BatchBuffers(self.backward_columns, runner.device)
-        self._inputs = len(inputs)
-        self._seed: int | None = None
         self.permit: Callable[[], None] = _granted  # raises where nothing may change now; asked before every change
+        self._module = module
+        self._ambient = ExecutionContext.capture([effects.device.type])
+        self._segment = Segment(self._outputs_of)
+        self._large: list[Tensor] = []  # gradients of the last backward
+        self._seed: int | None = None
+        self.outputs = infer_outputs(name, call, outputs, effects.device, self._rehearse)
+        inputs = call.columns()
+        self.columns = FlatSchema(inputs)
+        self.backward_columns = FlatSchema([*inputs, *gradient_columns(self.outputs)])
+        self._forward_buffers = BatchBuffers(self.columns, effects.device)
+        self._backward_buffers = BatchBuffers(self.backward_columns, effects.device)
+        self._inputs = len(inputs)
 
     @property
     def buffer_bytes(self) -> int:
@@ -283,12 +309,12 @@ class BatchExecutor:
                     self._refuse((task.client, task.mini_batch or ""))
             return answers
 
-    def redo(self, kind: Kind, tasks: Sequence[Task], seed: int, branch: str = "") -> None:
+    def redo(self, kind: RequestKind, tasks: Sequence[Task], seed: int, branch: str = "") -> None:
         """Run a batch again as it was logged. Raises what it raises."""
         with self.lock, self.stepper.replaying(branch):
             self._seed = seed
             try:
-                with self.runner.effects.mode(tasks[0].evaluation):
+                with self._mode(tasks):
                     (self._try_backward if kind == "backward" else self._try_commit)(tasks).apply()
             finally:
                 self._seed = None
@@ -303,10 +329,13 @@ class BatchExecutor:
         self.graphs.void()
 
     def _answers(self, tasks: Sequence[Task], attempt: Attempt) -> list[Answer]:
-        with self.lock, self.runner.effects.mode(tasks[0].evaluation):
+        with self.lock, self._mode(tasks):
             answers, failures = isolate_faults(tasks, attempt, self.name)
             self.retried += failures
             return answers
+
+    def _mode(self, tasks: Sequence[Task]) -> AbstractContextManager[None]:
+        return self.effects.evaluation() if tasks[0].evaluation else nullcontext()
 
     def _drop_sums(self, owners: Mapping[Owner, str | None], *, log: bool = True) -> None:
         """Drop these sums, with their principals. Their callers may not know, so the names are refused from then on."""
@@ -325,10 +354,77 @@ class BatchExecutor:
             self.stepper.log_dropped(*owner)
         self.mini_batches.remove(owner)
 
+    # The module. It may call other experts; what those answer is no answer of this one: who called it would repeat it.
+
+    def _call_module(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except WeftError as error:
+            if isinstance(error, ExpertError | WireError):
+                raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
+            raise
+
+    def _context(self, seed: int, inputs: Sequence[Tensor]) -> MicroBatchContext:
+        return MicroBatchContext(0, self._ambient, (seed, inputs[0].shape[0]))
+
+    def _outputs_of(self, context: MicroBatchContext, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Flat inputs to flat outputs: each is a value of the segment by itself, and nothing is nested but here."""
+        seed, rows = context.context
+        return tuple(self.outputs.tensors(self.effects.run(seed, self._apply_module, inputs), rows))
+
+    def _apply_module(self, inputs: Sequence[Tensor]) -> Any:
+        if torch.is_grad_enabled() and self.effects.writes:
+            # A module that writes into its input may not do so to a leaf that wants a gradient.
+            inputs = [x.clone() if i in self.effects.writes else x for i, x in enumerate(inputs)]
+        args, kwargs = self.call.pack(inputs)
+        return self._module(*args, **kwargs)
+
+    def _rehearse(self, inputs: list[Tensor]) -> Any:
+        """What the module returns, of a run that leaves no trace but what is known of its side effects."""
+
+        def applied(_: MicroBatchContext, *given: Tensor) -> tuple[Any, ...]:
+            return (self._apply_module(given),)
+
+        segment, context = Segment(applied), self._context(0, inputs)
+        return self.effects.rehearse(inputs, lambda: segment.forward(context, inputs, "nothing")[0][0])
+
+    def _make_graph(
+        self, inputs: Sequence[Tensor], seed: int, parameters: Sequence[Tensor]
+    ) -> tuple[ForwardGraph, list[Tensor]]:
+        """The graph that leads back to inputs and parameters, and the flat outputs without it."""
+        pairs = zip(inputs, self.call.specs, strict=True)
+        leaves = [tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in pairs]
+        segment = Segment(self._outputs_of, parameters)
+        outputs, tape = self._call_module(segment.forward, self._context(seed, leaves), leaves, "graph")
+        flat = [output.detach() for output in outputs]
+        return ForwardGraph(tape, leaves, [output.shape for output in flat]), flat
+
+    def _walk_back(
+        self, graph: ForwardGraph, gradients: Sequence[Tensor], seed: int
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The gradients of inputs and parameters; walks a graph once, with the seed of its forward.
+
+        Those of the parameters are autograd's own, and may look into memory that others hold.
+        """
+        faults = [  # of the free axes alone: the fixed ones were checked when the task came
+            f"the gradient of {name} has shape {tuple(gradient.shape)}, wanted {tuple(shape)}"
+            for name, shape, gradient in zip(self.outputs.names, graph.shapes, gradients, strict=True)
+            if shape != gradient.shape
+        ]
+        if faults:
+            raise SpecError(listed("the gradients do not fit the outputs:", faults))
+        seeds = [[gradient] for gradient in gradients]
+        found, parameters = self._call_module(self.effects.walk, seed, graph.tape.backward, seeds)
+        if self.effects.device.type == "cpu":
+            dense = [g for g in parameters if g is not None and g.layout is torch.strided]
+            self._large = [each for each in dense if each.nbytes >= _LARGE]
+        pairs = zip(found, graph.leaves, strict=True)
+        return [torch.zeros_like(leaf) if gradient is None else gradient for (gradient,), leaf in pairs], parameters
+
     # Attempts: whatever they raise, the expert is as before.
 
     def _try_forward(self, tasks: Sequence[Task]) -> PendingResult:
-        effects, graphs = self.runner.effects, self.graphs
+        effects, graphs = self.effects, self.graphs
         keeps = graphs.enabled and graphs.keeps(tasks) and not effects.stateful
         inputs = self._forward_buffers.gather(tasks, fresh=keeps)
         seed = effects.seed_for(0, self.forward_batches, tasks)
@@ -338,12 +434,16 @@ class BatchExecutor:
             if keeps:
                 saved = SavedTensors(effects.storages() | storages(inputs))
                 with saved.counting():
-                    graph, outputs = self.runner.graph(inputs, seed, self._trained())
+                    graph, outputs = self._make_graph(inputs, seed, self._trained())
+                # Whoever gets the results may write into them, but not into what backward will read.
+                outputs = [output.clone() for output in outputs]
             else:
-                outputs = self.runner.forward(inputs, seed)
+                context = self._context(seed, inputs)
+                outputs = self._call_module(self._segment.forward, context, inputs, "nothing")[0]
         finally:
-            before.restore()
-        results = self._split(outputs, tasks, self._forward_buffers, graph)
+            if before is not None:
+                before.restore()
+        results = self._split(outputs, tasks, self._forward_buffers, effects.storages())
         untouched = versions == [x._version for x in inputs]  # else they are not what backward begins with
 
         def apply() -> None:
@@ -354,8 +454,9 @@ class BatchExecutor:
         return PendingResult(apply, results)
 
     def _try_backward(self, tasks: Sequence[Task]) -> PendingResult:
-        effects, parameters = self.runner.effects, self._trained()
-        self._check_mini_batch(tasks, parameters)
+        effects, parameters = self.effects, self._trained()
+        if tasks[0].mini_batch is not None:
+            self._check_mini_batch(tasks, parameters)
         cached, inputs, gradients = self._inputs_of(tasks, parameters)
         self.graphs.used += cached is not None
         self._check_outputs(tasks, gradients)
@@ -363,20 +464,24 @@ class BatchExecutor:
         try:
             seed = effects.seed_for(1, self.backward_batches, tasks) if cached is None else cached.seed
             seed = seed if self._seed is None else self._seed
-            graph = self.runner.graph(inputs, seed, parameters)[0] if cached is None else cached.graph
-            found = self.runner.backward(graph, gradients, seed)
-            self.guards.check_parameters([g for g in found.parameters if g is not None])
-            results = self._split(found.inputs, tasks, self._backward_buffers)
+            graph = self._make_graph(inputs, seed, parameters)[0] if cached is None else cached.graph
+            found, totals = self._walk_back(graph, gradients, seed)
+            self.guards.check_parameters([g for g in totals if g is not None])
+            own = effects.storages()
+            results = self._split(found, tasks, self._backward_buffers, own)
+            held = own | storages([*found, *graph.leaves, *gradients]) if totals else own
             copies = _copied(tasks, results)
-            after = effects.snapshot() if self.stepper.trains else NOTHING
-            self.guards.check_own(before, after)
+            after = effects.snapshot() if self.stepper.trains else None
+            if before is not None and after is not None:
+                self.guards.check_own(before, after)
         finally:
-            before.restore()
+            if before is not None:
+                before.restore()
         trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]
 
         def apply() -> None:
-            self._count_backward(tasks, trained, found, after, seed)
-            self._record(self._backwards, tasks, copies)
+            self._count_backward(tasks, trained, totals, held, after, seed)
+            self._record("backward", tasks, copies)
 
         return PendingResult(apply, results)
 
@@ -391,13 +496,13 @@ class BatchExecutor:
             self.permit()
             self.mini_batches.remove(owner)
             try:
-                self._step(total.parameters, BackwardResult([], total.total.totals, set()))
+                self._step(total.parameters, total.total.totals, set())
             except BaseException:
                 self._refuse(owner)
                 self.stepper.log("commit", tasks, 0, failed=True)
                 raise
             self.records.commit_mini_batch(*owner, self.stepper.steps)
-            self._record(self._commits, tasks, copies)
+            self._record("commit", tasks, copies)
             self.stepper.log("commit", tasks, 0, terms=total.terms)
 
         return PendingResult(apply, results)
@@ -415,13 +520,12 @@ class BatchExecutor:
         return cached if equal else None, inputs, gradients
 
     def _trained(self) -> list[nn.Parameter]:
-        return self.runner.parameters() if self.stepper.trains else []
+        """The parameters that are trained now: layers may be frozen at any time."""
+        return [each for each in self.effects.parameters() if each.requires_grad] if self.stepper.trains else []
 
     def _check_mini_batch(self, tasks: Sequence[Task], parameters: Sequence[nn.Parameter]) -> None:
-        """All tasks of a batch have the same mini-batch, or none."""
+        """Raise `TaskFault` if nothing can be added to the mini-batch of these tasks, which is that of all of them."""
         owner = (tasks[0].client, tasks[0].mini_batch or "")
-        if tasks[0].mini_batch is None:
-            return
         try:
             if self._seed is None and self.records.step_of("commit", *owner) is not None:  # a redo did count
                 raise CommitError(f"mini-batch {owner[1]!r} of client {owner[0]!r} was committed; start a new one")
@@ -448,13 +552,10 @@ class BatchExecutor:
             raise TaskFault(errors)
 
     def _split(
-        self, batch: Sequence[Tensor], tasks: Sequence[Task], buffers: BatchBuffers, graph: ForwardGraph | None = None
+        self, batch: Sequence[Tensor], tasks: Sequence[Task], buffers: BatchBuffers, own: set[int]
     ) -> list[Results]:
-        """Every task's rows, in memory that neither the next batch nor a step writes to."""
-        if graph is not None:  # whoever gets the results may write into them, but not into what backward will read
-            batch = [tensor.clone() for tensor in batch]
-        owners = buffers.owners() | self.runner.effects.storages()
-        return split_rows(_released(batch, owners), [task.rows for task in tasks])
+        """Every task's rows, in memory that neither the next batch nor a step writes to; ``own``: the module's."""
+        return split_rows(_released(batch, buffers.owners() | own), [task.rows for task in tasks])
 
     # Consequences.
 
@@ -462,32 +563,34 @@ class BatchExecutor:
         self,
         tasks: Sequence[Task],
         parameters: Sequence[nn.Parameter],
-        found: BackwardResult,
-        after: TensorSnapshot,
+        gradients: Sequence[Tensor | None],
+        held: set[int],
+        after: TensorSnapshot | None,
         seed: int,
     ) -> None:
         self.permit()
-        after.restore()
+        if after is not None:
+            after.restore()
         self.backward_batches = self.stepper.batches = self.backward_batches + 1
         if tasks[0].mini_batch is not None:
-            copies = [None if gradient is None else gradient.clone() for gradient in found.parameters]
+            copies = [None if gradient is None else gradient.clone() for gradient in gradients]
             self.mini_batches.add(tasks[0], parameters, copies)
         elif self.stepper.trains:
             try:
-                self._step(parameters, found)
+                self._step(parameters, gradients, held)
             except BaseException:
                 self.stepper.log("backward", tasks, seed, failed=True)
                 raise
         self.stepper.log("backward", tasks, seed)
 
-    def _record(self, requests: IdempotentRequests, tasks: Sequence[Task], copies: Sequence[Results | None]) -> None:
+    def _record(self, kind: RequestKind, tasks: Sequence[Task], copies: Sequence[Results | None]) -> None:
         for task, copy in zip(tasks, copies, strict=True):
             if copy is not None:
-                requests.record(task, copy, self.stepper.steps)
+                self.records.record(kind, task, copy, self.stepper.steps)
 
-    def _step(self, parameters: Sequence[nn.Parameter], found: BackwardResult) -> None:
+    def _step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> None:
         try:
-            self.stepper.step(parameters, found.parameters, found.held)
+            self.stepper.step(self.effects.parameters(), parameters, gradients, held)
         finally:
             if self.graphs.enabled:
                 self.graphs.void()

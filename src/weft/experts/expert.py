@@ -10,10 +10,11 @@ The two kinds of task and the schemas are hivemind's. Beyond it: a client's faul
 with a key steps once however often it is sent, and the log of the batches replays to the same bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,18 @@ from torch.optim import Optimizer
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, is_number
 from weft.experts.accumulation import OpenMiniBatches, SumsOptions
-from weft.experts.batching import CallerGroup, PoolOptions
 from weft.experts.executor import BatchExecutor
 from weft.experts.gradient_guards import Guards
 from weft.experts.graph_cache import GraphBudget, GraphCache
 from weft.experts.idempotency import IdempotencyOptions, IdempotencyTable
 from weft.experts.journal import Journal
 from weft.experts.optimizer_step import OptimizerLike, ScheduleLike, Stepper, make_stepping
-from weft.experts.runner import ModuleRunner
 from weft.experts.schema import FlatSchema, call_schema
+from weft.experts.side_effects import SideEffects
 from weft.experts.state import check_state, load, state_of
 from weft.experts.statistics import BackendStatistics
 from weft.experts.task import Results
-from weft.experts.task_pool import TaskPool
+from weft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
 
 
 class ExpertBackend:
@@ -102,42 +102,35 @@ class ExpertBackend:
         self.optimizer, self.schedule = make_stepping(name, every, optimizer, schedule, plainly=not overridden)
         self.device = next((parameter.device for parameter in every), torch.device("cpu"))
         self.records = IdempotencyTable(records)
-        runner = ModuleRunner(name, self.module, call, outputs_schema, self.device)
+        effects = SideEffects(self.module, self.device, crc32(name.encode()))
         step = None if self.optimizer is None else self._apply_gradients
-        self._stepper = Stepper(name, runner.effects.parameters, step, journal)
-        self.executor = BatchExecutor(
+        self._stepper = Stepper(name, step, journal)
+        executor = self.executor = BatchExecutor(
             name,
-            runner,
+            self.module,
+            effects,
+            call,
+            outputs_schema,
             self._stepper,
             self.records,
             guards=guards or Guards(),
             mini_batches=OpenMiniBatches(mini_batches),
             graphs=GraphCache(keep_graphs),
         )
-        self._make_pools(options)
-
-    def _make_pools(self, options: PoolOptions) -> None:
-        executor, callers = self.executor, CallerGroup()
-        alone = executor.runner.effects.draws.__getitem__ if options.min_batch_size == 1 else None
-        self.forward_pool = TaskPool(
-            f"{self.name}.forward", executor.forward, executor.columns, options, callers=callers, alone=alone
-        )
+        alone = effects.draws.__getitem__ if options.min_batch_size == 1 else None
+        shared: dict[str, Any] = {"options": options, "callers": CallerGroup(), "alone": alone}
+        self.forward_pool = TaskPool(f"{name}.forward", executor.forward, executor.columns, **shared)
+        columns, trained = executor.backward_columns, self.optimizer is not None
         self.backward_pool = TaskPool(
-            f"{self.name}.backward",
-            executor.backward,
-            executor.backward_columns,
-            options,
-            requests=self.records.requests("backward"),
-            splits=self.optimizer is not None,
-            callers=callers,
-            alone=alone,
+            f"{name}.backward", executor.backward, columns, records=self.records, splits=trained, **shared
         )
         self.commit_pool = TaskPool(
-            f"{self.name}.commit",
+            f"{name}.commit",
             executor.commit,
             FlatSchema([]),
             replace(options, min_batch_size=1),
-            requests=self.records.requests("commit"),
+            records=self.records,
+            kind="commit",
             splits=True,
         )
 
@@ -222,16 +215,16 @@ class ExpertBackend:
 
     def make_empty(self, batch: int) -> tuple[Any, Any]:
         """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""
-        call = self.executor.runner.call
+        call = self.executor.call
         return call.pack([replace(spec, requires_grad=False).empty(batch) for spec in call.specs])
 
     def get_info(self) -> dict[str, Any]:
         """What a client must know: the schemas, nested, with TensorSpec as leaves; and the names of the keywords."""
-        args, kwargs = self.executor.runner.call.tree
+        args, kwargs = self.executor.call.tree
         return {
             "name": self.name,
             "forward_schema": (args, kwargs),
-            "outputs_schema": self.executor.runner.outputs.tree,
+            "outputs_schema": self.executor.outputs.tree,
             "keyword_names": tuple(kwargs),
             "trained": self.optimizer is not None,
             "steps": self.steps,
@@ -247,7 +240,7 @@ class ExpertBackend:
         with executor.lock:
             counts = {
                 "steps": self.steps,
-                "seed": executor.runner.effects.seed,
+                "seed": executor.effects.seed,
                 "forward_batches": executor.forward_batches,
                 "backward_batches": executor.backward_batches,
                 "branch": self._stepper.branch,
@@ -264,7 +257,7 @@ class ExpertBackend:
         executor = self.executor
         with executor.lock:
             load(self.module, self.optimizer, self.schedule, state, self._trained_at_first)
-            self._stepper.steps, executor.runner.effects.seed = state["steps"], state["seed"]
+            self._stepper.steps, executor.effects.seed = state["steps"], state["seed"]
             executor.forward_batches, executor.backward_batches = state["forward_batches"], state["backward_batches"]
             executor.forget_pending()
             self._stepper.restored(state["backward_batches"], state.get("branch", ""))
@@ -305,6 +298,14 @@ def _check_arguments(
     """Note what is missing, of a wrong kind, or no option of a pool."""
     check.that(isinstance(name, str) and name != "", f"name is {name!r}, wanted a non-empty str: clients call it so")
     check.instance("module", module, nn.Module, "a torch.nn.Module")
+    if isinstance(module, nn.Module):
+        named = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
+        scripted = [path or "itself" for path, each in named if isinstance(each, torch.jit.ScriptModule)]
+        check.that(  # it keeps its tensors where nobody can put back what a failed batch changed
+            not scripted,
+            f"module was made by torch.jit.script or torch.jit.trace: {', '.join(scripted[:3])}; give the nn.Module "
+            "that it was made of, or one that torch.compile made",
+        )
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         check.add(f"optimizer is of type {type(optimizer).__name__}, wanted an optimizer, or a function that makes one")
     clip = options["clip_grad_norm"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.core.validation import Validator, is_number
 from weft.experts.errors import GradientError
-from weft.experts.runner import TensorSnapshot
+from weft.experts.side_effects import TensorSnapshot
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ not be sent again.
 
 A graph serves a batch of exactly the tasks that made it, with equal inputs. Otherwise the forward runs again, with the
 same result up to the random numbers that it draws. So this pays for one trainer, for several who keep step with each
-other (`weft.experts.batching`), or under mini-batches that are committed later.
+other (`weft.experts.task_pool`), or under mini-batches that are committed later.
 Held are at most so many bytes, inputs and what autograd saves, for so many seconds. Beyond that, the oldest goes of the
 client that holds most.
 """
@@ -20,13 +20,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.core.segment import version
+from weft.core.segment import Tape, version
 from weft.core.validation import Validator
 from weft.experts.optimizer_step import strided
-from weft.experts.runner import ForwardGraph
 from weft.experts.task import Task, split_rows
 
 Name = tuple[str | None, str]
@@ -48,6 +48,15 @@ class GraphBudget:
         with Validator("invalid graph budget") as check:
             check.count("nbytes", self.nbytes)
             check.seconds("seconds", self.seconds)
+
+
+@dataclass
+class ForwardGraph:
+    """A forward whose graph is there, to be walked back once."""
+
+    tape: Tape
+    leaves: list[Tensor]
+    shapes: list[torch.Size]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, islice
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
+from zlib import crc32
 
 import torch
 
@@ -36,7 +37,7 @@ from weft.experts.errors import KeyReusedError, OverloadError, ResultEvictedErro
 from weft.experts.statistics import RecordsStatistics
 from weft.experts.task import Results, Task
 
-Kind = Literal["backward", "commit"]
+RequestKind = Literal["backward", "commit"]
 MiniBatch = tuple[str | None, str]
 """Client and name of a mini-batch."""
 
@@ -48,16 +49,7 @@ _RESULT_OVERHEAD = 512  # bytes of a result in a file, besides its tensors
 
 _VALUE = struct.Struct("<8sqQd")  # digest of the principal, step, fingerprint, time of recording
 _ROW = struct.Struct(f"<16s{_VALUE.size}s")  # digest of the request, and the value
-_UNKNOWN = 0  # in place of a fingerprint
 _DROPPED = -1  # in place of a step, for the name of a mini-batch that must not be continued
-
-
-class RequestId(NamedTuple):
-    """Identity of a request. Keys are scoped by client: no client can reach another one's results."""
-
-    kind: Kind
-    client: str | None
-    key: str
 
 
 @dataclass(frozen=True)
@@ -133,78 +125,59 @@ class IdempotencyTable:
         self._next_expiry = 0.0
         self._repeated = 0
 
-    def requests(self, kind: Kind) -> "IdempotentRequests":
-        """The requests of one kind, as a task pool sees them."""
-        return IdempotentRequests(self, kind)
-
-    def lookup(self, request: RequestId, fingerprint: int) -> Task | Results | None:
-        """Return the running task, a copy of the stored result, or None for a new request.
+    def begin(self, kind: RequestKind, task: Task) -> Task | Results | None:
+        """Return the running task, a copy of the stored result, or None for a new request, which is running now.
 
         Raises:
             KeyReusedError: the key was used with another payload.
             ResultEvictedError: the request was applied, and its result is no longer stored.
+            OverloadError: the table is full of keys of others whose retries may still come.
         """
-        digest = _digest(request)
+        digest, given = _request(kind, task), fingerprint(task)
         with self._lock:
             self._expire()
-            task = self._running.get(digest)
-            if task is not None:
-                self._check_same(request, task.fingerprint(), fingerprint)
+            running = self._running.get(digest)
+            if running is not None:
+                _check_same(kind, task, fingerprint(running), given)
                 self._repeated += 1
-                return task
+                return running
             entry = self._entry(digest)
             if entry is None:
+                self._check_room(task)
+                self._running[digest] = task
                 return None
             principal, step, known, _ = entry
-            self._check_same(request, known, fingerprint)
+            _check_same(kind, task, known, given)
             self._repeated += 1
             result = self._shares[principal].results.get(digest)
             if result is None:
                 raise ResultEvictedError(
-                    f"{request.kind} with key {request.key!r} of client {request.client!r} was applied in step {step}, "
+                    f"{kind} with key {task.key!r} of client {task.client!r} was applied in step {step}, "
                     "but its result is no longer stored; do not send it again (raise max_result_bytes and "
                     "max_result_age to store results longer)"
                 )
             # The receiver owns its tensors and may write into them, so the table hands out a copy.
             return [tensor.clone() for tensor in result.tensors]
 
-    def start(self, request: RequestId, task: Task) -> None:
-        """Register a task as running, so that retries join it.
-
-        Raises:
-            OverloadError: the table is full of keys of others whose retries may still come.
-        """
-        with self._lock:
-            if len(self._applied) >= self.options.max_keys:
-                self._expire(at_once=True)
-                own = self._shares.get(_principal(task))
-                if len(self._applied) >= self.options.max_keys and self._victim(own) is None:
-                    raise OverloadError(
-                        f"the idempotency table is full: it holds {len(self._applied)} keys of {len(self._shares)} "
-                        f"clients, all applied in the last {self.options.max_result_age:g} s; come back later, or "
-                        "raise max_keys"
-                    )
-            self._running[_digest(request)] = task
-
-    def abandon(self, request: RequestId, task: Task) -> None:
+    def abandon(self, kind: RequestKind, task: Task) -> None:
         """Remove a task that is no longer running; what was recorded stays."""
-        digest = _digest(request)
+        digest = _request(kind, task)
         with self._lock:
             # A retry may have registered another task under the same key in the meantime.
             if self._running.get(digest) is task:
                 del self._running[digest]
 
-    def record(self, request: RequestId, task: Task, result: Results, step: int) -> None:
+    def record(self, kind: RequestKind, task: Task, result: Results, step: int) -> None:
         """Store the result of an applied request, which is part of ``step``; or of none yet, if it has a mini-batch.
 
         Takes ownership of ``result``. Called after the optimizer has stepped, so it must not fail: whatever can fail
         (cloning, checksums) happens before the step.
         """
-        digest, principal = _digest(request), _principal(task)
+        digest, principal = _request(kind, task), _principal(task)
         with self._lock:
-            self._insert(digest, principal, step, task.fingerprint())
-            if request.kind == "backward" and task.mini_batch is not None:
-                mini_batch = (request.client, task.mini_batch)
+            self._insert(digest, principal, step, fingerprint(task))
+            if kind == "backward" and task.mini_batch is not None:
+                mini_batch = (task.client, task.mini_batch)
                 self._uncommitted.setdefault(mini_batch, {})[digest] = None
                 self._unsaved[digest] = mini_batch
             expires_at = self._now() + self.options.max_result_age
@@ -212,10 +185,10 @@ class IdempotencyTable:
                 expires_at = max(expires_at, task.deadline + self._offset)
             self._store(digest, principal, _Result(result, sum(tensor.nbytes for tensor in result), expires_at))
 
-    def step_of(self, kind: Kind, client: str | None, key: str) -> int | None:
+    def step_of(self, kind: RequestKind, client: str | None, key: str) -> int | None:
         """The optimizer step that a request was part of; None if it is not known as applied."""
         with self._lock:
-            entry = self._entry(_digest(RequestId(kind, client, key)))
+            entry = self._entry(_digest((kind, client, key)))
             return None if entry is None else entry[1]
 
     def commit_mini_batch(self, client: str | None, mini_batch: str, step: int) -> None:
@@ -265,20 +238,17 @@ class IdempotencyTable:
     def load_state_dict(self, state: Any) -> None:
         """Replace all that is known by a `state_dict`, except the names of dropped mini-batches.
 
-        States that older checkpoints hold are lists: of their requests only keys and steps are loaded.
-
         Raises:
             UsageError: it is not the state of such a table; nothing was changed.
         """
         try:
-            found: Any = _converted(cast("list[Any]", state), self._now()) if type(state) is list else state
-            keys, now = found["keys"], float(found["now"])
+            keys, now = state["keys"], float(state["now"])
             if keys.dtype != torch.uint8 or keys.ndim != 2 or keys.shape[1] != _ROW.size:
                 raise ValueError(f"keys of {keys.dtype} and shape {tuple(keys.shape)}")
             applied: dict[bytes, bytes] = dict(_ROW.iter_unpack(_bytes(keys)))
             results = [
                 (bytes.fromhex(digest), float(seconds), list[torch.Tensor](tensors))
-                for digest, seconds, tensors in found["results"]
+                for digest, seconds, tensors in state["results"]
             ]
         except (TypeError, ValueError, KeyError, AttributeError, struct.error) as error:
             raise UsageError(f"this is no state of an idempotency table: {type(error).__name__}: {error}") from error
@@ -399,42 +369,44 @@ class IdempotencyTable:
             share.result_bytes -= result.nbytes
             self._result_bytes -= result.nbytes
 
-    @staticmethod
-    def _check_same(request: RequestId, known: int, given: int) -> None:
-        if known not in (given, _UNKNOWN):
-            what = "payload" if known >> 32 == given >> 32 else "mini-batch, mode or shapes"
-            raise KeyReusedError(
-                f"key {request.key!r} of client {request.client!r} was used for a {request.kind} with another {what}; "
-                "use a new key for every new request, and the old one only to retry"
+    def _check_room(self, task: Task) -> None:
+        """Raise ``OverloadError`` where a new key finds no room."""
+        if len(self._applied) < self.options.max_keys:
+            return
+        self._expire(at_once=True)
+        own = self._shares.get(_principal(task))
+        if len(self._applied) >= self.options.max_keys and self._victim(own) is None:
+            raise OverloadError(
+                f"the idempotency table is full: it holds {len(self._applied)} keys of {len(self._shares)} "
+                f"clients, all applied in the last {self.options.max_result_age:g} s; come back later, or "
+                "raise max_keys"
             )
 
 
-class IdempotentRequests:
-    """The requests of one kind in an `IdempotencyTable`; what a task pool asks."""
+def _check_same(kind: RequestKind, task: Task, known: int, given: int) -> None:
+    if known != given:
+        what = "payload" if known >> 32 == given >> 32 else "mini-batch, mode or shapes"
+        raise KeyReusedError(
+            f"key {task.key!r} of client {task.client!r} was used for a {kind} with another {what}; "
+            "use a new key for every new request, and the old one only to retry"
+        )
 
-    def __init__(self, table: IdempotencyTable, kind: Kind) -> None:
-        self._table = table
-        self._kind: Kind = kind
 
-    def lookup(self, task: Task) -> Task | Results | None:
-        """See `IdempotencyTable.lookup`."""
-        return self._table.lookup(self._request(task), task.fingerprint())
+def fingerprint(task: Task) -> int:
+    """What a retry has to repeat exactly, as 64 bits: checksums of mode, mini-batch and shapes, and of the payload.
 
-    def start(self, task: Task) -> None:
-        """See `IdempotencyTable.start`."""
-        self._table.start(self._request(task), task)
-
-    def abandon(self, task: Task) -> None:
-        """See `IdempotencyTable.abandon`."""
-        self._table.abandon(self._request(task), task)
-
-    def record(self, task: Task, result: Results, step: int) -> None:
-        """See `IdempotencyTable.record`; a task without a key is not recorded."""
-        if task.key is not None:
-            self._table.record(self._request(task), task, result, step)
-
-    def _request(self, task: Task) -> RequestId:
-        return RequestId(self._kind, task.client, task.key or "")
+    Computed once, so before anybody writes into the tensors.
+    """
+    if not task.fingerprint:
+        shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in task.tensors]
+        form = crc32(repr((task.mini_batch, task.evaluation, shapes)).encode("utf-8", "backslashreplace"))
+        payload = 0
+        for tensor in task.tensors:
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            # Not by way of numpy, which is not needed in a process that only has its own experts.
+            payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
+        task.fingerprint = form << 32 | payload
+    return task.fingerprint
 
 
 def _newest(results: "OrderedDict[bytes, _Result]", unsaved: Container[bytes]) -> list[tuple[bytes, _Result]]:
@@ -471,14 +443,9 @@ def _state(
     return {"now": now, "keys": keys.view(-1, _ROW.size), "results": saved[::-1]}
 
 
-def _converted(rows: Iterable[Any], now: float) -> dict[str, Any]:
-    """The state of a table from that of its predecessor: kind, client, key, step, and more, for each request."""
-    packed = bytearray()
-    for kind, client, key, step, *_ in rows:
-        value = _VALUE.pack(_digest(client, 8), step, _UNKNOWN, now)
-        packed += _ROW.pack(_digest(RequestId(kind, client, key)), value)
-    keys = torch.frombuffer(packed, dtype=torch.uint8) if packed else torch.empty(0, dtype=torch.uint8)
-    return {"now": now, "keys": keys.view(-1, _ROW.size), "results": []}
+def _request(kind: RequestKind, task: Task) -> bytes:
+    """The identity of a request. Keys are scoped by client: no client can reach another one's results."""
+    return _digest((kind, task.client, task.key))
 
 
 def _digest(value: tuple[str | None, ...] | str | None, size: int = 16) -> bytes:

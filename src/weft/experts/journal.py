@@ -2,9 +2,9 @@
 
 {"kind": "backward", "step": 7, "seed": 123, "members": [{"client": "a", "key": "k1", "rows": 4}, ...], ...}
 
-The weights of an expert depend on its backward batches alone: their tensors, their order, their random seed, and
-nothing else (see `weft.experts.runner`). So this log and the tasks' tensors, wherever those are kept, are enough to
-compute the same bytes again; `weft.experts.replay` does. Batches that were taken apart are logged as they finally ran.
+The weights of an expert depend on its backward batches alone: their tensors, their order and their random seed; see
+`weft.experts.side_effects`. So this log and the tasks' tensors, wherever those are kept, are enough to compute the same
+bytes again; `weft.experts.replay` does. Batches that were taken apart are logged as they finally ran.
 
     1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 led to nothing
 

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from weft.core.errors import UsageError, listed
 from weft.experts.errors import StepError
+from weft.experts.idempotency import RequestKind
 from weft.experts.journal import Entry, Journal, Member
 from weft.experts.task import Task
 
@@ -245,24 +246,14 @@ def _takes_fused(factory: Callable[..., Optimizer]) -> bool:
         return False
 
 
-Kind = Literal["backward", "commit"]
-
-
 class Stepper:
-    """Applies gradients to ``parameters``, asked for anew each time. Belongs to whoever holds the expert's lock."""
+    """Steps of one expert and their log. Belongs to whoever holds the expert's lock."""
 
-    def __init__(
-        self,
-        name: str,
-        parameters: Callable[[], Iterable[nn.Parameter]],
-        apply: Callable[[], None] | None,
-        journal: Journal | None,
-    ) -> None:
+    def __init__(self, name: str, apply: Callable[[], None] | None, journal: Journal | None) -> None:
         self.steps = self.batches = 0
         self.branch = self._next_branch = ""
         self.journal_failures = 0
         self._name = name
-        self._parameters = parameters
         self._apply = apply
         self.trains = apply is not None
         self.journal = journal
@@ -270,12 +261,22 @@ class Stepper:
             journal.own(name)
         self.restored(0, "")
 
-    def step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> None:
+    def step(
+        self,
+        every: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor | None],
+        held: set[int],
+    ) -> None:
         """One optimizer step. Raises `StepError` if the optimizer does, or a hook; then it does not count.
 
-        ``held``: the addresses of the storages that others go on using. What looks into them is not written to.
+        Args:
+            every: all parameters of the module.
+            parameters: those that have these ``gradients``.
+            held: the addresses of the storages that others go on using. What looks into them is not written to.
         """
-        self._clear()  # of what was left there by others: the optimizer may hold parameters that are frozen now
+        for parameter in every:  # what others left there: the optimizer may hold parameters that are frozen now
+            parameter.grad = None
         try:
             for parameter, gradient in zip(parameters, private_gradients(parameters, gradients, held), strict=True):
                 parameter.grad = gradient
@@ -289,12 +290,9 @@ class Stepper:
                 "may have changed in part; load a checkpoint"
             ) from error
         finally:
-            self._clear()
+            for parameter in every:
+                parameter.grad = None
         self.steps += 1
-
-    def _clear(self) -> None:
-        for parameter in self._parameters():
-            parameter.grad = None
 
     def restored(self, batches: int, branch: str) -> None:
         """The expert goes on after so many backward batches, the last of this branch, and now from there."""
@@ -311,7 +309,7 @@ class Stepper:
         finally:
             self._next_branch = token_hex(8)
 
-    def log(self, kind: Kind, tasks: Sequence[Task], seed: int, *, failed: bool = False, terms: int = 0) -> None:
+    def log(self, kind: RequestKind, tasks: Sequence[Task], seed: int, *, failed: bool = False, terms: int = 0) -> None:
         """Put a batch into the journal. ``terms``: of the sum that a commit applied."""
         if failed:  # a commit stays at its place: what a state of there has in it is told by its branch
             self._next_branch = token_hex(8)

@@ -11,7 +11,7 @@ task is its author's error and nobody else's. Schemas are hivemind's idea.
 """
 
 import cmath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -76,7 +76,8 @@ class FlatSchema:
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
         free = [[a for a, size in enumerate(c.spec.shape) if a and size is None] for c in self.columns]
-        self._free = [(i, axis) for i, axes in enumerate(free) for axis in axes]
+        self.free = [(i, axis) for i, axes in enumerate(free) for axis in axes]
+        """Places and axes whose sizes may differ from task to task, but for the batch."""
 
     def check(self, tensors: Sequence[Any], where: str) -> int:
         """The number of rows that all these tensors have; 1 where a task has no tensors.
@@ -94,7 +95,7 @@ class FlatSchema:
 
     def batch_key(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """What must be equal for two tasks to share a batch: the sizes of all free axes but the batch."""
-        return tuple([tensors[i].shape[axis] for i, axis in self._free]) if self._free else ()
+        return tuple([tensors[i].shape[axis] for i, axis in self.free])
 
     def _faults(self, tensors: Sequence[Any]) -> list[str]:
         if len(tensors) != len(self.columns):
@@ -112,7 +113,7 @@ class FlatSchema:
 
 
 class NestedSchema:
-    """A nested value whose tensors are describe by specs; other leaves are constants that never travel."""
+    """A nested value whose tensors are described by specs; other leaves are constants that never travel."""
 
     def __init__(self, tree: Any, root: str, names: Sequence[str] = ()) -> None:
         self.tree = tree
@@ -222,11 +223,6 @@ def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
     return found
 
 
-def describe(value: Any, root: str) -> NestedSchema:
-    """A nest that says how the tensors of a value are; their axis 0 is as it is, not free."""
-    return NestedSchema(map_leaves(partial(_as_spec, None), value), root)
-
-
 def output_schema(name: str, outputs: Any) -> NestedSchema:
     """A schema of outputs that the user gave, as a nest. Raises ``UsageError`` that lists all that is wrong."""
     nest = NestedSchema(_as_specs(outputs), "output")
@@ -286,3 +282,72 @@ def _as_spec(batch_axis: int | None, leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.is_nested:
         raise SpecError("a nested tensor has no spec: give, or return, dense ones, padded and with their lengths")
     return TensorSpec.of(leaf, batch_axis) if isinstance(leaf, Tensor) else leaf
+
+
+_ROWS = 3  # of a dummy run: more than one, since batch norm in training refuses a single row
+_SIZES = [(3, 3), (4, 16), (2, 64)]  # rows and all other free axes; the larger for modules that want even batches
+
+
+def infer_outputs(
+    name: str, call: NestedSchema, given: Any, device: torch.device, run: Callable[[list[Tensor]], Any]
+) -> NestedSchema:
+    """The schema of the outputs: ``run`` on zeros, compared with what the user gave if that is not None.
+
+    An axis is free if it follows the batch, or the free axes of the inputs. Raises ``SpecError`` if the outputs do not
+    fit, and what the module raises for the first sizes if it runs with none.
+    """
+    rows, first, other = _dummy_outputs(name, call, device, run)
+    pairs = zip(first.names, first.specs, strict=True)
+    faults = [f"{path} has shape {spec.shape} for {rows} rows" for path, spec in pairs if spec.shape[:1] != (rows,)]
+    if faults:
+        raise SpecError(listed(f"axis 0 of all outputs of expert {name!r} must be the batch:", faults))
+    faults = [] if other is None else first.differences(other)
+    if faults:
+        raise SpecError(listed(f"expert {name!r} must return the same for all sizes but in tensors:", faults))
+    specs = [_freed(spec, None if other is None else other.specs[i]) for i, spec in enumerate(first.specs)]
+    found = output_schema(name, first.pack(specs))
+    if given is None:
+        return found
+    schema = output_schema(name, given)
+    try:
+        schema.tensors(found.pack([spec.empty(_ROWS) for spec in found.specs]), _ROWS)
+    except SpecError as error:
+        raise SpecError(f"the outputs_schema of expert {name!r} is not what its module returns. {error}") from None
+    return schema
+
+
+def _dummy_outputs(
+    name: str, call: NestedSchema, device: torch.device, run: Callable[[list[Tensor]], Any]
+) -> tuple[int, NestedSchema, NestedSchema | None]:
+    """What comes of the first sizes that the module takes: rows, outputs, and those of a second run if it matters."""
+
+    def outputs(rows: int, size: int) -> NestedSchema:
+        specs = [replace(spec, shape=(rows, *spec.shape[1:])) for spec in call.specs]
+        value = run([spec.empty(size, device).detach() for spec in specs])
+        return NestedSchema(map_leaves(partial(_as_spec, None), value), "output")
+
+    sizes = list(_SIZES)
+    if call.sample_rows is not None:
+        sizes.insert(1, (call.sample_rows, 16))
+    free = any(None in spec.shape[1:] for spec in call.specs)
+    errors: list[Exception] = []
+    for rows, size in sizes:
+        try:
+            first = outputs(rows, size)
+            more = (rows + 2, size + 2) if size == _ROWS else (2 * rows, 2 * size)
+            return rows, first, outputs(*more) if first.constants or free else None
+        except Exception as error:
+            errors.append(error)
+    errors[0].add_note(
+        f"in the dummy run of expert {name!r} on zeros with {_ROWS} rows, as its schemas say; nor did it run with "
+        f"{' or '.join(str(rows) for rows, _ in sizes[1:])} rows, and larger sizes of its other free axes. Fix in the "
+        "schemas what the module wants fixed, or give it as sample tensors with as many rows as it takes"
+    )
+    raise errors[0]
+
+
+def _freed(spec: TensorSpec, other: TensorSpec | None) -> TensorSpec:
+    """The shape with axis 0 free, and every axis in which two runs of different sizes differ."""
+    sizes = zip(spec.shape, spec.shape if other is None else other.shape, strict=True)
+    shape = [size if axis and size == more else None for axis, (size, more) in enumerate(sizes)]
+    return TensorSpec(tuple(shape), spec.dtype)

@@ -1,4 +1,4 @@
-"""Task: the request of one client, flat tensors, and the futures that wait for the answer.
+"""Task: the request of one client, flat tensors, and the futures that wait for the answer; and the queue of tasks.
 
     submit ──> waiting ──> taken ──> answered       every waiter gets the results, or the error
                   |
@@ -6,17 +6,22 @@
 
 Usually one future waits. A request with an idempotency key may be repeated while it is under way; then the repetition
 joins as one more waiter, and may be cancelled without hurting the first.
+
+    batch key (any length 7)    a b d ────┐  oldest head first
+    batch key (any length 9)    c e   ────┴──> take(): a b d as one batch, then c e
+
+Tasks with equal batch keys may share a batch, first come, first served. They leave the queue from anywhere at once when
+they are cancelled: it is as long as the number of tasks that somebody waits for. The pool holds the lock.
 """
 
-import ctypes
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -31,7 +36,7 @@ BatchKey = tuple[Hashable, ...]
 REPEATED = "+"
 """What stands behind it in a key tells several backwards of one forward apart; before it, the key of the forward."""
 
-_numbers = count()
+_next_number = count().__next__
 
 
 @dataclass(eq=False, slots=True)
@@ -63,24 +68,10 @@ class Task:
     principal: str | None = None
     stream: CallerStream | None = None
     arrival: float = field(default_factory=time.monotonic)
-    number: int = field(default_factory=lambda: next(_numbers))
+    number: int = field(default_factory=_next_number)
     waiters: list["Waiter"] = field(default_factory=list["Waiter"])
     taken: bool = False
-    _fingerprint: int | None = None
-
-    def fingerprint(self) -> int:
-        """What a retry has to repeat exactly, as 64 bits: a checksum of mode, mini-batch and shapes, and one of the
-        payload. Computed once, so before anybody writes into the tensors."""
-        if self._fingerprint is None:
-            shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in self.tensors]
-            form = crc32(repr((self.mini_batch, self.evaluation, shapes)).encode("utf-8", "backslashreplace"))
-            payload = 0
-            for tensor in self.tensors:
-                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                # Not by way of numpy, which is not needed in a process that only has its own experts.
-                payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
-            self._fingerprint = form << 32 | payload
-        return self._fingerprint
+    fingerprint: int = 0  # see `weft.experts.idempotency.fingerprint`; of tasks with a key alone
 
     def join(self, deadline: float | None, gave_up: Callable[["Task"], None]) -> "Future[Results]":
         """One more waiter. The task expires when the last of them does.
@@ -187,3 +178,126 @@ def _call(fn: "Callable[[Future[Results]], object]", future: "Future[Results]") 
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         raise RuntimeError(f"a callback raised {type(error).__name__}, which ends nothing here") from error
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tasks of one batch key, oldest first."""
+
+    # Linked, not hashed in a row: a plain dict whose head is removed again and again is searched from the start.
+    tasks: "OrderedDict[int, Task]" = field(default_factory=OrderedDict["int", Task])
+    rows: int = 0
+    flushed: bool = False
+
+    def head(self) -> Task:
+        return next(iter(self.tasks.values()))
+
+
+class BatchQueue:
+    """Waiting tasks. A group of them is ready when it has the rows of the smallest batch, its head has waited for
+    ``timeout`` seconds, or it was flushed. ``count`` tasks and ``rows`` wait now."""
+
+    def __init__(self, min_rows: int, max_rows: int, timeout: float) -> None:
+        self._min_rows = min_rows
+        self._max_rows = max_rows
+        self._timeout = timeout
+        self._groups: dict[BatchKey, _Group] = {}
+        self.count = self.rows = 0
+
+    def __iter__(self) -> Iterator[Task]:
+        for group in self._groups.values():
+            yield from group.tasks.values()
+
+    def add(self, task: Task) -> None:
+        """At the end of its group."""
+        group = self._groups.setdefault(task.batch_key, _Group())
+        group.tasks[task.number] = task
+        group.rows += task.rows
+        self.rows += task.rows
+        self.count += 1
+
+    def remove(self, task: Task) -> bool:
+        """Take one out from where it is; whether it was there."""
+        group = self._groups.get(task.batch_key)
+        if group is None or group.tasks.pop(task.number, None) is None:
+            return False
+        group.rows -= task.rows
+        self.rows -= task.rows
+        self.count -= 1
+        if not group.tasks:
+            del self._groups[task.batch_key]
+        return True
+
+    def flush_where(self, chosen: Callable[[BatchKey], bool]) -> None:
+        """What waits now under the chosen keys waits for no more rows."""
+        for key, group in self._groups.items():
+            group.flushed |= chosen(key)
+
+    def oldest(self) -> float | None:
+        """When the oldest task arrived, in seconds of `time.monotonic`."""
+        return min((group.head().arrival for group in self._groups.values()), default=None)
+
+    def urgency(self, now: float) -> tuple[int | None, float | None]:
+        """The number of the oldest ready head, which orders the pools; and when to look again if there is none."""
+        ready = [group.head().number for group in self._groups.values() if self._ready(group, now)]
+        if ready:
+            return min(ready), None
+        heads = [group.head() for group in self._groups.values()]
+        times = [head.arrival + self._timeout for head in heads]
+        times += [head.deadline for head in heads if head.deadline is not None]
+        return None, min(times, default=None)
+
+    def patient(self, now: float, spare: float) -> bool:
+        """Whether what is ready may wait: no batch is full or flushed, and no head has less time than that."""
+        for group in self._groups.values():
+            deadline = group.head().deadline
+            if group.flushed or group.rows >= self._max_rows or (deadline is not None and deadline < now + spare):
+                return False
+        return True
+
+    def take(self, now: float) -> tuple[list[Task], list[Task]]:
+        """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue.
+
+        Tasks with keys are ordered by them: the same callers make the same batch in forward and in backward, which
+        may use the graph that forward kept, whoever was faster.
+        """
+        expired = self._expired_heads(now)
+        ready = [group for group in self._groups.values() if self._ready(group, now)]
+        batch: list[Task] = []
+        if ready:
+            self._fill(min(ready, key=lambda group: group.head().number), now, batch, expired)
+            batch.sort(key=lambda task: task.key or "")
+        return batch, expired
+
+    def sweep(self, now: float) -> list[Task]:
+        """Remove and return all tasks that have expired."""
+        expired = [task for task in self if task.expired(now)]
+        for task in expired:
+            self.remove(task)
+        return expired
+
+    def _fill(self, group: _Group, now: float, batch: list[Task], expired: list[Task]) -> None:
+        rows = 0
+        while group.tasks:
+            task = group.head()
+            if task.deadline is not None and task.deadline <= now:
+                expired.append(task)
+            elif rows + task.rows <= self._max_rows:
+                rows += task.rows
+                batch.append(task)
+            else:
+                return
+            self.remove(task)
+
+    def _expired_heads(self, now: float) -> list[Task]:
+        expired: list[Task] = []
+        for group in list(self._groups.values()):
+            while group.tasks and group.head().expired(now):
+                expired.append(group.head())
+                self.remove(group.head())
+        return expired
+
+    def _ready(self, group: _Group, now: float) -> bool:
+        head = group.head()
+        waited = now >= head.arrival + self._timeout
+        return waited or group.flushed or group.rows >= self._min_rows or head.expired(now)

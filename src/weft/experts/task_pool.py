@@ -5,15 +5,25 @@
         |            |        |         |                                      |
       Future    SpecError  Overload   leave at once when cancelled          Futures
 
-Everything that can be wrong with a task by itself is found in `submit_task`, in its author's thread. Batching is
-continuous: a batch is what waits when the device is free. It waits a moment longer for callers who are about to come
-back (`weft.experts.batching`), or where that was asked for (``min_batch_size``). The pool whose oldest task waits
-longest goes first: an idea of hivemind's task pools.
+Everything that can be wrong with a task by itself is found in `submit_task`, in its author's thread. Quotas bound the
+queue, in all and for each client, so that a full one answers at once with an error that a client can act on, and one
+greedy client fills its own share alone. The pool whose oldest task waits longest goes first: an idea of hivemind's task
+pools.
+
+Batching is continuous: a batch is what waits when the device is free.
+
+    at once    a ──┤ a, step ├── b c d ──┤ b c d, step ├──      two optimizer steps
+    delayed    a b c d ──┤ a b c d, step ├──                    one, a moment later
+
+A batch costs something by itself, whatever its size: an optimizer step above all. So a batch waits for callers who had
+tasks in the pools of this expert lately and have none now: at most ``max_batch_delay``, and half of what a batch takes.
+A lone caller never waits. After a wait in vain the next batch does not wait; after two in a row, the next two do not,
+then four, and so on.
 """
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,14 +33,209 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.core.errors import UsageError
-from weft.core.validation import is_number
-from weft.experts.batching import BatchDelay, BatchQueue, CallerGroup, PoolOptions, QuotaCounter
-from weft.experts.errors import ClosedError, ExpertError, ExpiredError, reason_of
-from weft.experts.idempotency import IdempotentRequests
+from weft.core.validation import Validator, is_number
+from weft.experts.errors import (
+    ClosedError,
+    ExpertError,
+    ExpiredError,
+    OverloadError,
+    QuotaError,
+    TooManyRowsError,
+    reason_of,
+)
+from weft.experts.idempotency import IdempotencyTable, RequestKind, fingerprint
 from weft.experts.schema import FlatSchema
 from weft.experts.statistics import PoolStatistics
-from weft.experts.task import Answer, CallerStream, Results, Task, answer
+from weft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """How a pool batches, and how much may wait in it.
+
+    Args:
+        min_batch_size: rows that a batch should have; with fewer, the oldest task waits up to ``timeout`` for more.
+        max_batch_size: rows that a batch may have; a task with more is refused.
+        timeout: seconds that a task waits for ``min_batch_size`` rows to come together. Then they run as they are.
+        max_batch_delay: seconds for which a batch that could begin waits at most for callers about to come back; see
+            `weft.experts.task_pool`. 0: never. With a ``min_batch_size`` that decides alone.
+        max_tasks, max_rows: what may wait in all; beyond it an `OverloadError`.
+        max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`. None:
+            half of ``max_tasks`` and of ``max_rows``, so that nobody fills a queue alone. Tasks without a client are
+            not counted.
+    """
+
+    min_batch_size: int = 1
+    max_batch_size: int = 4096
+    timeout: float = 0.1
+    max_batch_delay: float = 0.02
+    max_tasks: int = 4096
+    max_rows: int = 1 << 20
+    max_client_tasks: int | None = None
+    max_client_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        with Validator("invalid pool options") as check:
+            valid = [check.count(name, getattr(self, name)) for name in ("min_batch_size", "max_batch_size")]
+            valid += [check.count(name, getattr(self, name)) for name in ("max_tasks", "max_rows")]
+            check.count("max_client_tasks", self.max_client_tasks, optional=True)
+            check.count("max_client_rows", self.max_client_rows, optional=True)
+            check.seconds("timeout", self.timeout, zero=True)
+            check.seconds("max_batch_delay", self.max_batch_delay, zero=True)
+            if all(valid):
+                smallest, largest = self.min_batch_size, self.max_batch_size
+                check.that(smallest <= largest, f"min_batch_size is {smallest}, but max_batch_size {largest}")
+                check.that(
+                    self.max_rows >= largest, f"max_rows is {self.max_rows}, wanted at least max_batch_size, {largest}"
+                )
+
+    @property
+    def client_share(self) -> tuple[int, int]:
+        """The tasks and the rows that one client may have waiting or running."""
+        rows = max(self.max_batch_size, self.max_rows // 2)
+        return self.max_client_tasks or max(1, self.max_tasks // 2), self.max_client_rows or rows
+
+
+@dataclass
+class QuotaCounter:
+    """The tasks and rows that each client has at a pool now. Clients with none are forgotten."""
+
+    options: PoolOptions
+    tasks: "Counter[str]" = field(default_factory=Counter["str"])
+    rows: "Counter[str]" = field(default_factory=Counter["str"])
+
+    def admit(self, name: str, client: str | None, rows: int, waiting_tasks: int, waiting_rows: int) -> None:
+        """Count one more task in, or raise `TooManyRowsError`, `OverloadError` or `QuotaError`."""
+        limit = self.options
+        if rows > limit.max_batch_size:
+            raise TooManyRowsError(
+                f"pool {name!r} got a task of {rows} rows, but its largest batch has {limit.max_batch_size}; "
+                "split the task, or raise max_batch_size"
+            )
+        if waiting_tasks >= limit.max_tasks or waiting_rows + rows > limit.max_rows:
+            raise OverloadError(
+                f"pool {name!r} is full: {waiting_tasks} of {limit.max_tasks} tasks and {waiting_rows} of "
+                f"{limit.max_rows} rows wait, and {rows} more were sent; come back later"
+            )
+        if client is None:
+            return
+        most_tasks, most_rows = limit.client_share
+        if self.tasks[client] >= most_tasks or self.rows[client] + rows > most_rows:
+            message = (
+                f"client {client!r} has {self.tasks[client]} tasks with {self.rows[client]} rows at pool {name!r} and "
+                f"sent {rows} more rows; it may have {most_tasks} tasks and {most_rows} rows there; wait for answers "
+                "before sending more"
+            )
+            self._forget(client)
+            raise QuotaError(message)
+        self.tasks[client] += 1
+        self.rows[client] += rows
+
+    def leave(self, client: str | None, rows: int) -> None:
+        """One task less."""
+        if client is not None:
+            self.tasks[client] -= 1
+            self.rows[client] -= rows
+            self._forget(client)
+
+    def _forget(self, client: str) -> None:
+        if not self.tasks[client]:
+            del self.tasks[client], self.rows[client]
+
+
+_LATELY = 4  # batches
+_MOST_SKIPPED = 64  # batches in a row that do not wait, after waits in vain
+
+
+class CallerGroup:
+    """The callers of several pools, such as those of one expert, worked on by one thread.
+
+    Each pool reports under its own lock; what another one reads of it may be late, but not torn.
+    """
+
+    def __init__(self) -> None:
+        self.delays: list[BatchDelay] = []
+        self._peaks = deque([0] * _LATELY, maxlen=_LATELY)  # tasks under way at most, from batch to batch
+        self._peak = 0
+
+    def missing(self, *, begun: bool = False) -> int:
+        """How many tasks fewer are under way now than lately. Above 0, somebody is about to come back.
+
+        ``begun``: a batch has begun in one of the pools.
+        """
+        if begun:
+            self._peaks.append(self._peak)
+            self._peak = 0
+        now = sum([each.waiting + each.running for each in self.delays])
+        self._peak = max(self._peak, now)
+        return max(self._peaks) - now
+
+
+class BatchDelay:
+    """How long batches of one pool wait for callers who are about to come back. Times are seconds of one clock."""
+
+    def __init__(self, max_delay: float, group: CallerGroup | None = None) -> None:
+        self._max_delay = max_delay
+        self._group = group or CallerGroup()
+        self._group.delays.append(self)
+        self.seconds = deque[float](maxlen=_LATELY)
+        """Durations of the last batches."""
+        self.waited = 0.0
+        """Seconds for which batches have waited, in all."""
+        self.waiting = self.running = 0
+        """Tasks, as of the last report of the pool."""
+        self._since: float | None = None  # when the wait began
+        self._sleeps = False  # whether the runtime was told to wait the last time it asked
+        self._skip = self._skipped = 0  # batches that do not wait: still to come, and after the last wait in vain
+
+    @property
+    def longest(self) -> float:
+        """Seconds for which a batch may wait: half of what callers lose who are not together, the shortest of the last
+        batches of each pool."""
+        batches = sum([min(each.seconds, default=0.0) for each in self._group.delays])
+        return min(self._max_delay, batches / 2)
+
+    def arrived(self, tasks: int) -> bool:
+        """A task came, and so many wait now. Whether to wake the runtime: not if it waits for more already."""
+        self.waiting = tasks
+        return self._group.missing() <= 0 or not self._sleeps  # asked in this order: it is counted, too
+
+    def begin(self, now: float, tasks: int, patient: Callable[[float], bool]) -> float:
+        """When a batch of so many tasks, which could begin now, should begin; ``now`` if it should not wait.
+
+        ``patient``: whether the tasks can wait for so many seconds.
+        """
+        self.waiting, self._sleeps = tasks, False
+        longest = 0.0 if self._group.missing() <= 0 or self._skip else self.longest  # counted in any case
+        if not longest or not patient(longest):
+            return now
+        self._since = now if self._since is None else self._since
+        until = self._since + longest
+        self._sleeps = now < until
+        return until if self._sleeps else now
+
+    def reset(self, tasks: int) -> None:
+        """No batch can begin; so many tasks wait for something else."""
+        self.waiting, self._since, self._sleeps = tasks, None, False
+
+    def began(self, now: float, tasks: int, left: int) -> None:
+        """A batch of so many tasks has begun, and others are left."""
+        if self._since is not None:
+            self.waited += max(0.0, now - self._since)
+            in_vain = self._group.missing() > 0
+            self._skip = self._skipped = min(max(1, 2 * self._skipped), _MOST_SKIPPED) if in_vain else 0
+        else:
+            self._skip = max(0, self._skip - 1)
+        self.reset(left)
+        self.running = tasks
+        self._group.missing(begun=True)
+
+    def ended(self, seconds: float | None) -> None:
+        """The batch took so long; None: it failed, which tells nothing."""
+        self.running = 0
+        if seconds is not None:
+            self.seconds.append(seconds)
+
 
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
 """Works on a batch: one answer per task, in order. What it raises, all of them get."""
@@ -47,7 +252,8 @@ class TaskPool:
         process: works on a batch, in the runtime's thread; see `Process`.
         columns: the flat tensors of one task.
         options: see `PoolOptions`.
-        requests: those that were applied, by idempotency key; without one ``key`` is only carried along.
+        records: of the requests that were applied, by idempotency key; without one ``key`` is only carried along.
+        kind: of these requests.
         splits: whether tasks may name a mini-batch. Tasks of different mini-batches never share a batch.
         host: where tensors are gathered; a tensor from elsewhere is copied there, in its author's thread.
         callers: of pools that have the same callers, such as those of one expert.
@@ -61,7 +267,8 @@ class TaskPool:
         columns: FlatSchema,
         options: PoolOptions | None = None,
         *,
-        requests: IdempotentRequests | None = None,
+        records: IdempotencyTable | None = None,
+        kind: RequestKind = "backward",
         splits: bool = False,
         host: torch.device | str = "cpu",
         callers: CallerGroup | None = None,
@@ -72,14 +279,18 @@ class TaskPool:
         self.columns = columns
         self.process = process
         """What runs a batch. Who observes puts something around it."""
-        self._requests = requests
+        self._records = records
+        self._kind: RequestKind = kind
         self._splits = splits
         self._host, self._alone = torch.device(host), alone
         self._where = f"pool {name!r}"
         self._queue = BatchQueue(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
         self._quotas = QuotaCounter(self.options)
         self._delay = BatchDelay(self.options.max_batch_delay if self.options.min_batch_size == 1 else 0.0, callers)
-        self._counters = _Counters()
+        self._counts: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._merged: Counter[int] = Counter()
         self._running = 0
         self._taken: Sequence[Task] = ()
         self._swept = 0.0
@@ -121,16 +332,17 @@ class TaskPool:
             validate_metadata(self.name, client, key, mini_batch, deadline, splits=self._splits)
             owner = None if mini_batch is None else client
             own = object() if self._alone is not None and self._alone(evaluation) else None
-            batch_key = (mini_batch is not None, owner, mini_batch, self.columns.batch_key(tensors), evaluation, own)
+            sizes = self.columns.batch_key(tensors) if self.columns.free else ()
+            batch_key = (mini_batch is not None, owner, mini_batch, sizes, evaluation, own)
             payer = client if principal is None else principal
             held = _payload(tensors, self._host)
             task = Task(held, rows, batch_key, deadline, client, key, mini_batch, evaluation, keep, payer, stream)
-            if self._requests is not None and key is not None:
-                task.fingerprint()  # here, in its author's thread, since it reads the whole payload
+            if self._records is not None and key is not None:
+                fingerprint(task)  # in its author's thread, since it reads the whole payload
             future, news = self._enter(task)
         except Exception as error:
             with self._lock:
-                self._counters.refused[reason_of(error)] += 1
+                self._refused[reason_of(error)] += 1
             raise
         if news and self._wake is not None:
             self._wake(self)
@@ -138,53 +350,52 @@ class TaskPool:
 
     def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
         """The task's future, and whether who works on batches must be told."""
-        expired = self._swept_for(task)
-        if expired:
-            self._expire(expired)
+        queue, records = self._queue, None if task.key is None else self._records
+        # Looked at without the lock: whoever comes too late to see a full queue is refused as if it had been full.
+        if queue.count >= self.options.max_tasks or queue.rows + task.rows > self.options.max_rows:
+            self._sweep(task.arrival)
         with self._lock:
             if self._closed is not None:
                 raise ClosedError(f"pool {self.name!r} takes no more tasks: {self._closed}; ask elsewhere")
-            if task.expired(task.arrival):
+            if task.deadline is not None and task.deadline <= task.arrival:
                 raise ExpiredError(f"the deadline of a task for pool {self.name!r} had passed when it was submitted")
-            known = None if self._requests is None or task.key is None else self._requests.lookup(task)
+            known = None if records is None else records.begin(self._kind, task)
             if known is not None:
-                self._counters.joined += 1
-                future = known.join(task.deadline, self._gave_up) if isinstance(known, Task) else _resolved(known)
-                return future, False
-            if self._requests is not None and task.key is not None:
-                self._requests.start(task)
+                self._counts["joined"] += 1
+                if isinstance(known, Task):
+                    return known.join(task.deadline, self._gave_up), False
+                there: Future[Results] = Future()
+                there.set_result(known)
+                return there, False
             try:
-                self._quotas.admit(self.name, task.principal, task.rows, len(self._queue), self._queue.rows)
+                self._quotas.admit(self.name, task.principal, task.rows, queue.count, queue.rows)
             except BaseException:
-                if self._requests is not None and task.key is not None:
-                    self._requests.abandon(task)
+                if records is not None:
+                    records.abandon(self._kind, task)
                 raise
             future = task.join(task.deadline, self._gave_up)
-            self._queue.add(task)
-            self._counters.submitted += 1
-            return future, self._delay.arrived(len(self._queue))
+            queue.add(task)
+            self._counts["submitted"] += 1
+            return future, self._delay.arrived(queue.count)
 
-    def _swept_for(self, task: Task) -> Sequence[Task]:
-        """What had expired in a full queue, and made room; but it is not searched all the time."""
-        now, limit = task.arrival, self.options
-        # Looked at without the lock: whoever comes too late to see a full queue is refused as if it had been full.
-        if len(self._queue) < limit.max_tasks and self._queue.rows + task.rows <= limit.max_rows:
-            return ()
+    def _sweep(self, now: float) -> None:
+        """Drop what has expired in a full queue, which makes room; but do not search it all the time."""
         with self._lock:
             if now < self._swept + _SWEEP:
-                return ()
+                return
             self._swept = now
-            return self._queue.sweep(now)
+            expired = self._queue.sweep(now)
+        self._expire(expired)
 
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
         with self._lock:
-            number, later = self._queue.urgency(now)
+            queue = self._queue
+            number, later = queue.urgency(now) if queue.count else (None, None)
             if number is None:
-                self._delay.reset(len(self._queue))
+                self._delay.reset(queue.count)
                 return None, later
-            patient = self._queue.patient(now, _HASTE * self._delay.longest)
-            begin = self._delay.begin(now, len(self._queue), patient=patient)
+            begin = self._delay.begin(now, queue.count, lambda spare: queue.patient(now, _HASTE * spare))
             return (None, begin) if begin > now else (number, None)
 
     def flush(self, client: str | None, mini_batch: str) -> None:
@@ -201,17 +412,19 @@ class TaskPool:
     def take(self, now: float | None = None) -> list[Task]:
         """The next batch, now out of the queue and to be given to `work`; empty if nothing is ready."""
         with self._lock:
-            batch, expired = self._queue.take(time.monotonic() if now is None else now)
+            begun = time.monotonic() if now is None else now
+            batch, expired = self._queue.take(begun)
             self._taken = batch
             wanted = [task for task in batch if task.take()]
             for task in batch:
                 if not task.taken:  # it was cancelled just now
                     self._drop(task)
-            self._running += len(wanted)
             if wanted:
-                begun = time.monotonic() if now is None else now
-                self._delay.began(begun, len(wanted), len(self._queue))
-                self._counters.took(len(wanted), sum(task.rows for task in wanted))
+                self._running += len(wanted)
+                self._delay.began(begun, len(wanted), self._queue.count)
+                self._counts["batches"] += 1
+                self._counts["rows"] += sum([task.rows for task in wanted])
+                self._merged[1 << (len(wanted) - 1).bit_length()] += 1
         if expired:
             self._expire(expired)
         return wanted
@@ -220,7 +433,14 @@ class TaskPool:
         """Process a batch from `take` and answer everyone in it. Raises nothing."""
         start = time.monotonic()
         try:
-            answers = _complete(self.process(tasks), len(tasks), self._where)
+            answers = self.process(tasks)
+            several = isinstance(cast("object", answers), Sequence)
+            if not several or len(answers) != len(tasks):
+                given = f"{len(answers)} answers" if several else f"a {type(answers).__name__}"
+                raise ExpertError(
+                    f"the process of {self._where} gave {given} for a batch of {len(tasks)} tasks, wanted one for "
+                    "each, in order"
+                )
         except BaseException as error:  # a fault of the process, not of a task; but nobody must wait for ever
             answers = [error] * len(tasks)
         self._finish(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
@@ -263,16 +483,22 @@ class TaskPool:
     def drained(self, timeout: float | None) -> bool:
         """Wait until nothing waits or runs, for at most so many seconds; whether it came to that."""
         with self._lock:
-            return self._idle.wait_for(lambda: not self._running and not len(self._queue), timeout)
+            return self._idle.wait_for(lambda: not self._running and not self._queue.count, timeout)
 
     def statistics(self) -> PoolStatistics:
         """What was done so far, and what waits now."""
         with self._lock:
-            oldest = self._queue.oldest()
-            return self._counters.statistics(
-                self.name,
+            oldest, counts = self._queue.oldest(), self._counts
+            return PoolStatistics(
+                name=self.name,
+                **{each: counts[each] for each in ("submitted", "answered", "cancelled", "expired", "joined")},
+                batches=counts["batches"],
+                rows=counts["rows"],
+                failed=dict(self._failed),
+                refused=dict(self._refused),
+                merged=dict(self._merged),
                 waited=self._delay.waited,
-                waiting_tasks=len(self._queue),
+                waiting_tasks=self._queue.count,
                 waiting_rows=self._queue.rows,
                 running_tasks=self._running,
                 oldest_age=0.0 if oldest is None else max(0.0, time.monotonic() - oldest),
@@ -286,14 +512,14 @@ class TaskPool:
 
     def _drop(self, task: Task) -> None:
         """Nobody waits for this task any more, and it is out of the queue. Under the lock."""
-        self._counters.cancelled += 1
+        self._counts["cancelled"] += 1
         self._leave(task)
         self._idle.notify_all()
 
     def _leave(self, task: Task) -> Sequence["Future[Results]"]:
         self._quotas.leave(task.principal, task.rows)
-        if self._requests is not None and task.key is not None:
-            self._requests.abandon(task)
+        if self._records is not None and task.key is not None:
+            self._records.abandon(self._kind, task)
         return task.release()
 
     def _expire(self, tasks: Sequence[Task]) -> None:
@@ -305,64 +531,20 @@ class TaskPool:
         with self._lock:
             waiting = [self._leave(task) for task in tasks]
             self._taken = () if ran else self._taken
-            for found in answers:
-                self._counters.ended(found)
+            errors = [found for found in answers if isinstance(found, BaseException)]
+            self._counts["answered"] += len(answers) - len(errors)
+            for error in errors:
+                if isinstance(error, ExpiredError):
+                    self._counts["expired"] += 1
+                else:
+                    self._failed[reason_of(error)] += 1
             if ran:
-                failed = any([isinstance(found, BaseException) for found in answers])
-                self._delay.ended(None if failed else seconds)
+                self._delay.ended(None if errors else seconds)
         for waiters, found in zip(waiting, answers, strict=True):
             answer(waiters, found)
         with self._lock:
             self._running -= ran
             self._idle.notify_all()
-
-
-@dataclass
-class _Counters:
-    """The counters behind a `PoolStatistics`; its pool holds the lock."""
-
-    submitted: int = 0
-    answered: int = 0
-    cancelled: int = 0
-    expired: int = 0
-    joined: int = 0
-    batches: int = 0
-    rows: int = 0
-    failed: "Counter[str]" = field(default_factory=Counter["str"])
-    refused: "Counter[str]" = field(default_factory=Counter["str"])
-    merged: "Counter[int]" = field(default_factory=Counter["int"])
-
-    def ended(self, found: object) -> None:
-        """One task is over, with this answer."""
-        if isinstance(found, ExpiredError):
-            self.expired += 1
-        elif isinstance(found, BaseException):
-            self.failed[reason_of(found)] += 1
-        else:
-            self.answered += 1
-
-    def took(self, tasks: int, rows: int) -> None:
-        """A batch of so many tasks was taken."""
-        self.batches += 1
-        self.rows += rows
-        self.merged[1 << (tasks - 1).bit_length()] += 1
-
-    def statistics(self, name: str, **now: Any) -> PoolStatistics:
-        """What was counted, with what is so ``now``."""
-        return PoolStatistics(
-            name=name,
-            submitted=self.submitted,
-            answered=self.answered,
-            failed=dict(self.failed),
-            refused=dict(self.refused),
-            cancelled=self.cancelled,
-            expired=self.expired,
-            joined=self.joined,
-            batches=self.batches,
-            rows=self.rows,
-            merged=dict(self.merged),
-            **now,
-        )
 
 
 def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadline: Any, *, splits: bool) -> None:
@@ -373,18 +555,13 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
     usual = mini_batch is None and (deadline is None or (type(deadline) is float and not isnan(deadline)))
     if usual and all([word is None or (word and type(word) is str) for word in (client, key)]):
         return
-    words = {"client": client, "key": key, "mini_batch": mini_batch}
-    wrong = [
-        f"{name} is {word!r}, wanted None or a non-empty str"
-        for name, word in words.items()
-        if not isinstance(word, str | None) or word == ""
-    ]
-    if deadline is not None and (not is_number(deadline) or (isinstance(deadline, float) and isnan(deadline))):
-        wrong.append(f"deadline is {deadline!r}, wanted None or a time of `time.monotonic`")
-    if wrong:
-        raise UsageError(f"pool {pool!r}: {'; '.join(wrong)}")
-    if mini_batch is not None and not splits:
-        raise UsageError(f"pool {pool!r} does not accumulate gradients; drop mini_batch={mini_batch!r}")
+    with Validator(f"invalid metadata of a task for pool {pool!r}") as check:
+        for name, word in (("client", client), ("key", key), ("mini_batch", mini_batch)):
+            valid = word is None or (isinstance(word, str) and word != "")
+            check.that(valid, f"{name} is {word!r}, wanted None or a non-empty str")
+        timely = deadline is None or (is_number(deadline) and not (isinstance(deadline, float) and isnan(deadline)))
+        check.that(timely, f"deadline is {deadline!r}, wanted None or a time of `time.monotonic`")
+        check.that(mini_batch is None or splits, f"it does not accumulate gradients; drop mini_batch={mini_batch!r}")
 
 
 def _payload(tensors: tuple[Tensor, ...], host: torch.device) -> tuple[Tensor, ...]:
@@ -393,23 +570,3 @@ def _payload(tensors: tuple[Tensor, ...], host: torch.device) -> tuple[Tensor, .
     if all([tensor.device == host and not tensor.requires_grad for tensor in tensors]):
         return tensors
     return tuple([tensor.detach().to(host) for tensor in tensors])
-
-
-def _complete(answers: object, wanted: int, where: str) -> Sequence[Answer]:
-    """What a process gave for so many tasks. Raises ``ExpertError`` if that is not one answer for each."""
-    if not isinstance(answers, Sequence):
-        found = f"a {type(answers).__name__}"
-    elif len(given := cast("Sequence[Answer]", answers)) != wanted:
-        found = f"{len(given)} answers"
-    else:
-        return given
-    raise ExpertError(
-        f"the process of {where} gave {found} for a batch of {wanted} tasks, wanted one for each, in order"
-    )
-
-
-def _resolved(results: Results) -> "Future[Results]":
-    """A future that has them already."""
-    future: Future[Results] = Future()
-    future.set_result(results)
-    return future

@@ -103,9 +103,7 @@ def after(revisions: int) -> LocalDirectory:
 def expert(name: str = "fussy", **options: Any) -> ExpertBackend:
     backend = fussy_backend(**options)
     if name != "fussy":
-        backend = ExpertBackend(
-            name, backend.module, backend.optimizer, args_schema=(backend.executor.runner.call.specs[0],)
-        )
+        backend = ExpertBackend(name, backend.module, backend.optimizer, args_schema=(backend.executor.call.specs[0],))
     return backend
 
 

@@ -60,7 +60,6 @@ from weft.core.errors import UsageError, WeftError, unlisted
 from weft.core.validation import Validator
 from weft.experts.accumulation import SumsOptions
 from weft.experts.address import address_fault, is_loopback, split
-from weft.experts.batching import PoolOptions
 from weft.experts.checkpoint import CheckpointStore, folder_name
 from weft.experts.directory import Directory
 from weft.experts.directory.etcd_address import open_directory
@@ -76,6 +75,7 @@ from weft.experts.replica import ReplicaOptions
 from weft.experts.server.auth import OPEN, Access, Grant, Role
 from weft.experts.server.options import ServerOptions, listen_faults
 from weft.experts.server.server import Server
+from weft.experts.task_pool import PoolOptions
 from weft.experts.tls import ClientTls, Pem, ServerTls
 from weft.experts.wire.limits import Limits
 

@@ -1,0 +1,227 @@
+"""Side effects of a module: what running it changes besides its outputs, and how that is undone.
+
+    forward:   snapshot ── forward ── restore                           leaves no trace
+    backward:  snapshot ── forward ── backward ── guards ── step        everything stays
+                   +────────── restore <── any of them fails            nothing stays
+
+Besides its outputs a module may change its own tensors, its inputs and the random generator. All of that is undone, so
+a batch that fails can run again in parts, and an expert's tensors depend on its backward batches alone: a log of those
+is enough to replay them. Only what was seen to change is copied (running statistics of a norm layer, a weight that
+``max_norm`` rescales); a tensor that the dummy run left alone and that a later batch writes to is known from then on,
+but not restored that once.
+
+PyTorch has one default generator per device. A module that draws from it (dropout) gets numbers of its own for every
+batch, by a seed, and the generator is restored afterwards; see `weft.core.rng`.
+
+    forward   of key k ── seed of k ──> mask          the gradient is that of the forward that was seen, if both
+    backward  of key k ── seed of k ──> same mask     ran as the same batch: so tasks of a module that draws run alone
+
+Whether it draws is observed in the dummy run, in the first batch and in the first backward, and again whenever a
+number or a flag of a layer has changed (a dropout probability). One that drew nothing until then, and draws for some
+inputs only, is not noticed: its numbers are the generator's, and a log of its batches does not lead to the same bytes.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.rng import RandomUse, RngStreams, drawn, generators, mix
+from weft.experts.task import REPEATED, Task
+
+_CONFIGURATIONS = 64
+
+
+class _Slot(NamedTuple):
+    """A place in a module that holds a parameter or a buffer."""
+
+    table: dict[str, Any]
+    name: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.table.get(self.name)
+
+
+class TensorSnapshot:
+    """Copies of the tensors that a forward is known to change."""
+
+    def __init__(self, slots: Sequence[_Slot]) -> None:
+        tensors = [(slot, slot.tensor) for slot in slots]
+        self._held = [(slot, tensor, tensor.detach().clone()) for slot, tensor in tensors if tensor is not None]
+
+    def restore(self) -> None:
+        """Every tensor back in its place with its bytes."""
+        with torch.no_grad():
+            for slot, tensor, copy in self._held:
+                slot.table[slot.name] = tensor
+                tensor.copy_(copy)
+
+    @property
+    def copies(self) -> dict[tuple[int, str], Tensor]:
+        """What is held, by its table and name there."""
+        return {(id(slot.table), slot.name): copy for slot, _, copy in self._held}
+
+    def changed(self) -> list[int]:
+        """Which of them are not as they were. Versions would not tell: batch norm writes without counting."""
+        pairs = enumerate(self._held)
+        return [i for i, (slot, tensor, copy) in pairs if slot.tensor is not tensor or not torch.equal(tensor, copy)]
+
+
+class SideEffects:
+    """What is known of one module. Its list of layers must not change any more."""
+
+    def __init__(self, module: nn.Module, device: torch.device, seed: int) -> None:
+        self.seed = seed
+        self.device = device
+        self.writes: set[int] = set()
+        self._modules = list(module.modules())
+        self._slots = [
+            _Slot(table, name)
+            for each in self._modules
+            for table in (each._parameters, each._buffers)
+            for name in table
+        ]
+        self._own = [_Slot(each._parameters, name) for each in self._modules for name in each._parameters]
+        self._changing: set[int] = set()
+        tables = [id(slot.table) for slot in self._slots]
+        self._norms = [  # they may be put into training mode later, and do not count what they write
+            (each, [i for i, table in enumerate(tables) if table == id(each._buffers)])
+            for each in self._modules
+            if isinstance(each, nn.modules.batchnorm._NormBase)
+        ]
+        self._attributes = [  # also `training`
+            (table, name)
+            for table in map(vars, self._modules)
+            for name, value in table.items()
+            if isinstance(value, bool | float) and not name.startswith("_")
+        ]
+        self._use, self._back = (RandomUse(generators([device])) for _ in range(2))
+        self._evaluation = False
+        self.draws = {False: False, True: False}
+        """Whether the module draws, in training and in evaluation, as far as was seen."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a forward was seen to change the module's own tensors."""
+        return bool(self._places())
+
+    def rehearse(self, inputs: Sequence[Tensor], forward: Callable[[], Any]) -> Any:
+        """Run a forward for the first time, see what it changes, and undo that.
+
+        Before the module is known, its random numbers come from the caller's generator: one number, the seed
+        of this expert, and only if the module draws.
+        """
+        filled = [place for place, slot in enumerate(self._slots) if slot.tensor is not None]
+        every = TensorSnapshot([self._slots[place] for place in filled])
+        versions, state = [tensor._version for tensor in inputs], self._state()
+        dice = RngStreams([self._use], [self._configuration()])
+        self.seed = dice.seed or self.seed
+        try:
+            with dice.scope(0, 0):
+                found = forward()
+        finally:
+            written = [i for i, pair in enumerate(self._state()) if pair != state[i]]  # also where it wrote the same
+            changed = every.changed()
+            if changed:
+                every.restore()
+            self._changing.update(written, [filled[place] for place in changed])
+        dice.settle()
+        self._note()
+        self._use.draws = {seen: True for seen, draws in self._use.draws.items() if draws}  # zeros are no sure sign
+        self.writes |= {i for i, tensor in enumerate(inputs) if tensor._version != versions[i]}
+        return found
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the module's, each once, in its order; ten times as fast as asking the module."""
+        tensors = [table.get(name) for table, name in self._own]
+        return list(dict.fromkeys([tensor for tensor in tensors if tensor is not None]))
+
+    def storages(self) -> set[int]:
+        """The addresses of the module's own tensors."""
+        tensors = [table.get(name) for table, name in self._slots]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
+
+    def snapshot(self) -> TensorSnapshot | None:
+        """What undoes a forward; None of a module that changes nothing, as most."""
+        places = self._places()
+        return TensorSnapshot([self._slots[place] for place in sorted(places)]) if places else None
+
+    def seed_for(self, direction: int, count: int, tasks: Sequence[Task]) -> int:
+        """The seed of one batch: of its keys, if it may draw and all its tasks have one; else of its number."""
+        seen = self._configuration()
+        if self._use.draws.get(seen) is not False or self._back.draws.get(seen) is not False:
+            origin = _origin(tasks)
+            if origin is not None:
+                return mix(self.seed, 2, origin)
+        return mix(self.seed, direction, count)
+
+    @contextmanager
+    def evaluation(self) -> Generator[None]:
+        """Surrounds the work on a batch in evaluation. Layers are told nothing, only set."""
+        training = [each for each in self._modules if each.training]
+        for each in training:
+            each.training = False
+        self._evaluation = True
+        try:
+            yield
+        finally:
+            self._evaluation = False
+            for each in training:
+                each.training = True
+
+    def run(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, which is a forward: note which of the module's tensors it changes.
+
+        Random numbers come from this seed, and the generators are as before afterwards.
+        """
+        before = self._state()
+        try:
+            return self._drawn(self._use, seed, function, *args)
+        finally:
+            after = self._state()
+            if after != before:
+                self._changing.update(i for i in range(len(after)) if after[i] != before[i])
+
+    def walk(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, which is a backward. Random numbers, which hooks may draw, as those of `run`."""
+        return self._drawn(self._back, mix(seed, 1), function, *args)
+
+    def _drawn(self, use: RandomUse, seed: int, function: Callable[..., Any], *args: Any) -> Any:
+        seen = self._configuration()
+        if use.draws.get(seen) is False:
+            return function(*args)
+        if len(use.draws) > _CONFIGURATIONS:  # a number that changes all the time
+            use.draws.clear()
+        found, drew = drawn(use.sources, mix(seed, 0, 0), function, *args)
+        use.draws[seen] = use.draws.get(seen, False) or drew
+        self._note()
+        return found
+
+    def _note(self) -> None:
+        seen = self._configuration()
+        self.draws[self._evaluation] = bool(self._use.draws.get(seen) or self._back.draws.get(seen))
+
+    def _places(self) -> set[int]:
+        """The slots that a forward may write to, as far as is known now."""
+        return self._changing.union(*(places for norm, places in self._norms if norm.training))
+
+    def _configuration(self) -> tuple[Any, ...]:
+        """What decides whether layers draw, as far as it is seen from outside."""
+        return tuple([table.get(name) for table, name in self._attributes])
+
+    def _state(self) -> list[tuple[int, int]]:
+        """Which tensor is in every slot, and how often it was written to."""
+        tensors = [table.get(name) for table, name in self._slots]
+        return [(0, 0) if tensor is None else (id(tensor), tensor._version) for tensor in tensors]
+
+
+def _origin(tasks: Sequence[Task]) -> int | None:
+    """A number for these tasks in this order that is the same in forward and backward; None if one has no key."""
+    if any([task.key is None for task in tasks]):
+        return None
+    names = [f"{task.client}\0{str(task.key).partition(REPEATED)[0]}\0{task.rows}" for task in tasks]
+    return int.from_bytes(blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
