@@ -5,6 +5,7 @@
     hypothesis profiles     "weft" here, "ci" where CI is set
     cuda marker             skipped, by name, where there is no GPU
     long marker             left out without --all, unless the file or the test is named
+    grids                   without --all, so many points that each pair of values occurs, likewise
     Ctrl-C                  as in a shell, also where the tests were started in the background, which ignores it
     no thread left behind   a test that leaves a thread of weft alive fails
     signals                 a test that leaves another handler for SIGINT or SIGTERM fails
@@ -19,7 +20,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from itertools import combinations
 
 import pytest
 import torch
@@ -66,15 +68,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     none. The reason names the test, since -rs folds equal reasons."""
     named = any("::" in word or word.endswith(".py") for word in config.args)
     if not config.getoption("--all") and not named:
-        long = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        quick = list(pairwise(item for item in items if not item.get_closest_marker("long")))
+        kept = {id(item) for item in quick}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+        items[:] = quick
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("cuda"):
             why = f"{item.name}: needs a CUDA GPU, and torch.cuda.is_available() is False"
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pairwise(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of every grid of parameters, the points that add a pair of values; of what has one parameter or none, all."""
+    seen: dict[object, set[object]] = {}
+    for item in items:
+        point = getattr(item, "callspec", None)
+        if point is None:
+            yield item
+            continue
+        plain = (str, int, bool, type(None))
+        values = [
+            (name, each if isinstance(each, plain) else point.indices[name]) for name, each in point.params.items()
+        ]
+        pairs = set(combinations(values, 2)) or {tuple(values)}
+        found = seen.setdefault((item.parent, getattr(item, "originalname", "")), set())
+        if not pairs <= found:
+            found |= pairs
+            yield item
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ import copy
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,25 @@ CHECKPOINTS = ("always", "except_last", "never")
 CUTS = ("serial", "threads")
 """The executors that cut stages out of autograd, one segment per stage."""
 EXECUTORS = ("serial", "threads", "graph")
+
+
+def runs(*executors: str) -> list[Any]:
+    """Every executor with every checkpoint mode; half of the pairs, in which each of both occurs, run without --all."""
+    quick = {
+        "serial": ("always", "never"),
+        "threads": ("always", "except_last"),
+        "graph": ("except_last",),
+        "auto": ("never",),
+    }
+    return [
+        pytest.param(each, mode, id=f"{each}-{mode}", marks=() if mode in quick[each] else pytest.mark.long)
+        for each in executors
+        for mode in CHECKPOINTS
+    ]
+
+
+every_run = pytest.mark.parametrize(("executor", "checkpoint"), runs(*EXECUTORS, "auto"))
+every_cut_run = pytest.mark.parametrize(("executor", "checkpoint"), runs(*CUTS, "auto"))
 
 
 def chain(*widths: int) -> nn.Sequential:

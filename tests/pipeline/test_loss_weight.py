@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.pipeline.pipe_cases import CHECKPOINTS, EXECUTORS, assert_close, chain, piped, rows
+from tests.pipeline.pipe_cases import EXECUTORS, assert_close, chain, every_run, piped, rows
 from weft import NoChunk, Pipe
 from weft.core.errors import SpecError, UsageError
 from weft.pipeline.loss import LossWeights
@@ -18,8 +18,6 @@ from weft.pipeline.microbatch import MiniBatch
 
 CLASS_WEIGHTS = torch.tensor([0.5, 3.0, 0.0], dtype=torch.float64)
 SPLIT = "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W2,0W1\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2"
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 every_schedule = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", SPLIT], ids=["gpipe", "1f1b", "split"])
 
 

@@ -7,20 +7,15 @@ from torch import nn
 from tests.pipeline.pipe_cases import (
     CHECKPOINTS,
     CUTS,
-    EXECUTORS,
     assert_close,
     assert_gradients_equal,
     backward,
     chain,
+    every_run,
     piped,
     rows,
 )
 from weft import Pipe
-
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-CUT_RUNS = [(executor, checkpoint) for executor in (*CUTS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
-every_cut_run = pytest.mark.parametrize(("executor", "checkpoint"), CUT_RUNS)
 
 
 @every_run

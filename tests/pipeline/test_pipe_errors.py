@@ -10,14 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as checkpoint_again
 
-from tests.pipeline.pipe_cases import (
-    CHECKPOINTS,
-    EXECUTORS,
-    backward,
-    chain,
-    piped,
-    rows,
-)
+from tests.pipeline.pipe_cases import CHECKPOINTS, EXECUTORS, backward, chain, every_run, piped, rows
 from weft import Pipe, pop, skippable
 from weft.core.context import is_recomputing
 from weft.core.errors import (
@@ -27,9 +20,6 @@ from weft.core.errors import (
     SpecError,
     UsageError,
 )
-
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 
 
 class Bang(Exception):

@@ -14,14 +14,11 @@ from tests.pipeline.pipe_cases import (
     assert_gradients_equal,
     backward,
     chain,
+    every_run,
     piped,
     rows,
+    runs,
 )
-
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-CUT_RUNS = [(executor, checkpoint) for executor in (*CUTS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
-every_cut_run = pytest.mark.parametrize(("executor", "checkpoint"), CUT_RUNS)
 
 
 @every_run
@@ -78,7 +75,7 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(executor: str, checkp
         assert_gradients_equal(pipe, plain)
 
 
-@pytest.mark.parametrize(("executor", "checkpoint"), [*CUT_RUNS, ("graph", "never")])
+@pytest.mark.parametrize(("executor", "checkpoint"), [*runs(*CUTS, "auto"), ("graph", "never")])
 @pytest.mark.parametrize("schedule", ["gpipe", "0F0,0F1,0F2,0I0,0W0,0I1,0I2,0W1,0W2\n1F0,1F1,1F2,1I0,1W0,1B1,1B2\n"])
 @pytest.mark.parametrize("frozen", ["0", "2.weight", ""])
 def test_parameters_may_be_frozen_between_forward_and_backward(

@@ -13,15 +13,13 @@ from tests.pipeline.pipe_cases import (
     assert_close,
     assert_gradients_equal,
     backward,
+    every_run,
     piped,
     rows,
 )
 from weft import NoChunk, pop, skippable, stash
 from weft.core.errors import InPlaceError
 from weft.pipeline.microbatch import split
-
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 
 
 def linear() -> nn.Module:

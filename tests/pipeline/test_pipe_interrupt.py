@@ -15,12 +15,10 @@ from tests.pipeline.pipe_cases import (
     assert_gradients_equal,
     backward,
     chain,
+    every_run,
     piped,
     rows,
 )
-
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])

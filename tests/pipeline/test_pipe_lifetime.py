@@ -9,18 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pipeline.pipe_cases import (
-    CHECKPOINTS,
-    assert_gradients_equal,
-    backward,
-    chain,
-    piped,
-    rows,
-)
+from tests.pipeline.pipe_cases import CHECKPOINTS, assert_gradients_equal, backward, chain, every_cut_run, piped, rows
 from weft import Pipe, pop, skippable, stash
-
-RUNS = [(executor, checkpoint) for executor in ("serial", "threads", "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 
 
 class Tracked(torch.autograd.Function):
@@ -97,7 +87,7 @@ def no_collector():
     gc.enable()
 
 
-@every_run
+@every_cut_run
 def test_after_backward_nothing_of_the_step_lives(executor: str, checkpoint: str) -> None:
     pipe, census = pipe_of(executor, checkpoint)
     for _ in range(3):
@@ -109,7 +99,7 @@ def test_after_backward_nothing_of_the_step_lives(executor: str, checkpoint: str
         assert alive(census) == 0
 
 
-@every_run
+@every_cut_run
 def test_an_output_that_is_dropped_without_backward_takes_its_step_along(executor: str, checkpoint: str) -> None:
     pipe, census = pipe_of(executor, checkpoint)
     for _ in range(3):
@@ -118,7 +108,7 @@ def test_an_output_that_is_dropped_without_backward_takes_its_step_along(executo
         assert alive(census) == 0
 
 
-@every_run
+@every_cut_run
 def test_retained_graphs_go_with_the_loss(executor: str, checkpoint: str) -> None:
     pipe, census = pipe_of(executor, checkpoint)
     loss = pipe(rows(7, 4)).square().sum()
@@ -128,7 +118,7 @@ def test_retained_graphs_go_with_the_loss(executor: str, checkpoint: str) -> Non
     assert alive(census) == 0
 
 
-@every_run
+@every_cut_run
 def test_without_gradients_nothing_is_kept(executor: str, checkpoint: str) -> None:
     pipe, census = pipe_of(executor, checkpoint)
     with torch.no_grad():
@@ -136,7 +126,7 @@ def test_without_gradients_nothing_is_kept(executor: str, checkpoint: str) -> No
     assert alive(census) == 0 and len(output) == 7
 
 
-@every_run
+@every_cut_run
 @pytest.mark.parametrize("where", [0, 2])
 def test_after_an_exception_nothing_of_the_step_lives(executor: str, checkpoint: str, where: int) -> None:
     pipe, census = pipe_of(executor, checkpoint)
@@ -156,7 +146,7 @@ def test_after_an_exception_nothing_of_the_step_lives(executor: str, checkpoint:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@every_run
+@every_cut_run
 def test_with_the_loss_inside_nothing_of_the_step_lives(executor: str, checkpoint: str, schedule: str) -> None:
     pipe, census = pipe_of(executor, checkpoint, loss=nn.MSELoss(), schedule=schedule)
     for _ in range(2):

@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
 
 from tests.pipeline.pipe_cases import (
-    CHECKPOINTS,
     EXECUTORS,
     assert_close,
     assert_gradients_equal,
     backward,
     chain,
+    every_run,
     piped,
     rows,
 )
@@ -30,8 +30,6 @@ SPLIT = """
 1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2
 """
 SCHEDULES = ("gpipe", "1f1b", TABLE, SPLIT)
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=("gpipe", "1f1b", "table", "split"))
 
 

@@ -17,13 +17,12 @@ from tests.pipeline.pipe_cases import (
     assert_gradients_equal,
     backward,
     chain,
+    every_run,
     piped,
     rows,
 )
 from weft import Pipe
 from weft.pipeline.microbatch import split
-
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
 
 
 class Spy(nn.Module):
@@ -38,7 +37,7 @@ class Spy(nn.Module):
         return x * 2
 
 
-@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+@every_run
 def test_under_no_grad_nothing_is_recorded(executor: str, checkpoint: str) -> None:
     spy = Spy()
     model = nn.Sequential(*chain(4, 5, 3), spy)
@@ -51,7 +50,7 @@ def test_under_no_grad_nothing_is_recorded(executor: str, checkpoint: str) -> No
     assert_close(output, model(rows(7, 4)))
 
 
-@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+@every_run
 def test_under_inference_mode_the_output_is_an_inference_tensor(executor: str, checkpoint: str) -> None:
     spy = Spy()
     model = nn.Sequential(*chain(4, 5, 3), spy)
@@ -65,7 +64,7 @@ def test_under_inference_mode_the_output_is_an_inference_tensor(executor: str, c
     assert all(each.grad is not None for each in pipe.parameters())
 
 
-@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+@every_run
 def test_autocast_equals_plain_autocast_per_micro_batch(executor: str, checkpoint: str) -> None:
     model = chain(4, 5, 5, 3).float()
     pipe, plain = piped(model, balance=[3, 2], executor=executor, checkpoint=checkpoint)
@@ -125,7 +124,7 @@ def test_anomaly_mode_finds_the_nan_and_the_note_names_the_stage(executor: str, 
     assert re.search(r"backward of stage 1, micro-batch \d", "\n".join(caught.value.__notes__))
 
 
-@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+@every_run
 def test_operators_can_be_counted_backward_too(executor: str, checkpoint: str) -> None:
     pipe, plain = piped(chain(4, 6, 6, 3), executor=executor, checkpoint=checkpoint)
     counted: list[int] = []
@@ -247,7 +246,7 @@ def test_the_graph_executor_has_gradients_of_gradients(checkpoint: str) -> None:
     assert_gradients_equal(pipe, plain, 1e-10)
 
 
-@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+@every_run
 def test_backward_runs_twice_with_retain_graph_and_else_says_why_not(executor: str, checkpoint: str) -> None:
     pipe, plain = piped(chain(4, 5, 3), executor=executor, checkpoint=checkpoint)
     for model in (pipe, plain):
@@ -259,7 +258,7 @@ def test_backward_runs_twice_with_retain_graph_and_else_says_why_not(executor: s
     assert_gradients_equal(pipe, plain)
 
 
-@pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
+@every_run
 def test_autograd_grad_of_some_parameters_works(executor: str, checkpoint: str) -> None:
     pipe, plain = piped(chain(4, 5, 5, 3), balance=[3, 2], executor=executor, checkpoint=checkpoint)
     found = [

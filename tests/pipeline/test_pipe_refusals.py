@@ -16,20 +16,11 @@ from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from tests.pipeline.pipe_cases import (
-    CHECKPOINTS,
-    CUTS,
-    assert_close,
-    assert_gradients_equal,
-    backward,
-    chain,
-    piped,
-    rows,
-)
+from tests.pipeline.pipe_cases import CUTS, assert_close, assert_gradients_equal, backward, chain, piped, rows, runs
 from weft import Pipe
 from weft.core.errors import BatchError, SpecError, UsageError
 
-every_cut = pytest.mark.parametrize(("executor", "checkpoint"), [(e, c) for e in CUTS for c in CHECKPOINTS])
+every_cut = pytest.mark.parametrize(("executor", "checkpoint"), runs(*CUTS))
 
 
 class Balanced(nn.Module):

@@ -8,21 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.pipeline.pipe_cases import (
-    CHECKPOINTS,
     EXECUTORS,
     assert_close,
     assert_gradients_equal,
     backward,
     chain,
+    every_run,
     piped,
     rows,
 )
 from weft import NoChunk, Pipe
 from weft.core import pytree as tree
 from weft.core.errors import BatchError, UsageError
-
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 
 
 class Does(nn.Module):

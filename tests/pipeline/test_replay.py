@@ -16,6 +16,7 @@ from tests.pipeline.pipe_cases import (
     assert_close,
     assert_gradients_equal,
     backward,
+    every_run,
     piped,
     rows,
 )
@@ -25,9 +26,6 @@ from weft.core.rng import RandomUse, RngStreams, generators
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.microbatch import split
 from weft.pipeline.stage import Stage
-
-RUNS = [(executor, checkpoint) for executor in (*EXECUTORS, "auto") for checkpoint in CHECKPOINTS]
-every_run = pytest.mark.parametrize(("executor", "checkpoint"), RUNS)
 
 
 def linear() -> nn.Module:

@@ -12,19 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.pipeline.pipe_cases import (
-    CHECKPOINTS,
     CUTS,
     assert_close,
     assert_gradients_equal,
     backward,
     chain,
+    every_cut_run,
     piped,
     rows,
 )
 from weft import Pipe
 from weft.core.errors import UsageError
-
-every_cut = pytest.mark.parametrize(("executor", "checkpoint"), [(e, c) for e in (*CUTS, "auto") for c in CHECKPOINTS])
 
 
 class Reads(nn.Module):
@@ -38,7 +36,7 @@ class Reads(nn.Module):
         return x + self.others[0].sum()
 
 
-@every_cut
+@every_cut_run
 def test_a_parameter_of_another_stage_is_an_error_that_names_it(executor: str, checkpoint: str) -> None:
     model = chain(4, 5, 3)
     model.append(Reads(model[0].bias))
@@ -65,7 +63,7 @@ def test_a_penalty_that_is_switched_on_later_is_found_before_the_steps_have_doub
             pipe(rows(6, 4), target=rows(6, 3)).backward()
 
 
-@every_cut
+@every_cut_run
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_penalty_on_weights_inside_the_loss_is_an_error(executor: str, checkpoint: str, schedule: str) -> None:
     model = chain(4, 5, 3)
