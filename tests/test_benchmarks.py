@@ -37,6 +37,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load.LoadMeter, "foreign", lambda self: 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize("name", [each for each in command.BENCHMARKS if each not in SLOW])
 def test_a_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,6 +51,7 @@ def test_a_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[s
     assert any("holds" in row or "falls short" in row for row in rows)
 
 
+@pytest.mark.long
 def test_what_is_asked_of_a_directory_that_was_away_can_be_reached() -> None:
     found = survive_directory.away(1.0)
     if not found:
@@ -57,6 +59,7 @@ def test_what_is_asked_of_a_directory_that_was_away_can_be_reached() -> None:
     assert not [each for each in found if not each.holds], "the benchmark asks for what nobody promises any more"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("undisturbed")
 def test_the_peer_in_two_processes_does_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
     command.main(["--quick", "pipeline.transformer"])
@@ -174,6 +177,7 @@ def test_a_job_apart_runs_in_a_process_of_its_own_whose_load_is_not_foreign(monk
     assert foreign < 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("job", "argument", "says"), [(int, "x", r"(?s)failed.*invalid literal"), (os._exit, 3, "ended without")]
 )
@@ -182,6 +186,7 @@ def test_a_job_apart_that_fails_is_told_with_its_arguments(job: Callable[[Any], 
         in_a_fresh_process(job, argument)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not load.STAT.exists(), reason="needs /proc")
 def test_a_peak_counts_the_outputs_and_the_gradients_that_are_returned() -> None:
     steps, batch, width = 2000, 16, 32
@@ -249,6 +254,7 @@ def _runs(process: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.long
 def test_a_peer_that_cannot_be_installed_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_way() -> str:
         raise peer.NoPeer("cannot be installed: no network")

@@ -75,6 +75,7 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert refused(["plan", "--stages", "1", "--chunks", "1"], capsys)[0] == 130
 
 
+@pytest.mark.long
 def test_the_module_runs_the_command_line() -> None:
     done = run([sys.executable, "-m", "weft", "--version"])
     assert done.returncode == 0 and done.stdout.startswith("weft ")

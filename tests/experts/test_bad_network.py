@@ -106,6 +106,7 @@ def test_a_silent_connection_takes_all_and_gives_nothing_until_it_ends(echo: str
         assert network.silences == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 def test_a_training_over_a_bad_network_is_the_training_without_it(seed: int) -> None:
     here = fussy_backend()
@@ -142,6 +143,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(map(torch.equal, a.state_dict().values(), b.state_dict().values()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_of_many_at_once_every_key_steps_once(seed: int) -> None:
     backend = marks(120)

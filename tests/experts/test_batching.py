@@ -232,6 +232,7 @@ def test_after_each_wait_in_vain_twice_as_many_batches_do_not_wait(waits: int) -
     assert gaps == [min(1 << place, 64) for place in range(waits - 1)] and delay.waited == waits
 
 
+@pytest.mark.long
 @given(
     st.lists(st.floats(0.0, 3.0), min_size=1, max_size=6),
     st.lists(st.tuples(st.sampled_from([0.0, 0.1, 1.0]), st.sampled_from([0.01, 0.05, 0.3])), min_size=1, max_size=2),

@@ -90,6 +90,7 @@ def test_what_is_declared_is_found_by_its_prefix(case: Case) -> None:
     assert len(case.directory.get()) == 4
 
 
+@pytest.mark.long
 def test_a_lease_that_is_not_renewed_ends_with_all_that_stands_under_it(case: Case) -> None:
     lease = case.directory.declare(["a", "b"], "x:1", 1.0)
     case.directory.claim("a", lease)
@@ -118,6 +119,7 @@ def test_withdrawing_is_at_once_and_may_be_repeated(case: Case) -> None:
     case.directory.renew(other)
 
 
+@pytest.mark.long
 def test_a_server_that_comes_back_before_its_old_lease_ends_stays_listed(case: Case) -> None:
     case.directory.declare("a", "x:1", 1.0)
     with case.directory.watch() as watch:
@@ -129,6 +131,7 @@ def test_a_server_that_comes_back_before_its_old_lease_ends_stays_listed(case: C
         assert told(drained(watch)) == [("left", "a", "x:1")]
 
 
+@pytest.mark.long
 def test_only_one_owns_an_expert_until_it_lets_go_or_its_lease_ends(case: Case) -> None:
     first = case.directory.declare("a", "x:1", 1.0)
     second = case.directory.declare("a", "y:1", FOREVER)
@@ -147,6 +150,7 @@ def test_only_one_owns_an_expert_until_it_lets_go_or_its_lease_ends(case: Case) 
     assert case.directory.get().owner("a") is None
 
 
+@pytest.mark.long
 def test_a_server_that_comes_back_replaces_its_own_claim_with_a_larger_token(case: Case) -> None:
     old = case.directory.claim("a", case.directory.declare("a", "x:1", 1.0))
     new = case.directory.claim("a", case.directory.declare("a", "x:1", FOREVER))

@@ -339,6 +339,7 @@ def asking_until_it_fails(transport: GrpcTransport) -> "Future[BaseException]":
     return heard
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_and_restarted_neither_loses_a_durable_step_nor_repeats_one(tmp_path: Path) -> None:
     child = Child(tmp_path)
     key = "the-key"

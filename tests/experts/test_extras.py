@@ -9,6 +9,7 @@ HIDDEN = ("google", "grpc", "grpc_health", "grpc_reflection", "numpy", "promethe
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN!r})); "
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_not_installed_is_named_with_what_to_do(part: str) -> None:
     seen = python(f"{HIDE}import weft.experts.{part}")

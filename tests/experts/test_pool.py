@@ -185,6 +185,7 @@ assert objects < 100 and blocks < 2000, (objects, blocks)
 """
 
 
+@pytest.mark.long
 def test_tens_of_thousands_of_tasks_that_are_cancelled_leave_nothing_behind() -> None:
     seen = python(FLOOD)
     assert seen.returncode == 0, seen.stderr

@@ -109,6 +109,7 @@ def test_any_frame_that_was_tampered_with_is_a_frame_or_a_wire_error(message: by
     swallow(mended(broken))
 
 
+@pytest.mark.long
 def test_many_mutations_end_in_a_frame_or_a_wire_error() -> None:
     draw, known = random.Random(None if "WEFT_FUZZ" in os.environ else 1), seeds()
     whole = 0

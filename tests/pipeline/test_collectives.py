@@ -68,6 +68,7 @@ def test_tensor_parallel_stages_run_in_the_callers_thread() -> None:
     assert len({each.thread for each in recorder.events}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_every_message_is_waited_for(checkpoint: str) -> None:
     """PyTorch keeps those that nobody waits for, with their tensors, and says so at the end of the process."""

@@ -202,6 +202,7 @@ class Timed(nn.Module):
         return x * 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("uncut", "serial", "threads", "winner"),
     [(1.0, 5.0, 2.0, "uncut"), (5.0, 1.0, 2.0, "serial"), (5.0, 5.0, 2.0, "threads"), (1.0, 9.0, 0.97, "uncut")],

@@ -73,6 +73,7 @@ def drawn(seed: int, outer: str, inner: str, checkpoint: str, *, inside_draws: b
     return [output.detach(), *(each.grad for each in pipe.parameters())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("inside_draws", [True, False])
 @pytest.mark.parametrize("inner", CUTS)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

@@ -83,6 +83,7 @@ def main(rank: int, store: str) -> None:
     print(f"{len(CASES)} cases hold on rank {rank}")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo")
 def test_gradients_are_those_of_plain_ddp_in_every_mode(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))

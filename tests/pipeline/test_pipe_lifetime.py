@@ -126,6 +126,7 @@ def test_without_gradients_nothing_is_kept(executor: str, checkpoint: str) -> No
     assert alive(census) == 0 and len(output) == 7
 
 
+@pytest.mark.long
 @every_cut_run
 @pytest.mark.parametrize("where", [0, 2])
 def test_after_an_exception_nothing_of_the_step_lives(executor: str, checkpoint: str, where: int) -> None:
@@ -158,6 +159,7 @@ def test_with_the_loss_inside_nothing_of_the_step_lives(executor: str, checkpoin
         assert alive(census) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("executor", "checkpoint"), [("serial", "never"), ("threads", "always"), ("auto", "never")])
 def test_the_number_of_tensors_does_not_grow_from_step_to_step(executor: str, checkpoint: str) -> None:
     pipe, _ = pipe_of(executor, checkpoint)

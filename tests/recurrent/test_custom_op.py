@@ -85,6 +85,7 @@ CHECKED = hasattr(Recurrent.forward, "__wrapped__")
 symbolic = pytest.mark.skipif(CHECKED, reason="a symbolic size is no int, so the checks of types must be off")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not CHECKED, reason="they run here")
 def test_those_with_symbolic_sizes_pass_in_an_interpreter_without_checks_of_types() -> None:
     marked = "another_length_no_new_graph or export_runs_for_other_lengths or jit_trace or layer_itself_is_exported"
@@ -97,6 +98,7 @@ def sequence(*shape: int) -> Tensor:
     return torch.randn(*(shape or (T, N, D)), dtype=torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_one_graph_gives_equal_results_and_gradients(backend: str) -> None:
     model = Model()
@@ -114,6 +116,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "call"), CALLS.values(), ids=CALLS)
 def test_every_way_of_calling_compiles(options: dict[str, Any], call: dict[str, Any]) -> None:
     model = Model(**options)

@@ -86,6 +86,7 @@ class _Without(nn.Module):
         return result.outputs, result.last
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
 @pytest.mark.parametrize("make", CELLS.values(), ids=CELLS)
 def test_it_equals_a_difference_quotient(make: Callable[[], nn.Module], memory: Any) -> None:

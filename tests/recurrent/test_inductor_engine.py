@@ -63,6 +63,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_compiled_steps_give_the_numbers_of_the_eager_loop() -> None:
     net = Recurrent(Mixed(), backend="inductor")
     loop = Recurrent(net.cell, backend="eager")

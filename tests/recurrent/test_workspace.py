@@ -80,6 +80,7 @@ def test_when_memory_runs_out_the_idle_is_given_up_and_it_is_tried_once_more(mon
     assert tries[0] > 0 and tries[1] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
 @by_plan
 def test_calls_leave_nothing_behind(backend: str, memory: str) -> None:

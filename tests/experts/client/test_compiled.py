@@ -58,6 +58,7 @@ for backend in ("eager", "aot_eager"):
 """
 
 
+@pytest.mark.long
 def test_a_compiled_model_computes_and_trains_as_before() -> None:
     # In a process of its own: the compiler cannot trace through the run-time type checks of this suite.
     seen = python(COMPILED)

@@ -47,6 +47,7 @@ def forgotten() -> Any:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_values_and_gradients_in_a_compiled_model_are_those_of_the_plain_one(

@@ -49,6 +49,7 @@ def pour(server: Served, paths: list[str], data: bytes, connections: int, each: 
     return clients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("paths", [OPEN_TO_ALL, CLOSED], ids=["health", "refused"])
 def test_a_stranger_makes_at_most_64_mib_resident(paths: list[str], tmp_path: Path) -> None:
     with served(tmp_path) as server, ExitStack() as stack:
@@ -71,6 +72,7 @@ class RawHttp2Closing(RawHttp2):
         self.close()
 
 
+@pytest.mark.long
 def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> None:
     most, of_grpc = 32 * MB, 16 * MB
     frame = PREAMBLE.pack(MAGIC, VERSION, 0, 1, 1 << 10, 24 * MB) + bytes(20 * MB)

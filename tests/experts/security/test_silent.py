@@ -23,6 +23,7 @@ pytestmark = [
 LIMIT = 200
 
 
+@pytest.mark.long
 def test_silent_connections_leave_descriptors_for_clients_and_checkpoints(tmp_path: Path) -> None:
     more = f'checkpoints = "{tmp_path}"\noptions = {{ checkpoint_seconds = 0.1 }}'
     with served(tmp_path, more, LIMIT) as server, ExitStack() as stack:

@@ -286,6 +286,7 @@ finally:
 """
 
 
+@pytest.mark.long
 def test_what_a_first_optimizer_imports_is_spared_the_garbage_collections_and_nothing_is_imported_without_one() -> None:
     trained = python(_IMPORTS.replace("OPTIMIZER", "'optimizer': 'Adam'"))
     assert trained.stdout.split() == ["0", "True", "True", "True", "0"], trained.stderr

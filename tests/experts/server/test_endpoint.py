@@ -141,6 +141,7 @@ def test_bad_calls_among_good_ones_hurt_nobody_else(server: Server, stream: Raw)
     assert weights(backend) == before and backend.steps == 0
 
 
+@pytest.mark.long
 def test_thousands_of_bad_calls_leave_nothing_behind(server: Server, stream: Raw) -> None:
     count, size = 4000, 200
     for start in range(0, count, size):

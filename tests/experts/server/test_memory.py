@@ -44,10 +44,12 @@ def faults(**environment: str) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_the_next_batch_pages_nothing_in() -> None:
     assert max(faults()) < PAGES / 10, "less than one batch in ten; some until the heap has its shape"
 
 
+@pytest.mark.long
 def test_otherwise_it_would_and_what_the_environment_says_holds() -> None:
     limits = {"MALLOC_TRIM_THRESHOLD_": "100000", "MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_ARENA_MAX": "8"}
     assert min(faults(**limits)) > PAGES / 2
@@ -66,6 +68,7 @@ print(*[line.split()[1] for line in open("/proc/self/smaps_rollup") if line.star
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("said", "large"), [(None, True), ("0", False)])
 def test_large_tensors_lie_on_large_pages_unless_the_environment_says_otherwise(said: str | None, large: bool) -> None:
     switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -136,6 +136,7 @@ def test_an_owner_that_ends_hands_everything_over() -> None:
         assert backend_of(second).steps == 5
 
 
+@pytest.mark.long
 def test_a_rolling_restart_fails_no_call() -> None:
     directory, uids = LocalDirectory(), ["a", "b", "c"]
     places = [("a", "b"), ("b", "c"), ("c", "a")]

@@ -117,6 +117,7 @@ def test_a_call_made_in_another_life_is_refused_unless_that_is_known_to_be_over(
         standing.check(steps=True, carried=over)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), [(MANY, 0), (0, MANY), (0, 0)], ids=["smaller", "larger", "alike"])
 def test_training_goes_on_when_the_directory_has_lost_all_it_knew(first: int, second: int) -> None:
     directory = Cut(after(first))
@@ -155,6 +156,7 @@ def test_two_never_step_when_the_directory_begins_anew_and_the_owner_does_not_he
         until(lambda: role(old) == "follower" and same(old, new))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("revisions", [0, MANY], ids=["smaller", "larger"])
 @pytest.mark.parametrize("dies", [False, True], ids=["ends", "dies"])
 def test_steps_under_a_new_directory_outlive_a_take_over_by_who_has_an_old_checkpoint(

@@ -78,6 +78,7 @@ def started(folder: Path, etcd: str, port: int, stack: ExitStack) -> "subprocess
     return process
 
 
+@pytest.mark.long
 def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
     tmp_path: Path, directory: tuple[str, EtcdDirectory]
 ) -> None:
@@ -112,6 +113,7 @@ def test_training_goes_on_after_sigkill_and_after_sigterm_of_owners(
         until(lambda: owner() == first)
 
 
+@pytest.mark.long
 def test_training_goes_on_when_etcd_comes_back_without_its_data(tmp_path: Path) -> None:
     with cluster(tmp_path) as (member,), ExitStack() as stack:
         wait_for_port(member.endpoint)

@@ -39,6 +39,7 @@ def sooner(options: Options, times: float) -> Options:
     return [(name, max(1, int(int(value) / times)) if name.endswith("_ms") else value) for name, value in options]
 
 
+@pytest.mark.long
 def test_a_client_asks_no_oftener_than_its_server_bears(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle connection lasts. By itself gRPC bears one question in 5 minutes, and ends who asks oftener."""
     asks = 100

@@ -474,6 +474,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.long
 def test_skips_work_under_a_compiled_model() -> None:
     # In a process of its own: the compiler cannot trace through the run-time type checks of this suite.
     seen = python(COMPILED)

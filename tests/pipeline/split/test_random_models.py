@@ -117,6 +117,7 @@ def trained(model: nn.Module, outputs: list[Any]) -> list[Any]:
     return [*found, *(each.grad for each in model.parameters()), *(each.clone() for each in model.buffers())]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shard", range(6))
 def test_no_random_model_differs_in_silence(shard: int) -> None:
     counts = {"equal": 0, "refused": 0, "invalid": 0}

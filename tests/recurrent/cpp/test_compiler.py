@@ -122,6 +122,7 @@ def test_what_a_killed_compilation_left_is_removed(place: Path) -> None:
     assert [each.name for each in place.glob("compiling-*")] == ["compiling-new"]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_two_processes_that_compile_the_same_at_once_both_get_it(place: Path) -> None:
     code = (

@@ -3,6 +3,8 @@
 The run-time checks of types would be compiled as well, so each program runs in a process of its own.
 """
 
+import pytest
+
 from tests.apart import python
 
 NETWORKS = """
@@ -49,11 +51,13 @@ assert torch.equal(compiled(x)[0], layer(x)[0]) and len(graphs) == 1
 """
 
 
+@pytest.mark.long
 def test_layers_of_networks_are_in_one_graph() -> None:
     done = python(NETWORKS)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_nothing_inside_a_layer_in_place_of_torchs_is_compiled_unless_torch_is_told_to() -> None:
     done = python(LAYERS)
     assert done.returncode == 0, done.stderr
