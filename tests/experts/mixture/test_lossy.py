@@ -8,9 +8,7 @@ import torch
 from benchmarks.experts.survive_learners import Setting, Trained, trained
 from benchmarks.experts.survive_model import Labelled
 
-pytestmark = pytest.mark.long  # one training, of which every test looks at something
-
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.long]
 SETTING = Setting(trainers=3, steps=16, rows=32, mean=0.02, loss=0.05, timeout=5.0, after=0.3)
 LATE = 10.0  # a loaded machine; a call that waits for ever is later than that
 
