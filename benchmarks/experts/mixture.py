@@ -24,7 +24,7 @@ from benchmarks.experts.processes.module import feed_forward
 from benchmarks.harness import Race, Work, progress, race
 from benchmarks.table import Row, Table, at_least, at_most
 from weft.experts.client import Connections
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.mixture import RemoteMixtureOfExperts
 
 EXPERTS, K = 4, 2

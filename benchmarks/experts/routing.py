@@ -8,7 +8,7 @@ import torch
 from benchmarks.harness import progress, race
 from benchmarks.table import Row, Table, at_most
 from weft.experts.client import Connections, Transport
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.mixture.dispatch import Dispatch
 from weft.experts.mixture.router import choose

@@ -23,8 +23,8 @@ from benchmarks.experts.survive_common import WIDTH, Verdict, rows, until
 from tests.experts.etcd_cases import WHERE, Member, cluster, wait_for_port
 from weft.experts import ExpertBackend, FeedForward, TensorSpec
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.directory.etcd import EtcdDirectory
-from weft.experts.directory.token import number_of
+from weft.experts.discovery.etcd import EtcdDirectory
+from weft.experts.discovery.fencing import number_of
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 

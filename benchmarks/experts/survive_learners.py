@@ -24,7 +24,7 @@ from benchmarks.experts.survive_model import GRID, WIDTH, Classifier, Labelled, 
 from tests.experts.bad_network import BadNetwork, Weather
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.journal import Journal
 from weft.experts.mixture import RemoteSwitchMixtureOfExperts
 from weft.experts.server import Server

@@ -15,8 +15,8 @@ from weft.experts.checks import LONGEST
 from weft.experts.client import RemoteExpert
 from weft.experts.client.retry import Retry
 from weft.experts.client.stream import PendingCalls
-from weft.experts.directory import LocalDirectory
-from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.discovery import LocalDirectory
+from weft.experts.discovery.etcd import EtcdDirectory
 from weft.experts.mixture.mixture_options import MixtureOptions
 from weft.experts.replica.options import ReplicaOptions
 from weft.experts.runtime import Runtime

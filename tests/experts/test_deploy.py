@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from weft.experts.directory.etcd import EtcdDirectory
-from weft.experts.directory.etcd_address import open_directory
-from weft.experts.directory.etcd_endpoints import EtcdTls
+from weft.experts.discovery.etcd import EtcdDirectory, open_directory
+from weft.experts.discovery.etcd_client import EtcdTls
 from weft.experts.registry import expert_kinds, make_expert
 from weft.experts.server.options import listen_faults
 

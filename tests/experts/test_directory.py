@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
-from weft.experts.directory import (
+from weft.experts.discovery import (
     AwayError,
     Directory,
     Event,

@@ -43,12 +43,10 @@ from tests.experts.test_directory import (
 from tests.experts.waiting import until
 from tests.forked import forked
 from weft.core.errors import UsageError
-from weft.experts.directory import AwayError, Directory, Lease, Mirror, WatchLostError
-from weft.experts.directory.etcd import EtcdDirectory
-from weft.experts.directory.etcd_endpoints import EtcdTls, RefusedByEtcdError
-from weft.experts.directory.etcd_messages import message
-from weft.experts.directory.etcd_watch import EtcdWatch
-from weft.experts.directory.token import later, life_of
+from weft.experts.discovery import AwayError, Directory, DirectoryCache, Lease, WatchLostError
+from weft.experts.discovery.etcd import EtcdDirectory, EtcdWatch
+from weft.experts.discovery.etcd_client import MESSAGES, EtcdTls, RefusedByEtcdError
+from weft.experts.discovery.fencing import epoch_of, later
 
 LAWS = (
     test_a_declaration_that_makes_no_sense_is_refused,
@@ -180,7 +178,7 @@ def test_namespaces_do_not_see_each_other_and_strangers_keys_are_passed_over(mem
     with fresh(member) as one, fresh(member) as other, other.watch() as watch:
         one.declare("a", "x:1", 60.0)
         assert len(other.get()) == 0
-        put = message("TxnRequest")()
+        put = MESSAGES["TxnRequest"]()
         for tail in (b"stranger", b"a\0z9", b"\xff\0a1", b"a\0a\xff"):
             request = put.success.add().request_put
             request.key, request.value = other._keys.range("")[0] + tail, b"?"
@@ -205,7 +203,7 @@ def test_a_watch_from_before_what_etcd_remembers_is_lost_and_a_mirror_goes_on(me
         compact(member, directory.get().revision)
         with directory.watch(after=start - 1) as watch, pytest.raises(WatchLostError, match="get a new snapshot"):
             watch.next(timeout=2.0)
-        with Mirror(directory) as mirror:
+        with DirectoryCache(directory) as mirror:
             assert mirror.snapshot().uids == ("a", "b")
 
 
@@ -284,14 +282,14 @@ def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_p
                 directory.declare("first", "x:1", 60.0)
                 event = watch.next(timeout=10.0)
                 assert event is not None and event.uid == "first"
-                begin, changed = directory._endpoints.watch, threading.Event()
+                begin, changed = directory._client.watch, threading.Event()
 
                 def slowly(index: int, requests: Any) -> Any:
                     changed.wait(20)  # what happens meanwhile must be told as well
                     return begin(index, requests)
 
-                directory._endpoints.watch = slowly
-                members[directory._endpoints.order()[0]].kill()
+                directory._client.watch = slowly
+                members[directory._client.order()[0]].kill()
                 directory.declare("b", "x:1", 60.0)
                 directory.renew(lease)
                 newer = directory.claim("a", lease)
@@ -306,7 +304,7 @@ def test_a_server_of_which_etcd_forgot_nothing_is_there_after_a_restart(tmp_path
         wait_for_port(member.endpoint)
         with EtcdDirectory(member.endpoint, timeout=2.0) as directory:
             lease = directory.declare("a", "x:1", 60.0)
-            with Mirror(directory, retry=0.05) as mirror:
+            with DirectoryCache(directory, retry=0.05) as mirror:
                 member.kill()
                 time.sleep(0.2)
                 assert mirror.snapshot().addresses("a") == ("x:1",)
@@ -336,18 +334,18 @@ def test_an_etcd_that_was_emptied_has_another_life_and_watches_of_the_one_before
 
     with cluster(tmp_path) as (member,):
         wait_for_port(member.endpoint)
-        with EtcdDirectory(member.endpoint) as directory, Mirror(directory, retry=0.05) as mirror:
+        with EtcdDirectory(member.endpoint) as directory, DirectoryCache(directory, retry=0.05) as mirror:
             pass_by(directory, before)
             old = directory.claim("a", directory.declare("a", "x:1", 60.0))
             assert mirror.snapshot().owner("a") in (None, old)
-            begin, ready = directory._endpoints.watch, threading.Event()
+            begin, ready = directory._client.watch, threading.Event()
 
             def slowly(index: int, requests: Any) -> Any:
                 assert ready.wait(20)  # what happens meanwhile is not of this watch's life
                 return begin(index, requests)
 
             with directory.watch(after=directory.get().revision) as watch:
-                directory._endpoints.watch = slowly
+                directory._client.watch = slowly
                 member.kill()
                 shutil.rmtree(tmp_path / "m0")
                 member.start()
@@ -359,7 +357,7 @@ def test_an_etcd_that_was_emptied_has_another_life_and_watches_of_the_one_before
                     ready.set()
                     with pytest.raises(WatchLostError, match="begun anew"):
                         watch.next(timeout=10.0)
-                    assert life_of(new.token) != life_of(old.token)
+                    assert epoch_of(new.token) != epoch_of(old.token)
                     until(lambda: mirror.snapshot().uids == ("b",) and mirror.snapshot().owner("b") == new)
                     again = directory.claim("b", Lease(lease.number, ("b",), "y:1", 60.0))
                     assert later(again.token, new.token)
@@ -405,7 +403,7 @@ def test_etcd_is_reached_with_certificates_and_only_with_the_right_ones(certific
 
 def test_what_etcd_refuses_is_not_asked_again(member: Member) -> None:
     with fresh(member) as directory, pytest.raises(RefusedByEtcdError, match="INVALID_ARGUMENT"):
-        request = message("TxnRequest")()
+        request = MESSAGES["TxnRequest"]()
         for i in range(200):
             request.success.add().request_put.key = str(i).encode()
         directory._txn(request, Lease(0, (), "", 1.0))

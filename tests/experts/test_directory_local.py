@@ -1,4 +1,4 @@
-"""What only the directory of this process promises: bounded memory, no thread, figures."""
+"""What only the directory of this process promises: bounded memory, and no thread."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from weft.core.errors import UsageError
-from weft.experts.directory import LocalDirectory, WatchLostError
+from weft.experts.discovery import LocalDirectory, WatchLostError
 
 
 def test_it_has_no_thread() -> None:
@@ -29,18 +29,6 @@ def test_a_watch_that_is_too_far_behind_is_lost_and_memory_stays_flat() -> None:
         directory.watch(after=start).next(timeout=0.0)
     near = directory.watch(after=directory.get().revision - 10)
     assert [near.next(timeout=0.0) is not None for _ in range(11)] == [True] * 10 + [False]
-    directory.close()
-
-
-def test_statistics_count_what_is_there() -> None:
-    directory = LocalDirectory()
-    lease = directory.declare(["a", "b"], "x:1", 5.0)
-    directory.declare("a", "y:1", 5.0)
-    directory.claim("a", lease)
-    seen = directory.statistics()
-    assert seen == {"leases": 2, "experts": 2, "addresses": 3, "owners": 1, "revision": 4}
-    directory.withdraw(lease)
-    assert directory.statistics() == {"leases": 1, "experts": 1, "addresses": 1, "owners": 0, "revision": 7}
     directory.close()
 
 

@@ -24,7 +24,7 @@ from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert, commit, create_remote_experts
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, StepsLostWarning
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.replica import ReplicaOptions

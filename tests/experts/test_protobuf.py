@@ -22,6 +22,6 @@ def test_a_descriptor_set_is_what_protoc_makes_of_its_proto(proto: Path, tmp_pat
 
 
 def test_messages_are_found_by_the_names_in_the_proto() -> None:
-    messages = load_messages("weft.experts.directory", "etcd")
+    messages = load_messages("weft.experts.discovery", "etcd")
     value = messages["KeyValue"](key=b"a", mod_revision=3)
     assert messages["KeyValue"].FromString(value.SerializeToString()) == value

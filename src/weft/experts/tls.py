@@ -208,12 +208,9 @@ def check_address(address: str, tls: ClientTls | None, token: str | None) -> Non
         raise UsageError(listed("invalid transport options:", faults))
 
 
-def directory_faults(directory: object, tls: ClientTls | None) -> list[str]:
-    """What is wrong with certificates for servers that a directory names; one in this process nobody else can write."""
-    from weft.experts.directory import LocalDirectory  # noqa: PLC0415  etcd's part of it needs this module
-
-    written_elsewhere = directory is not None and not isinstance(directory, LocalDirectory)
-    if not written_elsewhere or tls is None or tls.servers or tls.server_name:
+def directory_faults(tls: ClientTls | None) -> list[str]:
+    """Faults of certificates for servers that are listed by a directory which others can write to."""
+    if tls is None or tls.servers or tls.server_name:
         return []
     return [
         "tls= names no servers=, so that whoever can write to the directory could stand for one with any certificate "

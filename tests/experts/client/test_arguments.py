@@ -15,8 +15,8 @@ from weft.experts.client import ClientTls, Connections, GrpcTransport, LocalTran
 from weft.experts.client.group import create_remote_experts
 from weft.experts.client.remote import check_remote_expert
 from weft.experts.compression import Policy
-from weft.experts.directory import LocalDirectory
-from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.discovery import LocalDirectory
+from weft.experts.discovery.etcd import EtcdDirectory
 from weft.experts.panel import http
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server

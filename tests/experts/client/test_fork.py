@@ -10,7 +10,7 @@ from tests.experts.expert_cases import fussy_backend, rows
 from tests.forked import forked, only_with_fork
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.server import Server
 
 pytestmark = [pytest.mark.timeout(120), *only_with_fork]

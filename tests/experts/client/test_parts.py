@@ -14,7 +14,7 @@ from weft.experts.client.autograd import RecomputeCache
 from weft.experts.client.connections import DirectoryResolver
 from weft.experts.client.stream import PendingCalls
 from weft.experts.client.stub import OpenMiniBatch
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.wire import DeadlineError, LostError, NotOwnerError, UnreachableError
 

@@ -7,8 +7,8 @@ from weft.experts.client import Connections, StepsLostWarning, Transport
 from weft.experts.client.connections import DirectoryResolver, FixedResolver, Resolver
 from weft.experts.client.stub import ExpertProgress, RequestBuilder, client_name
 from weft.experts.compression import Policy
-from weft.experts.directory import LocalDirectory
-from weft.experts.directory.token import token_of
+from weft.experts.discovery import LocalDirectory
+from weft.experts.discovery.fencing import token_of
 from weft.experts.errors import MalformedError, NotOwnerError
 from weft.experts.wire import Call, Header, Kind, decode, encode
 from weft.experts.wire.service import Receipt, read_receipt
@@ -102,7 +102,7 @@ def test_an_owner_that_was_replaced_is_not_listened_to(token: int) -> None:
 
 
 @pytest.mark.parametrize("number", [6, 7, 8])
-def test_an_owner_of_another_life_of_the_directory_is_not_listened_to(number: int) -> None:
+def test_an_owner_of_another_epoch_of_the_directory_is_not_listened_to(number: int) -> None:
     for one, other in ((3, 9), (9, 3)):
         receipt = Receipt(3, 5, token_of(one, number))
         with pytest.raises(NotOwnerError, match=f"'a' .* token {number}, but its owner has 7"):

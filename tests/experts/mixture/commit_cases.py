@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.experts.mixture.mixture_cases import FOREVER, WIDTH, two_layers
 from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.client import Connections, LocalTransport, Retry
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from weft.experts.server import Server
 from weft.experts.wire import Call, Header, Kind, LostError, Received, write_fault

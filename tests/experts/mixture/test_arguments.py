@@ -30,7 +30,7 @@ CONSTRUCTED = """
 import torch
 from weft.core.errors import UsageError
 from weft.experts.client import Connections
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.mixture import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 
 directory = LocalDirectory()

@@ -13,7 +13,7 @@ from tests.experts.mixture.mixture_cases import numbers
 from tests.experts.server.replica_cases import PATIENCE, backend_of, die, expert, make, role
 from tests.experts.waiting import until
 from weft.experts.client import NEVER, Connections, Retry
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, TooFewAnswersError
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.server import Server

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
-from weft.experts.directory import Snapshot
+from weft.experts.discovery import Snapshot
 from weft.experts.mixture.grid import Grid
 
 

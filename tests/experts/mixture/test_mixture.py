@@ -38,7 +38,7 @@ from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.client import Connections, RemoteExpert, StepsLostWarning
 from weft.experts.client.retry import NEVER, Retry
 from weft.experts.compression import Policy
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import AnomalyError, NoExpertsError, TooFewAnswersError
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.server import Server

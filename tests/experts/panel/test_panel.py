@@ -21,7 +21,7 @@ from weft.core.errors import UsageError
 from weft.experts.address import split
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import status
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.panel import http
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.config import build, parse_expert

@@ -17,7 +17,7 @@ from tests.experts.waiting import Clock, until
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend, GraphBudget, IdempotencyOptions, PoolOptions, SumsOptions, TaskPool
 from weft.experts.client import GrpcTransport, RemoteExpert
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, OverloadError, QuotaError
 from weft.experts.replica import ReplicaOptions, feed
 from weft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions

@@ -11,7 +11,7 @@ from tests.experts.expert_cases import WIDTH, fussy_backend, rows
 from tests.experts.security.raw_http2 import raw_http2
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.expert import ExpertBackend
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions

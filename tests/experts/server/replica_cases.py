@@ -8,7 +8,7 @@ from typing import Any
 from tests.experts.expert_cases import fussy_backend, rows, work
 from weft.experts import ExpertBackend
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.directory import (
+from weft.experts.discovery import (
     AwayError,
     Directory,
     Event,
@@ -18,7 +18,7 @@ from weft.experts.directory import (
     Snapshot,
     WatchLostError,
 )
-from weft.experts.directory.local import LocalWatch
+from weft.experts.discovery.local import LocalWatch
 from weft.experts.replica import Replica, ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 
@@ -33,10 +33,10 @@ class Away(LocalDirectory):
 
     away = False
 
-    def _look(self) -> None:
+    def _expire(self) -> None:
         if self.away:
             raise AwayError("away")
-        super()._look()
+        super()._expire()
 
 
 class CutWatch(LocalWatch):

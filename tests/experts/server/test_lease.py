@@ -9,7 +9,7 @@ from tests.experts.expert_cases import fussy_backend
 from tests.experts.server.replica_cases import expert, make
 from tests.experts.waiting import until
 from weft.experts.client.status import shown
-from weft.experts.directory import AwayError, Lease, LocalDirectory, Snapshot
+from weft.experts.discovery import AwayError, Lease, LocalDirectory, Snapshot
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.registration import LeaseHeartbeat
 from weft.experts.server.threads import PeriodicTask

@@ -13,7 +13,7 @@ from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.directory import AwayError, Lease, LocalDirectory, Snapshot
+from weft.experts.discovery import AwayError, Lease, LocalDirectory, Snapshot
 from weft.experts.server import HostedExpert, ServerOptions
 from weft.experts.server.registration import LeaseHeartbeat
 from weft.experts.server.threads import LoopThread, PeriodicTask

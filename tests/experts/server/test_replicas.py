@@ -29,7 +29,7 @@ from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerOptions

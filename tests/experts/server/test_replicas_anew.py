@@ -25,14 +25,14 @@ from tests.experts.server.replica_cases import (
 from tests.experts.waiting import until
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.directory import FencedError, LocalDirectory, Ownership
-from weft.experts.directory.token import life_of, token_of
+from weft.experts.discovery import FencedError, LocalDirectory, Ownership
+from weft.experts.discovery.fencing import epoch_of, token_of
 from weft.experts.replica import Replica, Standing
 from weft.experts.replica.mark import Mark, newer
 from weft.experts.wire import NotOwnerError
 
 pytestmark = pytest.mark.timeout(60)
-MANY = 60  # more revisions than a test needs: tokens of a life that begins there are larger than any of another
+MANY = 60  # more revisions than a test needs: tokens of an epoch that begins there are larger than any of another
 NOW, BEFORE = 5, 9  # lives of the directory
 small = st.integers(1, 6)
 marks = st.builds(Mark, st.builds(token_of, st.sampled_from([NOW, BEFORE]), small), small, small)
@@ -47,8 +47,8 @@ def test_the_newest_state_is_the_same_one_in_whatever_order_they_are_looked_at(f
             best = each if newer(each, best, token) else best
         newest.add(best)
     assert len(newest) == 1
-    of_this_life = [each for each in found if life_of(each.token) == NOW]
-    assert newest == {max(of_this_life or found)}
+    of_this_epoch = [each for each in found if epoch_of(each.token) == NOW]
+    assert newest == {max(of_this_epoch or found)}
 
 
 @given(st.integers(0, 9), st.integers(0, 9))
@@ -60,15 +60,15 @@ def test_of_two_other_lives_nobody_knows_which_was_later_and_the_steps_decide(on
 
 @pytest.mark.parametrize("saved", [1, 2, 3], ids=lambda steps: f"saved{steps}")
 @pytest.mark.parametrize("old", [3, 8, 20], ids=lambda token: f"old{token}")  # smaller, between, larger than others
-@pytest.mark.parametrize("life", [NOW, BEFORE, 0], ids=["now", "before", "unknown"])
+@pytest.mark.parametrize("epoch", [NOW, BEFORE, 0], ids=["now", "before", "unknown"])
 @pytest.mark.parametrize("heard", [True, False], ids=["followed", "alone"])
-def test_what_an_owner_of_this_life_stepped_is_never_replaced_by_a_checkpoint_of_another(
-    saved: int, old: int, life: int, heard: bool, tmp_path: Path
+def test_what_an_owner_of_this_epoch_stepped_is_never_replaced_by_a_checkpoint_of_another(
+    saved: int, old: int, epoch: int, heard: bool, tmp_path: Path
 ) -> None:
     store = CheckpointStore(tmp_path)
-    owner = owning(token_of(life, old), *"abc"[:saved])
+    owner = owning(token_of(epoch, old), *"abc"[:saved])
     state, records = owner.backend.state_dict(), owner.backend.records.state_dict()
-    store.save("fussy", state, saved, {"records": records, "token": token_of(life, old)})
+    store.save("fussy", state, saved, {"records": records, "token": token_of(epoch, old)})
     replica = Replica(fussy_backend(), lambda lease: float("inf"), store=store)
     if heard:
         before = token_of(NOW, 5)
@@ -76,7 +76,7 @@ def test_what_an_owner_of_this_life_stepped_is_never_replaced_by_a_checkpoint_of
         taken = owning(before, *"ab").take()
         assert taken is not None and replica.receive(*taken)
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 10)), LEASED)
-    wanted = not heard or (life == NOW and old > 5)
+    wanted = not heard or (epoch == NOW and old > 5)
     assert replica.improve() == wanted and replica.backend.steps == (saved if wanted else 2)
 
 
@@ -86,10 +86,10 @@ def test_a_claim_that_the_directory_grants_is_never_refused_and_no_state_of_befo
     taken = late.take()
     assert taken is not None
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, number)), LEASED)
-    with pytest.raises(FencedError, match="another life"):
+    with pytest.raises(FencedError, match="another epoch"):
         replica.receive(*taken)
     replica.follow(Ownership("fussy", "there:1", token_of(NOW, number + 1)))
-    with pytest.raises(FencedError, match="another life"):
+    with pytest.raises(FencedError, match="another epoch"):
         replica.receive(*taken)
     assert replica.quiet(LEASED) > 0 and replica.backend.steps == 0
 
@@ -102,10 +102,10 @@ def test_nobody_waits_in_a_directory_that_did_not_begin_anew() -> None:
 
 
 @given(st.integers(1, 99), st.integers(1, 99))
-def test_a_call_made_in_another_life_is_refused_unless_that_is_known_to_be_over(mine: int, theirs: int) -> None:
+def test_a_call_made_in_another_epoch_is_refused_unless_that_is_known_to_be_over(mine: int, theirs: int) -> None:
     standing = Standing("fussy", lambda lease: float("inf"))
     standing.claim(Ownership("fussy", "here:1", token_of(BEFORE, mine)), LEASED, "owner")
-    with pytest.raises(NotOwnerError, match="replaced"):  # it may be the life to come
+    with pytest.raises(NotOwnerError, match="replaced"):  # it may be the epoch to come
         standing.check(steps=True, carried=token_of(NOW, theirs))
     standing.claim(Ownership("fussy", "here:1", token_of(NOW, theirs)), LEASED, "owner")
     standing.check(steps=True, carried=token_of(BEFORE, mine))
@@ -133,7 +133,7 @@ def test_training_goes_on_when_the_directory_has_lost_all_it_knew(first: int, se
         until(lambda: same(one, other))
         assert remote.steps == 5 and weights(backend_of(one)) == weights(backend_of(other))
         owner = directory.get().owners["fussy"]
-        assert life_of(owner.token) != life_of(before)
+        assert epoch_of(owner.token) != epoch_of(before)
         until(lambda: {each.statistics().replicas["fussy"].failure for each in (one, other)} == {""})
 
 

@@ -17,7 +17,7 @@ from tests.experts.etcd_cases import WHERE, cluster, free_ports, wait_for_port
 from tests.experts.server.replica_cases import expert, make, role, same, step
 from tests.experts.waiting import until
 from weft.experts.client import Connections, RemoteExpert
-from weft.experts.directory.etcd import EtcdDirectory
+from weft.experts.discovery.etcd import EtcdDirectory
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[3]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import LEASED, owning
-from weft.experts.directory import FencedError, Ownership
+from weft.experts.discovery import FencedError, Ownership
 from weft.experts.errors import DamagedError
 from weft.experts.replica import Replica, Standing
 from weft.experts.replica.mark import Ask, Mark, News, Told, read_ask, read_told

@@ -10,7 +10,7 @@ from tests.experts.server.raw import Authority
 from tests.experts.server.replica_cases import backend_of, expert, make, role, same, step
 from tests.experts.waiting import until
 from weft.experts.client import ClientTls, Connections, RemoteExpert
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 

@@ -19,7 +19,7 @@ from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
-from weft.experts.directory import DeclaredError, LocalDirectory, Snapshot
+from weft.experts.discovery import DeclaredError, LocalDirectory, Snapshot
 from weft.experts.errors import ClosedError, CommitError
 from weft.experts.replica import ReplicaOptions
 from weft.experts.server import Server, ServerOptions

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.experts.server.test_signals import CONFIG
 from weft.core.errors import UsageError
 from weft.experts.address import address_fault, is_wildcard, split
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
 from weft.experts.server.config import build

@@ -11,7 +11,7 @@ import pytest
 
 from tests.experts.expert_cases import fussy_backend, rows
 from weft.experts.client import Connections, RemoteExpert, transport
-from weft.experts.directory import LocalDirectory
+from weft.experts.discovery import LocalDirectory
 from weft.experts.fork_guard import GrpcThreads
 from weft.experts.server import Server
 from weft.experts.wire import LIMITS

@@ -20,7 +20,7 @@ from weft.core.validation import LONGEST, Validator
 from weft.experts.address import address_fault
 from weft.experts.checks import uid_fault
 from weft.experts.client.transport import GrpcTransport, Transport, TransportStatistics
-from weft.experts.directory import Directory, LocalDirectory, Mirror, Snapshot
+from weft.experts.discovery import Directory, DirectoryCache, LocalDirectory, Snapshot
 from weft.experts.errors import NotOwnerError, UnreachableError
 from weft.experts.fork_guard import finalizer
 from weft.experts.tls import ClientTls, address_faults, directory_faults, way_faults
@@ -63,13 +63,13 @@ class Connections:
             if isinstance(directory, Mapping):
                 check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
             elif check.instance("directory", directory, Directory, _WANTED, optional=True) and not check.faults:
-                check.add(*directory_faults(directory, tls))
+                check.add(*([] if isinstance(directory, LocalDirectory | None) else directory_faults(tls)))
         self._refusal = partial(address_faults, tls=tls, token=token) if open_transport is None else _no_faults
         self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
         self.fixed = isinstance(directory, Mapping)
         """Whether addresses were given, so that an expert which is not among them never will be."""
         found = _fixed_directory(directory) if isinstance(directory, Mapping) else directory
-        self._mirror = None if found is None else Mirror(found)
+        self._mirror = None if found is None else DirectoryCache(found)
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._closed = threading.Event()
@@ -214,7 +214,7 @@ def _no_faults(address: str) -> list[str]:
 
 
 def _close(
-    closed: threading.Event, lock: threading.Lock, transports: dict[str, Transport], mirror: Mirror | None
+    closed: threading.Event, lock: threading.Lock, transports: dict[str, Transport], mirror: DirectoryCache | None
 ) -> None:
     with lock:
         closed.set()

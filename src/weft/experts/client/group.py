@@ -9,7 +9,7 @@ from weft.core.validation import Validator
 from weft.experts.checks import uid_fault
 from weft.experts.client.connections import Connections, fixed_faults
 from weft.experts.client.remote import RemoteExpert, check_options
-from weft.experts.directory import Directory
+from weft.experts.discovery import Directory
 
 _WANTED = (
     "a directory, Connections to one, or addresses by uid; for the address of a single server, make each "

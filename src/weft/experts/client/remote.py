@@ -27,7 +27,7 @@ from weft.experts.client.signature import Signature
 from weft.experts.client.stub import CallOptions, ExpertStub, IdempotencyKey
 from weft.experts.client.transport import GrpcTransport, Transport
 from weft.experts.compression import Policy
-from weft.experts.directory import Directory
+from weft.experts.discovery import Directory
 from weft.experts.fork_guard import finalizer
 from weft.experts.tls import ClientTls, way_faults
 from weft.experts.wire.service import Description

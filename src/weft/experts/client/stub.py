@@ -31,7 +31,7 @@ from weft.experts.client.connections import Resolver
 from weft.experts.client.retry import RetryingCaller
 from weft.experts.client.signature import Signature
 from weft.experts.compression import Policy
-from weft.experts.directory.token import number_of, replaced
+from weft.experts.discovery.fencing import number_of, replaced
 from weft.experts.errors import CommitError, DeadlineError, InputsGoneError, NotOwnerError, StepsLostWarning
 from weft.experts.task import REPEATED
 from weft.experts.wire import Call, Flags, Header, Kind, Received

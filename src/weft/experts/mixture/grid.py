@@ -23,7 +23,7 @@ from weft.core.validation import Validator
 from weft.experts.client.autograd import RecomputeCache
 from weft.experts.client.signature import Signature
 from weft.experts.client.stub import IdempotencyKey
-from weft.experts.directory import Snapshot
+from weft.experts.discovery import Snapshot
 from weft.experts.errors import NoExpertsError
 from weft.experts.mixture.dispatch import RowSpan
 from weft.experts.mixture.fanout import (

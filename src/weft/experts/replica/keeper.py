@@ -18,18 +18,18 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from weft.core.errors import UsageError, WeftError
-from weft.experts.directory import (
+from weft.experts.discovery import (
     AwayError,
     Directory,
+    DirectoryCache,
     DirectoryError,
     Lease,
     LeaseLostError,
-    Mirror,
     OwnedError,
     Ownership,
     Snapshot,
 )
-from weft.experts.directory.token import later, replaced
+from weft.experts.discovery.fencing import later, replaced
 from weft.experts.errors import ExpertError
 from weft.experts.replica.feed import Feed
 from weft.experts.replica.link import Link
@@ -70,7 +70,7 @@ class Keeper:
         self._lease = lease
         self._options = options
         self._limits = limits
-        self._mirror: Mirror | None = None
+        self._mirror: DirectoryCache | None = None
         self._links: dict[str, Link] = {}
         self._again: dict[str, float] = {}
         self._retired = False
@@ -172,7 +172,7 @@ class Keeper:
 
     def _turn(self) -> None:
         if self._mirror is None:
-            self._mirror = Mirror(self._directory, retry=_AGAIN)
+            self._mirror = DirectoryCache(self._directory, retry=_AGAIN)
         snapshot, lease = self._mirror.snapshot(), self._lease()
         led: list[Replica] = []
         for replica in list(self.replicas.values()):

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from weft.experts.directory.token import life_of
+from weft.experts.discovery.fencing import epoch_of
 from weft.experts.wire import MalformedError
 
 _ASK = struct.Struct("<QQQQQQB")
@@ -36,11 +36,11 @@ def newer(one: Mark, other: Mark, token: int) -> bool:
     What was made in the life of the directory that granted that, goes before all that was made in others: its owners
     had what there was of these. Of two other lives it is not known which was later; then it is the steps.
     """
-    lives = life_of(one.token), life_of(other.token)
+    lives = epoch_of(one.token), epoch_of(other.token)
     if lives[0] == lives[1]:
         return one > other
-    if life_of(token) in lives:
-        return lives[0] == life_of(token)
+    if epoch_of(token) in lives:
+        return lives[0] == epoch_of(token)
     return (one.steps, one.batches) > (other.steps, other.batches)
 
 

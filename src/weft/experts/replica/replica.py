@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.directory import Fence, Lease, Ownership
-from weft.experts.directory.token import replaced
+from weft.experts.discovery import Fence, Lease, Ownership
+from weft.experts.discovery.fencing import replaced
 from weft.experts.expert import ExpertBackend
 from weft.experts.replica.mark import Mark, newer
 from weft.experts.replica.standing import Standing
@@ -101,7 +101,7 @@ class Replica:
             if self.standing.role != "follower":
                 self._token = self.mark.token
             self._seen_owner = self._seen_owner or owner is not None
-            if owner is not None and owner.token and self.fence.named(self.uid, owner.token):
+            if owner is not None and owner.token and self.fence.listed(self.uid, owner.token):
                 self._anew = time.monotonic()
             self.standing.follow(owner)
 
@@ -110,7 +110,7 @@ class Replica:
         with self.lock:
             self._token = self.mark.token
             self.standing.claim(ownership, lease, "taking over")
-            if self.fence.named(self.uid, ownership.token, granted=True):
+            if self.fence.listed(self.uid, ownership.token, granted=True):
                 self._anew = time.monotonic()
 
     def quiet(self, lease: Lease) -> float:

@@ -9,7 +9,7 @@
 
 The check stands twice: where a call comes in, so that it is refused early, and where a step is about to be applied,
 so that what waited too long is refused as well. Only the directory makes a server owner or follower; what a caller
-says of a newer owner is believed for the caller's own call. Leases and fencing are as in `weft.experts.directory`.
+says of a newer owner is believed for the caller's own call. Leases and fencing are as in `weft.experts.discovery`.
 """
 
 import threading
@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from weft.experts.directory import Lease, Ownership
-from weft.experts.directory.token import life_of, number_of, replaced
+from weft.experts.discovery import Lease, Ownership
+from weft.experts.discovery.fencing import epoch_of, number_of, replaced
 from weft.experts.wire import NotOwnerError
 
 Role = Literal["owner", "taking over", "follower"]
@@ -87,7 +87,7 @@ class Standing:
         if role == "follower":
             who = "nobody is known to own it now" if owner is None else f"{owner.address} owns it"
             raise self._refusal(f"this server follows; {who}", where)
-        if carried and replaced(token, carried) and life_of(carried) not in self._past:
+        if carried and replaced(token, carried) and epoch_of(carried) not in self._past:
             mine, yours = number_of(token), number_of(carried)
             text = f"it was replaced: this server owns it with token {mine}, and you know of token {yours}"
             raise self._refusal(text, {})
@@ -102,7 +102,7 @@ class Standing:
         self.check(steps=True)
 
     def _heard(self, owner: Ownership | None) -> None:
-        life = 0 if owner is None else life_of(owner.token)
+        life = 0 if owner is None else epoch_of(owner.token)
         if life and life != self._life:
             self._past = (self._past | {self._life}) - {0, life}
             self._life = life

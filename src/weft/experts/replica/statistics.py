@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.experts.directory.token import number_of
+from weft.experts.discovery.fencing import number_of
 from weft.experts.replica.mark import Mark
 from weft.experts.replica.replica import Replica
 

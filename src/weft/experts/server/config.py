@@ -61,9 +61,9 @@ from weft.core.validation import Validator
 from weft.experts.accumulation import SumsOptions
 from weft.experts.address import address_fault, is_loopback, split
 from weft.experts.checkpoint import CheckpointStore, folder_name
-from weft.experts.directory import Directory
-from weft.experts.directory.etcd_address import open_directory
-from weft.experts.directory.etcd_endpoints import EtcdTls
+from weft.experts.discovery import Directory
+from weft.experts.discovery.etcd import open_directory
+from weft.experts.discovery.etcd_client import EtcdTls
 from weft.experts.expert import ExpertBackend
 from weft.experts.gradient_guards import Guards
 from weft.experts.graph_cache import GraphBudget

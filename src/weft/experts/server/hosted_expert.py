@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from weft.core.errors import UsageError, escaped, listed
 from weft.experts.checkpoint import CheckpointStore, FolderLock
 from weft.experts.checks import LONGEST
-from weft.experts.directory import Lease
+from weft.experts.discovery import Lease
 from weft.experts.errors import ExpertError
 from weft.experts.expert import ExpertBackend
 from weft.experts.replica import Replica

@@ -14,14 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from weft.core.errors import listed
-from weft.experts.directory import (
+from weft.experts.discovery import (
     AwayError,
     DeclaredError,
     Directory,
+    DirectoryCache,
     DirectoryError,
     Lease,
     LeaseLostError,
-    Mirror,
     Snapshot,
 )
 
@@ -211,7 +211,7 @@ class Peers:
         self._here = here
         self._lock = threading.Lock()
         self._closed = False
-        self._mirror: Mirror | None = None
+        self._mirror: DirectoryCache | None = None
         self._snapshot = Snapshot()
 
     def look(self) -> None:
@@ -224,7 +224,7 @@ class Peers:
             if self._closed:
                 return
             if self._mirror is None:
-                self._mirror = Mirror(self._directory)
+                self._mirror = DirectoryCache(self._directory)
             self._snapshot = self._mirror.snapshot()
 
     def statistics(self) -> DirectoryStatistics:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from weft.core.errors import UsageError, listed
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.directory import Directory, Lease
+from weft.experts.discovery import Directory, Lease, LocalDirectory
 from weft.experts.expert import ExpertBackend
 from weft.experts.replica import Feed, Keeper, ReplicaOptions, ReplicaStatistics
 from weft.experts.server.hosted_expert import HostedExpert
@@ -38,7 +38,7 @@ class Replicas:
         if options is not None:
             if directory is None:
                 raise UsageError("replicas= wants directory= as well: the directory says which server owns an expert")
-            if faults := directory_faults(directory, options.tls):
+            if not isinstance(directory, LocalDirectory) and (faults := directory_faults(options.tls)):
                 raise UsageError(listed("replicas cannot be kept like this:", faults))
             self._keeper = Keeper(directory, self._here, self._lease, options, limits)
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from weft.core.errors import UsageError, WeftError, escaped
 from weft.experts.address import is_loopback, split
 from weft.experts.checkpoint import CheckpointStore
-from weft.experts.directory import DeclaredError, Directory
+from weft.experts.discovery import DeclaredError, Directory
 from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
 from weft.experts.panel.http import Panel, PanelOptions

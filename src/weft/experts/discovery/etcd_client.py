@@ -1,30 +1,33 @@
-"""Calls of an etcd cluster: to the member that answered last, and to the next one if that does not.
+"""etcd's API over gRPC: the members of a cluster, and calls with failover between them.
 
     call ── member 1 ── no answer ──> member 2 ── answer        from now on member 2 goes first
 
 Every call has a deadline, of which each member gets its share. All calls of a directory may be sent twice: a second
-lease ends by itself, and whoever swaps has compared before.
+lease ends by itself, and a compare-and-swap has compared before. etcd's Python clients are not maintained; the messages
+are generated from the part of its API in ``etcd.proto``.
 """
 
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import listed
+from weft.core.validation import Validator
 from weft.experts.address import address_fault
-from weft.experts.checks import seconds_fault
-from weft.experts.directory.etcd_messages import LEASE_KEEP_ALIVE, WATCH, Method
 from weft.experts.errors import AwayError
 from weft.experts.fork_guard import ForkGuard, GrpcThreads, check_fork
+from weft.experts.protobuf import load_messages
 from weft.experts.tls import Certificates
 
 _grpc = cast("Any", grpc)
 _Code = _grpc.StatusCode
+RpcError = _grpc.RpcError
 _ELSEWHERE = {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.UNKNOWN, _Code.INTERNAL, _Code.CANCELLED}
-_LEADER = (("hasleader", "true"),)  # a member that lost the others says so, instead of telling old news
+_LEADER = (("hasleader", "true"),)  # a member that lost the others says so, instead of serving outdated reads
 _OPTIONS = [
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.keepalive_time_ms", 10_000),  # etcd allows one every 5 s
@@ -37,9 +40,37 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+MESSAGES = load_messages(__package__ or "", "etcd")
+"""The classes of etcd's messages, by their names in its ``rpc.proto``."""
+
+PUT, DELETE = 0, 1  # types of an Event
+EQUAL = 0  # result of a Compare
+CREATED, MODIFIED, VALUE = 1, 2, 3  # targets of a Compare
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of etcd's API: its path, and the classes of its messages."""
+
+    path: str
+    request: Any
+    response: Any
+
+
+def _method(service: str, name: str) -> Method:
+    return Method(f"/etcdserverpb.{service}/{name}", MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"])
+
+
+RANGE = _method("KV", "Range")  # keys of a prefix, and their revision
+TXN = _method("KV", "Txn")  # compare and swap; puts and ranges of one moment
+LEASE_GRANT = _method("Lease", "LeaseGrant")
+LEASE_REVOKE = _method("Lease", "LeaseRevoke")
+LEASE_KEEP_ALIVE = _method("Lease", "LeaseKeepAlive")
+WATCH = _method("Watch", "Watch")  # changes from a revision on
+
 
 class RefusedByEtcdError(AwayError):
-    """etcd answered, and did not do it. ``missing``: what was named, such as a lease, is not there (any more)."""
+    """etcd answered with a refusal. ``missing``: what the call named, such as a lease, does not exist (any more)."""
 
     def __init__(self, message: str, *, missing: bool = False) -> None:
         super().__init__(message)
@@ -50,24 +81,28 @@ class EtcdTls(Certificates):
     """Certificates for the way to etcd, as PEM bytes or paths; a key if etcd asks for it (``--client-cert-auth``)."""
 
 
-class Endpoints:
-    """The members of a cluster, as host:port. Thread-safe.
+class EtcdClient:
+    """Calls of the members of a cluster, given as host:port. Thread-safe.
 
-    Raises ``UsageError`` that lists addresses that are none, and a timeout that nobody can wait for.
+    Raises ``UsageError`` that lists invalid addresses, and an invalid timeout.
     """
 
     def __init__(self, addresses: Sequence[str], tls: EtcdTls | None, timeout: float) -> None:
-        faults = [] if addresses else ["there is no endpoint, wanted at least one host:port"]
-        faults += [fault for one in addresses for fault in address_fault("an endpoint", one)]
-        faults += seconds_fault("timeout", timeout)
-        if faults:
-            raise UsageError(listed("etcd cannot be reached like this:", faults))
-        self.addresses, self.timeout = tuple(addresses), timeout
-        self.fork_guard, self._lock = ForkGuard(), threading.Lock()
-        self._first, self.grpc_threads = 0, GrpcThreads()
-        self._closed = False
+        with Validator("invalid options of an etcd client") as check:
+            check.that(bool(addresses), "there is no endpoint, wanted at least one host:port")
+            for one in addresses:
+                check.add(*address_fault("an endpoint", one))
+            check.seconds("timeout", timeout)
         check_fork("the way to etcd")
-        self._channels = [_channel(address, tls) for address in addresses]
+        self.addresses, self.timeout = tuple(addresses), timeout
+        self.fork_guard, self.grpc_threads = ForkGuard(), GrpcThreads()
+        self._lock = threading.Lock()
+        self._first = 0
+        self._closed = False
+        secure = {} if tls is None else {"credentials": tls.credentials()}
+        options = _OPTIONS if tls is None else [*_OPTIONS, *tls.options()]
+        channel = _grpc.secure_channel if secure else _grpc.insecure_channel
+        self._channels = [channel(address, options=options, **secure) for address in addresses]
 
     def call(self, method: Method, request: Any, most: float = float("inf")) -> Any:
         """The response, within ``most`` seconds or `timeout`, whichever is less.
@@ -79,8 +114,8 @@ class Endpoints:
         for left, index in zip(range(len(self.addresses), 0, -1), self.order(), strict=True):
             seconds = (end - time.monotonic()) / left
             try:
-                found = self._sent(index, method, request, seconds)
-            except (_grpc.RpcError, StopIteration, ValueError) as error:
+                found = self._call_member(index, method, request, seconds)
+            except (RpcError, StopIteration, ValueError) as error:
                 faults.append(self.fault(index, error))
                 continue
             self._first = index
@@ -89,7 +124,7 @@ class Endpoints:
 
     def watch(self, index: int, requests: Any) -> Any:
         """A stream of watch responses from one member; iterate it, and ``cancel`` it."""
-        return self.grpc_threads.stream(self._method(index, WATCH, stream=True), requests, metadata=_LEADER)
+        return self.grpc_threads.stream(self._callable(index, WATCH, stream=True), requests, metadata=_LEADER)
 
     def order(self) -> list[int]:
         """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
@@ -101,11 +136,11 @@ class Endpoints:
         return [(first + i) % count for i in range(count)]
 
     def fault(self, index: int, error: Any) -> str:
-        """What went wrong with a member, in words. Raises ``RefusedByEtcdError`` if the others would say the same."""
+        """The error of a member in words. Raises ``RefusedByEtcdError`` if the others would refuse as well."""
         address = self.addresses[index]
         if self._closed:
             raise AwayError("the directory is closed") from None
-        if not isinstance(error, _grpc.RpcError):
+        if not isinstance(error, RpcError):
             return f"{address}: the connection ended"
         code, text = error.code(), error.details()
         if code not in _ELSEWHERE:
@@ -120,9 +155,9 @@ class Endpoints:
         for channel in self._channels:
             channel.close()
 
-    def _sent(self, index: int, method: Method, request: Any, seconds: float) -> Any:
+    def _call_member(self, index: int, method: Method, request: Any, seconds: float) -> Any:
         stream = method is LEASE_KEEP_ALIVE
-        call = self._method(index, method, stream=stream)
+        call = self._callable(index, method, stream=stream)
         if not stream:
             return call(request, timeout=seconds, metadata=_LEADER)
         answers = self.grpc_threads.stream(call, iter([request]), timeout=seconds, metadata=_LEADER)
@@ -131,17 +166,10 @@ class Endpoints:
         finally:
             answers.cancel()
 
-    def _method(self, index: int, method: Method, *, stream: bool) -> Any:
+    def _callable(self, index: int, method: Method, *, stream: bool) -> Any:
         channel = self._channels[index]
-        kind = channel.stream_stream if stream else channel.unary_unary
-        made = {
-            "request_serializer": method.request.SerializeToString,
-            "response_deserializer": method.response.FromString,
-        }
-        return kind(method.path, **made)
-
-
-def _channel(address: str, tls: EtcdTls | None) -> Any:
-    if tls is None:
-        return _grpc.insecure_channel(address, options=_OPTIONS)
-    return _grpc.secure_channel(address, tls.credentials(), options=[*_OPTIONS, *tls.options()])
+        return (channel.stream_stream if stream else channel.unary_unary)(
+            method.path,
+            request_serializer=method.request.SerializeToString,
+            response_deserializer=method.response.FromString,
+        )

@@ -1,31 +1,29 @@
-"""A snapshot that keeps itself up to date, and goes on serving while the directory is away.
+"""A cached directory: one snapshot that follows its events, and stays while the directory is away.
 
-    snapshot() ── read the events that came ──> the snapshot of now
+    snapshot() ── apply the events that came ──> the snapshot of now
                        |
                        directory away: the last one, and a new try after a while;  events missed: a new one
 
-A directory that is away may take seconds to say so. So a try is made by a thread of its own, which ends with it; the
-one caller that began it waits for a moment, the others not at all. While the directory is there, there is no thread.
+A call of a directory that is away may take seconds. So each try has a thread of its own, which ends with it; the
+caller that began it waits for a moment, the others not at all. While the directory answers, there is no thread.
 
-An address in the snapshot may be dead: whoever calls it learns that soonest, and tries another one.
+An address in the snapshot may be dead: its callers learn that soonest, and try another one.
 """
 
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
-from weft.experts.directory.protocol import Directory, Event, Watch
-from weft.experts.directory.snapshot import Snapshot
+from weft.experts.discovery.directory import Directory, Event, Snapshot, Watch
 from weft.experts.errors import AwayError, WatchLostError
 
 _JOIN = 0.2  # seconds that `close` waits for a try; it ends with its call of the directory, at the latest
 
 
-class Mirror:
-    """The experts with one prefix, as the directory last told. Thread-safe. A context manager.
+class DirectoryCache:
+    """The experts with one prefix, as the directory last listed them. Thread-safe. A context manager.
 
-    ``retry`` is how many seconds pass between two tries to reach a directory that is away; ``patience`` how many
+    ``retry`` is how many seconds pass between two tries to reach a directory that is away; ``max_wait`` how many
     `snapshot` waits at most for the try that it begins.
     """
 
@@ -35,14 +33,14 @@ class Mirror:
         prefix: str = "",
         *,
         retry: float = 0.5,
-        patience: float = 0.2,
+        max_wait: float = 0.2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ``AwayError`` if the directory cannot be reached: there is nothing to go on with yet."""
         self._directory = directory
         self._prefix = prefix
         self._retry = retry
-        self._patience = patience
+        self._max_wait = max_wait
         self._clock = clock
         self._lock = threading.Lock()
         self._away_since: float | None = None
@@ -61,13 +59,13 @@ class Mirror:
         return 0.0 if since is None else self._clock() - since
 
     def snapshot(self) -> Snapshot:
-        """The newest that is known. Never waits longer than ``patience`` seconds; never raises `AwayError`."""
+        """The newest that is known. Never waits longer than ``max_wait`` seconds; never raises `AwayError`."""
         with self._lock:
             if self._watch is not None:
                 self._catch_up(self._watch)
             begun = self._begin()
         if begun is not None:
-            begun.join(self._patience)
+            begun.join(self._max_wait)
         with self._lock:
             fault, self._fault = self._fault, None
             if fault is not None:
@@ -83,12 +81,10 @@ class Mirror:
         if trying is not None and trying is not threading.current_thread():
             trying.join(_JOIN)
 
-    def __enter__(self) -> "Mirror":
+    def __enter__(self) -> "DirectoryCache":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _look(self) -> tuple[Snapshot, Watch]:
@@ -116,7 +112,7 @@ class Mirror:
         """A new try, if one is due."""
         if self._closed or self._watch is not None or self._trying is not None or self._clock() < self._next_try:
             return None
-        self._trying = threading.Thread(target=self._try, name="weft-mirror", daemon=True)
+        self._trying = threading.Thread(target=self._try, name="weft-directory-cache", daemon=True)
         self._trying.start()
         return self._trying
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from weft.experts.directory import AwayError, Event, LocalDirectory, Mirror, Snapshot, Watch
+from weft.experts.discovery import AwayError, DirectoryCache, Event, LocalDirectory, Snapshot, Watch
 
 
 class Flaky(LocalDirectory):
@@ -20,15 +20,15 @@ class Flaky(LocalDirectory):
             raise AwayError("away")
         return super().get(prefix)
 
-    def _look(self) -> None:
+    def _expire(self) -> None:
         if self.away:
             raise AwayError("away")
-        super()._look()
+        super()._expire()
 
 
 def test_a_mirror_is_always_what_the_directory_holds() -> None:
     directory = LocalDirectory()
-    with Mirror(directory, "a") as mirror:
+    with DirectoryCache(directory, "a") as mirror:
         assert len(mirror.snapshot()) == 0
         lease = directory.declare(["a1", "b1"], "x:1", 60.0)
         assert mirror.snapshot().addresses("a1") == ("x:1",)
@@ -45,7 +45,7 @@ def test_a_mirror_serves_while_the_directory_is_away_and_catches_up_after() -> N
     now = [0.0]
     directory = Flaky(clock=lambda: now[0])
     directory.declare("a", "x:1", 1000.0)
-    mirror = Mirror(directory, retry=0.5, clock=lambda: now[0])
+    mirror = DirectoryCache(directory, retry=0.5, clock=lambda: now[0])
     directory.away = True
     tries = directory.tries
     for _ in range(60):
@@ -63,7 +63,7 @@ def test_a_mirror_serves_while_the_directory_is_away_and_catches_up_after() -> N
 
 def test_events_that_were_read_before_the_directory_went_are_not_lost() -> None:
     directory = Flaky()
-    mirror = Mirror(directory)
+    mirror = DirectoryCache(directory)
     directory.declare(["a", "b"], "x:1", 60.0)
     watch: Watch = mirror._watch
     first, calls = watch.next, [0]
@@ -84,7 +84,7 @@ def test_events_that_were_read_before_the_directory_went_are_not_lost() -> None:
 
 def test_a_mirror_that_missed_events_takes_a_new_snapshot() -> None:
     directory = LocalDirectory(history=4)
-    mirror = Mirror(directory)
+    mirror = DirectoryCache(directory)
     for number in range(50):
         directory.declare(f"e{number}", "x:1", 60.0)
     assert len(mirror.snapshot()) == 50
@@ -97,12 +97,12 @@ def test_a_mirror_that_missed_events_takes_a_new_snapshot() -> None:
 def test_a_closed_mirror_or_directory_leaves_the_last_snapshot() -> None:
     directory = LocalDirectory()
     directory.declare("a", "x:1", 60.0)
-    mirror, other = Mirror(directory), Mirror(directory)
+    mirror, other = DirectoryCache(directory), DirectoryCache(directory)
     mirror.close()
     directory.close()
     assert mirror.snapshot().uids == other.snapshot().uids == ("a",)
     with pytest.raises(AwayError):
-        Mirror(directory)
+        DirectoryCache(directory)
     other.close()
 
 
@@ -117,7 +117,7 @@ def test_a_directory_that_takes_long_to_be_away_delays_nobody_longer_than_a_mome
 
     directory = Slow()
     directory.declare("a", "x:1", 60.0)
-    mirror = Mirror(directory, retry=0.0, patience=0.05)
+    mirror = DirectoryCache(directory, retry=0.0, max_wait=0.05)
     try:
         directory.away = True
         start = time.monotonic()
@@ -151,7 +151,7 @@ def test_a_watch_that_begins_after_the_end_is_closed() -> None:
             return found
 
     directory = Slow()
-    mirror = Mirror(directory, retry=0.0, patience=0.05)
+    mirror = DirectoryCache(directory, retry=0.0, max_wait=0.05)
     directory.away = True
     mirror.snapshot()
     directory.away = False
@@ -178,11 +178,11 @@ def test_the_end_does_not_wait_for_a_directory_that_does_not_answer() -> None:
             return super().get(prefix)
 
     directory = Silent()
-    mirror = Mirror(directory, retry=0.0, patience=0.05)
+    mirror = DirectoryCache(directory, retry=0.0, max_wait=0.05)
     directory.away = True
     mirror.snapshot()
     mirror.close()
-    trying = [each for each in threading.enumerate() if each.name == "weft-mirror"]
+    trying = [each for each in threading.enumerate() if each.name == "weft-directory-cache"]
     assert trying and not gate.is_set()
     gate.set()
     for each in trying:
@@ -199,7 +199,7 @@ def test_what_is_no_absence_reaches_a_caller() -> None:
             return super().get(prefix)
 
     directory = Broken()
-    with Mirror(directory, retry=0.0, patience=5.0) as mirror:
+    with DirectoryCache(directory, retry=0.0, max_wait=5.0) as mirror:
         directory.away = True
         with pytest.raises(ZeroDivisionError):
             mirror.snapshot()

@@ -1,9 +1,9 @@
 """A directory within this process, for one machine and for tests. It has no thread of its own.
 
-A lease that ends must be seen although nobody calls: whoever waits in a watch sleeps only until the next lease
-ends, and then ends it for all; whoever calls anything else first ends what is over. So time moves by those who look.
+Every call first ends the leases whose time is over, and a reader that waits in a watch sleeps at most until the next
+lease ends: so the end of a lease is seen although nothing else happens.
 
-    history   [ ... 7 joined, 8 joined, 9 left, 10 owned ]        one list for all watches; each is a place in it
+    history   [ ... 7 joined, 8 joined, 9 left, 10 owned ]        one list for all watches; each is an index into it
                           ^ watch A           ^ watch B
 
 A watch that falls more than the history behind is lost, instead of memory growing with the slowest reader.
@@ -12,20 +12,11 @@ A watch that falls more than the history behind is lost, instead of memory growi
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from weft.core.errors import UsageError, listed
-from weft.experts.checks import seconds_fault
-from weft.experts.directory.protocol import Event, EventKind, Lease, Watch
-from weft.experts.directory.snapshot import Ownership, Snapshot
-from weft.experts.directory.token import new_life, token_of
+from weft.core.errors import UsageError
+from weft.experts.discovery.directory import Event, EventKind, Lease, Ownership, Snapshot, Watch, check_declaration
+from weft.experts.discovery.fencing import new_epoch, token_of
 from weft.experts.errors import AwayError, LeaseLostError, OwnedError, WatchLostError
-
-
-@dataclass(slots=True)
-class _Owner:
-    ownership: Ownership
-    lease: int
 
 
 class LocalDirectory:
@@ -41,57 +32,56 @@ class LocalDirectory:
         self._leases: dict[int, Lease] = {}
         self._ends: dict[int, float] = {}
         self._entries: dict[tuple[str, str], int] = {}
-        self._owners: dict[str, _Owner] = {}
+        self._owners: dict[str, tuple[Ownership, int]] = {}  # with the number of the lease
         self._events: list[Event] = []
         self._revision = 0
-        self._life = new_life()
+        self._epoch = new_epoch()
         self._last_lease = 0
         self._closed = False
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
         """See `Directory.declare`."""
-        names = (uids,) if isinstance(uids, str) else tuple(dict.fromkeys(uids))
-        _check_declaration(names, address, ttl)
+        names = check_declaration(uids, address, ttl)
         with self._changed:
-            self._look()
+            self._expire()
             self._last_lease += 1
             lease = Lease(self._last_lease, names, address, ttl)
             self._leases[lease.number] = lease
             self._ends[lease.number] = self._clock() + ttl
             for uid in names:
                 if (uid, address) not in self._entries:
-                    self._tell("joined", uid, address)
+                    self._record("joined", uid, address)
                 self._entries[uid, address] = lease.number
-            self._changed.notify_all()  # also if nothing joined: the next end may be sooner now
+            self._changed.notify_all()  # also if nothing joined: the next lease may end sooner now
             return lease
 
     def renew(self, lease: Lease) -> None:
         """See `Directory.renew`."""
         with self._changed:
-            self._alive(lease)
+            self._check_lease(lease)
             self._ends[lease.number] = self._clock() + lease.ttl
 
     def withdraw(self, lease: Lease) -> None:
         """See `Directory.withdraw`."""
         with self._changed:
-            self._look()
+            self._expire()
             self._end(lease.number)
 
     def get(self, prefix: str = "") -> Snapshot:
         """See `Directory.get`."""
         with self._changed:
-            self._look()
+            self._expire()
             experts: dict[str, list[str]] = {}
             for uid, address in self._entries:
                 if uid.startswith(prefix):
                     experts.setdefault(uid, []).append(address)
-            owners = {uid: owner.ownership for uid, owner in self._owners.items() if uid.startswith(prefix)}
+            owners = {uid: owner for uid, (owner, _) in self._owners.items() if uid.startswith(prefix)}
             return Snapshot(self._revision, {uid: tuple(sorted(found)) for uid, found in experts.items()}, owners)
 
     def watch(self, prefix: str = "", after: int | None = None) -> "LocalWatch":
         """See `Directory.watch`."""
         with self._changed:
-            self._look()
+            self._expire()
             return LocalWatch(self, prefix, self._revision if after is None else after)
 
     def claim(self, uid: str, lease: Lease) -> Ownership:
@@ -99,23 +89,23 @@ class LocalDirectory:
         if uid not in lease.uids:
             raise UsageError(f"expert {uid!r} was not declared under the lease of {lease.address}: declare it first")
         with self._changed:
-            self._alive(lease)
-            owner = self._owners.get(uid)
-            if owner is not None and owner.ownership.address != lease.address:
-                there = owner.ownership.address
+            self._check_lease(lease)
+            owner, _ = self._owners.get(uid, (None, 0))
+            if owner is not None and owner.address != lease.address:
+                there = owner.address
                 raise OwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
-            token = token_of(self._life, self._revision + 1)  # that of its event: it only grows
+            token = token_of(self._epoch, self._revision + 1)  # that of its event: it only grows
             ownership = Ownership(uid, lease.address, token)
-            self._tell("owned", uid, lease.address, ownership.token)
-            self._owners[uid] = _Owner(ownership, lease.number)
+            self._record("owned", uid, lease.address, ownership.token)
+            self._owners[uid] = ownership, lease.number
             return ownership
 
     def release(self, ownership: Ownership) -> None:
         """See `Directory.release`."""
         with self._changed:
-            self._look()
-            owner = self._owners.get(ownership.uid)
-            if owner is not None and owner.ownership == ownership:
+            self._expire()
+            owner, _ = self._owners.get(ownership.uid, (None, 0))
+            if owner == ownership:
                 self._disown(ownership.uid)
 
     def close(self) -> None:
@@ -124,21 +114,14 @@ class LocalDirectory:
             self._closed = True
             self._changed.notify_all()
 
-    def statistics(self) -> dict[str, int]:
-        """How many leases, experts, addresses and owners there are, and the revision."""
-        with self._changed:
-            experts = len({uid for uid, _ in self._entries})
-            sizes = {"leases": len(self._leases), "experts": experts, "addresses": len(self._entries)}
-            return {**sizes, "owners": len(self._owners), "revision": self._revision}
-
-    def _alive(self, lease: Lease) -> None:
-        self._look()
+    def _check_lease(self, lease: Lease) -> None:
+        self._expire()
         if lease.number not in self._leases:
             what = f"the lease {lease.number} of {lease.address} ended: it was not renewed within {lease.ttl:g} s"
             raise LeaseLostError(f"{what}, or was withdrawn. Declare again")
 
-    def _look(self) -> None:
-        """Refuse if closed; end what is over, in the order of time. To be called with the lock, before all else."""
+    def _expire(self) -> None:
+        """Refuse if closed; end all leases that are over, in order of time. Called first, with the lock held."""
         if self._closed:
             raise AwayError("the directory is closed")
         now = self._clock()
@@ -154,25 +137,24 @@ class LocalDirectory:
         for uid in lease.uids:
             if self._entries.get((uid, lease.address)) == number:
                 del self._entries[uid, lease.address]
-                self._tell("left", uid, lease.address)
-            owner = self._owners.get(uid)
-            if owner is not None and owner.lease == number:
+                self._record("left", uid, lease.address)
+            if uid in self._owners and self._owners[uid][1] == number:
                 self._disown(uid)
 
     def _disown(self, uid: str) -> None:
-        gone = self._owners.pop(uid).ownership
-        self._tell("released", uid, gone.address, gone.token)
+        gone, _ = self._owners.pop(uid)
+        self._record("released", uid, gone.address, gone.token)
 
-    def _tell(self, kind: EventKind, uid: str, address: str, token: int = 0) -> None:
+    def _record(self, kind: EventKind, uid: str, address: str, token: int = 0) -> None:
         self._revision += 1
         self._events.append(Event(self._revision, kind, uid, address, token))
-        if len(self._events) >= 2 * self._most:  # now and then, so that it costs nothing on average
+        if len(self._events) >= 2 * self._most:  # amortized: constant time for each event
             del self._events[: -self._most]
         self._changed.notify_all()
 
 
 class LocalWatch(Watch):
-    """The protocol `Watch`: a place in the history of a `LocalDirectory`. Nothing grows while nobody reads."""
+    """The protocol `Watch`: an index into the history of a `LocalDirectory`. Nothing grows while nobody reads."""
 
     def __init__(self, directory: LocalDirectory, prefix: str, after: int) -> None:
         self._directory = directory
@@ -187,7 +169,7 @@ class LocalWatch(Watch):
             while True:
                 if self._closed:
                     raise AwayError("the watch is closed")
-                directory._look()
+                directory._expire()
                 if (event := self._found()) is not None:
                     return event
                 left = None if end is None else end - time.monotonic()
@@ -204,7 +186,7 @@ class LocalWatch(Watch):
             self._directory._changed.notify_all()
 
     def _found(self) -> Event | None:
-        """The next event of these experts; the place moves past it, and past those of others."""
+        """The next event of these experts; the index moves past it, and past those of others."""
         events, directory = self._directory._events, self._directory
         missed = directory._revision - self._after
         if missed > len(events):
@@ -217,12 +199,3 @@ class LocalWatch(Watch):
             if event.uid.startswith(self._prefix):
                 return event
         return None
-
-
-def _check_declaration(uids: Sequence[str], address: str, ttl: float) -> None:
-    faults = [] if uids else ["there is no expert, wanted at least one"]
-    faults += ["an expert's name is empty"] * any(not uid for uid in uids)
-    faults += ["the address is empty"] * (not address)
-    faults += seconds_fault("ttl", ttl)
-    if faults:
-        raise UsageError(listed("this cannot be declared:", faults))

@@ -9,12 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
-from weft.experts.directory import AwayError, Lease, LocalDirectory, OwnedError, Ownership
-from weft.experts.directory.etcd import EtcdDirectory
-from weft.experts.directory.etcd_address import open_directory
-from weft.experts.directory.etcd_endpoints import EtcdTls
-from weft.experts.directory.etcd_keys import Keys
-from weft.experts.directory.etcd_messages import DELETE, PUT, RANGE
+from weft.experts.discovery import AwayError, Lease, LocalDirectory, OwnedError, Ownership
+from weft.experts.discovery.etcd import EtcdDirectory, EtcdKeys, open_directory
+from weft.experts.discovery.etcd_client import DELETE, PUT, RANGE, EtcdTls
 
 
 def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
@@ -41,7 +38,7 @@ def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str
 
 
 def test_a_range_covers_the_names_with_a_prefix_and_no_others() -> None:
-    keys = Keys("weft")
+    keys = EtcdKeys("weft")
     start, end = keys.range("ffn.1")
     assert start <= keys.entry("ffn.1", "x") < keys.owner("ffn.1") < keys.entry("ffn.10", "x") < end
     assert keys.entry("ffn.2", "x") >= end and keys.entry("ffn.0", "zzz") < start
@@ -58,7 +55,7 @@ def test_an_address_names_a_directory() -> None:
     ):
         there = open_directory(address)
         assert isinstance(there, EtcdDirectory)
-        assert there._endpoints.addresses == members
+        assert there._client.addresses == members
         assert there._keys.range("")[0] == f"{namespace}/".encode()
         there.close()
     for wrong in ("", "http://a:1", "etcd://", "etcd://a"):
@@ -70,7 +67,7 @@ def test_an_address_names_a_directory() -> None:
 
 @given(st.binary(max_size=30), st.binary(max_size=30))
 def test_whatever_others_put_below_the_namespace_spoils_nothing(name: bytes, value: bytes) -> None:
-    keys = Keys("weft")
+    keys = EtcdKeys("weft")
     there = [(keys.entry("mine", "a:1"), b""), (keys.owner("mine"), b"a:1")]
     strange = [(b"weft/" + name, value), (b"weft/x\0o", value), (b"weft/" + name + b"\0o", value)]
     found = RANGE.response()
@@ -93,6 +90,6 @@ def test_a_claim_of_what_a_stranger_owns_is_refused_by_his_name() -> None:
             return answer
 
     with EtcdDirectory("a:1") as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory._endpoints, "call", Taken().call)
+        patch.setattr(directory._client, "call", Taken().call)
         with pytest.raises(OwnedError, match=r"owned by \\xff\\xfe"):
             directory.claim("x", Lease(1, ("x",), "b:1", 5.0))

@@ -1,0 +1,75 @@
+"""Fencing: of two owners of one epoch only the newer one writes; tokens of different epochs have no order."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.experts.discovery import Fence, FencedError, LocalDirectory
+from weft.experts.discovery.fencing import epoch_of, later, new_epoch, number_of, replaced, token_of
+
+epochs = st.integers(1, 2**20 - 1)
+numbers = st.integers(1, 2**44 - 1)
+tokens = st.builds(token_of, st.integers(1, 3), st.integers(1, 9))
+
+
+@given(epochs, numbers)
+def test_a_token_holds_epoch_and_number_and_fits_the_wire(epoch: int, number: int) -> None:
+    token = token_of(epoch, number)
+    assert (epoch_of(token), number_of(token)) == (epoch, number) and token < 2**64
+    assert 0 < new_epoch() < 2**20
+
+
+@given(tokens, tokens)
+def test_of_two_tokens_of_an_epoch_one_is_later_and_of_two_epochs_each_refuses_the_other(one: int, other: int) -> None:
+    if epoch_of(one) == epoch_of(other):
+        assert replaced(one, other) == (one < other) == later(other, one)
+    else:
+        assert replaced(one, other) and replaced(other, one) and not later(one, other)
+    assert not replaced(one, 0) and replaced(0, one) and not replaced(0, 0)
+
+
+@given(st.lists(tokens, min_size=1, max_size=6), tokens)
+def test_the_last_grant_is_admitted_and_no_token_of_another_epoch(granted: list[int], other: int) -> None:
+    fence = Fence()
+    for before, token in zip([None, *granted], granted, strict=False):
+        assert fence.listed("a", token, granted=True) == (before is not None and not later(token, before))
+        assert fence.largest("a") == token
+        fence.admit("a", token)
+    if later(other, granted[-1]) or other == granted[-1]:
+        fence.admit("a", other)
+    else:
+        with pytest.raises(FencedError):
+            fence.admit("a", other)
+        assert fence.largest("a") == granted[-1]
+
+
+@given(tokens, tokens)
+def test_an_outdated_listing_of_an_epoch_changes_nothing(one: int, other: int) -> None:
+    fence = Fence()
+    fence.listed("a", one)
+    assert fence.listed("a", other) == (epoch_of(one) != epoch_of(other))
+    assert fence.largest("a") == (max(one, other) if epoch_of(one) == epoch_of(other) else other)
+
+
+def test_an_owner_that_was_replaced_is_refused_for_this_expert_only() -> None:
+    fence = Fence()
+    fence.admit("a", 7)
+    fence.admit("a", 7)
+    fence.admit("a", 12)
+    with pytest.raises(FencedError, match="token 7 for expert 'a' is old: an owner with token 12"):
+        fence.admit("a", 7)
+    fence.admit("b", 1)
+    assert (fence.largest("a"), fence.largest("b"), fence.largest("c")) == (12, 1, None)
+
+
+def test_a_server_that_slept_through_its_lease_is_refused() -> None:
+    now, fence = [0.0], Fence()
+    directory = LocalDirectory(clock=lambda: now[0])
+    asleep = directory.claim("a", directory.declare("a", "x:1", 1.0))
+    fence.admit("a", asleep.token)
+    now[0] = 2.0
+    awake = directory.claim("a", directory.declare("a", "y:1", 1.0))
+    fence.admit("a", awake.token)
+    with pytest.raises(FencedError):
+        fence.admit("a", asleep.token)
+    directory.close()
