@@ -6,6 +6,7 @@
     python3 do.py test [pytest args]   run the tests; with --all those that take long as well
     python3 do.py bench [NAME ...]     run the benchmarks, all of them or those named
     python3 do.py check                lint, format, types, the layers of import, and the size and structure of src
+    python3 do.py docs [FOLDER]        write the API reference from the docstrings, into build/api
     python3 do.py help                 this text
 
 It works from any folder; the command itself runs in the repository, so paths in args are meant from there.
@@ -43,7 +44,12 @@ LOCK = ROOT / ".venv.lock"
 VERSION = sys.version.split()[0]
 EXAMPLES = ("unet_pipeline", "gpt2_pipeline", "char_rnn", "remote_experts", "report")
 USUAL = ("examples", "test")
-EXTRAS = {"test": (*USUAL, "manifests", "hf"), "bench": (*USUAL, "bench", "hf"), "check": USUAL}
+EXTRAS = {
+    "test": (*USUAL, "manifests", "hf", "docs"),
+    "bench": (*USUAL, "bench", "hf"),
+    "check": USUAL,
+    "docs": ("docs",),
+}
 # Tests run in a process per core; files stay whole, since their tests share servers and compiled cells.
 TESTS = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 MODULES = {"test": TESTS, "bench": ("benchmarks",)}
@@ -180,6 +186,8 @@ def run(command: str, rest: Sequence[str]) -> int:
         return run_all(checks(PYTHON.parent, PYTHON), "all checks hold")
     if command == "":
         return run_all({name: example(name) for name in EXAMPLES}, "all examples ran")
+    if command == "docs":
+        return call([PYTHON, ROOT / "tools" / "reference.py", *rest])
     argv = example(command) if command in EXAMPLES else [PYTHON, "-m", *MODULES[command]]
     return call([*argv, *rest])
 

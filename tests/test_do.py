@@ -82,6 +82,7 @@ def test_the_first_run_makes_a_venv_installs_and_runs(do: ModuleType, shell: She
         (["test", "-k", "x", "tests/core"], "-m pytest -n auto --maxprocesses 4 --dist loadfile -k x tests/core"),
         (["bench"], "-m benchmarks"),
         (["bench", "pipeline"], "-m benchmarks pipeline"),
+        (["docs", "api"], "{root}/tools/reference.py api"),
     ],
 )
 def test_each_command_runs_its_module_and_passes_words_on(
@@ -142,7 +143,7 @@ def test_the_venv_of_this_python_fits_and_a_missing_or_broken_one_does_not(
 def test_more_extras_join_those_that_are_there(do: ModuleType, shell: Shell) -> None:
     do.main(["test"])
     do.main(["bench"])
-    assert shell.count("-e .[bench,examples,hf,manifests,test]") == 1
+    assert shell.count("-e .[bench,docs,examples,hf,manifests,test]") == 1
     do.main(["test"])
     do.main(["bench"])
     assert shell.count("pip install") == 2
@@ -259,7 +260,11 @@ def test_check_runs_every_check_also_after_one_failed(
 
 @pytest.mark.parametrize(
     ("args", "names"),
-    [(["tset"], "report, test, bench, check, help"), (["--steps", "2"], "unet_pipeline"), (["check", "x"], "'x'")],
+    [
+        (["tset"], "report, test, bench, check, docs, help"),
+        (["--steps", "2"], "unet_pipeline"),
+        (["check", "x"], "'x'"),
+    ],
 )
 def test_misuse_is_named_and_ends_with_2(
     do: ModuleType, shell: Shell, capfd: pytest.CaptureFixture[str], args: list[str], names: str

@@ -1,15 +1,40 @@
-"""Every Python block of README and docs runs as printed; the blocks of one page run one after another."""
+"""Every Python block of README and docs runs as printed, and so does the example of every public name.
 
+The blocks of one page run one after another, the example of a name with `torch`, `nn` and `weft` at hand.
+"""
+
+import doctest
+import importlib
 import importlib.util
+import inspect
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+import weft
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PUBLIC = (
+    "weft",
+    "weft.errors",
+    "weft.pipeline",
+    "weft.recurrent",
+    "weft.recurrent.cells",
+    "weft.recurrent.layers",
+    "weft.experts",
+    "weft.report",
+    "weft.compat.torchgpipe",
+)
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 LINK = re.compile(r"\]\(([^)#]+)\)")
 
 
@@ -29,3 +54,38 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if "://" not in link]
     missing = [link for link in links if not (page.parent / link).exists()]
     assert missing == []
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_example_of_every_public_name_runs(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=OPTIONS)
+    found = importlib.import_module(module)
+    without: list[str] = []
+    for name in found.__all__:
+        thing = getattr(found, name)
+        if not inspect.isclass(thing) and not inspect.isfunction(thing):
+            continue  # a module, or a table, whose own docstring shows it
+        text = inspect.cleandoc(thing.__doc__ or "")
+        names = {"torch": torch, "nn": nn, "weft": weft}
+        example = parser.get_doctest(text, names, f"{module}.{name}", inspect.getsourcefile(thing), None)
+        if not example.examples:
+            without.append(name)
+        elif module == "weft" or name not in weft.__all__:  # once is enough
+            torch.manual_seed(0)
+            runner.run(example)
+    assert without == [], "no example (a line that begins with >>>) in the docstring"
+    assert runner.failures == 0, capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_api_reference_is_written_without_a_warning(tmp_path: Path) -> None:
+    if importlib.util.find_spec("pdoc") is None:
+        pytest.skip("API reference: there is no pdoc; the extra `docs` brings it")
+    words = [sys.executable, str(ROOT / "tools" / "reference.py"), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Warn" not in done.stderr, done.stderr
+    page = (tmp_path / "weft.html").read_text(encoding="utf-8")
+    assert [name for name in weft.__all__ if name not in page] == []

@@ -32,12 +32,28 @@ _current = _PhaseOfThread()
 
 
 def is_checkpointing() -> bool:
-    """True inside a forward whose graph is not kept, because it will be recomputed in backward."""
+    """True inside a forward whose graph is not kept, because it will be recomputed in backward.
+
+    Example:
+        >>> class Told(nn.Module):
+        ...     def forward(self, x):
+        ...         print(weft.is_checkpointing(), weft.is_recomputing())
+        ...         return x * 1
+        >>> pipe = weft.Pipe(nn.Sequential(Told()), chunks=1, devices=["cpu"], checkpoint="always")
+        >>> pipe(torch.ones(2, requires_grad=True)).sum().backward()
+        True False
+        False True
+    """
     return _current.phase == "checkpointing"
 
 
 def is_recomputing() -> bool:
-    """True inside the second forward of a checkpointed stage, which backward starts."""
+    """True inside the second forward of a checkpointed stage, which backward starts.
+
+    Example:
+        >>> weft.is_recomputing()  # outside of a recomputation
+        False
+    """
     return _current.phase == "recomputing"
 
 

@@ -23,7 +23,12 @@ from weft.core.pytree import Structure, difference, flatten, structure_paths
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape (``None`` for a free axis, usually axis 0, the batch), dtype and ``requires_grad``."""
+    """Shape (``None`` for a free axis, usually axis 0, the batch), dtype and ``requires_grad``.
+
+    Example:
+        >>> weft.TensorSpec((None, 64), torch.float32)  # any number of rows of 64 numbers
+        TensorSpec(shape=(None, 64), dtype=torch.float32, requires_grad=False)
+    """
 
     shape: tuple[int | None, ...]
     dtype: torch.dtype

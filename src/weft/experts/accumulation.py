@@ -40,6 +40,10 @@ class SumsOptions:
             client that connects again and adds to it in time keeps it.
 
     Raises ``UsageError`` that lists all bounds that make no sense.
+
+    Example:
+        >>> rows, sums = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.SumsOptions(mini_batches=4)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, mini_batches=sums)
     """
 
     mini_batches: int = 16

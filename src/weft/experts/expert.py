@@ -64,6 +64,14 @@ class ExpertBackend:
 
     Raises ``UsageError`` that lists all that is wrong with the arguments, ``SpecError`` if the outputs do not fit, and
     what the module raises in the dummy run.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
+        >>> with weft.Server([expert]) as server, weft.RemoteExpert("ffn.0", server.address) as remote:
+        ...     remote(torch.randn(4, 8)).sum().backward()
+        >>> expert.steps
+        1
     """
 
     def __init__(

@@ -31,6 +31,10 @@ class Guards:
     max_output_norm: the largest L2 norm of one task's gradients of all outputs.
     max_norm: the largest L2 norm of the gradients of all parameters. A batch beyond it is taken apart, and tasks
         that alone are beyond it are refused. This is no clipping, which `ExpertBackend` has as well.
+
+    Example:
+        >>> rows, guards = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.Guards(max_norm=1000.0)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, guards=guards)
     """
 
     finite: bool = True

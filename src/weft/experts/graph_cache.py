@@ -39,6 +39,11 @@ class GraphBudget:
 
     What a `torch.autograd.Function` of your own keeps as an attribute of its ``ctx`` is not seen, and not counted: use
     ``ctx.save_for_backward``.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> budget = weft.experts.GraphBudget(nbytes=64 << 20, seconds=10.0)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, keep_graphs=budget)
     """
 
     nbytes: int

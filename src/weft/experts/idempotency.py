@@ -66,6 +66,10 @@ class IdempotencyOptions:
         max_age: seconds after which a key is forgotten.
 
     Raises ``UsageError`` that lists all bounds that make no sense.
+
+    Example:
+        >>> rows, records = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.IdempotencyOptions(max_age=600.0)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, records=records)
     """
 
     max_result_bytes: int = 64 << 20

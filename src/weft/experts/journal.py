@@ -44,7 +44,13 @@ BEGINS = '{"kind": '
 
 @dataclass(frozen=True)
 class Member:
-    """One task of a batch. ``number`` tells tasks of one process apart."""
+    """One task of a batch. ``number`` tells tasks of one process apart.
+
+    Example:
+        >>> member = weft.experts.Member(client="trainer-1", key="7", rows=4, number=0)
+        >>> member.rows
+        4
+    """
 
     client: str | None
     key: str | None
@@ -63,6 +69,12 @@ class Entry:
     batches in the sum of a ``commit``; 0 where it is not known.
     ``branch`` is the name of what ran from one load of a state to the next, by which histories are told apart that have
     a place in common; empty where it is not known.
+
+    Example:
+        >>> from weft.experts import Entry, Member
+        >>> entry = Entry("backward", step=1, seed=0, mini_batch=None, members=(Member("a", "1", 4, 0),), threads=1)
+        >>> Entry.from_json(entry.to_json()) == entry
+        True
     """
 
     kind: Literal["backward", "commit", "dropped", "restored"]
@@ -305,6 +317,14 @@ class Journal:
         max_files: number of these files; older ones are removed.
 
     Raises ``UsageError`` that lists all that makes no sense, or if the file is no journal, and what opening it raises.
+
+    Example:
+        >>> rows, journal = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.Journal()
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, journal=journal)
+        >>> with weft.Runtime([expert]):
+        ...     gradients = expert.get_pools()[1].submit_task(torch.ones(4, 8), torch.ones(4, 8)).result(10)
+        >>> [(entry.kind, entry.step, entry.members[0].rows) for entry in journal.entries()]
+        [('backward', 1, 4)]
     """
 
     def __init__(
@@ -391,7 +411,15 @@ class Journal:
 
 
 def journal_lines(path: "str | PathLike[str]") -> Generator[str]:
-    """The lines of a journal's files, oldest first: of ``path.2``, ``path.1`` and ``path``."""
+    """The lines of a journal's files, oldest first: of ``path.2``, ``path.1`` and ``path``.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "ffn.0.journal")
+        >>> weft.experts.Journal(path).close()
+        >>> list(weft.experts.journal_lines(path))
+        []
+    """
     count = 0
     while numbered(Path(path), count + 1).exists():
         count += 1
@@ -405,6 +433,12 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
 
     Left out are those before a return to an older state that did not lead to it, and a last line that a crash tore.
     Raises ``UsageError`` for any other line that is none.
+
+    Example:
+        >>> from weft.experts import Entry, Member
+        >>> entry = Entry("backward", step=1, seed=0, mini_batch=None, members=(Member("a", "1", 4, 0),), threads=1)
+        >>> [each.step for each in weft.experts.read_journal([entry.to_json()])]
+        [1]
     """
     last: _Node | None = None
     known: dict[tuple[tuple[int, int], str], _Node] = {}

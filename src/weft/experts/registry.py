@@ -24,7 +24,14 @@ from weft.experts.optimizer_step import OptimizerLike
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A module and the schemas of its call, as `ExpertBackend` takes them."""
+    """A module and the schemas of its call, as `ExpertBackend` takes them.
+
+    Example:
+        >>> from weft.experts import Blueprint
+        >>> blueprint = Blueprint(nn.Linear(8, 8), args_schema=(weft.TensorSpec((None, 8), torch.float32),))
+        >>> blueprint.backend("ffn.0", torch.optim.SGD).name
+        'ffn.0'
+    """
 
     module: nn.Module
     args_schema: Any = None
@@ -42,7 +49,16 @@ _kinds: dict[str, Callable[..., Blueprint]] = {}
 
 
 def register_expert(name: str) -> Callable[[Kind], Kind]:
-    """A decorator for functions that return a `Blueprint`. Raises ``UsageError`` for a name that is taken."""
+    """A decorator for functions that return a `Blueprint`. Raises ``UsageError`` for a name that is taken.
+
+    Example:
+        >>> from weft.experts import Blueprint, make_expert, register_expert
+        >>> @register_expert("square")
+        ... def square(hidden: int) -> Blueprint:
+        ...     return Blueprint(nn.Linear(hidden, hidden), (weft.TensorSpec((None, hidden), torch.float32),))
+        >>> make_expert("square", hidden=8).module
+        Linear(in_features=8, out_features=8, bias=True)
+    """
 
     def register(kind: Kind) -> Kind:
         if name in _kinds:
@@ -60,6 +76,10 @@ def make_expert(kind: str, **arguments: Any) -> Blueprint:
 
     Raises ``UsageError`` for an unknown kind, for arguments that the kind does not take or lacks, and for a kind that
     makes something else.
+
+    Example:
+        >>> weft.experts.make_expert("ffn", hidden=8).module(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
     """
     if kind not in _kinds:
         raise UsageError(f"there is no kind of expert called {kind!r}; known are {', '.join(expert_kinds())}")
@@ -78,12 +98,22 @@ def make_expert(kind: str, **arguments: Any) -> Blueprint:
 
 
 def expert_kinds() -> list[str]:
-    """The names of all registered kinds, in order of the alphabet."""
+    """The names of all registered kinds, in order of the alphabet.
+
+    Example:
+        >>> "ffn" in weft.experts.expert_kinds()
+        True
+    """
     return sorted(_kinds)
 
 
 class FeedForward(nn.Module):
-    """The position-wise layer of a transformer: N x hidden to N x hidden, ``x + W2 gelu(W1 norm(x))``."""
+    """The position-wise layer of a transformer: N x hidden to N x hidden, ``x + W2 gelu(W1 norm(x))``.
+
+    Example:
+        >>> weft.experts.FeedForward(hidden=8, inner=32)(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
+    """
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
@@ -107,7 +137,13 @@ def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
 
 
 class TransformerLayer(nn.Module):
-    """Self-attention and a feed-forward layer: N x length x hidden to the same, with an optional padding mask."""
+    """Self-attention and a feed-forward layer: N x length x hidden to the same, with an optional padding mask.
+
+    Example:
+        >>> layer = weft.experts.TransformerLayer(hidden=8, heads=2, inner=32, dropout=0.1)
+        >>> layer(torch.randn(4, 10, 8), None).shape
+        torch.Size([4, 10, 8])
+    """
 
     def __init__(self, hidden: int, heads: int, inner: int, dropout: float) -> None:
         super().__init__()

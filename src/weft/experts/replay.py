@@ -32,6 +32,18 @@ def replay(backend: ExpertBackend, entries: Iterable[Entry], fetch: Fetch) -> in
     Nobody else may use the backend meanwhile. Raises `ReplayError` if the log does not fit its state or its options,
     such as a mini-batch of which a part ran before that state, and what module and optimizer raise; the batches before
     that have run.
+
+    Example:
+        >>> import copy
+        >>> rows, journal = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.Journal()
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, journal=journal)
+        >>> other = weft.ExpertBackend("ffn.0", copy.deepcopy(expert.module), torch.optim.SGD, args_schema=rows)
+        >>> with weft.Runtime([expert]):
+        ...     gradients = expert.get_pools()[1].submit_task(torch.ones(4, 8), torch.ones(4, 8)).result(10)
+        >>> weft.experts.replay(other, journal.entries(), lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
+        1
+        >>> torch.equal(other.module.weight, expert.module.weight)
+        True
     """
     count = 0
     for entry in entries:

@@ -42,6 +42,15 @@ class Runtime:
     Args:
         served: pools and experts; more may be added and removed at any time.
         name: of the thread and in statistics, usually the device.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)
+        >>> forward, backward = expert.get_pools()
+        >>> with weft.Runtime([expert]):
+        ...     (y,) = forward.submit_task(torch.randn(4, 8)).result(10)
+        >>> y.shape
+        torch.Size([4, 8])
     """
 
     def __init__(self, served: Iterable[HasPools | TaskPool] = (), *, name: str = "cpu") -> None:

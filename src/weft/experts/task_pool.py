@@ -258,6 +258,12 @@ class TaskPool:
         host: where tensors are gathered; a tensor from elsewhere is copied there, in its author's thread.
         callers: of pools that have the same callers, such as those of one expert.
         alone: whether tasks of a mode (evaluation or not) share no batch.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> pool = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows).get_pools()[0]
+        >>> with weft.Runtime([pool]):
+        ...     (y,) = pool.submit_task(torch.randn(4, 8)).result(10)
     """
 
     def __init__(

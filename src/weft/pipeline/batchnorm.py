@@ -61,6 +61,14 @@ class DeferredBatchNorm(_BatchNorm):
     counts as one: its statistics are those of all rows of all its calls.
 
     Raises ``ValueError``, as PyTorch's own does, if a micro-batch has only one value per channel.
+
+    Example:
+        >>> norm = weft.DeferredBatchNorm(3)
+        >>> norm.begin()
+        >>> parts = [norm(part) for part in torch.randn(8, 3).chunk(4)]
+        >>> norm.commit()  # one update, by the mean and variance of all 8 rows
+        >>> norm.num_batches_tracked
+        tensor(1)
     """
 
     gathered: Mapping[object, list[Moments]] = MappingProxyType({})
@@ -167,6 +175,10 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     Returns ``module``, or its replacement if it is a BatchNorm itself. Parameters, buffers, hooks and flags
     are kept, not copied; an instance that occurs several times stays one. What tracks no running statistics,
     ``SyncBatchNorm``, lazy ones and the user's own subclasses are left alone.
+
+    Example:
+        >>> weft.pipeline.convert_deferred_batch_norm(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))[1]
+        DeferredBatchNorm1d(3, eps=1e-05, momentum=0.1, ...)
     """
     replaced: dict[nn.Module, DeferredBatchNorm] = {}
     every = cast("Iterator[tuple[str, nn.Module]]", module.named_modules(remove_duplicate=False))

@@ -41,6 +41,14 @@ class Sizes:
 
     `ignore` are tensors that live anyway: parameters, buffers, the mini-batch and its target. Storages are told
     apart by their address, which is compared only while they are alive.
+
+    Example:
+        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
+        >>> sizes = weft.pipeline.Sizes(ignore=pipe.parameters())
+        >>> with pipe.watched_by(sizes):
+        ...     pipe(torch.randn(4, 2)).sum().backward()
+        >>> sizes.saved_bytes(1)  # of one micro-batch: the output of Tanh, 2 x 2 numbers of 4 bytes
+        16
     """
 
     def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
@@ -132,7 +140,14 @@ def _share(one: int, other: int, kept: bool) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs on each stage, and what crosses the cuts."""
+    """What one micro-batch costs on each stage, and what crosses the cuts.
+
+    Example:
+        >>> from weft.pipeline.simulate import StageCost
+        >>> costs = weft.pipeline.Costs([StageCost(forward=1.0, backward=2.0)] * 2)
+        >>> costs.forecast(weft.pipeline.gpipe(2, 4)).total  # seconds: 4 micro-batches, and one to fill and drain
+        15.0
+    """
 
     stages: list[StageCost]
     values: list[ValueCost] = field(default_factory=list[ValueCost])
@@ -154,6 +169,14 @@ def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Cos
     Give a recorder per step, after some to warm up. I and W together count as B. Without `sizes` bytes are 0.
     Bytes are those of an average micro-batch; graphs that are kept and graphs that are made again are averaged apart.
     Raises UsageError when nothing was recorded.
+
+    Example:
+        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
+        >>> recorder = weft.Recorder()
+        >>> with pipe.watched_by(recorder):
+        ...     pipe(torch.randn(4, 2)).sum().backward()
+        >>> weft.pipeline.costs_from([recorder]).forecast(weft.pipeline.gpipe(2, 8)).total > 0
+        True
     """
     events = [event for recorder in recorders for event in recorder.events]
     if not events:

@@ -207,7 +207,16 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class NoChunk:
-    """Wraps a value, nested or not, that every micro-batch gets whole, such as one mask for all rows."""
+    """Wraps a value, nested or not, that every micro-batch gets whole, such as one mask for all rows.
+
+    Example:
+        >>> class Masked(nn.Module):
+        ...     def forward(self, x, mask):
+        ...         return x * mask
+        >>> pipe = weft.Pipe(nn.Sequential(Masked()), chunks=2, devices=["cpu"])
+        >>> pipe(torch.ones(4, 3), weft.NoChunk(torch.tensor([1.0, 0.0, 1.0]))).sum()
+        tensor(8.)
+    """
 
     __slots__ = ("value",)
 

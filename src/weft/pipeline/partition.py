@@ -297,6 +297,11 @@ def balance_by_time(
     ``sample`` is an input of the model, best of the size of a micro-batch; ``timeout`` the seconds that
     measuring may take beyond one run of every layer. See :func:`weft.pipeline.partition.profile_times`.
     Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for arguments of another kind.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> sum(weft.balance_by_time(2, model, torch.randn(16, 8), timeout=0.05))
+        3
     """
     _check_parts(partitions, module)
     return partition(profile_times(module, sample, timeout=timeout, device=device), partitions)
@@ -317,6 +322,11 @@ def balance_by_size(
     ``param_scale`` is how many times a parameter is held: itself and its gradient make 2, SGD with momentum
     3, Adam 4. See :func:`weft.pipeline.partition.profile_sizes`.
     Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for arguments of another kind.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
+        >>> sum(weft.balance_by_size(2, model, torch.randn(16, 8), chunks=4))
+        3
     """
     _check_parts(partitions, module)
     sizes = profile_sizes(module, input, chunks=chunks, param_scale=param_scale, device=device)
@@ -327,6 +337,10 @@ def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
     """Layers per stage, balanced by the bytes of parameters and buffers alone, when there is no sample.
 
     Raises ``PartitionError`` if there are fewer layers than ``partitions``.
+
+    Example:
+        >>> weft.balance_by_parameters(2, nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+        [1, 2]
     """
     return partition(parameter_bytes(module), partitions)
 

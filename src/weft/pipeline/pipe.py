@@ -106,6 +106,13 @@ class Pipe(nn.Module):
 
     The design is GPipe's (Huang et al., arXiv 1811.06965) as torchgpipe brought it to PyTorch (Kim et al.,
     arXiv 2004.09910); 1F1B is PipeDream-Flush's (Narayanan et al., arXiv 2104.04473).
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
+        >>> pipe = weft.Pipe(model, chunks=4, balance=[2, 1], devices=["cpu", "cpu"])
+        >>> pipe(torch.randn(16, 8)).square().mean().backward()
+        >>> model[0].weight.grad.shape
+        torch.Size([32, 8])
     """
 
     def __new__(cls, *args: Any, **settings: Any) -> "Pipe":

@@ -304,6 +304,11 @@ class Schedule:
 
     Building one checks nothing but that there are rows, which may be any sequences; `check` does. All else here
     expects a table that passed, or a part of one.
+
+    Example:
+        >>> table = weft.Schedule.parse("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1")
+        >>> table.stages, table.micro_batches, table.live()
+        (2, 2, (2, 1))
     """
 
     workers: Table
@@ -479,6 +484,11 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
     """Fill and drain (Huang et al., GPipe, 2019): all forward, then all backward in reverse order.
 
     Every stage holds all micro-batches at once. Raises ScheduleError when a size is below 1.
+
+    Example:
+        >>> print(weft.pipeline.gpipe(2, 2).text())
+        0F0,0F1,0B1,0B0
+        1F0,1F1,1B1,1B0
     """
     _check_sizes(stages, micro_batches)
     kinds = [("F", i) for i in range(micro_batches)] + [("B", i) for i in reversed(range(micro_batches))]
@@ -490,6 +500,11 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
     Stage s holds at most ``min(stages - s, micro_batches)`` micro-batches, as many as it takes until its
     first gradient comes back. Takes as long as `gpipe`. Raises ScheduleError when a size is below 1.
+
+    Example:
+        >>> print(weft.pipeline.one_f_one_b(2, 2).text())
+        0F0,0F1,0B0,0B1
+        1F0,1B0,1F1,1B1
     """
     _check_sizes(stages, micro_batches)
     return Schedule(tuple(_one_f_one_b_row(s, stages - 1 - s, micro_batches) for s in range(stages)))

@@ -79,7 +79,15 @@ Curve = tuple[tuple[float, int], ...]
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `forecast` found; `spans` are in order of their start."""
+    """What `forecast` found; `spans` are in order of their start.
+
+    Example:
+        >>> from weft.pipeline.simulate import StageCost
+        >>> costs = weft.pipeline.Costs([StageCost(forward=1.0, backward=2.0)] * 2)
+        >>> forecast = costs.forecast(weft.pipeline.one_f_one_b(2, 4))
+        >>> forecast.total, round(forecast.bubble, 2)
+        (15.0, 0.2)
+    """
 
     spans: tuple[Span, ...]
     stage_bytes: tuple[Curve, ...]

@@ -128,6 +128,14 @@ class Recorder:
 
     Counting bytes looks at every tensor that autograd saves; it costs some microseconds each and changes no
     number. `ignore` are tensors that live anyway, such as parameters and the mini-batch itself.
+
+    Example:
+        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), chunks=2, devices=["cpu", "cpu"])
+        >>> recorder = weft.Recorder()
+        >>> with pipe.watched_by(recorder):
+        ...     pipe(torch.randn(4, 2)).sum().backward()
+        >>> len(recorder.events)  # forward and backward of 2 stages and 2 micro-batches
+        8
     """
 
     def __init__(self, *, memory: bool = False) -> None:

@@ -61,7 +61,16 @@ def settings_faults(memory: object, backend: object, verify: object) -> list[str
 
 
 class NoPlanWarning(UserWarning):
-    """A recurrent network does not run by the plan that was asked for; the warning says by what, and why."""
+    """A recurrent network does not run by the plan that was asked for; the warning says by what, and why.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", weft.errors.NoPlanWarning)  # in your tests
+        ...     weft.Recurrent(lambda x, h: (x, h if h.sum() > 0 else -h))(torch.ones(2, 1, 1), torch.ones(1, 1))
+        Traceback (most recent call last):
+        weft.errors.NoPlanWarning: ...
+    """
 
 
 @dataclass(frozen=True)

@@ -251,5 +251,9 @@ os.register_at_fork(after_in_child=pool.forked)
 
 
 def release() -> None:
-    """Give the idle workspaces of recurrent networks back to the system."""
+    """Give the idle workspaces of recurrent networks back to the system.
+
+    Example:
+        >>> weft.recurrent.release()
+    """
     pool.release()

@@ -35,7 +35,13 @@ from weft.recurrent.sequence import Inputs
 
 
 class InputWidthError(SpecError, RuntimeError):
-    """An input of another width than the cell says; PyTorch's own cells raise a RuntimeError for it."""
+    """An input of another width than the cell says; PyTorch's own cells raise a RuntimeError for it.
+
+    Example:
+        >>> weft.Recurrent(nn.GRUCell(3, 8))(torch.ones(5, 2, 4))
+        Traceback (most recent call last):
+        weft.errors.InputWidthError: ...
+    """
 
 
 class Cell:

@@ -29,7 +29,16 @@ from weft.recurrent.faults import Faults
 
 @dataclass(frozen=True)
 class Window:
-    """A link to the last ``k`` values of the output ``name``."""
+    """A link to the last ``k`` values of the output ``name``.
+
+    Example:
+        >>> def step(inputs, states):  # the sum of an input and of the last two outputs
+        ...     return {"y": inputs["x"] + states["past"].sum(0)}
+        >>> start = {"past": torch.zeros(2, 1, 1)}
+        >>> result = weft.recurrent_net(step, {"x": torch.ones(4, 1, 1)}, start, {"past": weft.Window("y", 2)})
+        >>> result.outputs["y"].flatten()
+        tensor([1., 2., 4., 7.])
+    """
 
     name: str
     k: int

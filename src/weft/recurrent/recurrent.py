@@ -46,7 +46,14 @@ from weft.recurrent.sequence import Inputs, Lengths, batch_first_again, pack_lik
 
 
 class Result(NamedTuple):
-    """What a recurrent network returns. Its tensors may share memory: read them, do not write into them."""
+    """What a recurrent network returns. Its tensors may share memory: read them, do not write into them.
+
+    Example:
+        >>> result = weft.Recurrent(nn.LSTMCell(3, 8), backend="eager")(torch.randn(5, 2, 3))
+        >>> hidden, cell = result.last
+        >>> result.outputs.shape, hidden.shape
+        (torch.Size([5, 2, 8]), torch.Size([2, 8]))
+    """
 
     outputs: Any
     """Nested as ``y_t``, T x N x ...; zero where a row does not count. Packed if the inputs were."""
@@ -121,6 +128,17 @@ class Recurrent(nn.Module):
     ``memory`` is ``"full"`` or ``"states"``. A ``PackedSequence`` is refused, and ``torch.export(strict=True)`` fails.
 
     Raises ``UsageError`` that lists all that is wrong with the arguments.
+
+    Example:
+        >>> class Decay(nn.Module):
+        ...     def initial_state(self, x):
+        ...         return torch.zeros_like(x)
+        ...     def forward(self, x, h):  # (x_t, state) -> (y_t, new state)
+        ...         h = 0.9 * h + x.tanh()
+        ...         return h, h
+        >>> outputs, last, states = weft.Recurrent(Decay())(torch.randn(20, 4, 3), lengths=[20, 7, 0, 3])
+        >>> outputs.shape, last.shape
+        (torch.Size([20, 4, 3]), torch.Size([4, 3]))
     """
 
     def __init__(
@@ -368,6 +386,14 @@ def recurrent_net(
 
     Returns ``Result(outputs, last, states)`` with dicts by name; ``result.all`` is ``result.states``.
     Raises as :class:`Recurrent` does.
+
+    Example:
+        >>> def step(inputs, states):
+        ...     return {"level": 0.5 * states["level"] + inputs["x"]}
+        >>> start = {"level": torch.zeros(1, 1)}
+        >>> result = weft.recurrent_net(step, {"x": torch.ones(3, 1, 1)}, start, {"level": "level"})
+        >>> result.outputs["level"].flatten()
+        tensor([1.0000, 1.5000, 1.7500])
     """
     _check_net(step, inputs, links, truncate, memory, backend, verify)
     cell = Linked(step, links, references=references, time_step=time_step)

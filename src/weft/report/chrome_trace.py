@@ -14,7 +14,16 @@ from weft.report.timeline import KINDS
 
 
 def trace(events: Sequence[Event], *, name: str = "weft") -> dict[str, Any]:
-    """One process of this name with a track per thread; times count from the first event."""
+    """One process of this name with a track per thread; times count from the first event.
+
+    Example:
+        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
+        >>> recorder = weft.Recorder()
+        >>> with pipe.watched_by(recorder):
+        ...     loss = pipe(torch.randn(4, 2)).sum()
+        >>> sorted({event["ph"] for event in weft.report.trace(recorder.events)["traceEvents"]})
+        ['M', 'X']
+    """
     begin = min((event.start for event in events), default=0.0)
     threads = {thread: number for number, thread in enumerate(sorted({event.thread for event in events}))}
     work = [
@@ -35,7 +44,14 @@ def trace(events: Sequence[Event], *, name: str = "weft") -> dict[str, Any]:
 
 
 def write_trace(path: Path | str, events: Sequence[Event], *, name: str = "weft") -> Path:
-    """Write `trace` to a JSON file, and return its path."""
+    """Write `trace` to a JSON file, and return its path.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "trace.json")
+        >>> weft.report.write_trace(path, []).name  # open it at https://ui.perfetto.dev
+        'trace.json'
+    """
     target = Path(path)
     target.write_text(json.dumps(trace(events, name=name)), encoding="utf-8")
     return target

@@ -19,7 +19,12 @@ _FORBIDDEN = re.compile("[^\t\n\r\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U000100
 
 
 class Markup(str):
-    """Text that is markup already and is not escaped again."""
+    """Text that is markup already and is not escaped again.
+
+    Example:
+        >>> weft.report.paragraph(weft.report.Markup("<b>kept</b>"))
+        '<p><b>kept</b></p>'
+    """
 
     __slots__ = ()
 
@@ -54,14 +59,26 @@ def tag(name: str, *content: str, **attributes: AttributeValue | None) -> Markup
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title above what `paragraph`, `figure`, `table` and `code` make."""
+    """A part of a page: a title above what `paragraph`, `figure`, `table` and `code` make.
+
+    Example:
+        >>> from weft.report import Section, page, paragraph
+        >>> html = page("Run 7", [Section("Data", [paragraph("1,000 rows")])])
+    """
 
     title: str
     body: Sequence[Markup]
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
-    """The whole page, to be written in UTF-8."""
+    """The whole page, to be written in UTF-8.
+
+    Example:
+        >>> from weft.report import Section, page, table
+        >>> html = page("Run 7", [Section("Settings", [table(["option", "value"], [["chunks", "8"]])])])
+        >>> html.splitlines()[0]
+        '<!DOCTYPE html>'
+    """
     parts = [tag("section", tag("h2", section.title), *section.body) for section in sections]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -72,24 +89,45 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def paragraph(words: str) -> Markup:
-    """A paragraph of plain text."""
+    """A paragraph of plain text.
+
+    Example:
+        >>> print(weft.report.paragraph("1 < 2"))
+        <p>1 &lt; 2</p>
+    """
     return tag("p", words)
 
 
 def figure(picture: Markup, caption: str = "") -> Markup:
-    """A picture with its caption."""
+    """A picture with its caption.
+
+    Example:
+        >>> picture = weft.report.loss_curve([3.0, 2.0, 1.5])
+        >>> print(weft.report.figure(picture, "Three steps"))
+        <figure><svg...<figcaption>Three steps</figcaption></figure>
+    """
     return tag("figure", picture, tag("figcaption", caption) if caption else "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """A table of plain text; the first column names the rows."""
+    """A table of plain text; the first column names the rows.
+
+    Example:
+        >>> print(weft.report.table(["mode", "bytes"], [["full", "268 MB"]]))
+        <div class="wide"><table>...</table></div>
+    """
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
     body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
 
 
 def code(words: str) -> Markup:
-    """Preformatted text in a monospaced font."""
+    """Preformatted text in a monospaced font.
+
+    Example:
+        >>> print(weft.report.code("a < b"))
+        <pre>a &lt; b</pre>
+    """
     return tag("pre", words)
 
 

@@ -100,12 +100,22 @@ def unit_for(largest: int | float, units: Sequence[Unit]) -> Unit:
 
 
 def show_time(seconds: int | float) -> str:
-    """A duration in a fitting unit."""
+    """A duration in a fitting unit.
+
+    Example:
+        >>> weft.report.show_time(0.0123)
+        '12.3 ms'
+    """
     return unit_for(seconds, SECONDS).show(seconds)
 
 
 def show_bytes(count: int | float) -> str:
-    """A number of bytes in a fitting unit."""
+    """A number of bytes in a fitting unit.
+
+    Example:
+        >>> weft.report.show_bytes(3_000_000)
+        '2.86 MiB'
+    """
     return unit_for(count, BYTES).show(count)
 
 
@@ -133,7 +143,15 @@ def _left_axis(x: Scale, y: Scale, unit: Unit, label: str) -> Markup:
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows, in which unit, and whether its scale is logarithmic."""
+    """What an axis shows, in which unit, and whether its scale is logarithmic.
+
+    Example:
+        >>> from weft.report import Axis, line_chart
+        >>> lines = {"run": [(0.0, 1.0), (1.0, 0.1)]}
+        >>> chart = line_chart(lines, title="Loss", x=Axis("step"), y=Axis("loss", log=True))
+        >>> chart[:4]
+        '<svg'
+    """
 
     label: str
     unit: Unit = COUNT
@@ -155,6 +173,12 @@ def line_chart(
     `marks` are named moments on the x axis, such as the end of a server; lines in `thin` are drawn faintly. Points
     that are not finite, or that a logarithmic axis cannot show, are left out. A linear y axis begins at 0, or at the
     smallest value if that is below.
+
+    Example:
+        >>> from weft.report import Axis, line_chart
+        >>> lines = {"forecast": [(100.0, 2.0), (200.0, 4.0)]}
+        >>> dots = {"forecast": [(150.0, 3.1)]}
+        >>> svg = line_chart(lines, title="Memory", x=Axis("steps"), y=Axis("MB"), measured=dots)
     """
     drawn = {name: _visible(points, x, y) for name, points in lines.items()}
     dotted = {name: _visible(points, x, y) for name, points in (measured or {}).items()}
@@ -190,6 +214,9 @@ def memory_curve(
 
     Points are taken in the order of recording: a time before that of its predecessor, as two threads may report it, is
     drawn at the predecessor's.
+
+    Example:
+        >>> svg = weft.report.memory_curve({"stage 0": [(0.0, 0), (0.1, 4096), (0.3, 0)]})
     """
     ordered = {
         name: list(zip(accumulate((t for t, _ in points), max), (float(b) for _, b in points), strict=True))
@@ -207,6 +234,9 @@ def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label
     """Draw the loss of every step, thin, and its running mean, on a logarithmic axis if all losses are above 0.
 
     Losses that are not finite are left out.
+
+    Example:
+        >>> svg = weft.report.loss_curve([3.0, 2.0, 1.5], title="Loss of three steps")
     """
     points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if _is_visible(loss, False)]
     log = all(_is_visible(loss, True) for _, loss in points)
@@ -219,6 +249,10 @@ def running_mean(points: Sequence[Point], *, log: bool = False) -> Iterator[Poin
 
     It averages as many values before a point as behind it, fewer towards both ends, so that it lies on the curve: a
     mean over the past alone lags behind, above a loss that falls.
+
+    Example:
+        >>> list(weft.report.running_mean([(0.0, 1.0), (1.0, 2.0), (2.0, 6.0)]))
+        [(0.0, 1.0), (1.0, 3.0), (2.0, 6.0)]
     """
     values = [math.log(value) if log else value for _, value in points]
     for i, (x, _) in enumerate(points):

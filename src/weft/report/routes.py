@@ -15,7 +15,14 @@ _COLUMN, _LINE, _LEFT, _TOP = 90.0, 22.0, 20.0, 26.0
 
 
 def routes(values: Sequence[CrossingValue], stages: int, *, title: str) -> Markup:
-    """Draw ``pipe.routes`` of a pipe with so many stages."""
+    """Draw ``pipe.routes`` of a pipe with so many stages.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
+        >>> pipe = weft.Pipe(model, chunks=2, devices=["cpu", "cpu"], split=["1"])
+        >>> pipe(torch.randn(4, 2)).sum().backward()
+        >>> svg = weft.report.routes(pipe.routes, 2, title="What crosses")
+    """
     parts: list[str] = []
     for stage in range(stages):
         parts.append(tag("text", f"stage {stage}", x=_at(stage), y=10, class_="tick middle"))

@@ -38,6 +38,13 @@ def timeline(events: Sequence[Event], forecast: Forecast | None = None, *, title
 
     Times count from the first event, where the forecast starts as well. A bar shows kind and micro-batch where they
     fit, and a tooltip with its times. Without events the frame is empty.
+
+    Example:
+        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
+        >>> recorder = weft.Recorder()
+        >>> with pipe.watched_by(recorder):
+        ...     pipe(torch.randn(4, 2)).sum().backward()
+        >>> svg = weft.report.timeline(recorder.events)
     """
     begin = min((event.start for event in events), default=0.0)
     spans = forecast.spans if forecast is not None else ()
@@ -57,7 +64,15 @@ def timeline(events: Sequence[Event], forecast: Forecast | None = None, *, title
 
 
 def live_bytes(recorder: Recorder) -> list[tuple[float, int]]:
-    """The recorder's memory curve in seconds from its first event, where nothing is alive yet."""
+    """The recorder's memory curve in seconds from its first event, where nothing is alive yet.
+
+    Example:
+        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
+        >>> recorder = weft.Recorder(memory=True)
+        >>> with pipe.watched_by(recorder):
+        ...     pipe(torch.randn(4, 2)).sum().backward()
+        >>> svg = weft.report.memory_curve({"all stages": weft.report.live_bytes(recorder)})
+    """
     begin = min((event.start for event in recorder.events), default=0.0)
     return [(0.0, 0), *((time - begin, count) for time, count in recorder.bytes)]
 

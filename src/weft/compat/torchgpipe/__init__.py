@@ -56,6 +56,11 @@ class GPipe(Pipe):
 
     Raises TypeError when the module is no `nn.Sequential` or its skips do not fit; ValueError for other
     arguments; IndexError when there are fewer devices than partitions.
+
+    Example:
+        >>> from weft.compat.torchgpipe import GPipe
+        >>> model = GPipe(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), balance=[1, 1], devices=["cpu", "cpu"], chunks=2)
+        >>> model(torch.randn(8, 4)).sum().backward()
     """
 
     def __init__(

@@ -20,6 +20,14 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
 
     In a pipe it updates its running statistics once per mini-batch. Elsewhere it does so after every `chunks` calls in
     training. Raises UsageError if `chunks` is no whole number from 1 up.
+
+    Example:
+        >>> from weft.compat.torchgpipe.batchnorm import DeferredBatchNorm
+        >>> norm = DeferredBatchNorm(3, chunks=4)
+        >>> for part in torch.randn(8, 3).chunk(4):
+        ...     part = norm(part)
+        >>> norm.num_batches_tracked
+        tensor(1)
     """
 
     def __init__(

@@ -45,6 +45,13 @@ class Connections:
 
     Raises ``UsageError`` that lists all invalid arguments, among them a directory of several machines with a ``tls``
     that names no ``servers``, and certificates or tokens that ``open_transport`` would not get.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     with weft.Connections({"ffn.0": server.address}) as connections:
+        ...         weft.RemoteExpert("ffn.0", connections)(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
     """
 
     def __init__(

@@ -31,6 +31,13 @@ def create_remote_experts(
 
     Raises ``AwayError`` if the directory does not answer, ``UsageError`` that lists all invalid arguments,
     such as a single text in place of a list.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     (remote,) = weft.create_remote_experts(["ffn.0"], {"ffn.0": server.address})
+        ...     remote(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
     """
     with Validator("invalid remote experts") as check:
         names: list[Any] = []

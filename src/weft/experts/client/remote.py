@@ -74,6 +74,14 @@ class RemoteExpert(RemoteLayer):
     ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``; at every call ``SpecError`` for arguments that do
     not fit (before anything is sent), ``DeadlineError``, ``LostError``, and what the expert answers; see
     `weft.experts.errors`.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
+        >>> with weft.Server([expert]) as server, weft.RemoteExpert("ffn.0", server.address) as remote:
+        ...     nn.Sequential(nn.Linear(3, 8), remote)(torch.randn(4, 3)).sum().backward()
+        ...     remote.steps
+        1
     """
 
     def __init__(

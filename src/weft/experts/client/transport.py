@@ -131,6 +131,14 @@ class GrpcTransport(_BaseTransport):
 
     Raises ``UsageError`` for an address that is none or not one of ``tls.servers``, a token that no header can carry,
     and a token without TLS to another machine.
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(2)]
+        >>> with weft.Server(experts) as server, weft.GrpcTransport(server.address) as transport:
+        ...     layers = nn.Sequential(weft.RemoteExpert("ffn.0", transport), weft.RemoteExpert("ffn.1", transport))
+        ...     layers(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
     """
 
     def __init__(

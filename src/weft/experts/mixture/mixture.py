@@ -78,6 +78,17 @@ class RemoteMixtureOfExperts(RemoteLayer):
     A copy shares the connections, and has an open mini-batch of its own.
 
     Raises ``UsageError`` that lists all invalid arguments.
+
+    Example:
+        >>> from weft.experts.directory import LocalDirectory
+        >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
+        >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(3)]
+        >>> with weft.Server(experts, directory=directory), weft.Connections(directory) as connections:
+        ...     mixture = weft.RemoteMixtureOfExperts(
+        ...         in_features=8, grid_size=[3], uid_prefix="ffn", connections=connections, k_best=2
+        ...     )
+        ...     mixture(torch.randn(4, 8)).sum().backward()
+        >>> directory.close()
     """
 
     def __init__(

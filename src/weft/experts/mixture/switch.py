@@ -34,6 +34,19 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         options: all other arguments of `RemoteMixtureOfExperts`.
 
     Raises what `RemoteMixtureOfExperts` raises.
+
+    Example:
+        >>> from weft.experts.directory import LocalDirectory
+        >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
+        >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(3)]
+        >>> with weft.Server(experts, directory=directory), weft.Connections(directory) as connections:
+        ...     mixture = weft.RemoteSwitchMixtureOfExperts(
+        ...         in_features=8, grid_size=[3], uid_prefix="ffn", connections=connections
+        ...     )
+        ...     outputs, balancing_loss = mixture(torch.randn(4, 8))
+        >>> outputs.shape
+        torch.Size([4, 8])
+        >>> directory.close()
     """
 
     def __init__(

@@ -71,6 +71,12 @@ class Server:
     Raises ``UsageError`` for two experts of one name, schemas that cannot be told, replicas without a directory, and
     addresses that are none, that the directory would list and nobody could call (0.0.0.0 without ``advertise``), or
     that no directory would list (``advertise`` without one).
+
+    Example:
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     print(server.address)
+        127.0.0.1:...
     """
 
     def __init__(

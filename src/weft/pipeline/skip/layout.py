@@ -72,6 +72,15 @@ def verify_skippables(module: nn.Module, *, one_to_one: bool = False) -> None:
     `one_to_one` a second pop is a fault too; otherwise any number of layers may pop one stash. Skippable
     layers deep inside the model count, in the order in which they run (see `walk`). That all faults are
     reported at once follows torchgpipe.
+
+    Example:
+        >>> @weft.skippable(pop=["early"])
+        ... class Decode(nn.Module):
+        ...     def forward(self, x):
+        ...         return x + (yield weft.pop("early"))
+        >>> weft.verify_skippables(nn.Sequential(nn.ReLU(), Decode()))
+        Traceback (most recent call last):
+        weft.errors.SkipWiringError: the skips of this model do not fit together: ...
     """
     faults = list(wiring_faults(skippables(module), one_to_one=one_to_one))
     if faults:

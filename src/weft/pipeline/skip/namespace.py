@@ -34,6 +34,11 @@ class Namespace:
 
     Two namespaces are equal only if one is a copy of the other: by `copy`, `copy.deepcopy` or pickling, also
     across processes. They are hashable and totally ordered by creation; ``None`` comes before all of them.
+
+    Example:
+        >>> inner = weft.Namespace()
+        >>> inner == weft.Namespace()
+        False
     """
 
     serial: int = field(init=False, default_factory=_next_serial)

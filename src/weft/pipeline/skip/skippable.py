@@ -107,7 +107,15 @@ def shorten_faults(layer: nn.Module, faults: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class stash:
-    """Put a tensor, or None, where the layers that declare ``pop=[name]`` will find it."""
+    """Put a tensor, or None, where the layers that declare ``pop=[name]`` will find it.
+
+    Example:
+        >>> @weft.skippable(stash=["early"])
+        ... class Encode(nn.Module):
+        ...     def forward(self, x):
+        ...         yield weft.stash("early", x)
+        ...         return x.relu()
+    """
 
     name: str
     tensor: Tensor | None
@@ -115,7 +123,15 @@ class stash:
 
 @dataclass(frozen=True, slots=True)
 class pop:
-    """Ask for the tensor that was stashed under this name."""
+    """Ask for the tensor that was stashed under this name.
+
+    Example:
+        >>> @weft.skippable(pop=["early"])
+        ... class Decode(nn.Module):
+        ...     def forward(self, x):
+        ...         early = yield weft.pop("early")
+        ...         return x + early
+    """
 
     name: str
 
@@ -393,6 +409,19 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[C
     Raises SkipWiringError (a TypeError) if `stash` or `pop` is a bare string, or if what is decorated is no
     module class. The idea of declared skips with a yielding forward comes from torchgpipe (Kim et al., 2020,
     arXiv:2004.09910).
+
+    Example:
+        >>> @weft.skippable(stash=["early"])
+        ... class Encode(nn.Module):
+        ...     def forward(self, x):
+        ...         yield weft.stash("early", x)
+        ...         return x.relu()
+        >>> @weft.skippable(pop=["early"])
+        ... class Decode(nn.Module):
+        ...     def forward(self, x):
+        ...         return x + (yield weft.pop("early"))
+        >>> nn.Sequential(Encode(), nn.Tanh(), Decode())(torch.zeros(2))
+        tensor([0., 0.])
     """
     stashed, popped = distinct_names("stash", stash), distinct_names("pop", pop)
 

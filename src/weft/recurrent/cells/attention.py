@@ -27,7 +27,14 @@ from weft.recurrent.sequence import Lengths, read_inputs
 
 
 class AttentionState(NamedTuple):
-    """The state of an :class:`AttentionCell`, made by its method ``begin``."""
+    """The state of an :class:`AttentionCell`, made by its method ``begin``.
+
+    Example:
+        >>> from weft.recurrent.cells import AttentionCell, LSTMCell
+        >>> cell = AttentionCell(LSTMCell(3 + 6, 8), memory_size=6, query_size=8, attention_size=4)
+        >>> cell.begin(torch.randn(5, 2, 6), lengths=[5, 2]).valid.sum(1)  # positions of the source, for each row
+        tensor([5, 2])
+    """
 
     cell: Any
     """The state of the wrapped cell."""
@@ -42,7 +49,15 @@ class AttentionState(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """The output of an :class:`AttentionCell`."""
+    """The output of an :class:`AttentionCell`.
+
+    Example:
+        >>> from weft.recurrent.cells import AttentionCell, LSTMCell
+        >>> cell = AttentionCell(LSTMCell(3 + 6, 8), memory_size=6, query_size=8, attention_size=4)
+        >>> attended, state = cell(torch.randn(2, 3), cell.begin(torch.randn(5, 2, 6)))
+        >>> attended.output.shape, attended.weights.shape
+        (torch.Size([2, 8]), torch.Size([2, 5]))
+    """
 
     output: Tensor
     """N x H: the wrapped cell's output."""
@@ -68,6 +83,13 @@ class AttentionCell(nn.Module):
     :class:`Attended`, states :class:`AttentionState`.
 
     Raises ``UsageError`` for a size below 1 or another score.
+
+    Example:
+        >>> from weft.recurrent.cells import AttentionCell, LSTMCell
+        >>> cell = AttentionCell(LSTMCell(3 + 6, 8), memory_size=6, query_size=8, attention_size=4)
+        >>> source = torch.randn(5, 2, 6)
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(7, 2, 3), cell.begin(source)).outputs.context.shape
+        torch.Size([7, 2, 6])
     """
 
     def __init__(

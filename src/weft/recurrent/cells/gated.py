@@ -113,6 +113,13 @@ class ElmanCell(HiddenCell):
     Elman, "Finding structure in time", Cognitive Science 14 (1990).
 
     Raises ``UsageError`` for a size below 1 or another nonlinearity.
+
+    Example:
+        >>> from weft.recurrent.cells import ElmanCell
+        >>> cell, x = ElmanCell(3, 8), torch.randn(2, 3)
+        >>> y, h = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     GATES = 1
@@ -148,6 +155,13 @@ class GRUCell(HiddenCell):
     (Semeniuta, Severyn and Barth, arXiv 1603.05118).
 
     Raises ``UsageError`` for a size below 1 or a rate outside 0 to 1.
+
+    Example:
+        >>> from weft.recurrent.cells import GRUCell
+        >>> cell, x = GRUCell(3, 8), torch.randn(2, 3)
+        >>> y, h = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     GATES = 3
@@ -198,6 +212,13 @@ class ResetBeforeGRUCell(OneBiasCell):
     encoder-decoder" (arXiv 1406.1078).
 
     Raises ``UsageError`` for a size below 1.
+
+    Example:
+        >>> from weft.recurrent.cells import ResetBeforeGRUCell
+        >>> cell, x = ResetBeforeGRUCell(3, 8), torch.randn(2, 3)
+        >>> y, h = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     GATES = 3
@@ -219,6 +240,13 @@ class MinimalGatedCell(OneBiasCell):
     "Minimal gated unit for recurrent neural networks" (arXiv 1603.09420).
 
     Raises ``UsageError`` for a size below 1.
+
+    Example:
+        >>> from weft.recurrent.cells import MinimalGatedCell
+        >>> cell, x = MinimalGatedCell(3, 8), torch.randn(2, 3)
+        >>> y, h = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     GATES = 2
@@ -244,6 +272,13 @@ class LightGRUCell(OneBiasCell):
     begin orthogonal, which keeps its length.
 
     Raises ``UsageError`` for a size below 1.
+
+    Example:
+        >>> from weft.recurrent.cells import LightGRUCell
+        >>> cell, x = LightGRUCell(3, 8), torch.randn(2, 3)
+        >>> y, h = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     GATES = 2
@@ -272,6 +307,13 @@ class RHNCell(HiddenCell):
     Koutnik and Schmidhuber, "Recurrent highway networks" (arXiv 1607.03474).
 
     Raises ``UsageError`` for a size or depth below 1.
+
+    Example:
+        >>> from weft.recurrent.cells import RHNCell
+        >>> cell, x = RHNCell(3, 8), torch.randn(2, 3)
+        >>> y, h = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     GATES = 2

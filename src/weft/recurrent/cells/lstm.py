@@ -31,6 +31,13 @@ class LSTMCell(MemoryCell):
     ``c`` holds is never lost: Semeniuta, Severyn and Barth, "Recurrent dropout without memory loss" (arXiv 1603.05118).
 
     Raises ``UsageError`` for a size below 1 or a rate outside 0 to 1.
+
+    Example:
+        >>> from weft.recurrent.cells import LSTMCell
+        >>> cell, x = LSTMCell(3, 8), torch.randn(2, 3)
+        >>> y, (h, c) = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -68,6 +75,13 @@ class PeepholeLSTMCell(MemoryCell):
     (2002).
 
     Raises ``UsageError`` for a size below 1.
+
+    Example:
+        >>> from weft.recurrent.cells import PeepholeLSTMCell
+        >>> cell, x = PeepholeLSTMCell(3, 8), torch.randn(2, 3)
+        >>> y, (h, c) = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -96,6 +110,13 @@ class LayerNormLSTMCell(MemoryCell):
     (arXiv 1607.06450), equations 20 to 22.
 
     Raises ``UsageError`` for a size below 1.
+
+    Example:
+        >>> from weft.recurrent.cells import LayerNormLSTMCell
+        >>> cell, x = LayerNormLSTMCell(3, 8), torch.randn(2, 3)
+        >>> y, (h, c) = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -132,6 +153,13 @@ class MILSTMCell(MemoryCell):
     with recurrent neural networks" (arXiv 1606.06630).
 
     Raises ``UsageError`` for a size below 1.
+
+    Example:
+        >>> from weft.recurrent.cells import MILSTMCell
+        >>> cell, x = MILSTMCell(3, 8), torch.randn(2, 3)
+        >>> y, (h, c) = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -180,6 +208,13 @@ class SLSTMCell(GatedCell):
     belong to xLSTM's block, not to the cell. Beck et al., "xLSTM: Extended long short-term memory" (arXiv 2405.04517).
 
     Raises ``UsageError`` for a size below 1, or heads that do not divide ``hidden_size``.
+
+    Example:
+        >>> from weft.recurrent.cells import SLSTMCell
+        >>> cell, x = SLSTMCell(3, 8), torch.randn(2, 3)
+        >>> y, (h, c, n, m) = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 8])
     """
 
     GATES = 4
@@ -240,6 +275,13 @@ class ConvLSTMCell(nn.Module):
         kernel_size: of both convolutions; odd, so that images keep their size.
 
     Raises ``UsageError`` for a size below 1 or an even kernel.
+
+    Example:
+        >>> from weft.recurrent.cells import ConvLSTMCell
+        >>> cell, x = ConvLSTMCell(1, 4), torch.randn(2, 1, 8, 8)
+        >>> y, (h, c) = cell(x, cell.initial_state(x))
+        >>> y.shape
+        torch.Size([2, 4, 8, 8])
     """
 
     def __init__(

@@ -77,6 +77,13 @@ class Residual(Wrapper):
     translation system" (arXiv 1609.08144), section 3.1; the idea is He et al.'s (arXiv 1512.03385).
 
     Raises ``SpecError`` if output and input differ in shape or nesting.
+
+    Example:
+        >>> from weft.recurrent.cells import GRUCell, Residual
+        >>> cell, x = Residual(GRUCell(4, 4)), torch.randn(2, 4)
+        >>> y, h = cell(x, cell.initial_state(x))
+        >>> torch.equal(y, h + x)
+        True
     """
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
@@ -108,6 +115,12 @@ class Zoneout(Wrapper):
 
     Raises ``UsageError`` for rates outside 0 to 1 or for states without floating-point numbers, ``SpecError`` if rates
     are nested otherwise than the state.
+
+    Example:
+        >>> from weft.recurrent.cells import LSTMCell, Zoneout
+        >>> net = weft.Recurrent(Zoneout(LSTMCell(3, 8), (0.5, 0.05)), backend="eager")
+        >>> net(torch.randn(5, 2, 3)).outputs.shape
+        torch.Size([5, 2, 8])
     """
 
     def __init__(self, cell: nn.Module, rate: Rates) -> None:
@@ -171,6 +184,12 @@ class SequenceDropout(Wrapper):
 
     Raises ``UsageError`` for rates outside 0 to 1, or for tensors without floating-point numbers, and ``SpecError`` if
     rates are nested otherwise than what they are for.
+
+    Example:
+        >>> from weft.recurrent.cells import LSTMCell, SequenceDropout
+        >>> net = weft.Recurrent(SequenceDropout(LSTMCell(3, 8), inputs=0.2, states=(0.25, 0)), backend="eager")
+        >>> net(torch.randn(5, 2, 3)).outputs.shape
+        torch.Size([5, 2, 8])
     """
 
     def __init__(self, cell: nn.Module, *, inputs: Rates = 0.0, states: Rates = 0.0) -> None:

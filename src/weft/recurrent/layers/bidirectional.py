@@ -44,6 +44,11 @@ class Bidirectional(nn.Module):
             nested as the networks return them, T x N x ... each. Outputs that are ``None`` in both stay ``None``.
 
     Raises ``UsageError`` that lists all that is wrong with the arguments.
+
+    Example:
+        >>> net = weft.Bidirectional(weft.Recurrent(nn.GRUCell(8, 16), backend="eager"))
+        >>> net(torch.randn(20, 4, 8), lengths=[20, 7, 3, 9]).outputs.shape
+        torch.Size([20, 4, 32])
     """
 
     def __init__(self, forward_net: nn.Module, backward_net: nn.Module | None = None, merge: Merge = "cat") -> None:

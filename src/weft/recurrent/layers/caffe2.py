@@ -53,7 +53,14 @@ class Caffe2Step(LayerStep):
 
 
 class Caffe2Result(NamedTuple):
-    """What Caffe2's LSTM returns, in its order."""
+    """What Caffe2's LSTM returns, in its order.
+
+    Example:
+        >>> from weft.recurrent.layers import Caffe2LSTM
+        >>> hidden_all, hidden_last, cell_all, cell_last = Caffe2LSTM(8, 16)(torch.randn(20, 4, 8))
+        >>> cell_last.shape
+        torch.Size([4, 16])
+    """
 
     hidden_all: Tensor
     """T x N x H: the hidden state after every step."""
@@ -75,6 +82,11 @@ class Caffe2LSTM(nn.Module):
         how: handed to :class:`weft.recurrent.Recurrent`, such as ``backend=``. The input's product is outside of it.
 
     Parameters have Caffe2's names; the top of the file has their layout. Raises ``UsageError`` for widths below 1.
+
+    Example:
+        >>> result = weft.recurrent.Caffe2LSTM(8, 16)(torch.randn(20, 4, 8))
+        >>> result.hidden_all.shape
+        torch.Size([20, 4, 16])
     """
 
     i2h_w: Tensor

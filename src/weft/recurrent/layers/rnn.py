@@ -60,7 +60,13 @@ class WeightKeyedCache(Generic[Net]):
 
 
 class LayerInputError(SpecError, ValueError, RuntimeError):
-    """LayerInput of a layer do not fit. It is whatever torch.nn's layers raise for such a fault."""
+    """LayerInput of a layer do not fit. It is whatever torch.nn's layers raise for such a fault.
+
+    Example:
+        >>> weft.GRU(3, 8)(torch.ones(5, 2, 4))
+        Traceback (most recent call last):
+        weft.errors.LayerInputError: ...
+    """
 
 
 class LayerInput(NamedTuple):
@@ -408,6 +414,12 @@ class LSTM(RNNBase, nn.LSTM):
 
     The class is a ``torch.nn.LSTM``: weights load both ways, and initialisation is torch's. Gates are in the order
     i, f, g, o. Dropout between layers draws the numbers that torch draws on the CPU. See `forward` for the call.
+
+    Example:
+        >>> net = weft.LSTM(8, 16)
+        >>> outputs, (h, c) = net(torch.randn(20, 4, 8))
+        >>> net.load_state_dict(nn.LSTM(8, 16).state_dict())
+        <All keys matched successfully>
     """
 
     def __init__(
@@ -449,6 +461,11 @@ class GRU(RNNBase, nn.GRU):
 
     The class is a ``torch.nn.GRU``: weights load both ways, and initialisation is torch's. Gates are in the order
     r, z, n. Dropout between layers draws the numbers that torch draws on the CPU. See `forward` for the call.
+
+    Example:
+        >>> outputs, last = weft.GRU(8, 16, batch_first=True)(torch.randn(4, 20, 8))
+        >>> outputs.shape, last.shape
+        (torch.Size([4, 20, 16]), torch.Size([1, 4, 16]))
     """
 
     def __init__(
@@ -482,6 +499,11 @@ class RNN(RNNBase, nn.RNN):
         how: handed to :class:`weft.recurrent.Recurrent` for every layer and direction, such as ``backend=``.
 
     The class is a ``torch.nn.RNN``: weights load both ways, and initialisation is torch's. See `forward` for the call.
+
+    Example:
+        >>> outputs, last = weft.RNN(8, 16, nonlinearity="relu")(torch.randn(20, 4, 8))
+        >>> outputs.shape
+        torch.Size([20, 4, 16])
     """
 
     def __init__(

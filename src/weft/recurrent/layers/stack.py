@@ -30,6 +30,11 @@ class Stack(nn.Module):
             before the layer's input is added.
 
     Raises ``UsageError`` that lists all that is wrong with the arguments.
+
+    Example:
+        >>> layers = [weft.Recurrent(nn.GRUCell(8, 8), backend="eager") for _ in range(2)]
+        >>> weft.Stack(layers, residual=True)(torch.randn(20, 4, 8)).outputs.shape
+        torch.Size([20, 4, 8])
     """
 
     def __init__(
