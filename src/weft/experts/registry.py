@@ -137,11 +137,11 @@ def feed_forward(hidden: int, inner: int | None = None) -> Blueprint:
 
 
 class TransformerLayer(nn.Module):
-    """Self-attention and a feed-forward layer: N x length x hidden to the same, with an optional padding mask.
+    """Self-attention and a feed-forward layer: N x length x hidden to the same; True in the mask is padding.
 
     Example:
         >>> layer = weft.experts.TransformerLayer(hidden=8, heads=2, inner=32, dropout=0.1)
-        >>> layer(torch.randn(4, 10, 8), None).shape
+        >>> layer(torch.randn(4, 10, 8), torch.zeros(4, 10, dtype=torch.bool)).shape  # no padding
         torch.Size([4, 10, 8])
     """
 

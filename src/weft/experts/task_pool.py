@@ -63,6 +63,10 @@ class PoolOptions:
         max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`. None:
             half of ``max_tasks`` and of ``max_rows``, so that nobody fills a queue alone. Tasks without a client are
             not counted.
+
+    Example:
+        >>> weft.experts.PoolOptions(max_batch_size=256).max_batch_delay  # seconds
+        0.02
     """
 
     min_batch_size: int = 1
