@@ -487,7 +487,7 @@ class AwayError(DirectoryError, ConnectionError):
     """The directory does not answer, or was closed.
 
     Example:
-        >>> from weft.experts.directory import LocalDirectory
+        >>> from weft.experts.discovery import LocalDirectory
         >>> directory = LocalDirectory()
         >>> directory.close()
         >>> directory.watch("ffn")

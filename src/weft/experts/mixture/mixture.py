@@ -80,7 +80,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
     Raises ``UsageError`` that lists all invalid arguments.
 
     Example:
-        >>> from weft.experts.directory import LocalDirectory
+        >>> from weft.experts.discovery import LocalDirectory
         >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
         >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(3)]
         >>> with weft.Server(experts, directory=directory), weft.Connections(directory) as connections:

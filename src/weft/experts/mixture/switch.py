@@ -36,7 +36,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
     Raises what `RemoteMixtureOfExperts` raises.
 
     Example:
-        >>> from weft.experts.directory import LocalDirectory
+        >>> from weft.experts.discovery import LocalDirectory
         >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
         >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(3)]
         >>> with weft.Server(experts, directory=directory), weft.Connections(directory) as connections:
