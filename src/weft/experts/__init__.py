@@ -10,7 +10,7 @@ side_effects.py      what running a module changes, and undoing that
 gradient_guards.py   which gradients are refused          optimizer_step.py  one step: hooks, clip, optimizer, schedule
 accumulation.py      open mini-batches                    idempotency.py  keys of applied requests
 graph_cache.py       graphs and inputs kept from forward to backward
-journal.py           the log, its lines and files         replay.py  from a state and a log to the same bytes
+journal.py           the log of batches, its files, and the replay from it
 state.py             what a state holds, and loading it   checkpoint.py  what survives the process
 serialization.py     state dicts as safetensors files
 statistics.py, errors.py, telemetry.py                    plain numbers, what can go wrong, what tools see
@@ -33,9 +33,8 @@ from weft.experts.expert import ExpertBackend
 from weft.experts.gradient_guards import Guards
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
-from weft.experts.journal import Entry, Journal, Member, journal_lines, read_journal
+from weft.experts.journal import Entry, Journal, Member, journal_lines, read_journal, replay
 from weft.experts.registry import Blueprint, FeedForward, TransformerLayer, expert_kinds, make_expert, register_expert
-from weft.experts.replay import replay
 from weft.experts.runtime import Runtime
 from weft.experts.task_pool import PoolOptions, TaskPool
 

@@ -316,6 +316,8 @@ class BatchExecutor:
             try:
                 with self._mode(tasks):
                     (self._try_backward if kind == "backward" else self._try_commit)(tasks).apply()
+            except TaskFault as fault:
+                raise next(iter(fault.errors.values())) from fault
             finally:
                 self._seed = None
 

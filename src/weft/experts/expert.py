@@ -105,7 +105,6 @@ class ExpertBackend:
         self.name, self.clip_grad_norm, self.module = name, clip_grad_norm, cast("nn.Module", module)
         call, options = call_schema(name, args_schema, kwargs_schema), PoolOptions(**pool_options)
         every = list(self.module.parameters())
-        self._trained_at_first = [parameter for parameter in every if parameter.requires_grad]
         overridden = type(self).apply_gradients is not ExpertBackend.apply_gradients
         self.optimizer, self.schedule = make_stepping(name, every, optimizer, schedule, plainly=not overridden)
         self.device = next((parameter.device for parameter in every), torch.device("cpu"))
@@ -264,11 +263,11 @@ class ExpertBackend:
         check_state(self.name, state, self.optimizer, self.schedule)
         executor = self.executor
         with executor.lock:
-            load(self.module, self.optimizer, self.schedule, state, self._trained_at_first)
+            load(self.module, self.optimizer, self.schedule, state)
             self._stepper.steps, executor.effects.seed = state["steps"], state["seed"]
             executor.forward_batches, executor.backward_batches = state["forward_batches"], state["backward_batches"]
             executor.forget_pending()
-            self._stepper.restored(state["backward_batches"], state.get("branch", ""))
+            self._stepper.restored(state["backward_batches"], state["branch"])
 
     def statistics(self) -> BackendStatistics:
         """What was done so far, and what is held now."""

@@ -1,10 +1,12 @@
-"""Journal of an expert: the log of its batches, in order, enough to compute the same weights again.
+"""Journal of an expert: the log of its batches, in order, and the replay that computes the same weights from it.
 
 {"kind": "backward", "step": 7, "seed": 123, "members": [{"client": "a", "key": "k1", "rows": 4}, ...], ...}
+state_dict of step 40 ──> backend ── replay(entries 41, 42, ...) ──> state_dict of step 57, bit for bit
 
 The weights of an expert depend on its backward batches alone: their tensors, their order and their random seed; see
 `weft.experts.side_effects`. So this log and the tasks' tensors, wherever those are kept, are enough to compute the same
-bytes again; `weft.experts.replay` does. Batches that were taken apart are logged as they finally ran.
+bytes again: to find out who spoiled an expert, or to follow a replica. Batches that were taken apart are logged as they
+finally ran.
 
     1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 led to nothing
 
@@ -25,21 +27,26 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields
 from io import FileIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from weft.core.errors import UsageError, listed
 from weft.core.validation import Validator, is_whole
-from weft.experts.errors import ClosedError
+from weft.experts.errors import ClosedError, GradientError, RefusedError, ReplayError
 from weft.experts.task import Task
 
-BEGINS = '{"kind": '
-"""What each line begins with: its first field is always the same."""
+if TYPE_CHECKING:
+    from weft.experts.expert import ExpertBackend
+
+_BEGINS = '{"kind": '  # each line: its first field is always the same
+_KINDS = ("backward", "commit", "dropped", "restored")
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,9 @@ class Entry:
     backward batches after it. A ``state_dict`` lies where its ``steps`` and ``backward_batches`` are those of an entry.
     ``restored`` is no batch: a state that lies there was loaded. Nor is ``dropped``: the sum of this mini-batch was
     discarded, refused or too old. ``evaluation``: the module ran as after ``eval()``. ``terms``: the number of backward
-    batches in the sum of a ``commit``; 0 where it is not known.
+    batches in the sum of a ``commit``.
     ``branch`` is the name of what ran from one load of a state to the next, by which histories are told apart that have
+<<<<<<< HEAD
     a place in common; empty where it is not known.
 
     Example:
@@ -75,6 +83,9 @@ class Entry:
         >>> entry = Entry("backward", step=1, seed=0, mini_batch=None, members=(Member("a", "1", 4, 0),), threads=1)
         >>> Entry.from_json(entry.to_json()) == entry
         True
+=======
+    a place in common.
+>>>>>>> eaa3d58 (experts: put the replay beside the journal, read no older states)
     """
 
     kind: Literal["backward", "commit", "dropped", "restored"]
@@ -110,11 +121,6 @@ class Entry:
         """Where the expert was after it: ``step`` and ``batch``."""
         return (self.step, self.batch)
 
-    def ends_at(self, state: "Entry") -> bool:
-        """Whether the expert was in that ``restored`` state after it."""
-        known = self.branch and state.branch
-        return self.place == state.place and not (known and self.branch != state.branch)
-
     def to_json(self) -> str:
         """One line. What has its default is left out: there are many lines."""
         return json.dumps(
@@ -124,58 +130,21 @@ class Entry:
     @staticmethod
     def from_json(line: str) -> "Entry":
         """The inverse of `to_json`. Raises ``UsageError`` that lists all that is wrong, if the line is none."""
-        found, faults = _parsed(line)
-        if faults:
-            raise UsageError(listed(f"this is no line of an expert's journal: {line[:80]!r}", faults))
+        found = _parse(line)
+        with Validator(f"this is no line of an expert's journal: {line[:80]!r}") as check:
+            if _check_fields(check, Entry, found, "") and isinstance(found["members"], list):
+                for number, member in enumerate(found["members"]):
+                    _check_fields(check, Member, member, f"members[{number}].")
         members = tuple(Member(**member) for member in found.pop("members"))
         return Entry(members=members, **found)
 
 
 _DEFAULTS = {one.name: one.default for one in fields(Entry) if one.default is not MISSING}
-
-_KINDS = ("backward", "commit", "dropped", "restored")
-
-
-def is_torn(line: str) -> bool:
-    """Whether a line may be the beginning of one, and is not a whole one."""
-    start = line.rstrip("\0")
-    begins = start.startswith(BEGINS) or BEGINS.startswith(start)
-    return begins and not line.endswith("\n") and _loaded(line) is None
+_WORDS: dict[str, str | None] = dict.fromkeys(("mini_batch", "client", "key"))  # which may be null
+_FLAGS = ("failed", "evaluation")
 
 
-def is_line(line: str) -> bool:
-    """Whether a text is one, but for its end."""
-    return not _parsed(line)[1]
-
-
-def _is_int(value: Any, least: int) -> bool:
-    return is_whole(value) and value >= least
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "kind": (f"one of {', '.join(map(repr, _KINDS))}", lambda value: value in _KINDS),
-    "step": ("an int of at least 0", lambda value: _is_int(value, 0)),
-    "seed": ("an int from 0 to 2 ** 64 - 1", lambda value: _is_int(value, 0) and value < 1 << 64),
-    "mini_batch": ("a str or null", _is_word),
-    "members": ("a list", lambda value: isinstance(value, list)),
-    "threads": ("an int of at least 1", lambda value: _is_int(value, 1)),
-    "failed": ("true or false", lambda value: isinstance(value, bool)),
-    "batch": ("an int of at least 0", lambda value: _is_int(value, 0)),
-    "evaluation": ("true or false", lambda value: isinstance(value, bool)),
-    "branch": ("a str", lambda value: isinstance(value, str)),
-    "terms": ("an int of at least 0", lambda value: _is_int(value, 0)),
-    "client": ("a str or null", _is_word),
-    "key": ("a str or null", _is_word),
-    "rows": ("an int of at least 1", lambda value: _is_int(value, 1)),
-    "number": ("an int of at least 0", lambda value: _is_int(value, 0)),
-}
-
-
-def _loaded(line: str) -> Any:
+def _parse(line: str) -> Any:
     """The value of a line of JSON; None if it is none."""
     try:
         return json.loads(line)
@@ -183,57 +152,50 @@ def _loaded(line: str) -> Any:
         return None
 
 
-def _parsed(line: str) -> tuple[Any, list[str]]:
-    """The fields of a line, and what is wrong with them."""
-    found = _loaded(line)
-    faults = _field_faults(Entry, found, "")
-    if not faults:
-        for place, member in enumerate(found["members"]):
-            faults += _field_faults(Member, member, f"members[{place}]")
-    return found, faults
+def _check_fields(check: Validator, kind: type[Entry | Member], value: Any, where: str) -> bool:
+    """Note what is missing, too much or of a wrong kind; whether nothing is missing."""
+    if not check.instance(where.rstrip(".") or "it", value, dict, "a JSON object"):
+        return False
+    given, names = cast("Mapping[str, Any]", value), [one.name for one in fields(kind)]
+    missing = [one.name for one in fields(kind) if one.default is MISSING and one.name not in given]
+    check.add(*(f"{where}{name} is missing" for name in missing))
+    check.add(*(f"{where}{name} is too much: nothing is called so" for name in given if name not in names))
+    for name in [name for name in names if name in given]:
+        at, seen = f"{where}{name}", given[name]
+        if name == "kind":
+            check.choice(at, seen, _KINDS)
+        elif name == "seed":
+            check.that(is_whole(seen) and 0 <= seen < 1 << 64, f"{at} is {seen!r}, wanted an int from 0 to 2 ** 64 - 1")
+        elif name == "members":
+            check.instance(at, seen, list, "a list")
+        elif name in _FLAGS:
+            check.boolean(at, seen)
+        elif name == "branch" or name in _WORDS:
+            check.instance(at, seen, str, "a str", optional=name in _WORDS)
+        else:
+            check.count(at, seen, least=1 if name in ("threads", "rows") else 0)
+    return not missing
 
 
-def _field_faults(kind: type[Entry | Member], value: Any, where: str) -> list[str]:
-    if not isinstance(value, dict):
-        return [f"{where or 'it'} is no JSON object"]
-    given = cast("Mapping[str, Any]", value)
-    known = {one.name: one.default is MISSING for one in fields(kind)}
-    at = f"{where}." if where else ""
-    faults = [f"{at}{name} is missing" for name, needed in known.items() if needed and name not in given]
-    faults += [f"{at}{name} is too much: nothing is called so" for name in given if name not in known]
-    for name in [name for name in known if name in given]:
-        wanted, fits = _CHECKS[name]
-        if not fits(given[name]):
-            faults.append(f"{at}{name} is {given[name]!r}, wanted {wanted}")
-    return faults
+def _is_line(text: str) -> bool:
+    """Whether a text is one, but for its end."""
+    try:
+        Entry.from_json(text)
+    except UsageError:
+        return False
+    return True
 
 
 _BLOCK = 1 << 16
 
 
-class LogFile:
-    """Args:
-    path: of the file; made if there is none, for the user of this process alone to read.
-    begins: what every line begins with, so that nobody's other file is written to.
-    is_whole: whether a text is a line that lacks nothing but its end.
-    max_bytes: the size at which a new file is begun; None: never.
-    max_files: the number of files that stay, with the one that is written to.
+class _LogFile:
+    """The files of a journal, made for the user of this process alone to read. See `Journal`."""
 
-    Raises ``UsageError`` if the file holds something else, and what opening it raises.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        begins: str,
-        is_whole: Callable[[str], bool],
-        *,
-        max_bytes: int | None = None,
-        max_files: int = 2,
-    ) -> None:
+    def __init__(self, path: Path, max_bytes: int | None, max_files: int) -> None:
         self._path, self._max_bytes, self._max_files = path, max_bytes, max_files
         if path.is_file():
-            _mend(path, begins.encode(), is_whole)
+            _mend(path)
         self._file = _opened(path)
         self._seekable = self._file.seekable()
 
@@ -259,7 +221,7 @@ class LogFile:
     def _rotate(self) -> None:
         """Begin a new file. If that raises, what is there stays, and is written to as before."""
         os.fsync(self._file.fileno())  # only the newest file may end with a torn line
-        files = [self._path, *(numbered(self._path, number) for number in range(1, self._max_files))]
+        files = [self._path, *(_numbered(self._path, number) for number in range(1, self._max_files))]
         for new, old in zip(files[:0:-1], files[-2::-1], strict=True):
             if old.exists():
                 os.replace(old, new)
@@ -267,7 +229,7 @@ class LogFile:
         before.close()
 
 
-def numbered(path: Path, number: int) -> Path:
+def _numbered(path: Path, number: int) -> Path:
     """The file that was written to so many files before the one at ``path``."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
@@ -276,11 +238,11 @@ def _opened(path: Path) -> FileIO:
     return FileIO(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
-def _mend(path: Path, begins: bytes, is_whole: Callable[[str], bool]) -> None:
-    """Have the file end with a whole line, and without what was torn."""
+def _mend(path: Path) -> None:
+    """Have the file end with a whole line, and without what was torn. Raises ``UsageError`` if it is no journal."""
     with path.open("r+b") as file:
-        head = file.read(len(begins)).rstrip(b"\0")  # after a loss of power, some disks hold zeros where they were full
-        if not begins.startswith(head):
+        head = file.read(len(_BEGINS)).rstrip(b"\0")  # after a loss of power, some disks hold zeros where it was full
+        if not _BEGINS.encode().startswith(head):
             raise UsageError(f"{path} is no journal, for it begins with {head!r}; give the path of another file")
         size = end = file.seek(0, os.SEEK_END)
         tail = b""
@@ -289,7 +251,7 @@ def _mend(path: Path, begins: bytes, is_whole: Callable[[str], bool]) -> None:
             file.seek(start)
             tail, end = file.read(end - start) + tail, start
         tail = tail[tail.rfind(b"\n") + 1 :]
-        if is_whole(tail.decode(errors="replace")):
+        if _is_line(tail.decode(errors="replace")):
             file.seek(size)
             file.write(b"\n")
         elif tail:
@@ -343,11 +305,7 @@ class Journal:
             check.that(max_file_bytes is None or path is not None, "max_file_bytes was given, but no path of a file")
         self._entries: deque[Entry] = deque(maxlen=limit)
         self._listener = listener
-        self._file = (
-            None
-            if path is None
-            else LogFile(Path(path), BEGINS, is_line, max_bytes=max_file_bytes, max_files=max_files)
-        )
+        self._file = None if path is None else _LogFile(Path(path), max_file_bytes, max_files)
         self._mark = ""
         self._owner: str | None = None
         self._closed = False
@@ -421,10 +379,10 @@ def journal_lines(path: "str | PathLike[str]") -> Generator[str]:
         []
     """
     count = 0
-    while numbered(Path(path), count + 1).exists():
+    while _numbered(Path(path), count + 1).exists():
         count += 1
     for number in range(count, -1, -1):
-        with numbered(Path(path), number).open(encoding="utf-8") as file:
+        with _numbered(Path(path), number).open(encoding="utf-8") as file:
             yield from file
 
 
@@ -443,17 +401,23 @@ def read_journal(lines: Iterable[str]) -> list[Entry]:
     last: _Node | None = None
     known: dict[tuple[tuple[int, int], str], _Node] = {}
     given = [line for line in lines if line.strip()]
-    if given and is_torn(given[-1]):
-        given.pop()
+    if given and not given[-1].endswith("\n") and _parse(given[-1]) is None:
+        start = given[-1].rstrip("\0")
+        if start.startswith(_BEGINS) or _BEGINS.startswith(start):
+            given.pop()
     for entry in map(Entry.from_json, given):
         if entry.kind == "restored":
-            last = known.get((entry.place, entry.branch)) or _last_at(entry, last)
+            last = known.get((entry.place, entry.branch))
             if last is None or not last.unfinished:
                 continue
         last = _Node(entry, last, _unfinished(entry, frozenset() if last is None else last.unfinished))
-        if entry.kind != "restored" and entry.branch:
+        if entry.kind != "restored":
             known[entry.place, entry.branch] = last
-    return _path(last)
+    found: list[Entry] = []
+    while last is not None:
+        found.append(last.entry)
+        last = last.before
+    return found[::-1]
 
 
 @dataclass(frozen=True)
@@ -465,26 +429,12 @@ class _Node:
     unfinished: _Owners
 
 
-def _path(last: _Node | None) -> list[Entry]:
-    found: list[Entry] = []
-    while last is not None:
-        found.append(last.entry)
-        last = last.before
-    return found[::-1]
-
-
-def _last_at(mark: Entry, last: _Node | None) -> _Node | None:
-    while last is not None and not last.entry.ends_at(mark):
-        last = last.before
-    return last
-
-
 def _go_back(entries: deque[Entry], mark: Entry) -> None:
     """Drop what did not lead to where the mark is: the later ones, or all if none led there.
 
     The mark stays if mini-batches were open there, for they are not part of a state.
     """
-    while entries and not entries[-1].ends_at(mark):
+    while entries and (entries[-1].place, entries[-1].branch) != (mark.place, mark.branch):
         entries.pop()
     unfinished: _Owners = frozenset()
     for entry in entries:
@@ -501,3 +451,110 @@ def _unfinished(entry: Entry, before: _Owners) -> _Owners:
         return before
     owners = {(member.client, entry.mini_batch) for member in entry.members}
     return before | owners if entry.kind == "backward" else before - owners
+
+
+Fetch = Callable[[Member], Sequence[Tensor]]
+"""Where the tensors of a task are: its flat inputs and gradients, as they were submitted."""
+
+
+def replay(backend: "ExpertBackend", entries: Iterable[Entry], fetch: Fetch) -> int:
+    """Run logged batches on a backend that is in the state before the first of them; how many ran.
+
+    Those after a ``state_dict`` are the entries whose ``place`` is greater than its ``(steps, backward_batches)``.
+    Each runs as it ran then: its members in their order, its random numbers, and the number of intra-op threads, on
+    which rounding depends. The same kind of machine and the same PyTorch are up to the caller. Nobody else may use the
+    backend meanwhile. Raises `ReplayError` if the log does not fit its state or its options, such as a mini-batch of
+    which a part ran before that state, and what module and optimizer raise; the batches before that have run.
+
+    Example:
+        >>> import copy
+        >>> rows, journal = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.Journal()
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, journal=journal)
+        >>> other = weft.ExpertBackend("ffn.0", copy.deepcopy(expert.module), torch.optim.SGD, args_schema=rows)
+        >>> with weft.Runtime([expert]):
+        ...     gradients = expert.get_pools()[1].submit_task(torch.ones(4, 8), torch.ones(4, 8)).result(10)
+        >>> weft.experts.replay(other, journal.entries(), lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
+        1
+        >>> torch.equal(other.module.weight, expert.module.weight)
+        True
+    """
+    count = 0
+    for entry in entries:
+        _check(backend, entry)
+        if entry.kind in ("restored", "dropped"):
+            _forget_sums(backend, entry)
+            continue
+        tasks = [_task(backend, entry, member, fetch) for member in entry.members]
+        try:
+            with _threads(entry.threads):
+                backend.executor.redo(entry.kind, tasks, entry.seed, entry.branch)
+        except (RefusedError, GradientError) as error:
+            raise ReplayError(
+                f"the {entry.kind} batch that led to step {entry.step} cannot be replayed on expert "
+                f"{backend.name!r}: {type(error).__name__}: {error}"
+            ) from error
+        if backend.steps != entry.step:
+            raise ReplayError(f"expert {backend.name!r} is at step {backend.steps} after a batch of step {entry.step}")
+        count += 1
+    return count
+
+
+def _task(backend: "ExpertBackend", entry: Entry, member: Member, fetch: Fetch) -> Task:
+    key, mini_batch = member.key, entry.mini_batch
+    if entry.kind == "commit":
+        return Task((), 1, client=member.client, key=key, mini_batch=mini_batch)
+    tensors = tuple(fetch(member))
+    rows = backend.backward_pool.columns.check(tensors, f"the replay of {member}")
+    if rows != member.rows:
+        raise ReplayError(f"the tensors of {member} have {rows} rows, but had {member.rows} when it was logged")
+    return Task(tensors, rows, client=member.client, key=key, mini_batch=mini_batch, evaluation=entry.evaluation)
+
+
+def _check(backend: "ExpertBackend", entry: Entry) -> None:
+    steps = 1 if entry.kind == "commit" or (entry.mini_batch is None and backend.optimizer is not None) else 0
+    steps, batches = (0, 0) if entry.kind in ("restored", "dropped") else (steps, entry.kind == "backward")
+    before = backend.executor.backward_batches
+    faults: list[str] = []
+    if entry.failed:
+        faults.append(f"the optimizer raised after step {entry.step}, and what it left then is not known")
+    elif backend.steps + steps != entry.step:
+        faults.append(
+            f"the expert is at step {backend.steps}, but the batch led from {entry.step - steps} to {entry.step}"
+        )
+    if not entry.failed and entry.batch and before + batches != entry.batch:
+        faults.append(f"{before} backward batches ran on the expert, but {entry.batch - batches} before this batch")
+    if faults and entry.kind == "restored":
+        faults.append("it went on from another state there; `read_journal` drops what did not lead to that")
+    terms = backend.executor.mini_batches.terms(_owners(entry)[0]) if entry.members else 0
+    if entry.kind == "commit" and terms != entry.terms:
+        faults.append(
+            f"{terms} of the {entry.terms} backward batches of mini-batch {entry.mini_batch!r} ran on the expert; "
+            "begin with a state from before its first one"
+        )
+    if not entry.members and entry.kind != "restored":
+        faults.append("the batch has no members")
+    if faults:
+        raise ReplayError(listed(f"a batch cannot be replayed on expert {backend.name!r}:", faults))
+
+
+def _forget_sums(backend: "ExpertBackend", entry: Entry) -> None:
+    """Open mini-batches are no part of a state that is loaded, and their names may be used anew."""
+    with backend.executor.lock:
+        sums = backend.executor.mini_batches
+        for owner in sums.all() if entry.kind == "restored" else _owners(entry):
+            sums.remove(owner)
+
+
+def _owners(entry: Entry) -> list[tuple[str | None, str]]:
+    """Whose mini-batch it is."""
+    return [(member.client, entry.mini_batch or "") for member in entry.members]
+
+
+@contextmanager
+def _threads(count: int) -> Generator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

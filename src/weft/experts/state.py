@@ -10,9 +10,9 @@ optimizer, schedule ── module     the module is loaded last: only it is writ
 """
 
 import copy
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,8 @@ from weft.experts.optimizer_step import laid_out
 
 _KINDS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}
 _TABLES = {"module", "optimizer", "schedule"}
-_WORDS = {*_KINDS.values(), "branch"}  # which older states lack
+_WORDS = {*_KINDS.values(), "branch"}
 _COUNTS = {"steps", "seed", "forward_batches", "backward_batches"}
-_MAY_LACK = {"maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "initial_lr"}
-"""What torch came to add to its optimizers, and fills in itself."""
 
 
 def state_of(
@@ -48,7 +46,7 @@ def state_of(
 
 def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
     """Raise ``UsageError`` that lists why this is no state of the expert of this name, with these parts."""
-    faults = [f"{each!r} is missing" for each in sorted((_TABLES | _COUNTS) - state.keys())]
+    faults = [f"{each!r} is missing" for each in sorted((_TABLES | _COUNTS | _WORDS) - state.keys())]
     faults += [f"{each!r} is not known" for each in sorted(state.keys() - _TABLES - _COUNTS - _WORDS)]
     faults += [
         f"there is {'no' if state[each] is None else 'a'} state of the {each}, but this expert has "
@@ -65,31 +63,12 @@ def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None
     ]
     if not isinstance(state.get("branch", ""), str):
         faults.append(f"'branch' is {state['branch']!r}, wanted a str")
-    if not faults:
-        parts = {"optimizer": optimizer, "schedule": schedule}
-        faults += [fault for each, part in parts.items() for fault in _kind_faults(each, part, state.get(_KINDS[each]))]
-    if not faults and optimizer is not None and state.get(_KINDS["optimizer"]) is None:
-        faults += _optimizer_faults(optimizer, state["optimizer"])
+    for each, part in (("optimizer", optimizer), ("schedule", schedule)):
+        kind, mine = state.get(_KINDS[each]), type(part).__name__
+        if not faults and part is not None and kind != mine:
+            faults.append(f"the state is of {each} {kind}, but this expert has {mine}")
     if faults:
         raise UsageError(listed(f"this is no state of expert {name!r}:", faults))
-
-
-def _kind_faults(what: str, part: object, kind: str | None) -> list[str]:
-    mine = type(part).__name__
-    if part is None or kind is None or kind == mine:
-        return []
-    return [f"the state is of {what} {kind}, but this expert has {mine}"]
-
-
-def _optimizer_faults(optimizer: Optimizer, state: Mapping[str, Any]) -> list[str]:
-    """Whether a state that does not tell its kind is of another optimizer, seen by what it lacks."""
-    mine = type(optimizer).__name__
-    if not isinstance(state.get("param_groups"), list):
-        return [f"the state of the optimizer has no list of param_groups, wanted one of {mine}"]
-    groups = cast("list[Mapping[str, Any]]", state["param_groups"])
-    pairs = zip(optimizer.param_groups, groups, strict=False)  # of how many groups there are, torch itself complains
-    lacks = {name for own, saved in pairs for name in own.keys() - saved.keys()} - _MAY_LACK
-    return [f"the state of the optimizer lacks {name}, which {mine} has" for name in sorted(lacks)]
 
 
 def load(
@@ -97,16 +76,21 @@ def load(
     optimizer: Optimizer | None,
     schedule: LRScheduler | None,
     state: Mapping[str, Any],
-    first: Sequence[Tensor],
 ) -> None:
     """Load ``state["module"]``, ``state["optimizer"]`` and ``state["schedule"]``, which is left alone.
 
-    ``first``: the parameters that were trained when the optimizer was made. Older states know of those only.
     Raises ``UsageError`` where the optimizer's state cannot be that of these parameters, and what the three raise.
     """
     with _undone(module, optimizer, schedule):
         if optimizer is not None:
-            optimizer.load_state_dict(_widened(copy.deepcopy(state["optimizer"]), optimizer, first))
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            saved = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+            if saved != sizes:
+                raise UsageError(
+                    f"the state is that of an optimizer with groups of {saved} parameters, but this expert's has "
+                    f"{sizes}; make the expert with the same layers and the same optimizer"
+                )
+            optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             _fit(optimizer)
         if schedule is not None:
             schedule.load_state_dict(copy.deepcopy(state["schedule"]))
@@ -129,27 +113,6 @@ def _undone(module: nn.Module, optimizer: Optimizer | None, schedule: LRSchedule
             schedule.load_state_dict(times or {})
         module.load_state_dict(weights)
         raise
-
-
-def _widened(state: dict[str, Any], optimizer: Optimizer, first: Sequence[Tensor]) -> dict[str, Any]:
-    """The state of an optimizer of all parameters, also out of that of one that had the trained ones alone."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    if saved == sizes:
-        return state
-    trained = {id(parameter) for parameter in first}
-    places = [i for i, each in enumerate(optimizer.param_groups[0]["params"]) if id(each) in trained]
-    if len(sizes) != 1 or saved != [len(places)]:
-        raise UsageError(
-            f"the state is that of an optimizer with groups of {saved} parameters, but this expert's has {sizes}; "
-            "make the expert with the same layers, frozen ones frozen as they were, and the same optimizer"
-        )
-    moved = dict(zip(state["param_groups"][0]["params"], places, strict=True))
-    here = optimizer.state_dict()["state"]  # some make a state when they are made, and want one for whoever is freed
-    kept = {i: one for i, one in here.items() if i not in places}
-    states = {**kept, **{moved.get(i, i): one for i, one in state["state"].items()}}
-    group = {**state["param_groups"][0], "params": list(range(sizes[0]))}
-    return {**state, "state": states, "param_groups": [group]}
 
 
 def _fit(optimizer: Optimizer) -> None:

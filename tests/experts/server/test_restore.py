@@ -4,7 +4,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from functools import partial
-from itertools import permutations
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -53,14 +53,6 @@ def saved(folder: Path, *steps: int, optimizer: Any = Adam, **more: Any) -> Chec
     return store
 
 
-def lacking(state: dict[str, Any]) -> None:
-    """As it was before states said of which optimizer they are, and before torch had all options of now."""
-    del state["optimizer_class"]
-    for group in state["optimizer"]["param_groups"]:
-        for name in ("foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
-            group.pop(name, None)
-
-
 def older(store: CheckpointStore, change: Callable[[dict[str, Any]], object]) -> None:
     found = store.load_newest("f")
     assert found is not None
@@ -68,20 +60,12 @@ def older(store: CheckpointStore, change: Callable[[dict[str, Any]], object]) ->
     store.save("f", found.state, found.step, found.extra)
 
 
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(Adam, partial(SGD, lr=0.1)), (partial(SGD, lr=0.1), Adam), (Adam, RMSprop), (AdamW, Adam), (Adam, AdamW)],
-)
-def test_a_checkpoint_of_another_optimizer_is_refused(before: Any, after: Any, old: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), [(partial(SGD, lr=0.1), Adam), (Adam, RMSprop), (Adam, AdamW)])
+def test_a_checkpoint_of_another_optimizer_is_refused(before: Any, after: Any, tmp_path: Path) -> None:
     store = saved(tmp_path, optimizer=before)
-    if old:
-        if {before, after} == {Adam, AdamW}:
-            pytest.skip("their states look the same")
-        older(store, lacking)
     count = len(store.steps("f"))
     server = Server([expert(after)], checkpoints=store)
-    with pytest.raises(UsageError, match=r"state is of optimizer|state of the optimizer lacks") as caught:
+    with pytest.raises(UsageError, match="state is of optimizer") as caught:
         server.start()
     assert "'f'" in str(caught.value) and str(tmp_path) in str(caught.value)
     assert len(store.steps("f")) == count
@@ -90,7 +74,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(before: Any, after: Any, o
 SCHEDULES = [partial(ExponentialLR, gamma=0.9), partial(StepLR, step_size=2), partial(CosineAnnealingLR, T_max=5)]
 
 
-@pytest.mark.parametrize(("before", "after"), list(permutations(SCHEDULES, 2)))
+@pytest.mark.parametrize(("before", "after"), list(pairwise([*SCHEDULES, SCHEDULES[0]])))
 def test_a_checkpoint_of_another_schedule_is_refused(before: Any, after: Any, tmp_path: Path) -> None:
     """PyTorch would mix both: the numbers of one, and those of the other that it has no names for."""
     store = saved(tmp_path, schedule=before)
@@ -98,17 +82,13 @@ def test_a_checkpoint_of_another_schedule_is_refused(before: Any, after: Any, tm
     kinds = (before.func.__name__, after.func.__name__)
     with pytest.raises(UsageError, match="is of schedule {}, but this expert has {}".format(*kinds)):
         server.start()
-    older(store, lambda state: state.pop("schedule_class"))  # as it was before states said that: nobody can tell
     with Server([backend := expert(schedule=before)], checkpoints=store):
         assert backend.steps == 1
 
 
 @pytest.mark.parametrize("optimizer", [Adam, AdamW, RMSprop, partial(SGD, lr=0.1), partial(SGD, lr=0.1, momentum=0.9)])
-@pytest.mark.parametrize("old", [False, True])
-def test_a_checkpoint_of_the_same_optimizer_goes_on(optimizer: Any, old: bool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_same_optimizer_goes_on(optimizer: Any, tmp_path: Path) -> None:
     store = saved(tmp_path, optimizer=optimizer)
-    if old:
-        older(store, lacking)
     backend = expert(optimizer)
     with Server([backend], checkpoints=store) as server:
         step(backend)
