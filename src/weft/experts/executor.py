@@ -267,7 +267,7 @@ class BatchExecutor:
         self.lock = threading.RLock()
         self.forward_batches = self.backward_batches = self.retried = 0
         self.refused: Counter[str] = Counter()
-        self.permit: Callable[[], None] = _granted  # raises where nothing may change now; asked before every change
+        self.permit: Callable[[], None] = lambda: None  # raises where nothing may change now; asked before every change
         self._module = module
         self._ambient = ExecutionContext.capture([effects.device.type])
         self._segment = Segment(self._outputs_of)
@@ -596,7 +596,3 @@ class BatchExecutor:
         finally:
             if self.graphs.enabled:
                 self.graphs.void()
-
-
-def _granted() -> None:
-    """Default of `BatchExecutor.permit`: everything may change."""
