@@ -59,7 +59,7 @@ class ExpertBackend:
         records: how long idempotency keys are known; see `IdempotencyOptions`.
         mini_batches: how many sums of gradients may be open for `commit`; see `SumsOptions`.
         keep_graphs: keep graph and inputs of forwards that have a key for their backward; see `GraphBudget`.
-        journal: logs every batch that counts, for `weft.experts.replay`.
+        journal: logs every batch that counts, for `weft.experts.journal`.
         pool_options: the fields of `PoolOptions`.
 
     Raises ``UsageError`` that lists all that is wrong with the arguments, ``SpecError`` if the outputs do not fit, and
