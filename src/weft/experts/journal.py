@@ -69,23 +69,18 @@ class Member:
 class Entry:
     """One batch that counted: ``step`` is the number of optimizer steps after it, ``threads`` the intra-op threads.
 
-        ``failed`` says that the optimizer raised on it: what came after cannot be replayed. ``batch`` is the number of
-        backward batches after it. A ``state_dict`` lies where its ``steps`` and ``backward_batches`` are those of an entry.
-        ``restored`` is no batch: a state that lies there was loaded. Nor is ``dropped``: the sum of this mini-batch was
-        discarded, refused or too old. ``evaluation``: the module ran as after ``eval()``. ``terms``: the number of backward
-        batches in the sum of a ``commit``.
-        ``branch`` is the name of what ran from one load of a state to the next, by which histories are told apart that have
-    <<<<<<< HEAD
-        a place in common; empty where it is not known.
+    ``failed`` says that the optimizer raised on it: what came after cannot be replayed. ``batch`` is the number of
+    backward batches after it. A ``state_dict`` lies where its ``steps`` and ``backward_batches`` are those of an entry.
+    ``restored`` is no batch: a state that lies there was loaded. Nor is ``dropped``: the sum of this mini-batch was
+    discarded, refused or too old. ``evaluation``: the module ran as after ``eval()``. ``terms``: the number of backward
+    batches in the sum of a ``commit``. ``branch`` is the name of what ran from one load of a state to the next, by
+    which histories are told apart that have a place in common.
 
-        Example:
-            >>> from weft.experts import Entry, Member
-            >>> entry = Entry("backward", step=1, seed=0, mini_batch=None, members=(Member("a", "1", 4, 0),), threads=1)
-            >>> Entry.from_json(entry.to_json()) == entry
-            True
-    =======
-        a place in common.
-    >>>>>>> eaa3d58 (experts: put the replay beside the journal, read no older states)
+    Example:
+        >>> from weft.experts import Entry, Member
+        >>> entry = Entry("backward", step=1, seed=0, mini_batch=None, members=(Member("a", "1", 4, 0),), threads=1)
+        >>> Entry.from_json(entry.to_json()) == entry
+        True
     """
 
     kind: Literal["backward", "commit", "dropped", "restored"]
