@@ -45,6 +45,7 @@ class BatchDims:
     """
 
     def __init__(self, arguments: Any, outputs: Any) -> None:
+        self.assumed = arguments is None
         self._whole: int | None = (arguments or 0) if arguments is None or is_whole(arguments) else None
         self._by_name: dict[Any, Any] = {}
         faults: list[str] = []
@@ -74,8 +75,9 @@ class BatchDims:
         """The axis of what a loss returns beside its number."""
         return self.outputs if isinstance(self.outputs, int) else 0
 
-    def of_call(self, positional: int, keywords: Collection[str], *, target: bool) -> Any:
-        """The axes of a call, nested as its mini-batch (with the target) is. Raises UsageError for what is missing."""
+    def of_call(self, positional: int, keywords: Collection[str], *, target: bool, nested: bool = False) -> Any:
+        """The axes of a call, nested as its mini-batch (with the target) is; a single positional argument stands for
+        itself, or `nested` in args and kwargs like others. Raises UsageError for what is missing."""
         if self._whole is not None:
             return self._whole
         names: list[int | str] = [*range(positional), *keywords, *(["target"] if target else [])]
@@ -88,7 +90,7 @@ class BatchDims:
             )
         found = [self._by_name[name] for name in names]
         arguments = (tuple(found[:positional]), {name: self._by_name[name] for name in keywords})
-        main = found[0] if positional == 1 and not keywords else arguments
+        main = found[0] if positional == 1 and not keywords and not nested else arguments
         return (main, found[-1]) if target else main
 
 
@@ -100,7 +102,7 @@ def _faults(name: str, value: Any, *, none: bool) -> list[str]:
     ]
 
 
-def check_batch_dims(layers: Layers, arguments: Any, dims: BatchDims) -> None:
+def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
     """Raise UsageError that names each module whose batch is known to be on another axis.
 
     Where nothing was said of axes, that is every module anywhere in the layers with its batch not on axis 0: what is
@@ -109,7 +111,7 @@ def check_batch_dims(layers: Layers, arguments: Any, dims: BatchDims) -> None:
     returns states with their batch on another axis than its output must have them said.
     """
     flat = [each for name, layer in layers for each in _opened(name, layer)]
-    if arguments is None and (found := [each for name, layer in layers for each in _anywhere(name, layer)]):
+    if dims.assumed and (found := [each for name, layer in layers for each in _anywhere(name, layer)]):
         headline = (
             "these modules have their batch on axis 1, and a Pipe cuts along axis 0 where nothing is said; make "
             "them with batch_first=True, or give Pipe batch_dim=1 if the rows of the model's input are there, or "

@@ -163,12 +163,12 @@ class _Trial:
         """The output, and the seconds of one forward and backward."""
         self.layer.zero_grad(set_to_none=True)
         value = self.fresh_input()
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         output, ends = self.forward(value)
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        _synchronize(device)
+        synchronize(device)
         return output, time.perf_counter() - start
 
 
@@ -256,7 +256,8 @@ def _device(sample: Any, device: torch.device | str | None) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of an accelerator; on the CPU there is none to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

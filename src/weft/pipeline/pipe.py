@@ -39,10 +39,10 @@ from weft.pipeline.config import (
 from weft.pipeline.engine import PipeCall, Runtime, on_meta
 from weft.pipeline.loss import LossFunction, LossScale, LossWeight
 from weft.pipeline.microbatch import micro_sizes
-from weft.pipeline.plan import build_stages
+from weft.pipeline.plan import Crossing, build_stages
 from weft.pipeline.schedule import SCHEDULES, Schedule, build
 from weft.pipeline.skip import verify_skippables
-from weft.pipeline.stage import Call
+from weft.pipeline.stage import Call, Stage
 from weft.pipeline.tracing import Watcher
 
 
@@ -117,7 +117,7 @@ class Pipe(nn.Module):
 
     def __new__(cls, *args: Any, **settings: Any) -> "Pipe":
         if cls is Pipe and settings.get("split") is not None:
-            from weft.pipeline.split.pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
+            from weft.pipeline.split.split_pipe import SplitPipe  # noqa: PLC0415 - most programs have no use for it
 
             return super().__new__(cast("type[Any]", SplitPipe))
         return super().__new__(cls)
@@ -145,18 +145,8 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         faults = Faults()
-        layers = faults.of(layers_of, module)
         dims = faults.of(BatchDims, batch_dim, output_batch_dim)
-        if layers is not None:
-            faults.of(verify_skippables, cast(nn.Sequential, module))
-            if dims is not None:
-                faults.of(check_batch_dims, layers, batch_dim, dims)
-        sizes = None if balance is None else faults.of(sizes_of, balance)
-        places = None if devices is None else faults.of(places_of, devices)
-        layout = None
-        if layers is not None and (sizes is None) == (balance is None) and (places is None) == (devices is None):
-            layout = faults.of(resolve_layout, cast(nn.Sequential, module), sizes, places, sample)
-        stages = len(layout[0] if layout else sizes or places or ())
+        stages = self._lay_out(faults, module, dims, balance, devices, sample, split, verify)
         check_settings(
             faults, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
         )
@@ -165,19 +155,12 @@ class Pipe(nn.Module):
             reduction = faults.of(reduction_of, loss, loss_reduction, loss_weight)
         scale = faults.of(LossScale, loss_scale, loss)
         faults.raise_all()
-        assert (
-            layers is not None
-            and dims is not None
-            and layout is not None
-            and reduction is not None
-            and scale is not None
-        )
+        assert dims is not None and reduction is not None and scale is not None  # else there was a fault
         self._dims = dims
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.schedule = schedule
         self.executor = executor
-        self.balance, self.devices = layout
         # Not a child: a loss module's parameters are the user's to save, and the keys stay those of the model.
         self._loss = (loss, reduction)
         self._loss_weight = loss_weight
@@ -186,13 +169,43 @@ class Pipe(nn.Module):
         self._runtime: Runtime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit
         self._recipe: Any = None  # what the runtime was made of
+        self._adopt(module, sample, deferred_batch_norm=deferred_batch_norm)
+        self.training = module.training  # its own: each layer may have another
+
+    def _lay_out(
+        self,
+        faults: Faults,
+        module: nn.Module,
+        dims: BatchDims | None,
+        balance: Any,
+        devices: Any,
+        sample: Any,
+        split: Any,
+        verify: Any,
+    ) -> int:
+        """Set `balance` and `devices`, and note what is wrong with these or the model. How many stages there are, 0 if
+        that is not known."""
+        layers = faults.of(layers_of, module)
+        if layers is not None:
+            faults.of(verify_skippables, cast(nn.Sequential, module))
+            if dims is not None:
+                faults.of(check_batch_dims, layers, dims)
+        sizes = None if balance is None else faults.of(sizes_of, balance)
+        places = None if devices is None else faults.of(places_of, devices)
+        layout = None
+        if layers is not None and (sizes is None) == (balance is None) and (places is None) == (devices is None):
+            layout = faults.of(resolve_layout, cast(nn.Sequential, module), sizes, places, sample)
+        self.balance, self.devices = layout or ([], [])
+        return len(self.balance or sizes or places or ())
+
+    def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
+        """Take over the layers of the model."""
         self._partitions: tuple[Any, list[nn.Sequential]] = (None, [])
         where = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
-        for (name, layer), device in zip(layers, where, strict=True):
+        for (name, layer), device in zip(layers_of(module), where, strict=True):
             converted = convert_deferred_batch_norm(layer) if deferred_batch_norm else layer
             # Straight into the table: a layer may be called as one of the pipe's attributes.
             self._modules[name] = converted if on_meta(converted) else converted.to(device)
-        self.training = module.training  # its own: each layer may have another
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for a mini-batch, or with a `loss` and ``target=`` its loss.
@@ -217,9 +230,7 @@ class Pipe(nn.Module):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forbid_tracing(args, kwargs)
         runtime = self._made_runtime()
-        targets: tuple[Any, ...] = ()
-        if self._loss[0] is not None and "target" in kwargs:
-            targets = (kwargs.pop("target"),)
+        targets = self._targets(kwargs)
         main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
         axis = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets))
         request = PipeCall(main, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale)
@@ -234,6 +245,10 @@ class Pipe(nn.Module):
             if self._loss[0] is not None and not targets and len(args) > 1:
                 error.add_note("weft: the pipe has a loss; its target is given by name: pipe(x, target=y)")
             raise
+
+    def _targets(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The target, taken out of the arguments if the loss is inside; else nothing."""
+        return (kwargs.pop("target"),) if self._loss[0] is not None and "target" in kwargs else ()
 
     @property
     def partitions(self) -> list[nn.Sequential]:
@@ -278,9 +293,7 @@ class Pipe(nn.Module):
         """
         for stage, device in zip(self.partitions, self.devices, strict=True):
             for layer in stage:
-                if on_meta(layer):
-                    layer.to_empty(device=device)
-                    layer.apply(initialize or _reset)
+                allocate(layer, lambda _, device=device: device, initialize)
         self._runtime = None
         return self
 
@@ -334,20 +347,15 @@ class Pipe(nn.Module):
         if self._runtime is not None and self._checked == self._settings():
             return self._runtime
         faults = Faults()
-        sizes, places = faults.of(sizes_of, self.balance), faults.of(places_of, self.devices)
-        layout = faults.of(checked_layout, sizes, places, len(self._layers())) if None not in (sizes, places) else None
-        check_settings(
-            faults, len(sizes or ()), self.chunks, self.executor, *self._loss, self.schedule, self.checkpoint
-        )
+        stages = self._check_layout(faults)
+        check_settings(faults, stages, self.chunks, self.executor, *self._loss, self.schedule, self.checkpoint)
         faults.raise_all()
-        assert layout is not None  # else there was a fault
-        self.balance, self.devices = layout
         settings = self._settings()
-        splits = build(self.schedule, len(self.balance), self.chunks).splits
+        splits = build(self.schedule, stages, self.chunks).splits
         recipe = (*settings[1:], splits)  # another number of chunks needs no other threads
         if self._runtime is None or self._recipe != recipe:  # such as another module in the place of a layer
             self._runtime = Runtime(
-                *build_stages(settings[1], self.balance, self.devices),
+                *self._built_stages(),
                 self.checkpoint,
                 self.executor,
                 *self._loss,
@@ -355,16 +363,50 @@ class Pipe(nn.Module):
                 self._dims,
                 splits=splits,
             )
-            for stage, partition in zip(self._runtime.stages, self.partitions, strict=True):
-                stage.partition = partition
         self._checked, self._recipe = settings, recipe
         return self._runtime
+
+    def _check_layout(self, faults: Faults) -> int:
+        """Note what is wrong with `balance` and `devices` as they are now; the number of stages."""
+        sizes, places = faults.of(sizes_of, self.balance), faults.of(places_of, self.devices)
+        if sizes is not None and places is not None:
+            layout = faults.of(checked_layout, sizes, places, len(self._layers()))
+            self.balance, self.devices = layout or (self.balance, self.devices)
+        return len(sizes or ())
+
+    def _built_stages(self) -> tuple[list[Stage], Crossing]:
+        """The stages, and what crosses between them."""
+        stages, crossing = build_stages(self._layers(), self.balance, self.devices)
+        for stage, partition in zip(stages, self.partitions, strict=True):
+            stage.partition = partition
+        return stages, crossing
 
 
 def frozen(value: Any) -> Any:
     """A copy of a list, which may be changed in place."""
     lists = isinstance(value, Iterable) and not isinstance(value, str)
     return tuple(cast("Iterable[Any]", value)) if lists else cast(Any, value)
+
+
+def allocate(
+    root: nn.Module, place: Callable[[torch.Tensor], torch.device], initialize: Callable[[nn.Module], None] | None
+) -> None:
+    """Give storage to parameters and buffers on the meta device, where `place` says, and initialize modules that have
+    such. What is tied stays tied."""
+    made: dict[int, torch.Tensor] = {}
+    waiting = {module for module in root.modules() if on_meta(module)}
+    for module in waiting:
+        for table in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
+            for key, each in table.items():
+                if each is None or not each.is_meta:
+                    continue
+                if id(each) not in made:
+                    empty = torch.empty_like(each, device=place(each))
+                    made[id(each)] = (
+                        nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
+                    )
+                table[key] = made[id(each)]
+    root.apply(lambda module: (initialize or _reset)(module) if module in waiting else None)
 
 
 def _reset(module: nn.Module) -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import weft
 from tests.pipeline.pipe_cases import assert_close, rows
 from weft.core.errors import GuardError, InPlaceError, SplitError
-from weft.pipeline.split import model as split_model
-from weft.pipeline.split import record
+from weft.pipeline.split import record, split_pipe
 
 
 @pytest.fixture(autouse=True)
@@ -289,7 +288,7 @@ def test_a_tensor_that_leaves_a_block_by_a_hook_opens_the_block() -> None:
 
 
 def test_programs_are_dropped_and_churn_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_model, "PROGRAMS", 2)
+    monkeypatch.setattr(split_pipe, "PROGRAMS", 2)
     pipe = cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "1", chunks=1)
     for count in (2, 3):
         pipe(rows(count, 4))

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import DataDependent, Dropping, ShapeDriven, Shared, UNet, gpt2
 from weft.core.errors import BatchError, PartitionError, SplitError, UsageError
-from weft.pipeline.split import model as split_model
+from weft.pipeline.split import split_pipe
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +185,7 @@ def test_hooks_of_blocks_and_parameters_fire_as_in_a_plain_loop() -> None:
 
 def test_a_tied_parameter_on_another_device_crosses_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one device, taken for two: stages after the owner's work with a copy."""
-    monkeypatch.setattr(split_model, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
+    monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
     for way in ({"executor": "threads", "checkpoint": "always"}, {"executor": "serial"}, {"executor": "graph"}):
         model = Shared()
         plain = copy.deepcopy(model)
@@ -196,6 +197,39 @@ def test_a_tied_parameter_on_another_device_crosses_once_per_step(monkeypatch: p
             plain(rows(count, 8)).main.square().sum().backward()
             assert_gradients_equal(pipe, plain, 1e-10)
         assert model.head.weight is model.embed.weight
+
+
+def test_a_block_of_two_stages_has_the_parameters_of_one_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Steady(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.linear.weight
+            time.sleep(0.001 * (1 + len(seen) % 3))  # lets the other stage run
+            seen.append(self.linear.weight is before)
+            return self.linear(x)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.other = Steady(), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.other(self.block(x)))
+
+    monkeypatch.setattr(split_pipe, "is_elsewhere", lambda parameter, device, home, stage: home != stage)
+    model = Twice()
+    plain = copy.deepcopy(model)
+    pipe = cut(model, "other", chunks=8, executor="threads", verify=False)
+    for _ in range(2):  # the first step sees whether the stages draw random numbers, one after the other
+        pipe(rows(16, 8)).square().sum().backward()
+        plain(rows(16, 8)).square().sum().backward()
+    assert all(seen)
+    assert_gradients_equal(pipe, plain, 1e-10)
 
 
 def test_distributed_data_parallel_takes_the_pipe(process_group: None) -> None:

@@ -1,32 +1,38 @@
-"""Where to cut a model: opened down to the items of its ModuleLists, each measured, and cut where `partition` says.
+r"""Where to cut a model: opened down to the items of its ModuleLists, each measured, and cut where `partition` says.
 
-units      embed | h.0 | h.1 | h.2 | h.3 | ln_f, lm_head      seconds of forward and backward of each
-crossing     \\____/     \\___________________/             values from one unit to a later one: seconds to copy them
+    units      embed | h.0 | h.1 | h.2 | h.3 | ln_f, lm_head      seconds of forward and backward of each
+    crossing     \____/     \___________________/      values from one unit to a later one: seconds to copy them
+
+The units are measured as stages of a pipe that is cut before each of them.
 """
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from weft.core.autograd import quiet_hooks
 from weft.core.errors import PartitionError
 from weft.core.pytree import flatten, unflatten
-from weft.pipeline.partition import partition
-from weft.pipeline.split.program import OpenCode, Program, Recording, Ref, Values
-from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
-from weft.pipeline.tracing import seeing_saved
+from weft.pipeline.costs import Costs, Sizes, costs_from
+from weft.pipeline.partition import partition, synchronize
+from weft.pipeline.pipe import Pipe
+from weft.pipeline.schedule import Action
+from weft.pipeline.split.record import ForwardRecorder, undisturbed
+from weft.pipeline.tracing import Recorder
 
 ROUNDS = 4
 _PROBE = 1 << 22  # bytes that are copied to see how long that takes
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-def automatic_split(
-    model: nn.Module, devices: Sequence[torch.device], call: tuple[tuple[Any, ...], dict[str, Any]] | None
-) -> list[str]:
+
+def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arguments | None) -> list[str]:
     """Split points that make one stage per device. Without a `call` to measure, by parameters, with a warning.
 
     Raises PartitionError where there are fewer places to cut at than devices need.
@@ -38,25 +44,28 @@ def automatic_split(
             "(a micro-batch) it goes by measured time",
             stacklevel=3,
         )
-        return _cut(names, _parameter_bytes(model, names), devices, [])
+        return _cut(names, _parameter_bytes(model, names), devices)
     here = next((each.device for each in model.parameters()), devices[0])
     leaves, structure = flatten(call)
-    leaves = [x.to(here) if isinstance(x, Tensor) else x for x in leaves]
-    recorder = ForwardRecorder(model, names, [here])
-    args, kwargs = unflatten(structure, leaves)
-    recording = recorder.record(args, kwargs, optional=True)
+    args, kwargs = unflatten(structure, [x.to(here) if isinstance(x, Tensor) else x for x in leaves])
+    cuts = ForwardRecorder(model, names, [here]).record(args, kwargs, optional=True).cuts
     by_step: dict[int, str] = {}
-    for name, step in recording.cuts.items():
+    for name, step in sorted(cuts.items(), key=lambda item: item[1]):
         by_step.setdefault(step, name)
-    starts = sorted(by_step)
-    units = _Units(recording, [0, *starts[1:]], model)
-    with undisturbed(model, [here]), torch.inference_mode(False), torch.enable_grad():
-        costs, memory = units.measure(leaves, here)
+    units = list(by_step.values())
+    if len(units) < len(devices):
+        return _cut(units, [], devices)
+    steps = _measured(model, units[1:], here, (args, kwargs))
+    times = [
+        min(each.forward + each.backward for each in unit)
+        for unit in zip(*(step.stages for step in steps), strict=True)
+    ]
     per_byte = _copy_seconds(here, devices[-1]) / _PROBE
-    skips = [(source, reader, count * per_byte) for source, reader, count in units.crossing()]
-    found = [by_step[step] for step in starts]
-    cut = _cut(found, costs, devices, skips)
-    return cut if _fits(cut, found, memory, devices) else _cut(found, memory, devices, [])
+    skips = [(value.source, max(value.readers), value.bytes * per_byte) for value in steps[0].values]
+    cut = _cut(units, times, devices, skips)
+    parameters = _parameter_bytes(model, units)
+    memory = [stage.saved_bytes + 2 * size for stage, size in zip(steps[0].stages, parameters, strict=True)]
+    return cut if _fits(cut, units, memory, devices) else _cut(units, memory, devices)
 
 
 def _candidates(model: nn.Module) -> list[str]:
@@ -81,7 +90,7 @@ def _cut(
     names: Sequence[str],
     costs: Sequence[float],
     devices: Sequence[torch.device],
-    skips: Sequence[tuple[int, int, float]],
+    skips: Sequence[tuple[int, int, float]] = (),
 ) -> list[str]:
     if len(names) < len(devices):
         raise PartitionError(
@@ -103,76 +112,36 @@ def _parameter_bytes(model: nn.Module, names: Iterable[str]) -> list[float]:
     return sizes
 
 
-class _Units:
-    """A recording in pieces, each from one place to cut at to the next."""
+class _Timer(Recorder):
+    """A recorder that waits for the device, so that a span holds all the work that it began."""
 
-    def __init__(self, recording: Recording, starts: Sequence[int], model: nn.Module) -> None:
-        self._recording = recording
-        steps = recording.steps
-        ends = [*starts[1:], len(steps)]
-        self._steps = [steps[a:b] for a, b in zip(starts, ends, strict=True)]
-        self._at = {v: u for u, unit in enumerate(self._steps) for step in unit for v in step.makes if v is not None}
-        self._model = model
-        owned = {r.key for unit in self._steps for step in unit for _, r in step.reads if r.kind == "own"}
-        self._code = OpenCode(model, owned)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
-    def _last_read(self) -> dict[Ref, int]:
-        """The last unit that reads each value."""
-        last = {ref: u for u, unit in enumerate(self._steps) for step in unit for _, ref in step.reads}
-        return last | {ref: len(self._steps) - 1 for _, ref in self._recording.reads}
-
-    def crossing(self) -> list[tuple[int, int, int]]:
-        """Every value that a later unit reads: its unit, its last reader, its bytes."""
-        sizes = {**self._recording.sizes}
-        sizes |= {Ref("v", v): n for unit in self._steps for step in unit for v, n in step.sizes.items()}
-        ways = [
-            (self._at[ref.key] if ref.kind == "v" else 0, u, sizes.get(ref, 0)) for ref, u in self._last_read().items()
-        ]
-        return [(source, reader, count) for source, reader, count in ways if reader > source]
-
-    def measure(self, leaves: Sequence[Any], device: torch.device) -> tuple[list[float], list[float]]:
-        """Seconds of each unit, forward and backward, the least of some rounds; and the bytes that it needs."""
-        last = self._last_read()
-        values: Values = {Ref("in", k): leaf for k, leaf in enumerate(copies(leaves))}
-        seconds: list[float] = []
-        memory: list[float] = []
-        for u, unit in enumerate(self._steps):
-            modules = [step.module for step in unit if step.module is not None]
-            parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
-            reads = {ref: values[ref] for step in unit for _, ref in step.reads if ref in values}
-            rounds: list[float] = []
-            saved: dict[int, int] = {}
-            made: Values = {}
-            for number in range(ROUNDS):
-                made = {ref: _fresh(x) for ref, x in reads.items()}
-                inputs = [x for x in made.values() if isinstance(x, Tensor) and x.requires_grad]
-
-                def note(x: Tensor, saved: dict[int, int] = saved) -> None:
-                    saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-
-                with seeing_saved(note):
-                    start = _now(device)
-                    for step in unit:
-                        Program.perform(step, step.leaves, made, self._code.get)
-                    ends = [made[ref] for ref in made if ref not in reads and last.get(ref, -1) > u]
-                    ends += [made[ref] for _, ref in self._recording.reads if ref in made and u == len(self._steps) - 1]
-                    roots = [x for x in ends if isinstance(x, Tensor) and x.requires_grad]
-                    wanted = [*inputs, *(p for p in parameters if p.requires_grad)]
-                    if roots and wanted:
-                        torch.autograd.grad(roots, wanted, [torch.ones_like(x) for x in roots], allow_unused=True)
-                if number:
-                    rounds.append(_now(device) - start)
-            seconds.append(min(rounds))
-            memory.append(float(sum(saved.values()) + 2 * sum(p.nbytes for p in parameters)))
-            values.update({ref: x.detach() if isinstance(x, Tensor) else x for ref, x in made.items()})
-        return seconds, memory
+    @contextmanager
+    def doing(self, kind: str, action: Action) -> Generator[None]:
+        synchronize(self._device)
+        with super().doing(kind, action):
+            yield
+            synchronize(self._device)
 
 
-def _fresh(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    leaf = value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
-    return leaf.clone() if leaf.requires_grad else leaf  # no leaf: a unit may write into it
+def _measured(model: nn.Module, split: list[str], device: torch.device, call: Arguments) -> list[Costs]:
+    """What the units between these split points cost, in each of some steps."""
+    args, kwargs = call
+    timers = [_Timer(device) for _ in range(ROUNDS)]
+    with undisturbed(model, [device]), torch.inference_mode(False), torch.enable_grad():
+        devices = [device] * (len(split) + 1)
+        pipe = Pipe(model, chunks=1, split=split, devices=devices, executor="serial", verify=False)
+        sizes = Sizes([*model.parameters(), *model.buffers()])
+        wanted = [each for each in model.parameters() if each.requires_grad]
+        for watcher in (Recorder(), sizes, *timers):  # the first one warms up
+            with pipe.watched_by(watcher), quiet_hooks(wanted):
+                roots = [x for x in flatten(pipe(*args, **kwargs))[0] if isinstance(x, Tensor) and x.requires_grad]
+                if roots and wanted:
+                    torch.autograd.grad(roots, wanted, [torch.ones_like(x) for x in roots], allow_unused=True)
+    return [costs_from([each], sizes) for each in timers]
 
 
 def _fits(cut: Sequence[str], names: Sequence[str], memory: Sequence[float], devices: Sequence[torch.device]) -> bool:
@@ -187,13 +156,9 @@ def _copy_seconds(source: torch.device, target: torch.device) -> float:
     probe = torch.empty(_PROBE, dtype=torch.uint8, device=source)
     times: list[float] = []
     for _ in range(ROUNDS):
-        start = _now(target)
+        synchronize(target)
+        start = time.perf_counter()
         probe.to(target, copy=True)
-        times.append(_now(target) - start)
+        synchronize(target)
+        times.append(time.perf_counter() - start)
     return min(times)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

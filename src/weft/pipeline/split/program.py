@@ -7,8 +7,8 @@ made anew    %2 = mask(in1)                   of inputs alone, and larger than t
 prelude      guards that inputs answer        asked before a step begins; they choose between programs
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from weft.core.errors import GuardError, InPlaceError, SplitError
 from weft.core.pytree import Structure, flatten, unflatten
+from weft.core.segment import MicroBatchContext
+from weft.pipeline.stage import ModuleScan, Skip, Stage
 
 
 class Ref(NamedTuple):
@@ -410,3 +412,92 @@ def _agree(step: Step, before: Any, now: Any) -> None:
             f"the model's code between blocks went by {step}, which gave {before!r} when recorded and {now!r} now, so "
             "forward() might go another way; move that decision into a submodule, which may decide as it likes"
         )
+
+
+Copies = dict[int, Tensor]
+"""By the id() of a parameter that an earlier stage has on another device: its copy on this stage's, for one step."""
+
+
+class Choice:
+    """What one step runs: a program per micro-batch, and copies of parameters for each stage.
+
+    It goes from stage to stage beside the values, so a recomputation finds what its forward found. `lent` are the
+    copies and their originals: trainable tensors that a stage may work with, whatever its modules have just now.
+    """
+
+    __slots__ = ("copies", "lent", "programs")
+
+    def __init__(self, programs: Sequence[Program], copies: Sequence[Copies], originals: Iterable[Tensor]) -> None:
+        self.programs, self.copies = programs, copies
+        self.lent = [*originals, *(copy for each in copies for copy in each.values())]
+
+
+class SplitCall(NamedTuple):
+    """The main value of the first stage."""
+
+    choice: Choice
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class SplitStage(Stage):
+    """A stage that runs its share of a program instead of a chain of layers. `turns` is entered while it has copies of
+    parameters in the place of modules that other stages call as well."""
+
+    def __init__(
+        self,
+        index: int,
+        blocks: dict[nn.Module, str],
+        code: OpenCode,
+        device: torch.device,
+        pairs: set[tuple[int, int]],
+        turns: AbstractContextManager[object],
+    ) -> None:
+        layers = [(name, block) for block, name in blocks.items()]
+        popped = [bundle(*pair) for pair in sorted(pairs) if pair[1] == index]
+        stashed = [bundle(*pair) for pair in sorted(pairs) if pair[0] == index]
+        super().__init__(index, [*layers, ("the code between blocks", code)], device, popped, stashed)
+        self.code, self.turns, self.copies = code, turns, Copies()
+        self._copies_input = False
+
+    def _tracked(self, visit: MicroBatchContext, main: Any, skips: Any) -> tuple[Any, dict[Skip, Any]]:
+        choice: Choice = main if self.index else main.choice
+        program = choice.programs[visit.micro_batch]
+        part = program.parts[self.index]
+        values: Values = {}
+        if not self.index:
+            values = {Ref("in", k): leaf for k, leaf in enumerate(flatten((main.args, main.kwargs))[0])}
+        for source, refs in part.takes.items():
+            values.update(zip(refs, skips[bundle(source, self.index)], strict=True))
+        stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
+        with self._substituted(choice.copies[self.index]):
+            values = program.run(self.index, values, self.code.get)
+            for reader, refs in part.gives.items():
+                stashed[bundle(self.index, reader)] = tuple(values[ref] for ref in refs)
+            last = self.index == len(program.parts) - 1
+            return (program.result(values, self.code.get) if last else choice), stashed
+
+    def survey(self) -> ModuleScan:
+        """As of any stage, with copies in the place of parameters that another device owns."""
+        self.code.refresh()
+        with self._substituted(self.copies):
+            return super().survey()
+
+    @contextmanager
+    def _substituted(self, copies: Copies) -> Generator[None]:
+        """Let the stage's modules have these copies."""
+        with self.turns:
+            modules = [module for _, layer in self.layers for module in layer.modules()] if copies else []
+            before = [(m, k, p) for m in modules for k, p in m._parameters.items() if p is not None and id(p) in copies]
+            try:
+                for module, key, parameter in before:
+                    module._parameters[key] = cast(nn.Parameter, copies[id(parameter)])
+                yield
+            finally:
+                for module, key, parameter in before:
+                    module._parameters[key] = parameter
+
+
+def bundle(source: int, reader: int) -> Skip:
+    """The name of all that goes from one stage to another for one micro-batch."""
+    return None, f"{source} to {reader}"

@@ -1,30 +1,42 @@
-"""An ordinary model, cut at named modules: its programs, which one a micro-batch runs, and the stages that run them.
+"""A Pipe around an ordinary model: ``weft.Pipe(model, chunks=8, devices=[...], split=["transformer.h.6"])``.
 
     mini-batch --> micro-batches --> key (structure, shapes, arguments, flags) --> guards on inputs --> program
                                        |                                                              |
                                        +-- none there: record, verify on another micro-batch  <-------+
 
-Stages keep one wiring for all programs: what goes from stage s to stage t for one micro-batch is one bundle.
+The pipe has the model's own tables of children, parameters and buffers: same keys, same objects, same ties. What it
+adds, programs, stages and workers, is made at the first step and goes when the pipe goes. Stages keep one wiring for
+all programs: what goes from stage s to stage t for one micro-batch is one bundle.
 """
 
+import inspect
 import warnings
-from collections.abc import Generator, Hashable, Iterable, Sequence
-from contextlib import contextmanager
-from itertools import islice
-from typing import Any, NamedTuple, cast
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain, islice
+from threading import RLock
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from weft.core.errors import BatchError, SplitError
+from weft.core.autograd import forbid_tracing
+from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, UsageError, listed
 from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
-from weft.core.segment import MicroBatchContext
+from weft.pipeline.batchnorm import convert_deferred_batch_norm
+from weft.pipeline.config import BatchDims, Faults, check_batch_dims, places_of
+from weft.pipeline.engine import PipeCall
 from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
+from weft.pipeline.pipe import Pipe, allocate, frozen
+from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
-from weft.pipeline.split.program import OpenCode, Program, Ref, Values
+from weft.pipeline.split.auto import automatic_split
+from weft.pipeline.split.program import Choice, Copies, CrossingValue, OpenCode, Program, SplitCall, SplitStage, bundle
 from weft.pipeline.split.record import PLAIN, ForwardRecorder, named_modules
 from weft.pipeline.split.verify import verify
-from weft.pipeline.stage import ModuleScan, Skip, Stage
+from weft.pipeline.stage import Stage
 
 PROGRAMS = 64
 """How many programs a pipe keeps; the least recently used one goes first."""
@@ -32,88 +44,153 @@ PROGRAMS = 64
 _TABLES = len(vars(nn.Module()))  # attributes that every module begins with
 _MOST = 64  # entries of a list or dict among a module's attributes that are compared
 
-Copies = dict[int, Tensor]
-"""By the id() of a parameter that an earlier stage has on another device: its copy on this stage's, for one step."""
 
+class SplitPipe(Pipe):
+    """See `Pipe`, which makes one where `split` is given. `module` is the model itself."""
 
-class Choice:
-    """What one step runs: a program per micro-batch, and copies of parameters for each stage.
+    def _lay_out(
+        self,
+        faults: Faults,
+        module: nn.Module,
+        dims: BatchDims | None,
+        balance: Any,
+        devices: Any,
+        sample: Any,
+        split: Any,
+        verify: Any,
+    ) -> int:
+        faults.of(_check_model, module, split, balance, verify)
+        if isinstance(cast(Any, module), nn.Module) and dims is not None and dims.assumed:
+            faults.of(check_batch_dims, list(module.named_children()), dims)
+        self.split, self.verify = split, verify
+        self.devices = [] if devices is None else faults.of(places_of, devices) or []
+        return 0
 
-    It goes from stage to stage beside the values, so a recomputation finds what its forward found.
-    """
+    def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
+        if deferred_batch_norm:
+            convert_deferred_batch_norm(module)
+        self.__dict__["module"] = module  # no child: its keys would get a prefix
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = getattr(module, table)
+        self._model: SplitModel | None = None
+        if not self.devices and torch.cuda.is_available():
+            self.devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        elif not self.devices:
+            self.devices = [torch.device("cpu")] * (2 if self.split == "auto" else len(self.split) + 1)
+        call = None if sample is None else self._without_cache(*_arguments(sample))
+        if self.split == "auto":
+            self.split = automatic_split(module, self.devices, call)
+        self._made_runtime()  # checks the settings
+        self._cut().place()
+        if call is not None:
+            self._cut().choose(*call, 1, 0, check=False, graph=False)
 
-    __slots__ = ("copies", "programs")
+    def _check_layout(self, faults: Faults) -> int:
+        stages = len(self.split) + 1
+        self.devices = faults.of(_stage_devices, stages, self.devices) or self.devices
+        self.balance = [1] * stages
+        return stages
 
-    def __init__(self, programs: Sequence[Program], copies: Sequence[Copies]) -> None:
-        self.programs, self.copies = programs, copies
+    def _settings(self) -> tuple[Any, ...]:
+        layout = None if self._model is None else self._model.layout
+        return (*super()._settings(), frozen(self.split), layout)
+
+    def _built_stages(self) -> tuple[list[Stage], Crossing]:
+        return self._cut().stages()
+
+    def _cut(self) -> "SplitModel":
+        """The model with its split points, as they are now."""
+        if self._model is None or self._model.split != self.split or self._model.devices != self.devices:
+            self._model = SplitModel(self.module, self.split, self.devices)
+        return self._model
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forbid_tracing(args, kwargs)
+        self._made_runtime()
+        targets = self._targets(kwargs)
+        args, kwargs = self._without_cache(args, kwargs)
+        axis: Any = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets), nested=True)
+        rows: Any = axis[0] if targets and not isinstance(axis, int) else axis
+        model = self._cut()
+        call = model.choose(args, kwargs, self.chunks, rows, check=self.verify, graph=self.executor == "graph")
+        runtime = self._made_runtime()  # anew if a program was recorded that needs more than the others
+        owners = model.lend(runtime.stages, call.choice)
+        scalars = None if targets else model.scalars(call, self.chunks)
+        if not isinstance(axis, int):
+            axis = ((None, *rows), axis[1]) if targets else (None, *rows)
+        request = PipeCall(
+            call, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale, scalars, owners
+        )
+        return runtime.serve(request, training=self.module.training)
+
+    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with ``use_cache=False`` where forward() would hand a cache of keys and values from block to
+        block, which no training needs."""
+        wanted = getattr(getattr(self.module, "config", None), "use_cache", False) is True
+        if wanted and "use_cache" not in kwargs and "use_cache" in inspect.signature(self.module.forward).parameters:
+            kwargs = {**kwargs, "use_cache": False}
+        return args, kwargs
 
     @property
-    def lent(self) -> list[Tensor]:
-        """All copies: trainable tensors that stages work with and do not have."""
-        return [copy for copies in self.copies for copy in copies.values()]
+    def routes(self) -> list[CrossingValue]:
+        """The values that cross between stages: name, bytes per micro-batch, source, readers.
 
+        Of the step before, or of `sample`. Raises UsageError before either.
+        """
+        if self._model is None or self._model.latest is None:
+            raise UsageError("nothing was recorded yet, so what crosses is not known; call the pipe, or give sample=")
+        return self._model.latest.routes
 
-class SplitCall(NamedTuple):
-    """The main value of the first stage."""
+    @property
+    def partitions(self) -> list[nn.Sequential]:
+        """There are none: between the blocks of a stage is the model's own code."""
+        raise UsageError(
+            "a pipe that was made with split= has no partitions; see its statistics()['blocks'] and routes"
+        )
 
-    choice: Choice
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    def statistics(self) -> dict[str, Any]:
+        """As of any pipe; also the blocks of each stage, and how often forward() was recorded."""
+        model = self._cut()
+        found = super().statistics()
+        del found["balance"]
+        return {**found, "blocks": [list(each.values()) for each in model.blocks], "recordings": model.recordings}
 
+    def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> Pipe:
+        """See `Pipe.materialize`. Until a forward has shown where modules run, they are taken to do so in the order in
+        which they were registered."""
+        homes = self._cut().homes()
+        allocate(self.module, lambda each: self.devices[homes[id(each)]], initialize)
+        self._runtime = None
+        return self
 
-class SplitStage(Stage):
-    """A stage that runs its share of a program instead of a chain of layers."""
+    def train(self, mode: bool = True) -> "SplitPipe":
+        """Set the mode of the model."""
+        self.module.train(mode)
+        self.training = mode
+        return self
 
-    def __init__(
-        self,
-        index: int,
-        blocks: dict[nn.Module, str],
-        code: OpenCode,
-        device: torch.device,
-        pairs: set[tuple[int, int]],
-    ) -> None:
-        layers = [(name, block) for block, name in blocks.items()]
-        popped = [_skip(*pair) for pair in sorted(pairs) if pair[1] == index]
-        stashed = [_skip(*pair) for pair in sorted(pairs) if pair[0] == index]
-        super().__init__(index, [*layers, ("the code between blocks", code)], device, popped, stashed)
-        self.code, self.copies = code, Copies()
-        self._copies_input = False
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own."""
+        return self.module.state_dict(*args, **kwargs)
 
-    def _tracked(self, visit: MicroBatchContext, main: Any, skips: Any) -> tuple[Any, dict[Skip, Any]]:
-        choice: Choice = main if self.index else main.choice
-        program = choice.programs[visit.micro_batch]
-        part = program.parts[self.index]
-        values: Values = {}
-        if not self.index:
-            values = {Ref("in", k): leaf for k, leaf in enumerate(flatten((main.args, main.kwargs))[0])}
-        for source, refs in part.takes.items():
-            values.update(zip(refs, skips[_skip(source, self.index)], strict=True))
-        stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
-        with self._substituted(choice.copies[self.index]):
-            values = program.run(self.index, values, self.code.get)
-            for reader, refs in part.gives.items():
-                stashed[_skip(self.index, reader)] = tuple(values[ref] for ref in refs)
-            last = self.index == program.stages - 1
-            return (program.result(values, self.code.get) if last else choice), stashed
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Into the model itself."""
+        return self.module.load_state_dict(state_dict, strict, assign)
 
-    def survey(self) -> ModuleScan:
-        """As of any stage, with copies in the place of parameters that another device owns."""
-        self.code.refresh()
-        with self._substituted(self.copies):
-            return super().survey()
+    def extra_repr(self) -> str:
+        """What stands behind the class name when the pipe is printed."""
+        return f"split={self.split}, {super().extra_repr()}"
 
-    @contextmanager
-    def _substituted(self, copies: Copies) -> Generator[None]:
-        """Let the stage's modules have these copies."""
-        modules = [module for _, layer in self.layers for module in layer.modules()] if copies else []
-        before = [(m, k, p) for m in modules for k, p in m._parameters.items() if p is not None and id(p) in copies]
+    def __getattr__(self, name: str) -> Any:
         try:
-            for module, key, parameter in before:
-                module._parameters[key] = cast(nn.Parameter, copies[id(parameter)])
-            yield
-        finally:
-            for module, key, parameter in before:
-                module._parameters[key] = parameter
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "module" not in self.__dict__:
+                raise
+            return getattr(self.module, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_model": None}
 
 
 class SplitModel:
@@ -169,7 +246,7 @@ class SplitModel:
             self._verify(chosen, [unflatten(plan.structure, piece) for piece in pieces], recorded)
         self.latest = chosen[0]
         copies = [_copied(away, device, graph) for away, device in zip(self._away, self.devices, strict=True)]
-        return SplitCall(Choice(tuple(chosen), copies), args, kwargs)
+        return SplitCall(Choice(chosen, copies, chain(*self._away)), args, kwargs)
 
     def _found(self, key: Hashable, piece: Sequence[Any]) -> Program | None:
         found = next((each for each in self._programs.get(key, ()) if each.fits(piece, self._code.get)), None)
@@ -190,8 +267,7 @@ class SplitModel:
         self._extend(program)
         self._programs.setdefault((self._settings(), shape), []).append(program)
         if sum(map(len, self._programs.values())) > PROGRAMS:
-            key = next(iter(self._programs))
-            self._drop(self._programs[key][0])
+            self._drop(next(iter(self._programs.values()))[0])
             if not self._churns:
                 self._churns = True
                 warnings.warn(
@@ -248,12 +324,17 @@ class SplitModel:
             self._code = OpenCode(self.model, set[str]().union(*self._owned))
             self.place()
 
-    def stages(self) -> tuple[list[Stage], list[tuple[Skip, int, tuple[int, ...]]]]:
+    def stages(self) -> tuple[list[Stage], Crossing]:
         """The stages, and the bundles that cross between them, as `Runtime` takes them."""
+        callers = Counter(module for blocks in self.blocks for module in {m for each in blocks for m in each.modules()})
+        lock = RLock()  # modules that several stages call have the parameters of one device at a time
         codes = [OpenCode(self.model, names) for names in self._owned]
-        parts = enumerate(zip(self.blocks, codes, self.devices, strict=True))
-        made = [SplitStage(s, blocks, code, device, self._pairs) for s, (blocks, code, device) in parts]
-        return list(made), [(_skip(s, t), s, (t,)) for s, t in sorted(self._pairs)]
+        made: list[Stage] = []
+        for s, (blocks, code, device) in enumerate(zip(self.blocks, codes, self.devices, strict=True)):
+            shared = any(callers[module] > 1 for each in blocks for module in each.modules())
+            turns = lock if shared and any(self._away) else nullcontext()
+            made.append(SplitStage(s, blocks, code, device, self._pairs, turns))
+        return made, [(bundle(s, t), s, (t,)) for s, t in sorted(self._pairs)]
 
     def homes(self) -> dict[int, int]:
         """By the id() of each parameter and buffer, the first stage that uses it. What no program has used yet is taken
@@ -292,10 +373,10 @@ class SplitModel:
             away = {id(p): p for p in used if is_elsewhere(p, self.devices[s], homes[id(p)], s)}
             self._away[s] = list(away.values())
 
-    def prepare(self, stages: Iterable[Stage], call: SplitCall) -> dict[int, Tensor]:
-        """Let the stages work with the copies of this call, for its survey. By the id() of a copy, whose it is."""
+    def lend(self, stages: Iterable[Stage], choice: Choice) -> dict[int, Tensor]:
+        """Let the stages work with the copies of this step. By the id() of a copy, whose it is."""
         owners: dict[int, Tensor] = {}
-        for stage, away, copies in zip(stages, self._away, call.choice.copies, strict=True):
+        for stage, away, copies in zip(stages, self._away, choice.copies, strict=True):
             cast(SplitStage, stage).copies = copies
             owners.update({id(copies[id(p)]): p for p in away})
         return owners
@@ -372,5 +453,41 @@ def _broadcast_whole(call: tuple[tuple[Any, ...], dict[str, Any]], axis: Any) ->
     return unflatten(structure, [NoChunk(x) if count == 1 else x for x, count in zip(leaves, rows, strict=True)])
 
 
-def _skip(source: int, reader: int) -> Skip:
-    return None, f"{source} to {reader}"
+def _check_model(module: Any, split: Any, balance: Any, verify: Any) -> None:
+    """Raise SpecError for what is no model, UsageError with all that is wrong among the arguments."""
+    if not isinstance(module, nn.Module):
+        raise SpecError(f"Pipe takes a model, an nn.Module, but this is {type(module).__name__}")
+    if lazy := [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]:
+        raise SpecError(
+            listed("lazy layers have no sizes yet, and cannot be spread; run the model once before Pipe gets it:", lazy)
+        )
+    faults: list[str] = []
+    names = cast("list[Any]", split) if isinstance(split, list | tuple) else []
+    if split != "auto" and not (names and all(isinstance(each, str) for each in names)):
+        faults.append(f"split is {split!r}; it is 'auto', or a list of names of submodules")
+    elif len(set(names)) < len(names):
+        faults.append(f"split is {split!r}, with a name twice; the model is cut before the first call of each")
+    if balance is not None:
+        faults.append("balance is given beside split; it counts the layers of an nn.Sequential, so leave one out")
+    if not isinstance(verify, bool):
+        faults.append(f"verify is {verify!r}; it is True or False")
+    if faults:
+        raise UsageError(listed("these arguments of Pipe do not make sense:", faults))
+
+
+def _stage_devices(stages: int, devices: Any) -> list[torch.device]:
+    """One device per stage. Raises UsageError for what is none, PartitionError for too few."""
+    places = places_of(devices)
+    if len(places) < stages:
+        raise PartitionError(
+            f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; one may be there "
+            f"more than once, as in devices=['cpu'] * {stages}"
+        )
+    return places[:stages]
+
+
+def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample as the arguments of a call."""
+    if isinstance(sample, Mapping):
+        return (), dict(cast("Mapping[str, Any]", sample))
+    return (tuple(cast("tuple[Any, ...]", sample)) if isinstance(sample, tuple) else (sample,)), {}
