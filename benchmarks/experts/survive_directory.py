@@ -25,7 +25,7 @@ from weft.experts import ExpertBackend, FeedForward, TensorSpec
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery.etcd import EtcdDirectory
 from weft.experts.discovery.fencing import number_of
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 
 SHARED = "shared"

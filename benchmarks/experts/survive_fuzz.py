@@ -24,7 +24,14 @@ from benchmarks.experts.survive_common import UID, WIDTH, Verdict, backward, for
 from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.compression import Compression
 from weft.experts.errors import GradientError
-from weft.experts.replica.mark import Ask, Mark, News, Told, read_ask, read_told
+from weft.experts.replication.messages import (
+    PullRequest,
+    PullResponse,
+    StateVersion,
+    UpdateKind,
+    read_request,
+    read_response,
+)
 from weft.experts.wire import Call, Header, Kind, WireError, decode, read_fault, write_fault
 from weft.experts.wire.header import PREAMBLE
 from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
@@ -114,13 +121,13 @@ def _others() -> list[tuple[Callable[[bytes], object], list[bytes]]]:
     args = (TensorSpec((None, WIDTH), torch.float32),)
     described = describe(ExpertBackend(UID, nn.Linear(WIDTH, WIDTH), args_schema=args).get_info(), None, 1)
     faults = [WireError("broken", reason="length"), GradientError("NaN in it"), ValueError("whatever")]
-    mark = Mark(1, 2, 3)
+    mark = StateVersion(1, 2, 3)
     return [
         (read_receipt, [Receipt(1, 2, 3).to_bytes(), Receipt(None, 1 << 60).to_bytes()]),
         (read_fault, [write_fault(each) for each in faults]),
         (read_description, [described]),
-        (read_ask, [Ask(mark, 1, 2, 3).to_bytes()]),
-        (read_told, [Told(news, mark, 100).to_bytes() for news in News]),
+        (read_request, [PullRequest(mark, 1, 2, 3).to_bytes()]),
+        (read_response, [PullResponse(news, mark, 100).to_bytes() for news in UpdateKind]),
     ]
 
 

@@ -18,7 +18,7 @@ from weft.experts.client.stream import PendingCalls
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory
 from weft.experts.mixture.mixture_options import MixtureOptions
-from weft.experts.replica.options import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, FlatSchema
 from weft.experts.server.options import ServerOptions

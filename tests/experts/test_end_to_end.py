@@ -27,7 +27,7 @@ from weft.experts.client import NEVER, Connections, GrpcTransport, RemoteExpert,
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError, StepsLostWarning
 from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, ExpertFailedError, Header, Kind, LostError, UnreachableError
 

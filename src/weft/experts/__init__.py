@@ -15,7 +15,7 @@ state.py             what a state holds, and loading it   checkpoint.py  what su
 serialization.py     state dicts as safetensors files
 statistics.py, errors.py, telemetry.py                    plain numbers, what can go wrong, what tools see
 wire/, compression.py, protobuf.py                        tensors as bytes, behind a checked header
-discovery/, replica/, mixture/                            who serves what; one expert at several servers; the best k
+discovery/, replication/, mixture/                        who serves what; one expert at several servers; the best k
 server/, client/, service/, panel/                        over gRPC: Server, RemoteExpert, what both know, status page
 extras.py            what more than torch is needed, and how to install it
 """

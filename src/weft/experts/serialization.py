@@ -87,7 +87,7 @@ def serialize(value: Any) -> memoryview:
     return data
 
 
-def deserialize(data: bytes | memoryview) -> Any:
+def deserialize(data: bytes | bytearray | memoryview) -> Any:
     """The value that `serialize` was given, its tensors on the CPU. Raises ``DamagedError`` for any other bytes."""
     data = bytes(data)
     try:

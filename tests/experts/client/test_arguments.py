@@ -18,7 +18,7 @@ from weft.experts.compression import Policy
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory
 from weft.experts.panel import http
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server
 
 HERE = "127.0.0.1:1"

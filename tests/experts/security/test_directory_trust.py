@@ -24,7 +24,7 @@ from weft.experts.client import NEVER, ClientTls, Connections, GrpcTransport, Re
 from weft.experts.discovery import AwayError, LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory
 from weft.experts.discovery.etcd_client import EtcdTls, RefusedByEtcdError
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 from weft.experts.wire import UnreachableError
 

@@ -13,7 +13,7 @@ from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.discovery import LocalDirectory
 from weft.experts.expert import ExpertBackend
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 from weft.experts.wire import Call, Header, Kind
 

@@ -19,7 +19,7 @@ from weft.experts.discovery import (
     WatchLostError,
 )
 from weft.experts.discovery.local import LocalWatch
-from weft.experts.replica import Replica, ReplicaOptions
+from weft.experts.replication import Replica, ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 
 PATIENCE = 15.0
@@ -142,7 +142,7 @@ def owning(token: int, *keys: str) -> Replica:
 
 def die(server: Server) -> None:
     """As SIGKILL: it renews no more, answers no more, and tells nobody."""
-    server._replicas.stop()
+    server._replication.stop()
     server._tasks.stop("lease", 1.0)
     server._running, server._ended = False, True
     server._owned[:] = [close for close in server._owned if "Peers" in repr(close)]

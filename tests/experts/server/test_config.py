@@ -15,7 +15,7 @@ from weft.experts.errors import GradientError
 from weft.experts.gradient_guards import Guards
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.registry import Blueprint, register_expert
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server.auth import Role
 from weft.experts.server.config import ExpertTable, GrantTable, JournalTable, PanelTable, ServeConfig, build
 from weft.experts.wire.limits import MOST_FRAME, Limits

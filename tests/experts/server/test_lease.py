@@ -10,8 +10,8 @@ from tests.experts.server.replica_cases import expert, make
 from tests.experts.waiting import until
 from weft.experts.client.status import shown
 from weft.experts.discovery import AwayError, Lease, LocalDirectory, Snapshot
+from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.server import Server, ServerOptions
-from weft.experts.server.registration import LeaseHeartbeat
 from weft.experts.server.threads import PeriodicTask
 
 pytestmark = pytest.mark.timeout(30)

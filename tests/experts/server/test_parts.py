@@ -14,8 +14,8 @@ from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import AwayError, Lease, LocalDirectory, Snapshot
+from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.server import HostedExpert, ServerOptions
-from weft.experts.server.registration import LeaseHeartbeat
 from weft.experts.server.threads import LoopThread, PeriodicTask
 from weft.experts.wire import Limits
 from weft.experts.wire.service import read_receipt

@@ -31,7 +31,7 @@ from weft.experts.client import NEVER, Connections, LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
 from weft.experts.discovery import LocalDirectory
 from weft.experts.errors import CommitError
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerOptions
 from weft.experts.server.config import build
 from weft.experts.wire import Call, Header, Kind, NotOwnerError

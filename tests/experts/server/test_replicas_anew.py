@@ -27,20 +27,22 @@ from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery import FencedError, LocalDirectory, Ownership
 from weft.experts.discovery.fencing import epoch_of, token_of
-from weft.experts.replica import Replica, Standing
-from weft.experts.replica.mark import Mark, newer
+from weft.experts.replication import Leadership, Replica
+from weft.experts.replication.messages import StateVersion, newer
 from weft.experts.wire import NotOwnerError
 
 pytestmark = pytest.mark.timeout(60)
 MANY = 60  # more revisions than a test needs: tokens of an epoch that begins there are larger than any of another
 NOW, BEFORE = 5, 9  # lives of the directory
 small = st.integers(1, 6)
-marks = st.builds(Mark, st.builds(token_of, st.sampled_from([NOW, BEFORE]), small), small, small)
+versions = st.builds(StateVersion, st.builds(token_of, st.sampled_from([NOW, BEFORE]), small), small, small)
 
 
-@given(st.lists(marks, min_size=1, max_size=4), small)
-def test_the_newest_state_is_the_same_one_in_whatever_order_they_are_looked_at(found: list[Mark], now: int) -> None:
-    token, newest = token_of(NOW, 6 + now), set[Mark]()
+@given(st.lists(versions, min_size=1, max_size=4), small)
+def test_the_newest_state_is_the_same_one_in_whatever_order_they_are_looked_at(
+    found: list[StateVersion], now: int
+) -> None:
+    token, newest = token_of(NOW, 6 + now), set[StateVersion]()
     for order in permutations(found):
         best = order[0]
         for each in order[1:]:
@@ -53,7 +55,7 @@ def test_the_newest_state_is_the_same_one_in_whatever_order_they_are_looked_at(f
 
 @given(st.integers(0, 9), st.integers(0, 9))
 def test_of_two_other_lives_nobody_knows_which_was_later_and_the_steps_decide(one: int, other: int) -> None:
-    first, second = Mark(token_of(7, 9 - one), one, 0), Mark(token_of(BEFORE, one), other, 0)
+    first, second = StateVersion(token_of(7, 9 - one), one, 0), StateVersion(token_of(BEFORE, one), other, 0)
     assert newer(first, second, token_of(NOW, 1)) == (one > other)
     assert newer(second, first, token_of(NOW, 1)) == (other > one)
 
@@ -73,24 +75,24 @@ def test_what_an_owner_of_this_epoch_stepped_is_never_replaced_by_a_checkpoint_o
     if heard:
         before = token_of(NOW, 5)
         replica.follow(Ownership("fussy", "there:1", before))
-        taken = owning(before, *"ab").take()
-        assert taken is not None and replica.receive(*taken)
+        taken = owning(before, *"ab").encode()
+        assert taken is not None and replica.load(*taken)
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, 10)), LEASED)
     wanted = not heard or (epoch == NOW and old > 5)
-    assert replica.improve() == wanted and replica.backend.steps == (saved if wanted else 2)
+    assert replica.restore() == wanted and replica.backend.steps == (saved if wanted else 2)
 
 
 @pytest.mark.parametrize("number", [1, 7, 30])
 def test_a_claim_that_the_directory_grants_is_never_refused_and_no_state_of_before_comes_in(number: int) -> None:
     replica, late = owning(token_of(BEFORE, 7)), owning(token_of(BEFORE, 40), "a")
-    taken = late.take()
+    taken = late.encode()
     assert taken is not None
     replica.claimed(Ownership("fussy", "here:1", token_of(NOW, number)), LEASED)
     with pytest.raises(FencedError, match="another epoch"):
-        replica.receive(*taken)
+        replica.load(*taken)
     replica.follow(Ownership("fussy", "there:1", token_of(NOW, number + 1)))
     with pytest.raises(FencedError, match="another epoch"):
-        replica.receive(*taken)
+        replica.load(*taken)
     assert replica.quiet(LEASED) > 0 and replica.backend.steps == 0
 
 
@@ -103,7 +105,7 @@ def test_nobody_waits_in_a_directory_that_did_not_begin_anew() -> None:
 
 @given(st.integers(1, 99), st.integers(1, 99))
 def test_a_call_made_in_another_epoch_is_refused_unless_that_is_known_to_be_over(mine: int, theirs: int) -> None:
-    standing = Standing("fussy", lambda lease: float("inf"))
+    standing = Leadership("fussy", lambda lease: float("inf"))
     standing.claim(Ownership("fussy", "here:1", token_of(BEFORE, mine)), LEASED, "owner")
     with pytest.raises(NotOwnerError, match="replaced"):  # it may be the epoch to come
         standing.check(steps=True, carried=token_of(NOW, theirs))
@@ -204,9 +206,9 @@ def test_a_link_that_is_closed_on_purpose_has_not_failed() -> None:
     directory = LocalDirectory()
     with make(directory) as owner, make(directory, expert()) as follower:
         until(lambda: follower.statistics().replicas["fussy"].behind == 0)
-        keeper = follower._replicas._keeper
+        keeper = follower._replication
         assert keeper is not None
-        keeper._links[owner.address].close()
+        keeper._streams[owner.address].close()
         assert follower.statistics().replicas["fussy"].failure == ""
 
 

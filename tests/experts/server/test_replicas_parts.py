@@ -1,4 +1,4 @@
-"""The small parts of replicas: marks and what is said of them, standings, states that come in."""
+"""The small parts of replicas: versions and what is said of them, standings, states that come in."""
 
 import threading
 import time
@@ -11,27 +11,34 @@ from tests.experts.expert_cases import fussy_backend, rows, weights, work
 from tests.experts.server.replica_cases import LEASED, owning
 from weft.experts.discovery import FencedError, Ownership
 from weft.experts.errors import DamagedError
-from weft.experts.replica import Replica, Standing
-from weft.experts.replica.mark import Ask, Mark, News, Told, read_ask, read_told
+from weft.experts.replication import Leadership, Replica
+from weft.experts.replication.messages import (
+    PullRequest,
+    PullResponse,
+    StateVersion,
+    UpdateKind,
+    read_request,
+    read_response,
+)
 from weft.experts.wire import MalformedError, NotOwnerError
 
 numbers = st.integers(0, 2**64 - 1)
-marks = st.builds(Mark, numbers, numbers, numbers)
+versions = st.builds(StateVersion, numbers, numbers, numbers)
 MINE = Ownership("fussy", "here:1", 7)
 THEIRS = Ownership("fussy", "there:1", 12)
 
 
-@given(marks, numbers, numbers, numbers, st.sampled_from(News), st.binary(min_size=16, max_size=16))
+@given(versions, numbers, numbers, numbers, st.sampled_from(UpdateKind), st.binary(min_size=16, max_size=16))
 def test_what_is_said_of_a_mark_survives_the_wire(
-    mark: Mark, one: int, two: int, three: int, news: News, digest: bytes
+    mark: StateVersion, one: int, two: int, three: int, news: UpdateKind, digest: bytes
 ) -> None:
-    ask, told = Ask(mark, one, two, three), Told(news, mark, one, digest)
-    assert read_ask(ask.to_bytes()) == ask and read_told(told.to_bytes()) == told
+    ask, told = PullRequest(mark, one, two, three), PullResponse(news, mark, one, digest)
+    assert read_request(ask.to_bytes()) == ask and read_response(told.to_bytes()) == told
 
 
 @given(st.binary(max_size=100))
 def test_other_bytes_are_refused(data: bytes) -> None:
-    for read in (read_ask, read_told):
+    for read in (read_request, read_response):
         try:
             found = read(data)
         except MalformedError:
@@ -40,12 +47,12 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 
 
 def test_the_state_of_a_later_owner_is_newer_even_with_fewer_steps() -> None:
-    assert Mark(7, 20) < Mark(7, 21) < Mark(12, 15)
+    assert StateVersion(7, 20) < StateVersion(7, 21) < StateVersion(12, 15)
 
 
-def test_a_standing_follows_the_directory_and_its_lease() -> None:
+def test_a_leadership_follows_the_directory_and_its_lease() -> None:
     end = [float("inf")]
-    standing = Standing("fussy", lambda lease: end[0])
+    standing = Leadership("fussy", lambda lease: end[0])
     with pytest.raises(NotOwnerError, match="nobody"):
         standing.check(steps=False)
     standing.claim(MINE, LEASED, "taking over")
@@ -75,9 +82,9 @@ def follower() -> Replica:
 def test_a_state_is_taken_in_whole_with_its_keys_and_its_mark() -> None:
     one, other = owning(7, "k"), follower()
     assert not other.may_lead  # it knows of an owner, and has nothing of it
-    taken = one.take()
-    assert taken is not None and other.receive(*taken) and other.may_lead
-    assert weights(one.backend) == weights(other.backend) and other.mark == one.mark == Mark(7, 1, 1)
+    taken = one.encode()
+    assert taken is not None and other.load(*taken) and other.may_lead
+    assert weights(one.backend) == weights(other.backend) and other.version == one.version == StateVersion(7, 1, 1)
     assert other.backend.records.step_of("backward", "c", "k") == 1
 
 
@@ -103,46 +110,46 @@ def test_a_commit_is_not_applied_by_who_was_replaced() -> None:
 
 def test_the_state_of_an_owner_that_was_replaced_is_refused() -> None:
     one, other = owning(7, "k"), follower()
-    taken = one.take()
+    taken = one.encode()
     assert taken is not None
     before = weights(other.backend)
     other.follow(THEIRS)
     with pytest.raises(FencedError, match="token 7"):
-        other.receive(*taken)
+        other.load(*taken)
     assert weights(other.backend) == before
 
 
 def test_who_claims_lets_no_older_state_in() -> None:
     one, other = owning(7, "k"), follower()
-    taken = one.take()
+    taken = one.encode()
     assert taken is not None
     other.claimed(THEIRS, LEASED)
     with pytest.raises(FencedError):
-        other.receive(*taken)
-    assert other.receive(*taken, taking_over=True)
+        other.load(*taken)
+    assert other.load(*taken, taking_over=True)
 
 
 def test_bytes_that_are_no_state_change_nothing() -> None:
     other = follower()
     before = weights(other.backend)
     with pytest.raises(DamagedError):
-        other.receive(Mark(7, 1, 1), b"nonsense")
+        other.load(StateVersion(7, 1, 1), b"nonsense")
     assert weights(other.backend) == before and not other.broken
 
 
 def test_a_state_is_of_the_token_under_which_it_was_made_until_it_is_led_under_another() -> None:
     replica, claim = owning(7, "k"), Ownership("fussy", "here:1", 12)
     replica.claimed(claim, LEASED)
-    assert replica.mark == Mark(7, 1, 1)
+    assert replica.version == StateVersion(7, 1, 1)
     replica.lead(claim, LEASED)
-    assert replica.mark == Mark(12, 1, 1)
+    assert replica.version == StateVersion(12, 1, 1)
 
 
 def test_a_state_waits_for_no_batch_that_hangs() -> None:
     replica = owning(7)
     with replica.backend.executor.lock:
         found: list[object] = [1]
-        thread = threading.Thread(target=lambda: found.append(replica.take(0.05)))
+        thread = threading.Thread(target=lambda: found.append(replica.encode(0.05)))
         thread.start()
         thread.join(5.0)
     assert found == [1, None]

@@ -11,7 +11,7 @@ from tests.experts.server.replica_cases import backend_of, expert, make, role, s
 from tests.experts.waiting import until
 from weft.experts.client import ClientTls, Connections, RemoteExpert
 from weft.experts.discovery import LocalDirectory
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Access, Grant, Role, Server, ServerTls
 
 pytestmark = pytest.mark.timeout(60)

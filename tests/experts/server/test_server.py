@@ -20,10 +20,10 @@ from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
 from weft.experts.discovery import DeclaredError, LocalDirectory, Snapshot
+from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import ClosedError, CommitError
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server, ServerOptions
-from weft.experts.server.registration import LeaseHeartbeat
 from weft.experts.wire import Call, DrainingError, Header, Kind, Limits, UnknownExpertError
 from weft.experts.wire.service import Receipt
 

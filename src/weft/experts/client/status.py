@@ -11,7 +11,7 @@ from datetime import timedelta
 from weft.core.errors import escaped
 from weft.experts.client.transport import GrpcTransport
 from weft.experts.panel.summary import ExpertLine, Status, summary
-from weft.experts.replica.statistics import line
+from weft.experts.replication.manager import replica_line
 from weft.experts.tls import ClientTls
 
 
@@ -36,7 +36,7 @@ def shown(status: Status) -> str:
     lines += [f"{name} goes wrong: {why}" for name, why in seen.failures.items()]
     lines += [f"{uid}: {note}" for uid, one in status["keeping"].items() for note in one.get("notes", ())]
     lines += [f"refused {count} times: {reason} ({where})" for where, reason, count in seen.refusals]
-    lines += [line(uid, one) for uid, one in sorted(status.get("replicas", {}).items())]
+    lines += [replica_line(uid, one) for uid, one in sorted(status.get("replicas", {}).items())]
     if lease := status.get("lease"):
         left = f"{lease['left']:.1f} of {lease['seconds']:g} s left"
         lines.append(f"lease: {left}, last renewed {lease['late']:.2f} s late, at worst {lease['latest']:.2f} s")

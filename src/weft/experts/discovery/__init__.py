@@ -3,6 +3,7 @@
 directory.py   what every directory can do, and its snapshots     fencing.py   tokens that refuse replaced owners
 local.py       a directory within this process                    cache.py     a snapshot that follows a directory
 etcd.py        a directory in etcd, for several machines          etcd_client.py, etcd.proto   etcd's API over gRPC
+registration.py   a server's entry in the directory, renewed, and the other servers there
 """
 
 from weft.experts.discovery.cache import DirectoryCache

@@ -3,8 +3,7 @@
 server.py         Server, what users see                options.py     limits, and where it listens
 grpc_server.py    gRPC: streams, health, reflection     auth.py        who calls, roles, grants, audit
 stream.py         one stream, and its answers           dispatcher.py  calls in, one answer each
-hosted_expert.py  one expert, restored and saved        registration.py  its entry in the directory, and its peers
-replicas.py       experts that other servers have too   statistics.py  what it reports
+hosted_expert.py  one expert, restored and saved        statistics.py  what it reports
 threads.py        periodic tasks, an asyncio loop       malloc.py      freed memory stays in the process; large pages
 config.py         the file of ``weft serve``            command.py     ``weft serve``
 """

@@ -71,7 +71,7 @@ from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal
 from weft.experts.panel.http import PanelOptions
 from weft.experts.registry import make_expert
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions
 from weft.experts.server.auth import OPEN, Access, Grant, Role
 from weft.experts.server.options import ServerOptions, listen_faults
 from weft.experts.server.server import Server

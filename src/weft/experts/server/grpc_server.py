@@ -4,7 +4,7 @@
                 '── refused before a byte is read        '── a broken frame: error of call 0, and the end
     Info     frame of INFO calls -> frame of answers
     Status   -> JSON, for those with role ADMIN; reads nothing
-    State    states of experts, for servers that follow and have role ADMIN; see `weft.experts.replica.Feed`
+    State    states of experts, for followers with role ADMIN; see `weft.experts.replication.LeaderStreams`
     grpc.reflection.v1alpha.ServerReflection    as published, for those who are admitted
     grpc.health.v1.Health                       for everybody; answers for the whole server, and reads nothing
 
@@ -30,7 +30,7 @@ from weft.core.errors import UsageError, listed
 from weft.experts.address import address_fault
 from weft.experts.errors import OverloadError, QuotaError
 from weft.experts.fork_guard import check_fork
-from weft.experts.replica import Feed
+from weft.experts.replication import LeaderStreams
 from weft.experts.server.auth import Caller, Role, authenticate
 from weft.experts.server.budget import Budget
 from weft.experts.server.dispatcher import RequestDispatcher, fault
@@ -59,7 +59,7 @@ class GrpcServer:
         dispatcher: takes the calls.
         options: limits.
         status: what a status call answers, as JSON.
-        feed: gives states away; None: nobody may ask.
+        leader_streams: answer followers; None: no expert is replicated.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GrpcServer:
         dispatcher: RequestDispatcher,
         options: ServerOptions,
         status: Callable[[], Mapping[str, Any]],
-        feed: Feed | None = None,
+        leader_streams: LeaderStreams | None = None,
     ) -> None:
         self.connections: set[ServerStream] = set()
         self.accepted = self.turned_away = self.broken = 0
@@ -75,7 +75,7 @@ class GrpcServer:
         self._options = options
         self.budget = Budget(options.total_bytes)
         self._status = status
-        self._feed = feed
+        self._leader_streams = leader_streams
         self._server: Any = None
         self._serving = False
         self._health_changed = asyncio.Event()
@@ -127,7 +127,7 @@ class GrpcServer:
     def _handlers(self) -> list[Any]:
         stream = _grpc.stream_stream_rpc_method_handler
         ours = {"Stream": stream(self._stream), "Info": stream(self._info), "Status": stream(self._tell_status)}
-        if self._feed is not None:
+        if self._leader_streams is not None:
             ours["State"] = stream(self._states)
         reflect = stream(
             self._reflect,
@@ -310,10 +310,10 @@ class GrpcServer:
             message = await context.read()
             return None if message is _aio.EOF else message
 
-        if self._feed is not None:
-            if self._feed.streams >= self._options.connections:
+        if self._leader_streams is not None:
+            if self._leader_streams.streams >= self._options.connections:
                 await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
-            await self._feed.serve(read, context.write, admit)
+            await self._leader_streams.serve(read, context.write, admit)
 
     @asynccontextmanager
     async def _admitted(self, context: Any, what: str) -> AsyncGenerator[Caller]:

@@ -29,7 +29,7 @@ from weft.experts.checks import LONGEST
 from weft.experts.discovery import Lease
 from weft.experts.errors import ExpertError
 from weft.experts.expert import ExpertBackend
-from weft.experts.replica import Replica
+from weft.experts.replication import Replica
 from weft.experts.wire import LIMITS, Header, Kind, Limits
 from weft.experts.wire.service import Description, Receipt, describe, read_description, read_receipt
 
@@ -39,7 +39,7 @@ _LOG = logging.getLogger("weft.experts.checkpoints")
 class HostedExpert:
     """A backend, and where it is saved (None: nowhere). ``incarnation`` is the server's.
 
-    ``until`` makes it a replica: until when a lease of the server lasts; see `weft.experts.replica.Standing`.
+    ``until`` makes it a replica: until when a lease of the server lasts; see `weft.experts.replication.Leadership`.
     ``limits``: of the frames by which it is called.
     """
 
@@ -76,7 +76,7 @@ class HostedExpert:
 
     def receipt(self) -> bytes:
         """What goes with every result."""
-        token = 0 if self.replica is None else self.replica.standing.token
+        token = 0 if self.replica is None else self.replica.leadership.token
         return Receipt(self.durable, self.incarnation, token).to_bytes()
 
     def admit(self, header: Header) -> None:
@@ -84,7 +84,7 @@ class HostedExpert:
         if self.replica is not None:
             steps = header.kind is not Kind.FORWARD
             carried = read_receipt(header.data).token if steps and header.data else 0
-            self.replica.standing.check(steps=steps, carried=carried)
+            self.replica.leadership.check(steps=steps, carried=carried)
 
     def restore(self) -> None:
         """Go on from the newest checkpoint; or make the first one, so that a crash keeps even the first weights.
@@ -139,7 +139,7 @@ class HostedExpert:
                 return False
             with _held(self.backend.executor.lock, patience, uid):
                 state, keys = self.backend.state_dict(), self.backend.records.snapshot()
-                token = 0 if self.replica is None else self.replica.mark.token
+                token = 0 if self.replica is None else self.replica.version.token
             step: int = state["steps"]
             encoded = store.encode(uid, state, step, {"records": keys(), "token": token})
             if not self._owns or self._store is None:  # the lease may have lapsed meanwhile, or the server ended
@@ -174,7 +174,7 @@ class HostedExpert:
 
     @property
     def _owns(self) -> bool:
-        return self.replica is None or self.replica.standing.may_step
+        return self.replica is None or self.replica.leadership.may_step
 
     def _replaced(self) -> None:
         """Another server's state was loaded: what is on the disk is not of it."""

@@ -24,18 +24,17 @@ from weft.core.errors import UsageError, WeftError, escaped
 from weft.experts.address import is_loopback, split
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import DeclaredError, Directory
+from weft.experts.discovery.registration import LeaseHeartbeat, Peers
 from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
 from weft.experts.panel.http import Panel, PanelOptions
-from weft.experts.replica import ReplicaOptions
+from weft.experts.replication import ReplicaOptions, ReplicationManager
 from weft.experts.server.auth import OPEN, Access, Audit, Caller
 from weft.experts.server.dispatcher import Reply
 from weft.experts.server.grpc_server import GrpcServer
-from weft.experts.server.hosted_expert import restore_all, save_all
+from weft.experts.server.hosted_expert import HostedExpert, restore_all, save_all
 from weft.experts.server.observed import make_dispatcher
 from weft.experts.server.options import ListenAddress, ServerOptions
-from weft.experts.server.registration import LeaseHeartbeat, Peers
-from weft.experts.server.replicas import Replicas
 from weft.experts.server.runtimes import Runtimes
 from weft.experts.server.statistics import Reporter, ServerStatistics
 from weft.experts.server.threads import LoopThread, PeriodicTasks
@@ -63,7 +62,7 @@ class Server:
         checkpoints: where they are saved, and restored from at the start.
         options: see `ServerOptions`.
         replicas: which of the experts other servers of the directory have too; one of them owns each, and steps it.
-            None: none. See `weft.experts.replica`.
+            None: none. See `weft.experts.replication`.
         panel: host and port of a status page and metrics, see `weft.experts.panel`; port 0 takes a free one, see
             `panel_url`. Beyond loopback it wants `PanelOptions`, with a token. None: no panel.
         observer: hears of calls, queues, batches and steps; see `weft.experts.telemetry`.
@@ -102,20 +101,20 @@ class Server:
         self._owned: list[Callable[[], None]] = []
         self._store = checkpoints
         self._dispatcher = make_dispatcher(access, self.audit, self.options.longest_seconds, observer, self.own)
-        self._replicas = Replicas(replicas, directory, self.options.limits)
-        self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replicas.feed)
+        self._replication = ReplicationManager(replicas, directory, self.options.limits)
+        self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.streams)
         self._runtimes = Runtimes()
         self._heartbeat: LeaseHeartbeat | None = None
         self._peers: Peers | None = None
         self._tasks = PeriodicTasks()
         self._reporter = Reporter(self._dispatcher, self._grpc_server, self._runtimes, self._tasks)
-        self._reporter.replicas = self._replicas.statistics
+        self._reporter.replicas = self._replication.statistics
         self._panel = None if panel is None else Panel(panel, self.status)
         self._loop: LoopThread | None = None
         self._lock = threading.RLock()
         self._fork_guard, self._running, self._ended = ForkGuard(), False, False
         for backend in experts:
-            self._dispatcher.add(self._replicas.served(backend, checkpoints, self._dispatcher.incarnation))
+            self._dispatcher.add(self._host(backend))
 
     @property
     def address(self) -> str:
@@ -150,7 +149,7 @@ class Server:
         """Serve one more expert, restored from its checkpoint if there is one. Raises as constructor and `start`."""
         with self._lock:
             self._dispatcher.check_new(backend.name)
-            served = self._replicas.served(backend, self._store, self._dispatcher.incarnation)
+            served = self._host(backend)
             if self._running:
                 served.restore()
                 self._runtimes.run(backend)
@@ -160,7 +159,7 @@ class Server:
         except UsageError:
             self.remove(backend.name)
             raise
-        self._replicas.wait()
+        self._replication.wait()
 
     def remove(self, uid: str, timeout: float = 30.0) -> bool:
         """Finish what this expert has accepted, save it, and serve it no more; whether all was finished in time.
@@ -172,10 +171,10 @@ class Server:
             finished = True
             if self._running:
                 finished = self._runtimes[str(served.backend.device)].remove(served.backend, timeout=timeout)
-            self._replicas.remove(uid, timeout, finished)
+            self._replication.remove(uid, timeout, save=finished)
         self._announce()
         try:
-            self._replicas.raise_failure()
+            self._replication.raise_failure()
             served.save()
         finally:
             served.close()
@@ -194,7 +193,7 @@ class Server:
             if not self._running:
                 return True
             self._dispatcher.draining = why
-            replicated = self._replicas.retire()
+            replicated = self._replication.retire()
             if not replicated:
                 _attempt("leaving the directory", self._leave)
             if (loop := self._loop) is not None:
@@ -202,7 +201,7 @@ class Server:
             end = time.monotonic() + self.options.drain_seconds
             finished = _attempt("finishing what was accepted", lambda: self._runtimes.finish(end)) or False
             if replicated:  # the directory is left last, when others have the last state
-                _attempt("handing over", lambda: self._replicas.hand_over(end, finished))
+                _attempt("handing over", lambda: self._replication.hand_over(end - time.monotonic(), save=finished))
                 _attempt("leaving the directory", self._leave)
             return finished
 
@@ -225,7 +224,7 @@ class Server:
                     self.checkpoint()
                 elif self._store is not None:  # what no module holds; the caller hears of the rest
                     _attempt("saving", lambda: save_all(self._dispatcher.experts().values(), _LEAST))
-                self._replicas.raise_failure()
+                self._replication.raise_failure()
             finally:
                 self._running, self._ended = False, True
                 self._close(_LAST if finished else _LAST / 2)
@@ -255,6 +254,12 @@ class Server:
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
 
+    def _host(self, backend: ExpertBackend) -> HostedExpert:
+        until = self._replication.until if self._replication.covers(backend.name) else None
+        hosted = HostedExpert(backend, self._store, self._dispatcher.incarnation, until, self.options.limits)
+        self._replication.add(hosted.replica)
+        return hosted
+
     def _warn_if_open(self) -> None:
         """`weft serve` refuses this; a program may mean it."""
         named = self._tls is not None and self._tls.authority is not None
@@ -279,7 +284,7 @@ class Server:
             ttl = self.options.lease_seconds
             here = self._listen.listed
             self._heartbeat = LeaseHeartbeat(
-                self._directory, lambda: self.experts, here, ttl, self._replicas.moved, self._replicas.covers
+                self._directory, lambda: self.experts, here, ttl, self._replication.moved, self._replication.covers
             )
             self._peers = Peers(self._directory, here)
             self.own(self._peers.close)
@@ -287,7 +292,7 @@ class Server:
             self._announce()
             self._tasks.begin("lease", ttl / 3, self._heartbeat.turn, urgent=True)  # waits behind nothing else
             self._tasks.begin("peers", ttl / 3, self._peers.look)
-            self._replicas.start(self._heartbeat)
+            self._replication.start(self._heartbeat, self.experts)
         if self._panel is not None:
             self.own(partial(self._panel.stop, _LAST))
             self._panel.start()
@@ -335,7 +340,7 @@ class Server:
         for name in self._tasks:
             self._tasks.stop(name, left())
         self._reporter.began = None
-        self._replicas.stop()
+        self._replication.stop()
         if self._loop is not None:
             with suppress(TimeoutError):
                 self._loop.run(self._grpc_server.stop(left()), left() + seconds)

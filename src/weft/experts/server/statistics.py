@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, cast
 
-from weft.experts.expert import ExpertBackend
-from weft.experts.replica import ReplicaStatistics
-from weft.experts.runtime import Runtime
-from weft.experts.server.dispatcher import RequestDispatcher
-from weft.experts.server.grpc_server import GrpcServer
-from weft.experts.server.registration import (
+from weft.experts.discovery.registration import (
     DirectoryStatistics,
     LeaseHeartbeat,
     LeaseStatistics,
     Peers,
 )
+from weft.experts.expert import ExpertBackend
+from weft.experts.replication import ReplicaStatistics
+from weft.experts.runtime import Runtime
+from weft.experts.server.dispatcher import RequestDispatcher
+from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.server.threads import PeriodicTask
 from weft.experts.statistics import BackendStatistics, RuntimeStatistics
 

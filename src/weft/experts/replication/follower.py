@@ -1,0 +1,291 @@
+"""The follower's side of replication: one stream and one thread for every server that is followed.
+
+    follow(replica) ── PullRequest ──> stream ──> leader
+                                         |
+    reader thread   <── head, pieces ── checked, loaded ── PullRequest again: this is what arrived ──> leader
+                    <── an error: that expert is followed no more; the manager looks up its owner
+
+`newest` requests once and waits: for a server that has just claimed an expert, and looks for a newer state elsewhere.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, cast
+
+import grpc
+
+from weft.core.errors import WeftError
+from weft.core.validation import Validator
+from weft.experts.checks import token_fault
+from weft.experts.client.transport import open_channel, unreachable
+from weft.experts.errors import DamagedError
+from weft.experts.fork_guard import GrpcThreads
+from weft.experts.replication.messages import PullRequest, PullResponse, UpdateKind, read_response
+from weft.experts.replication.replica import Replica
+from weft.experts.tls import ClientTls, check_address
+from weft.experts.wire import (
+    Call,
+    ForbiddenError,
+    Header,
+    Kind,
+    LimitError,
+    Limits,
+    MalformedError,
+    Received,
+    UnreachableError,
+    decode,
+    encode,
+    read_fault,
+)
+from weft.experts.wire.service import AUTHORIZATION, BEARER, STATE
+
+_grpc = cast("Any", grpc)
+_JOIN = 5.0
+_REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """Which experts of a server are replicas, and how closely a follower keeps to the owner.
+
+    A follower is behind by at most ``follow_steps`` steps or ``follow_seconds``, whichever comes first, and what one
+    transfer takes: so much may be lost when an owner dies. An owner that shuts down loses nothing.
+
+    Args:
+    experts: patterns (``*``, ``?``, ``[ab]``) of the names of experts that other servers have too.
+    follow_seconds: after so long a follower fetches the state of an owner that has stepped.
+    follow_steps: after so many steps it fetches at once.
+    first_seconds: how long a server waits, when it starts, for the owners' states; then it starts without.
+    state_bytes: of one expert's state at most; more is refused before it is held.
+    tls, token: how this server proves itself to the others, where it needs `Role.ADMIN`; see `GrpcTransport`.
+
+    Raises ``UsageError`` that lists all invalid values.
+    """
+
+    experts: Sequence[str] = ("*",)
+    follow_seconds: float = 2.0
+    follow_steps: int = 100
+    first_seconds: float = 10.0
+    state_bytes: int = 16 << 30
+    tls: ClientTls | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        with Validator("invalid replica options") as check:
+            check.seconds("follow_seconds", self.follow_seconds)
+            check.seconds("first_seconds", self.first_seconds)
+            check.count("follow_steps", self.follow_steps)
+            check.count("state_bytes", self.state_bytes)
+            check.add(*token_fault(self.token))
+            some: Any = self.experts
+            patterns: list[Any] = [] if isinstance(some, str) else list(some)
+            check.that(bool(patterns), f"experts is {some!r}, wanted a list of patterns such as ['ffn.*']")
+            for each in patterns:
+                valid = isinstance(each, str) and bool(each)
+                check.that(valid, f"experts has {each!r}, wanted patterns such as 'ffn.*'")
+
+    def covers(self, uid: str) -> bool:
+        """Whether this expert is a replica."""
+        return any(fnmatchcase(uid, pattern) for pattern in self.experts)
+
+
+@dataclass
+class _IncomingState:
+    """The part of a state that has arrived. Holds no more than its head said, and than is allowed."""
+
+    head: PullResponse
+    data: bytearray = field(default_factory=bytearray)
+
+    def add(self, answer: Received) -> bool:
+        """One more piece; whether that was the last. Raises ``MalformedError`` and ``DamagedError``."""
+        if len(answer.descriptors) != 1:
+            raise MalformedError("a piece of a state holds one tensor", reason="state")
+        piece = answer.tensors()[0].numpy().tobytes()
+        if len(self.data) + len(piece) > self.head.nbytes or not piece:
+            raise MalformedError("the pieces of a state are not as long as its head said", reason="state")
+        self.data += piece
+        if len(self.data) < self.head.nbytes:
+            return False
+        if blake2b(self.data, digest_size=16).digest() != self.head.digest:
+            raise DamagedError(f"the {len(self.data)} bytes of a state are not those that were sent")
+        return True
+
+
+class FollowerStream:
+    """A stream of states from the server at ``address``. ``here`` is the follower's own address.
+
+    Raises ``UsageError`` for an address that is not one of ``servers`` of the options' ``tls``, and where a token would
+    go in plain text.
+    """
+
+    def __init__(self, address: str, here: str, options: ReplicaOptions, limits: Limits) -> None:
+        check_address(address, options.tls, options.token)
+        self.address = address
+        self.ended = False
+        self._closed = False
+        self._here = here
+        self._options = options
+        self._limits = limits
+        self._call_ids = count(1)
+        self._lock = threading.Lock()
+        self._requested: dict[int, Replica] = {}
+        self._incoming: dict[int, _IncomingState] = {}
+        self._requests: SimpleQueue[bytes | None] = SimpleQueue()
+        self._channel = open_channel(address, options.tls, limits)
+        self._grpc_threads = GrpcThreads()
+        self._call = self._open(self._requests)
+        self._thread = threading.Thread(target=self._run, name=f"weft-follow-{address}", daemon=True)
+        self._thread.start()
+
+    @property
+    def followed(self) -> set[str]:
+        """The experts that are followed here."""
+        with self._lock:
+            return {replica.uid for replica in self._requested.values()}
+
+    def follow(self, replica: Replica) -> None:
+        """Request all that is newer than what is here, until an error comes. May be called twice."""
+        if not self.ended and replica.uid not in self.followed:
+            self._request(replica)
+
+    def close(self) -> None:
+        """End it, and wait for its thread. What was followed here has not failed by that."""
+        self._closed = True
+        self._call.cancel()
+        self._requests.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN)
+        self._channel.close()
+        self._grpc_threads.wait(_JOIN)
+
+    def newest(self, replica: Replica, token: int, timeout: float) -> bool:
+        """Request once, having claimed it with this token; whether a newer state came and was loaded.
+
+        Raises the other side's errors, and ``UnreachableError``.
+        """
+        requests: SimpleQueue[bytes | None] = SimpleQueue()
+        requests.put(self._encode(1, replica.uid, PullRequest(replica.version, token=token)))
+        call = self._open(requests, timeout)
+        incoming: _IncomingState | None = None
+        try:
+            for message in call:
+                for answer in decode(message, self._limits):
+                    if incoming is None:
+                        head = self._read_head(answer)
+                        if head.kind is UpdateKind.NOTHING:
+                            return False
+                        incoming = _IncomingState(head) if head.kind is UpdateKind.STATE else None
+                    elif incoming.add(answer):
+                        return replica.load(incoming.head.version, incoming.data, taking_over=True)
+        except _grpc.RpcError as error:
+            raise self._failure(error) from None
+        finally:
+            call.cancel()
+            requests.put(None)
+        raise UnreachableError(f"{self.address} ended the stream before the state was here")
+
+    def _open(self, requests: "SimpleQueue[bytes | None]", timeout: float | None = None) -> Any:
+        """A stream that sends what is put into ``requests``, until None."""
+        token = self._options.token
+        metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
+        method, sent = self._channel.stream_stream(STATE), iter(requests.get, None)
+        return self._grpc_threads.stream(method, sent, metadata=metadata, timeout=timeout)
+
+    def _request(self, replica: Replica) -> None:
+        options, call_id = self._options, next(self._call_ids)
+        request = PullRequest(replica.version, int(options.follow_steps), int(1000 * options.follow_seconds))
+        with self._lock:
+            self._requested[call_id] = replica
+        self._requests.put(self._encode(call_id, replica.uid, request))
+
+    def _encode(self, call_id: int, uid: str, request: PullRequest) -> bytes:
+        header = Header(kind=Kind.STATE, call_id=call_id, uid=uid, client=self._here, data=request.to_bytes())
+        return b"".join(encode([Call(header)], self._limits))
+
+    # The reader, in its own thread.
+
+    def _run(self) -> None:
+        failure: Exception = UnreachableError(f"{self.address} ended the stream of its states")
+        try:
+            for message in self._call:
+                for answer in decode(message, self._limits):
+                    self._received(answer)
+        except _grpc.RpcError as error:
+            failure = self._failure(error)
+        except (WeftError, ValueError) as error:
+            failure = error
+        finally:
+            with self._lock:
+                self.ended = True
+                left, self._requested = list(self._requested.values()), {}
+            self._call.cancel()
+            self._requests.put(None)
+            for replica in [] if self._closed else left:
+                replica.failed(failure)
+
+    def _received(self, answer: Received) -> None:
+        call_id = answer.header.call_id
+        with self._lock:
+            replica = self._requested.get(call_id)
+        if replica is None:
+            if not call_id and answer.header.kind is Kind.ERROR:
+                raise read_fault(answer.header.data)
+            return
+        try:
+            if not self._loaded(call_id, replica, answer):
+                return
+            again = True
+            replica.failure = None
+        except Exception as error:  # also what module and optimizer raise; the thread goes on for the other experts
+            replica.failed(error)
+            again = False
+        with self._lock:
+            self._requested.pop(call_id, None)
+            self._incoming.pop(call_id, None)
+        if again:
+            self._request(replica)
+
+    def _loaded(self, call_id: int, replica: Replica, answer: Received) -> bool:
+        """Take in one answer; whether the state is complete, and loaded."""
+        incoming = self._incoming.get(call_id)
+        if incoming is None:
+            head = self._read_head(answer)
+            replica.heard(head.version)
+            if head.kind is UpdateKind.STATE:
+                self._incoming[call_id] = _IncomingState(head)
+            return False
+        if not incoming.add(answer):
+            return False
+        if not replica.load(incoming.head.version, incoming.data):
+            raise UnreachableError("it is not followed any more")
+        return True
+
+    def _read_head(self, answer: Received) -> PullResponse:
+        if answer.header.kind is Kind.ERROR:
+            raise read_fault(answer.header.data)
+        head, most = read_response(answer.header.data), self._options.state_bytes
+        if head.kind is UpdateKind.STATE and not 0 < head.nbytes <= most:
+            raise LimitError(
+                f"{self.address} has a state of {head.nbytes} bytes, at most {most} are allowed; raise state_bytes",
+                reason="state_bytes",
+            )
+        return head
+
+    def _failure(self, error: Any) -> WeftError:
+        """The reason of an ``RpcError``.
+
+        the server has answered   the caller may not do this       ForbiddenError, in the server's words
+        it ended the handshake    gRPC says "Socket closed"        UnreachableError, with the certificates in use
+        it is not there           "Connection refused", or alike   UnreachableError
+        """
+        code, text = error.code(), str(error.details())
+        if code in _REFUSED:
+            return ForbiddenError(f"{self.address} refuses this server: {text}")
+        return unreachable(
+            self.address, self._options.tls, "cannot be followed", text, "this server", "tls= of ReplicaOptions"
+        )

@@ -1,0 +1,396 @@
+"""Replication manager: claims experts without an owner, follows those of others, takes over, hands over.
+
+    every 50 ms:   the directory's snapshot ── is the owner this server? none? another?
+        none        claim (compare and swap) ── newest state among: here, other replicas, checkpoints ──> lead
+        another     follow: a stream from its owner
+        was here    the lease ended: as if there were none; or follow the server that was faster
+    at the end:    no steps any more ── save ── followers fetch the last state ── release
+
+A server that claims an expert is its owner before it looks for a newer state, so that nobody steps while it looks; it
+refuses calls until it has looked. In a directory that has begun anew it looks a lease later: the previous owner may not
+know yet. Transfers are asynchronous, as in most replicated stores: what an owner stepped after the last transfer is
+lost if it dies.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from weft.core.errors import UsageError, WeftError, listed
+from weft.experts.discovery import (
+    AwayError,
+    Directory,
+    DirectoryCache,
+    DirectoryError,
+    Lease,
+    LeaseLostError,
+    LocalDirectory,
+    OwnedError,
+    Ownership,
+    Snapshot,
+)
+from weft.experts.discovery.fencing import later, number_of, replaced
+from weft.experts.discovery.registration import LeaseHeartbeat
+from weft.experts.errors import ExpertError
+from weft.experts.replication.follower import FollowerStream, ReplicaOptions
+from weft.experts.replication.leader import LeaderStreams
+from weft.experts.replication.messages import StateVersion
+from weft.experts.replication.replica import Replica
+from weft.experts.tls import directory_faults
+from weft.experts.wire import Limits
+
+_LOG = logging.getLogger("weft.experts.server")
+INTERVAL = 0.05  # seconds between two looks at the directory, which are reads of memory
+_AGAIN = 0.25  # seconds before something that failed is tried again
+_ASKED = 2.0  # seconds that another replica may take to answer whether it has a newer state
+_JOIN = 0.5  # seconds that `stop` waits for the thread; a call of a directory that is away ends it later
+_LEAST = 0.5  # seconds that followers have for the last state, also if draining took all of its time
+
+
+@dataclass(frozen=True)
+class ReplicaStatistics:
+    """One replicated expert at one server.
+
+    ``role``: "owner", "taking over", or "follower". ``owner`` is the owner's address, "" if none is known, and
+    ``token`` the number of its fencing token. ``lasts``: whether the own lease surely lasts (owners only).
+    ``behind``: steps that this follower lacks, as the owner last reported, ``heard_seconds`` ago; None before that.
+    ``followers``: an owner's followers by address, with the steps that each lacks. ``sent`` and ``received``: states.
+    ``failure``: what last went wrong, "" if nothing does now.
+    """
+
+    role: str
+    owner: str
+    token: int
+    lasts: bool
+    steps: int
+    behind: int | None
+    heard_seconds: float | None
+    followers: Mapping[str, int]
+    sent: int
+    received: int
+    received_bytes: int
+    failure: str
+
+
+class ReplicationManager:
+    """The replicas of one server, and a thread that tends them from `start` to `stop`.
+
+    Args:
+        options: see `ReplicaOptions`. None: no expert is replicated; then all methods do nothing.
+        directory: lists the owners. It stays open.
+        limits: of frames.
+
+    Raises ``UsageError`` for options without a directory, and for certificates that name no servers.
+    """
+
+    def __init__(self, options: ReplicaOptions | None, directory: Directory | None, limits: Limits) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.streams = None if options is None else LeaderStreams(self.replicas, limits)
+        self.failure: Exception | None = None
+        if options is not None:
+            if directory is None:
+                raise UsageError("replicas= wants directory= as well: the directory says which server owns an expert")
+            if not isinstance(directory, LocalDirectory) and (faults := directory_faults(options.tls)):
+                raise UsageError(listed("invalid replica options:", faults))
+        self._options = options or ReplicaOptions()
+        self._enabled = options is not None
+        self._directory = directory or LocalDirectory()  # never used without options
+        self._limits = limits
+        self._heartbeat: LeaseHeartbeat | None = None
+        self._cache: DirectoryCache | None = None
+        self._streams: dict[str, FollowerStream] = {}  # by the leader's address
+        self._next_try: dict[str, float] = {}
+        self._retired = False
+        self._save_failure: Exception | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft-replicas", daemon=True)
+
+    def covers(self, uid: str) -> bool:
+        """Whether other servers may have this expert too."""
+        return self._enabled and self._options.covers(uid)
+
+    def until(self, lease: Lease) -> float:
+        """See `LeaseHeartbeat.until`."""
+        return float("-inf") if self._heartbeat is None else self._heartbeat.until(lease)
+
+    def add(self, replica: Replica | None) -> None:
+        """Tend one more."""
+        if replica is not None:
+            self.replicas[replica.uid] = replica
+
+    def start(self, heartbeat: LeaseHeartbeat, served: list[str]) -> None:
+        """Claim and follow, and `wait`. ``served``: all experts of the server, replicated or not."""
+        self._heartbeat = heartbeat
+        if not self._enabled:
+            return
+        for pattern in self._options.experts if served else ():  # no fault: it may fit experts that come later
+            if not any(fnmatchcase(name, pattern) for name in served):
+                _LOG.warning("replicas: pattern %r fits none of the experts here, such as %r", pattern, served[0])
+        self._thread.start()
+        self.wait()
+
+    def wait(self) -> None:
+        """Until every replica is owned here or has its owner's state, for at most ``first_seconds``."""
+        end = time.monotonic() + self._options.first_seconds
+        while (
+            self._thread.ident is not None
+            and not all(replica.settled for replica in list(self.replicas.values()))
+            and time.monotonic() < end
+        ):
+            if self._stop.wait(0.01):
+                return
+
+    def moved(self, before: Lease, lease: Lease) -> None:
+        """The experts are declared under a new lease, and the one before still lasts: move the claims over."""
+        for replica in list(self.replicas.values()):
+            leadership = replica.leadership
+            kept = leadership.lease is not None and leadership.lease.number == before.number
+            if leadership.role == "owner" and kept and replica.uid in lease.uids:
+                with suppress(DirectoryError):  # then the next turn sees what became of it
+                    leadership.claim(self._directory.claim(replica.uid, lease), lease, "owner")
+
+    def retire(self) -> bool:
+        """Claim nothing more; whether experts are replicated, which are listed until `hand_over`."""
+        self._retired = True
+        return self._enabled
+
+    def hand_over(self, seconds: float, *, save: bool, uids: list[str] | None = None) -> None:
+        """Nothing steps these (None: all) any more: save them, let followers fetch the last state, own them no more.
+
+        ``save`` is False where a module still holds its expert. Waits at most ``seconds`` for followers. What saving
+        raises, `raise_failure` raises later: the rest goes on. The claims themselves end with the lease, or by
+        `remove`.
+        """
+        replicas = [self.replicas[uid] for uid in (list(self.replicas) if uids is None else uids)]
+        mine = [replica for replica in replicas if replica.leadership.may_step]
+        for replica in mine:
+            replica.final = True
+        for replica in mine if save else ():
+            try:
+                replica.save()
+            except Exception as error:  # the others are to be saved all the same
+                self._save_failure = error
+        end = time.monotonic() + max(_LEAST, seconds)
+        while any(self._lacking(replica) for replica in mine) and time.monotonic() < end:
+            time.sleep(0.005)
+        for replica in mine:
+            replica.follow(None)
+
+    def remove(self, uid: str, seconds: float, *, save: bool) -> None:
+        """`hand_over` one expert, and tend it no more."""
+        if uid not in self.replicas:
+            return
+        replica = self.replicas[uid]
+        ownership = replica.leadership.owner if replica.leadership.role != "follower" else None
+        self.hand_over(seconds, save=save, uids=[uid])
+        del self.replicas[uid]
+        if ownership is not None:
+            with suppress(AwayError):
+                self._directory.release(ownership)
+
+    def raise_failure(self) -> None:
+        """Raise what saving raised while experts were handed over, once."""
+        failure, self._save_failure = self._save_failure, None
+        if failure is not None:
+            raise failure
+
+    def stop(self) -> None:
+        """End the thread and all streams. May be called twice, and before the start."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN)
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        if self._cache is not None:
+            self._cache.close()
+
+    def statistics(self) -> dict[str, ReplicaStatistics]:
+        """Of every replica."""
+        return {uid: _statistics(each, self._followers(uid)) for uid, each in sorted(self.replicas.items())}
+
+    def _followers(self, uid: str) -> dict[str, StateVersion]:
+        return {} if self.streams is None else self.streams.followers(uid)
+
+    def _lacking(self, replica: Replica) -> bool:
+        return any(version != replica.version for version in self._followers(replica.uid).values())
+
+    def _here(self) -> str:
+        return "" if self._heartbeat is None else self._heartbeat.address
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL):
+            try:
+                self._turn()
+                self.failure = None
+            except Exception as error:  # such as a directory that is away; the next turn comes anyway
+                self.failure = error
+
+    def _turn(self) -> None:
+        if self._cache is None:
+            self._cache = DirectoryCache(self._directory, retry=_AGAIN)
+        snapshot = self._cache.snapshot()
+        lease = None if self._heartbeat is None else self._heartbeat.lease
+        led: list[Replica] = []
+        for replica in list(self.replicas.values()):
+            if self._stop.is_set():
+                return
+            if time.monotonic() < self._next_try.get(replica.uid, 0.0):
+                continue
+            try:
+                if self._tend(replica, snapshot, lease):
+                    led.append(replica)
+            except Exception as error:
+                replica.failure = error
+                self._retry_later(replica)
+        self._follow_owners()
+        for replica in led:
+            try:
+                replica.save()
+            except WeftError as error:
+                replica.failure = error
+
+    def _tend(self, replica: Replica, snapshot: Snapshot, lease: Lease | None) -> bool:
+        """Do what is due for one replica; whether it was taken over."""
+        leadership, owner = replica.leadership, snapshot.owner(replica.uid)
+        theirs = owner is not None and owner.address != self._here()
+        listed = lease is not None and replica.uid in lease.uids
+        if leadership.role != "follower":
+            kept = lease is not None and leadership.lease is not None and lease.number == leadership.lease.number
+            if theirs and owner is not None and replaced(leadership.token, owner.token):
+                replica.follow(owner)
+            elif listed and not kept and lease is not None:
+                return self._claim(replica, snapshot, lease)
+            elif kept and lease is not None and owner is not None and later(owner.token, leadership.token):
+                leadership.claim(owner, lease, leadership.role)  # two claims of ours crossed: the later one counts
+            elif kept and lease is not None and leadership.role == "taking over":
+                return self._take_over(replica, snapshot, lease)
+            return False
+        if theirs:
+            if leadership.owner != owner:
+                replica.follow(owner)
+            return False
+        if leadership.owner is not None:
+            replica.follow(None)
+        if lease is None or not listed or self._retired:
+            return False
+        if not replica.may_lead:
+            raise ExpertError(
+                f"expert {replica.uid!r} has no owner, and is not claimed: its owner's state never came here, or could "
+                "not be loaded. Start a server that has the state, or start this one again to go on with what it has"
+            )
+        return self._claim(replica, snapshot, lease)
+
+    def _claim(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> bool:
+        """Claim it, and lead if nobody of before may step it any more; whether that came about."""
+        try:
+            ownership = self._directory.claim(replica.uid, lease)
+        except OwnedError as error:
+            replica.follow(Ownership(replica.uid, error.address, 0))
+            return False
+        except LeaseLostError:  # it is declared again soon
+            return False
+        replica.claimed(ownership, lease)
+        return self._take_over(replica, snapshot, lease)
+
+    def _take_over(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> bool:
+        """It is claimed: find the newest state, and lead; whether that came about."""
+        ownership = replica.leadership.owner
+        if ownership is None:
+            return False
+        if seconds := replica.quiet(lease):
+            replica.failure = ExpertError(
+                f"the directory has begun anew: expert {replica.uid!r} is claimed, and is led in {seconds:.1f} s, when "
+                "the lease of the previous owner has surely ended"
+            )
+            return False
+        failure: Exception | None = None
+        try:
+            for address in snapshot.addresses(replica.uid):
+                if address != self._here():
+                    with suppress(WeftError):  # that replica does not answer
+                        self._stream(address).newest(replica, ownership.token, _ASKED)
+            replica.restore()
+        except Exception as error:  # also what module and optimizer raise: nobody else could claim it meanwhile
+            failure = error
+        if replica.broken:
+            replica.failure = failure
+            replica.follow(None)
+            self._directory.release(ownership)
+            self._retry_later(replica)
+            return False
+        replica.lead(ownership, lease)
+        replica.failure = failure
+        return True
+
+    def _follow_owners(self) -> None:
+        """Keep a stream from every owner, and no other."""
+        wanted: set[str] = set()
+        for replica in list(self.replicas.values()):
+            owner = replica.leadership.owner
+            if replica.leadership.role != "follower" or owner is None or owner.address == self._here():
+                continue
+            wanted.add(owner.address)
+            try:
+                stream = self._stream(owner.address)
+            except UsageError as error:  # its owner is no server that may be followed
+                replica.failed(error)
+                continue
+            if replica.uid not in stream.followed and time.monotonic() >= self._next_try.get(replica.uid, 0.0):
+                stream.follow(replica)
+                self._retry_later(replica)
+        for address, stream in list(self._streams.items()):
+            if stream.ended or address not in wanted:
+                del self._streams[address]
+                stream.close()
+
+    def _stream(self, address: str) -> FollowerStream:
+        if address not in self._streams or self._streams[address].ended:
+            self._streams.pop(address, None)
+            self._streams[address] = FollowerStream(address, self._here(), self._options, self._limits)
+        return self._streams[address]
+
+    def _retry_later(self, replica: Replica) -> None:
+        self._next_try[replica.uid] = time.monotonic() + _AGAIN
+
+
+def _statistics(replica: Replica, versions: Mapping[str, StateVersion]) -> ReplicaStatistics:
+    """Of one replica; ``versions``: what each of its followers has."""
+    leadership, owner, steps = replica.leadership, replica.leadership.owner, replica.backend.steps
+    follows = leadership.role == "follower"
+    lacking = {name: steps - (have.steps if have.token else 0) for name, have in versions.items()}
+    return ReplicaStatistics(
+        role=leadership.role,
+        owner="" if owner is None else owner.address,
+        token=0 if owner is None else number_of(owner.token),
+        lasts=leadership.lasts,
+        steps=steps,
+        behind=replica.behind,
+        heard_seconds=time.monotonic() - replica.heard_at if follows and replica.heard_at else None,
+        followers={} if follows else {name: max(0, count) for name, count in lacking.items()},
+        sent=replica.sent,
+        received=replica.received,
+        received_bytes=replica.received_bytes,
+        failure="" if replica.failure is None else f"{type(replica.failure).__name__}: {replica.failure}",
+    )
+
+
+def replica_line(uid: str, found: Mapping[str, Any]) -> str:
+    """One replica in words; ``found`` is a `ReplicaStatistics` as a dict."""
+    if found["role"] == "owner":
+        others = ", ".join(f"{name} ({steps} steps behind)" for name, steps in sorted(found["followers"].items()))
+        lapsed = "" if found["lasts"] else ", its lease has lapsed"
+        text = f"owner with token {found['token']}{lapsed}; followed by {others or 'nobody'}"
+    elif found["role"] == "follower":
+        behind = "its state is not here yet" if found["behind"] is None else f"{found['behind']} steps behind"
+        text = f"follows {found['owner']} with token {found['token']}, {behind}" if found["owner"] else "has no owner"
+    else:
+        text = f"is taking over with token {found['token']}"
+    return f"{uid}: {text}" + (f"; goes wrong: {found['failure']}" if found["failure"] else "")

@@ -1,0 +1,294 @@
+"""A replicated expert at one server: its role, and its state, sent and loaded.
+
+    encode   module, optimizer, schedule, steps, idempotency keys ──> safetensors bytes      (see `serialization`)
+    load     the same bytes from its owner, if no newer owner is known ──> loaded, all of one step
+    restore  the newest checkpoint, if that is newer than the state here
+
+States come from servers that may own the expert, and are still read as untrusted data: no code is run.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from weft.experts.checkpoint import CheckpointStore
+from weft.experts.discovery import Fence, Lease, Ownership
+from weft.experts.discovery.fencing import epoch_of, number_of, replaced
+from weft.experts.expert import ExpertBackend
+from weft.experts.replication.messages import StateVersion, newer
+from weft.experts.serialization import deserialize, serialize
+from weft.experts.wire import NotOwnerError
+
+Role = Literal["owner", "taking over", "follower"]
+
+
+class Leadership:
+    """The role of one server for one expert, and what that allows. Thread-safe.
+
+        follower ── claimed ──> taking over ── led ──> owner ── lease ends ──> owner whose lease has lapsed
+           ^                        |                    |                       |  answers forwards,
+           '──────── another owns it ────────────────────┴───────────────────────┘  refuses to step
+
+        may step     owner, and its lease, by the own clock and counted from before each renewal, lasts
+        may answer   owner, also if its lease has lapsed: no other owner is known
+
+    It is checked twice: where a call comes in, so that it is refused early, and where a step is about to be applied, so
+    that a call which waited too long is refused as well. Only the directory makes a server owner or follower; what a
+    caller says of a newer owner is believed for the caller's own call.
+
+    Args:
+        uid: the expert.
+        until: until when (`time.monotonic`) a lease of this server surely lasts.
+    """
+
+    def __init__(self, uid: str, until: Callable[[Lease], float]) -> None:
+        self.uid = uid
+        self.role: Role = "follower"
+        self.owner: Ownership | None = None
+        self.lease: Lease | None = None
+        self._until = until
+        self._lock = threading.Lock()
+        self._epoch = 0  # of the directory, by the last owner's token
+        self._past: set[int] = set()  # its epochs before
+
+    @property
+    def token(self) -> int:
+        """This server's fencing token; 0 for a follower."""
+        owner = self.owner
+        return owner.token if owner is not None and self.role != "follower" else 0
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the own lease surely lasts."""
+        lease = self.lease
+        return lease is not None and time.monotonic() < self._until(lease)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether it surely is the owner."""
+        return self.role == "owner" and self.lasts
+
+    def claim(self, ownership: Ownership, lease: Lease, role: Role) -> None:
+        """This server owns it, under this lease; ``role`` says whether all is ready."""
+        with self._lock:
+            self.role, self.owner, self.lease = role, ownership, lease
+            self._note_epoch(ownership)
+
+    def follow(self, owner: Ownership | None) -> None:
+        """Another server owns it, or none."""
+        with self._lock:
+            self.role, self.owner, self.lease = "follower", owner, None
+            self._note_epoch(owner)
+
+    def check(self, *, steps: bool, carried: int = 0) -> None:
+        """Raise ``NotOwnerError`` if a call is not for this server.
+
+        Args:
+            steps: whether the call changes the expert, or only reads it.
+            carried: the largest fencing token that its author knows; 0: none. One of an epoch of the directory
+                that is known here to be over counts as none: the author made the call before it heard of that.
+        """
+        with self._lock:
+            role, owner, token, lasts = self.role, self.owner, self.token, self.lasts
+        where = {} if owner is None or role == "taking over" else {"address": owner.address}
+        if role == "taking over":
+            raise self._refusal(f"this server has claimed it with token {number_of(token)}, and is taking over", where)
+        if role == "follower":
+            who = "nobody is known to own it now" if owner is None else f"{owner.address} owns it"
+            raise self._refusal(f"this server follows; {who}", where)
+        if carried and replaced(token, carried) and epoch_of(carried) not in self._past:
+            mine, yours = number_of(token), number_of(carried)
+            text = f"it was replaced: this server owns it with token {mine}, and you know of token {yours}"
+            raise self._refusal(text, {})
+        if steps and not lasts:
+            text = (
+                f"the lease under which it has token {number_of(token)} has lapsed, so that another may own it by now"
+            )
+            raise self._refusal(text, {})
+
+    def permit(self) -> None:
+        """`check` for a step that is about to be applied."""
+        self.check(steps=True)
+
+    def _note_epoch(self, owner: Ownership | None) -> None:
+        epoch = 0 if owner is None else epoch_of(owner.token)
+        if epoch and epoch != self._epoch:
+            self._past = (self._past | {self._epoch}) - {0, epoch}
+            self._epoch = epoch
+
+    def _refusal(self, why: str, details: dict[str, str]) -> NotOwnerError:
+        return NotOwnerError(
+            f"expert {self.uid!r} cannot do this here: {why}. Nothing was changed; ask its owner, or again in a while",
+            details,
+        )
+
+
+class Replica:
+    """A backend that others have too. Thread-safe.
+
+    Args:
+        backend: the expert. It is told to ask for a permit before every step.
+        until: see `Leadership`.
+        save: makes durable what was reached, where that is wanted.
+        store: where checkpoints lie.
+        loaded: called when the state was replaced.
+
+    ``failure`` is what last went wrong with following or taking over; None if nothing does now.
+    """
+
+    def __init__(
+        self,
+        backend: ExpertBackend,
+        until: Callable[[Lease], float],
+        *,
+        save: Callable[[], object] | None = None,
+        store: CheckpointStore | None = None,
+        loaded: Callable[[], None] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.uid = backend.name
+        self.leadership = Leadership(backend.name, until)
+        self.lock = threading.RLock()  # between a state that comes in and a change of the role
+        self.fence = Fence()
+        self.save = save or (lambda: None)
+        self.incarnation = secrets.randbits(63)
+        self.failure: Exception | None = None
+        self.owner_version = StateVersion()  # as the owner last reported
+        self.heard_at = 0.0  # when it last did
+        self.has_state = False  # is there more here than first weights
+        self.sent = self.received = self.received_bytes = 0
+        self.broken = False  # a state could not be loaded, or only in part
+        self.final = False  # nothing steps it here any more
+        self._seen_owner = False
+        self._token = 0
+        self._anew = float("-inf")  # when the directory was last seen to have begun anew
+        self._store = store
+        self._loaded = loaded or (lambda: None)
+        backend.executor.permit = self.leadership.permit
+
+    @property
+    def version(self) -> StateVersion:
+        """The version of the state here."""
+        token = self.leadership.token if self.leadership.role == "owner" else self._token
+        return StateVersion(token, self.backend.steps, self.backend.executor.backward_batches)
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether to claim it when it is free: not where its state was never seen, or cannot be loaded."""
+        return not self.broken and (self.has_state or not self._seen_owner)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is owned here, or the owner's state is here."""
+        leadership, owner = self.leadership, self.leadership.owner
+        return leadership.role == "owner" or (
+            owner is not None and self.heard_at > 0 and not replaced(self._token, owner.token)
+        )
+
+    @property
+    def behind(self) -> int | None:
+        """Steps that the owner is ahead, as it last reported; None before that."""
+        if self.leadership.role != "follower":
+            return 0
+        return max(0, self.owner_version.steps - self.backend.steps) if self.heard_at else None
+
+    def restored(self, token: int) -> None:
+        """The state was loaded from a checkpoint that was made under this token."""
+        self._token, self.has_state = token, True
+
+    def follow(self, owner: Ownership | None) -> None:
+        """Another owns it, or nobody."""
+        with self.lock:
+            if self.leadership.role != "follower":
+                self._token = self.version.token
+            self._seen_owner = self._seen_owner or owner is not None
+            if owner is not None and owner.token and self.fence.listed(self.uid, owner.token):
+                self._anew = time.monotonic()
+            self.leadership.follow(owner)
+
+    def claimed(self, ownership: Ownership, lease: Lease) -> None:
+        """It is ours, but not ready; from now on no older owner's state is let in, nor one of an earlier life."""
+        with self.lock:
+            self._token = self.version.token
+            self.leadership.claim(ownership, lease, "taking over")
+            if self.fence.listed(self.uid, ownership.token, granted=True):
+                self._anew = time.monotonic()
+
+    def quiet(self, lease: Lease) -> float:
+        """Seconds for which nobody may lead it yet, under this lease.
+
+        A directory that began anew grants what the owner of before may still believe to own: until its lease, which
+        is as long as this one, has surely ended.
+        """
+        return max(0.0, self._anew + lease.ttl - time.monotonic())
+
+    def failed(self, error: Exception) -> None:
+        """Following went wrong. It matters no more to who owns it by now."""
+        with self.lock:
+            if self.leadership.role == "follower":
+                self.failure = error
+
+    def lead(self, ownership: Ownership, lease: Lease) -> None:
+        """It is ours and ready. Mini-batches that were open under an earlier owner do not go on."""
+        with self.lock:
+            self.has_state, self.failure = True, None
+            self.incarnation = secrets.randbits(63)
+            self.leadership.claim(ownership, lease, "owner")
+
+    def encode(self, max_wait: float = 1.0) -> tuple[StateVersion, memoryview] | None:
+        """The state as of now, as bytes; None if a batch is under way for longer than ``max_wait`` seconds."""
+        lock = self.backend.executor.lock
+        if not lock.acquire(timeout=max_wait):
+            return None
+        try:
+            version = self.version
+            state, keys = self.backend.state_dict(), self.backend.records.snapshot()
+        finally:
+            lock.release()
+        self.sent += 1
+        return version, serialize({"state": state, "records": keys()})
+
+    def load(self, version: StateVersion, data: bytes | bytearray | memoryview, *, taking_over: bool = False) -> bool:
+        """Load the state that an owner has sent; False if it is not wanted any more.
+
+        Raises ``FencedError`` for the state of an owner that was replaced, ``DamagedError`` for bytes that are no
+        state, and what module and optimizer raise; then nobody makes this replica the owner any more.
+        """
+        value = deserialize(data)
+        with self.lock:
+            if not taking_over:
+                self.fence.admit(self.uid, version.token)
+            if (self.leadership.role == "taking over") != taking_over or self.leadership.role == "owner":
+                return False
+            self._load(version, value["state"], value["records"])
+            self.received += 1
+            self.received_bytes += len(data)
+            return True
+
+    def restore(self) -> bool:
+        """Load the newest checkpoint if it is newer than what is here. Raises what `CheckpointStore` raises."""
+        found = None if self._store is None else self._store.load_newest(self.uid)
+        if found is None:
+            return False
+        extra: dict[str, Any] = {} if found.extra is None else found.extra  # None: saved by hand, without keys
+        version = StateVersion(extra.get("token", 0), found.step, found.state["backward_batches"])
+        with self.lock:
+            wanted = newer(version, self.version, self.leadership.token) or not self.has_state or self.broken
+            if wanted:
+                self._load(version, found.state, extra.get("records"))
+            return wanted
+
+    def heard(self, version: StateVersion) -> None:
+        """Note the version that the owner has reported."""
+        self.owner_version, self.heard_at = version, time.monotonic()
+
+    def _load(self, version: StateVersion, state: Any, records: Any) -> None:
+        self.broken = True  # until all of it is loaded
+        with self.backend.executor.lock:
+            self.backend.load_state_dict(state)
+            if records is not None:
+                self.backend.records.load_state_dict(records)
+        self.broken, self.has_state, self._token = False, True, version.token
+        self._loaded()
