@@ -136,5 +136,5 @@ class _Among:
 
 def splitting(schedule: Schedule) -> Schedule:
     """The same order with every worker's forwards moved to the front, so that the loss may be outside."""
-    forward, backward = schedule.forward_only(), schedule.backward_only()
+    forward, backward = schedule.forward_only, schedule.backward_only
     return Schedule(tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True)))

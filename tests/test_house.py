@@ -129,3 +129,12 @@ def test_the_sdist_holds_what_the_repository_holds() -> None:
 
 def test_the_package_ships_its_types() -> None:
     assert (SOURCE / "weft" / "py.typed").exists()
+
+
+def test_a_module_of_core_is_imported_by_two_packages() -> None:
+    """`core` holds what capabilities share; what one of them needs alone belongs to it."""
+    spec = importlib.util.spec_from_file_location("structure", ROOT / "tools" / "structure.py")
+    assert spec and spec.loader
+    structure = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(structure)
+    assert structure.lonely_modules_of_core() == {}

@@ -42,16 +42,16 @@ def seen_by(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dic
     routes = (Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,)))
     segments = [Segment(function), Segment(function)]
     visits = [MicroBatchContext(i, ambient) for i in range(2)]
-    run = Run(Wiring(routes, 2), segments, visits, lambda stage, i: keep, [None, None])
+    run = Run(Wiring(routes, 2), segments, visits, [[keep] * 2] * 2, [None, None])
     given = {0: {Address(0, 0, i): Message(torch.ones(1, requires_grad=True)) for i in range(2)}}
 
     def walk(schedule: Schedule, given: Any) -> None:
         executor.walk(schedule, run.perform, given, ambient)
 
-    walk(gpipe(2, 2).forward_only(), given)
+    walk(gpipe(2, 2).forward_only, given)
     if keep == "inputs":
         back = {1: {Address(2, OUTSIDE, i): Message([torch.ones(1)]) for i in range(2)}}
-        outside = threading.Thread(target=walk, args=(gpipe(2, 2).backward_only(), back))
+        outside = threading.Thread(target=walk, args=(gpipe(2, 2).backward_only, back))
         outside.start()  # a new thread knows nothing of the user's surroundings
         outside.join(10)
         assert len(found["again"]) == 4

@@ -62,7 +62,7 @@ def test_backward_gives_the_gradients_of_every_leaf_and_parameter(keep: Keep) ->
             assert not outputs[0]["y"].requires_grad
             tape.prepare()
             tape.prepare()  # once is enough
-        assert tape.widths() == [2, 1]
+        assert [len(edges) for edges in tape.edges or ()] == [2, 1]
         inputs, parameters = tape.backward(gradients)
     wanted = torch.autograd.grad([(x * weight).sin() + z, x.exp()], [x, z, weight], [gradients[0][0], gradients[1][0]])
     torch.testing.assert_close([inputs[0][0], inputs[1][0], parameters[0]], list(wanted))

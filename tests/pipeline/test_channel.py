@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.routing import Address, Closed, LocalQueue, Mailbox
+from weft.pipeline.executor import Closed, LocalQueue, Mailbox
+from weft.pipeline.routing import Address
 
 addresses = st.builds(Address, st.integers(0, 2), st.integers(0, 2), st.integers(-2, 2))
 

@@ -101,7 +101,7 @@ def test_the_forecast_of_live_bytes_is_what_a_recorder_counts(
     schedule: str, checkpoint: Any, rows: int, error: float
 ) -> None:
     # One worker holds all stages, so that nothing but the table decides what is alive at one time.
-    in_turn = weft.Schedule((tuple(action for _, action in build(schedule, 4, 4).order()),))
+    in_turn = weft.Schedule((tuple(action for _, action in build(schedule, 4, 4).order),))
     pipe = weft.Pipe(
         model(),
         chunks=4,

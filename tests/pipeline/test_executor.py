@@ -19,8 +19,8 @@ from tests.strategies import any_schedules
 from weft.core.context import ExecutionContext
 from weft.core.rng import turn_at
 from weft.pipeline.device import Message
-from weft.pipeline.executor import SerialExecutor, ThreadExecutor
-from weft.pipeline.routing import OUTSIDE, Address, Closed
+from weft.pipeline.executor import Closed, SerialExecutor, ThreadExecutor
+from weft.pipeline.routing import OUTSIDE, Address
 from weft.pipeline.schedule import Action, Schedule, gpipe, needs, one_f_one_b
 
 
@@ -54,9 +54,9 @@ class Chain:
         self.threads.setdefault(threading.current_thread().name, set()).add(action.stage)
         self.done.append(action)
         for reader in self.readers[action]:
-            post.boxes[post.worker_of[reader.stage]].put(self.at(action, reader), Message(action))
+            post[reader.stage].put(self.at(action, reader), Message(action))
         if not self.readers[action]:
-            post.send(OUTSIDE, Address(0, OUTSIDE, self.numbers[action]), Message(action))
+            post[OUTSIDE].put(Address(0, OUTSIDE, self.numbers[action]), Message(action))
 
 
 def here() -> ExecutionContext:
@@ -156,7 +156,7 @@ def test_an_exception_holds_nothing_of_the_walk_after_it_is_dropped(threads: Thr
     def perform(action: Action, box: Any, post: Any) -> None:
         value = Value()
         values.append(weakref.ref(value))
-        post.boxes[0].put(Address(0, 0, 0), Message(value))
+        post[0].put(Address(0, 0, 0), Message(value))
         raise Oops
 
     def walk() -> None:
@@ -255,7 +255,7 @@ def test_a_child_that_is_forked_during_a_walk_walks_with_workers_of_its_own() ->
         executor.walk(gpipe(2, 1), chain, {}, here())
         return len(chain.threads) == 2
 
-    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1).forward_only(), perform, {}, here()))
+    walking = threading.Thread(target=executor.walk, args=(gpipe(2, 1).forward_only, perform, {}, here()))
     walking.start()
     inside.wait(10)
     try:
@@ -280,7 +280,7 @@ def test_workers_share_the_callers_intra_op_threads_and_the_caller_keeps_its_own
     torch.set_num_threads(threads_of_caller)
     try:
         executor = ThreadExecutor("share")
-        executor.walk(gpipe(workers, 1).forward_only(), perform, {}, here())
+        executor.walk(gpipe(workers, 1).forward_only, perform, {}, here())
         assert torch.get_num_threads() == threads_of_caller
         late = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
         late.start()
@@ -309,9 +309,7 @@ def test_a_walk_inside_a_walk_of_the_same_executor_goes_on_in_its_thread() -> No
     def perform(action: Action, box: Any, post: Any) -> None:
         executor.walk(gpipe(2, 2), chain, {}, here())
 
-    walking = threading.Thread(
-        target=executor.walk, args=(gpipe(1, 1).forward_only(), perform, {}, here()), daemon=True
-    )
+    walking = threading.Thread(target=executor.walk, args=(gpipe(1, 1).forward_only, perform, {}, here()), daemon=True)
     walking.start()
     walking.join(10)
     assert set(chain.threads) == {"weft-own-0"} and sorted(chain.done) == sorted(chain.waits)
@@ -349,7 +347,7 @@ def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surround
 
     def with_a_turn() -> None:
         with turn_at([torch.default_generator]):
-            (executor if threaded else SerialExecutor()).walk(gpipe(2, 1).forward_only(), perform, {}, captured)
+            (executor if threaded else SerialExecutor()).walk(gpipe(2, 1).forward_only, perform, {}, captured)
 
     walking = threading.Thread(target=with_a_turn, daemon=True)
     walking.start()
@@ -366,7 +364,7 @@ def test_what_the_caller_gives_lies_in_the_box_of_its_stage(threads: ThreadExecu
         seen[action.stage] = box.take(Address(7, action.stage, 0)).value
 
     executor = threads if threaded else SerialExecutor()
-    executor.walk(gpipe(3, 1).forward_only(), perform, given, here())
+    executor.walk(gpipe(3, 1).forward_only, perform, given, here())
     assert seen == {stage: f"for {stage}" for stage in range(3)}
 
 

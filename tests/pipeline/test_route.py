@@ -5,7 +5,21 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.core.context import ExecutionContext
+from weft.core.segment import MicroBatchContext
 from weft.pipeline.routing import OUTSIDE, Address, Route, Wiring
+from weft.pipeline.step import Run
+
+
+def run_of(wiring: Wiring, micro_batches: int) -> Run:
+    """A run that nothing is done with."""
+    ambient = ExecutionContext.capture(["cpu"])
+    return Run(wiring, [], [MicroBatchContext(i, ambient) for i in range(micro_batches)], [], [])
+
+
+def comes_from_outside(wiring: Wiring, address: Address) -> bool:
+    """Whether no stage makes the value."""
+    return wiring.routes[address.route].source == OUTSIDE or address.micro_batch < 0
 
 
 @st.composite
@@ -34,15 +48,16 @@ def test_a_stage_knows_its_routes_in_their_order(wiring: Wiring) -> None:
 
 @given(wirings(), st.integers(1, 5))
 def test_what_is_read_was_written_or_came_from_outside_and_nothing_else(wiring: Wiring, count: int) -> None:
+    run = run_of(wiring, count)
     read: Counter[Address] = Counter()
     written: Counter[Address] = Counter()
     for stage in range(wiring.stages):
         for i in range(count):
-            read.update(wiring.read_address(route, stage, i) for route in wiring.inputs[stage])
+            read.update(run.reads(stage, i))
             for route in wiring.outputs[stage]:
-                written.update(wiring.written_addresses(route, i, count))
+                written.update(run.writes(route, i))
     assert not [address for address, times in (read + written).items() if max(times, 1) > 2]
-    from_outside = {address for address in read if wiring.comes_from_outside(address)}
+    from_outside = {address for address in read if comes_from_outside(wiring, address)}
     to_outside = {address for address in written if address.reader == OUTSIDE}
     assert set(read) - from_outside == set(written) - to_outside
     assert not from_outside & set(written)
@@ -51,15 +66,16 @@ def test_what_is_read_was_written_or_came_from_outside_and_nothing_else(wiring: 
 @given(st.integers(1, 4), st.integers(1, 6))
 def test_a_carry_takes_its_first_values_from_outside_and_gives_its_last_ones_there(delay: int, count: int) -> None:
     wiring = Wiring((Route("state", 0, (0,), delay),), 1)
-    read = [wiring.read_address(0, 0, i) for i in range(count)]
-    written = [address for i in range(count) for address in wiring.written_addresses(0, i, count)]
+    run = run_of(wiring, count)
+    read = [address for i in range(count) for address in run.reads(0, i)]
+    written = [address for i in range(count) for address in run.writes(0, i)]
     few = min(delay, count)
-    assert [wiring.comes_from_outside(address) for address in read] == [i < delay for i in range(count)]
+    assert [comes_from_outside(wiring, address) for address in read] == [i < delay for i in range(count)]
     assert [address.reader for address in written] == [0] * (count - few) + [OUTSIDE] * few
     assert read[few:] == written[: count - few]
 
 
 def test_a_value_with_several_readers_has_an_address_for_each() -> None:
     wiring = Wiring((Route("skip", 0, (1, 3)),), 4)
-    assert wiring.written_addresses(0, 2, 5) == [Address(0, 1, 2), Address(0, 3, 2)]
+    assert run_of(wiring, 5).writes(0, 2) == [Address(0, 1, 2), Address(0, 3, 2)]
     assert wiring.inputs == ((), (0,), (), (0,))

@@ -114,8 +114,7 @@ def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unroll
     wanted = torch.autograd.grad(roots, leaves, seeds)
 
     # The same as a run.
-    def keeps(stage: int, chunk: int) -> Keep:
-        return "inputs" if (stage, chunk) in recomputed else "graph"
+    keeps = [["inputs" if (s, i) in recomputed else "graph" for i in range(chunks)] for s in range(layers)]
 
     run, executor = recurrent_run(weights, delay, chunks, keeps), (ThreadExecutor() if threads else SerialExecutor())
     up, state = range(1, layers + 1), range(layers + 1, 2 * layers + 1)
@@ -126,7 +125,7 @@ def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unroll
         for i, h in enumerate(starts[layer]):
             given[layer][Address(state[layer], layer, i - delay)] = Message(cut(h))
     schedule, ambient = gpipe(layers, chunks), ExecutionContext.capture(["cpu"])
-    left = executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    left = executor.walk(schedule.forward_only, run.perform, given, ambient)
     out_at = [Address(up[-1], OUTSIDE, i) for i in range(chunks)]
     ends_at = [
         Address(state[layer], OUTSIDE, i) for layer in range(layers) for i in range(max(0, chunks - delay), chunks)
@@ -139,7 +138,7 @@ def test_layers_times_chunks_run_as_a_wavefront_with_the_gradients_of_the_unroll
     back: Given = {layer: {} for layer in range(layers)}
     for at, gradient in zip([*out_at, *ends_at], seeds, strict=True):
         back[run.wiring.routes[at.route].source][at] = Message([gradient])
-    home = executor.walk(schedule.backward_only(), run.perform, back, ambient)
+    home = executor.walk(schedule.backward_only, run.perform, back, ambient)
     found = [home[Address(0, 0, i)].value[0] for i in range(chunks)]
     for layer in range(layers):
         addresses = [Address(state[layer], layer, i - delay) for i in range(len(starts[layer]))]
@@ -158,7 +157,7 @@ def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, kee
         Wiring(tuple(routes), len(functions)),
         [Segment(function, more.get("parameters", ())) for function in functions],
         [MicroBatchContext(i, ambient) for i in range(micro_batches)],
-        lambda stage, i: keep,
+        [[keep] * micro_batches] * len(functions),
         [None] * len(functions),
     )
 
@@ -182,11 +181,11 @@ def test_the_gradients_of_all_readers_add_up_and_an_idle_reader_adds_nothing(exe
     )
     x = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
     schedule, ambient = gpipe(4, 1), ExecutionContext.capture(["cpu"])
-    forward = executor.walk(schedule.forward_only(), run.perform, {0: {Address(0, 0, 0): Message(cut(x))}}, ambient)
+    forward = executor.walk(schedule.forward_only, run.perform, {0: {Address(0, 0, 0): Message(cut(x))}}, ambient)
     out = Address(4, OUTSIDE, 0)
     y = (2 * x + 1) * (3 * x) + 15 * x
     torch.testing.assert_close(forward[out].value, y, rtol=0, atol=0)
-    home = executor.walk(schedule.backward_only(), run.perform, {3: {out: Message([torch.ones_like(x)])}}, ambient)
+    home = executor.walk(schedule.backward_only, run.perform, {3: {out: Message([torch.ones_like(x)])}}, ambient)
     torch.testing.assert_close(home[Address(0, 0, 0)].value[0], 12 * x.detach() + 18)
     if isinstance(executor, ThreadExecutor):
         executor.close()
@@ -204,15 +203,15 @@ def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
     x = torch.tensor(2.0, requires_grad=True)
     schedule, ambient, executor = gpipe(1, 1), ExecutionContext.capture(["cpu"]), SerialExecutor()
     given = {0: {Address(0, 0, 0): Message(cut(x))}}
-    executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    executor.walk(schedule.forward_only, run.perform, given, ambient)
     back = {0: {Address(1, OUTSIDE, 0): Message([torch.tensor(10.0)])}}
     for retain in (True, True, False):
         run.turn_back(retain=retain)
-        home = executor.walk(schedule.backward_only(), run.perform, back, ambient)
+        home = executor.walk(schedule.backward_only, run.perform, back, ambient)
         assert home[Address(0, 0, 0)].value[0] == 30
         assert run.parameter_gradients() == {id(weight): torch.tensor(20.0)}
     with pytest.raises(BackwardTwiceError, match="retain_graph=True"):
-        executor.walk(schedule.backward_only(), run.perform, back, ambient)
+        executor.walk(schedule.backward_only, run.perform, back, ambient)
 
 
 def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None:
@@ -221,19 +220,19 @@ def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None
     run = chain_run([lambda visit, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))
     schedule, ambient, executor = gpipe(1, 2), ExecutionContext.capture(["cpu"]), SerialExecutor()
     given = {0: {Address(0, 0, i): Message(torch.tensor(2.0)) for i in range(2)}}
-    executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    executor.walk(schedule.forward_only, run.perform, given, ambient)
     ones: dict[Address, Message] = {Address(1, OUTSIDE, i): Message([torch.tensor(1.0)]) for i in range(2)}
-    last = schedule.backward_only().workers[0][-1].micro_batch
+    last = schedule.backward_only.workers[0][-1].micro_batch
     run.turn_back(retain=True)
     with pytest.raises(RuntimeError):  # after the first micro-batch, in the second
         executor.walk(
-            schedule.backward_only(),
+            schedule.backward_only,
             run.perform,
             {0: {**ones, Address(1, OUTSIDE, last): Message([torch.ones(5)])}},
             ambient,
         )
     run.turn_back(retain=False)
-    executor.walk(schedule.backward_only(), run.perform, {0: ones}, ambient)
+    executor.walk(schedule.backward_only, run.perform, {0: ones}, ambient)
     assert run.parameter_gradients() == {id(weight): torch.tensor(4.0)}
 
 

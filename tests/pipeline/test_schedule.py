@@ -57,7 +57,7 @@ def test_a_random_valid_table_passes_and_its_order_honours_every_list_and_the_ch
     schedule: Schedule,
 ) -> None:
     schedule.check(stages=schedule.stages, micro_batches=schedule.micro_batches)
-    order = schedule.order()
+    order = schedule.order
     for worker, row in enumerate(schedule.workers):
         assert tuple(action for w, action in order if w == worker) == row
     assert chain_order_holds([action for _, action in order], schedule.stages)
@@ -88,11 +88,11 @@ def test_a_valid_table_stays_valid_with_fewer_micro_batches(schedule: Schedule, 
 
 @given(any_schedules())
 def test_forward_and_backward_are_parts_that_can_run_alone(schedule: Schedule) -> None:
-    forward, backward = schedule.forward_only(), schedule.backward_only()
+    forward, backward = schedule.forward_only, schedule.backward_only
     forward.check(stages=schedule.stages, micro_batches=schedule.micro_batches)
-    assert {a.kind for _, a in forward.order()} == {"F"}
-    assert "F" not in {a.kind for _, a in backward.order()}
-    assert len(forward.order()) + len(backward.order()) == len(schedule.order())
+    assert {a.kind for _, a in forward.order} == {"F"}
+    assert "F" not in {a.kind for _, a in backward.order}
+    assert len(forward.order) + len(backward.order) == len(schedule.order)
     cut = tuple(f + b for f, b in zip(forward.workers, backward.workers, strict=True))
     assert schedule.splits == (cut == schedule.workers)
 
@@ -101,7 +101,7 @@ def test_forward_and_backward_are_parts_that_can_run_alone(schedule: Schedule) -
 def test_live_counts_what_a_walk_holds(schedule: Schedule) -> None:
     held: dict[int, set[int]] = {stage: set() for stage in range(schedule.stages)}
     most = [0] * schedule.stages
-    for _, action in schedule.order():
+    for _, action in schedule.order:
         if action.kind == "F":
             held[action.stage].add(action.micro_batch)
             most[action.stage] = max(most[action.stage], len(held[action.stage]))
@@ -136,12 +136,12 @@ def test_any_shuffle_of_a_worker_is_accepted_exactly_when_it_can_run(schedule: S
     table = Schedule(tuple(shuffled if w == worker else row for w, row in enumerate(schedule.workers)))
     if can_run(table):
         table.check()
-        table.order()
+        _ = table.order
     else:
         with pytest.raises(ScheduleError, match="stands"):
             table.check()
         with pytest.raises(ScheduleError, match="deadlock"):
-            table.order()
+            _ = table.order
 
 
 def can_run(schedule: Schedule) -> bool:
@@ -274,7 +274,7 @@ def test_pytorchs_tables_are_read_with_and_without_transfers(kind, workers, micr
         schedule = Schedule.parse((tmp_path / form).read_text())
         schedule.check(stages=2 * workers, micro_batches=micro_batches)
         assert sum(map(len, schedule.workers)) <= sum(map(len, expected))  # adjacent I and W may be merged into B
-        assert [a for row in schedule.forward_only().workers for a in row] == [
+        assert [a for row in schedule.forward_only.workers for a in row] == [
             a for row in expected for a in row if a.kind == "F"
         ]
         if form == "compute_only":
@@ -315,18 +315,18 @@ def test_pytorch_reads_our_tables(tmp_path_factory, data: st.DataObject) -> None
 
 
 def test_the_order_takes_one_micro_batch_as_far_as_it_can() -> None:
-    assert " ".join(str(action) for _, action in gpipe(3, 2).order()) == (
+    assert " ".join(str(action) for _, action in gpipe(3, 2).order) == (
         "0F0 1F0 2F0 0F1 1F1 2F1 2B1 1B1 0B1 2B0 1B0 0B0"
     )
 
 
 def test_the_order_is_computed_once() -> None:
     schedule = gpipe(3, 2)
-    assert schedule.order() is schedule.order()
+    assert schedule.order is schedule.order
 
 
 def test_weight_gradients_come_before_other_work() -> None:
-    order = Schedule.parse("0F0,0I0,0W0\n1F0,1I0,1W0").order()
+    order = Schedule.parse("0F0,0I0,0W0\n1F0,1I0,1W0").order
     assert " ".join(str(action) for _, action in order) == "0F0 1F0 1I0 1W0 0I0 0W0"
 
 

@@ -167,7 +167,7 @@ def test_a_skip_lives_until_its_last_reader_and_only_the_main_path_is_kept_by_it
 
 def test_without_backward_no_graph_is_kept_and_values_end_with_their_last_reader() -> None:
     costs = [StageCost(1.0, 1.0, recompute=1.0, saved_bytes=100)] * 3
-    found = forecast(gpipe(3, 2).forward_only(), costs, [ValueCost(0, (1, 2), 10)])
+    found = forecast(gpipe(3, 2).forward_only, costs, [ValueCost(0, (1, 2), 10)])
     assert {span.action.kind for span in found.spans} == {"F"}
     assert found.live_bytes == ((1.0, 10), (2.0, 20), (3.0, 10), (4.0, 0))
 

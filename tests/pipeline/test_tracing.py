@@ -52,14 +52,14 @@ def recorded(executor: Any, keep: Keep, micro_batches: int, memory: bool = True)
     recorder.ignore(xs)
     visits = [MicroBatchContext(i, ambient) for i in range(micro_batches)]
     segments = [Segment(function) for function in (first, second, third)]
-    run = Run(Wiring(ROUTES, 3), segments, visits, lambda stage, i: keep, [None] * 3, recorder)
+    run = Run(Wiring(ROUTES, 3), segments, visits, [[keep] * micro_batches] * 3, [None] * 3, recorder)
     schedule = gpipe(3, micro_batches)
     given = {0: {Address(0, 0, i): Message(x.detach().requires_grad_()) for i, x in enumerate(xs)}}
-    executor.walk(schedule.forward_only(), run.perform, given, ambient)
+    executor.walk(schedule.forward_only, run.perform, given, ambient)
     if keep != "nothing":
         seed = torch.ones(CELLS, dtype=torch.float64)
         back = {2: {Address(3, OUTSIDE, i): Message([seed]) for i in range(micro_batches)}}
-        executor.walk(schedule.backward_only(), run.perform, back, ambient)
+        executor.walk(schedule.backward_only, run.perform, back, ambient)
     return recorder
 
 

@@ -24,7 +24,7 @@ compiled graph ──> untraced(function, ...) runs as it is ──> compiled gr
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -45,11 +45,11 @@ def has_tangent(tensors: Iterable[Tensor]) -> bool:
     return _forward_ad._current_level >= 0 and any(_forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def forbid_transforms(tensors: Iterable[Tensor]) -> None:
+def forbid_transforms(tensors: Callable[[], Iterable[Tensor]]) -> None:
     """Raise UsageError where a step that is cut would lose derivatives: of these tensors, or of the call itself."""
     if _functorch.peek_interpreter_stack() is not None:
         raise UsageError(f"the pipe was called inside a transform of torch.func (grad, vjp, jvp, vmap), {_WHY}")
-    if has_tangent(tensors):
+    if _forward_ad._current_level >= 0 and has_tangent(tensors()):
         raise UsageError(f"an input or parameter has a tangent (forward-mode differentiation), {_WHY}")
 
 
@@ -213,19 +213,14 @@ def without_gradient(parameters: Iterable[Tensor]) -> None:
         cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(_Quiet(tables, current_task()).end)
 
 
-@contextmanager
-def quiet_hooks(parameters: Iterable[Tensor]) -> Generator[None]:
+def quiet_hooks(parameters: Iterable[Tensor]) -> "AbstractContextManager[object]":
     """Keep the parameters' own gradient hooks from firing inside.
 
     `torch.autograd.grad` fires the hooks of the tensors that it is asked about. The stages ask once per
     micro-batch, but a hook belongs to the whole step: it fires when the node hands the gradient on.
     """
     tables = [cast("_Table", each._backward_hooks) for each in parameters if each._backward_hooks]
-    quiet = _Quiet(tables, None)
-    try:
-        yield
-    finally:
-        quiet.end()
+    return _Quiet(tables, None) if tables else nullcontext()
 
 
 _Table = dict[int, Callable[..., Any]]
@@ -274,6 +269,12 @@ class _Quiet:
                         table[key] = hook.hook
 
     __del__ = end
+
+    def __enter__(self) -> "_Quiet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 _quieting = threading.RLock()

@@ -339,10 +339,8 @@ class RngStreams:
         """Surround one walk back through the graph of a stage that begins at `roots`.
 
         Where layers run again in it (`torch.utils.checkpoint` in a layer), they set the generators to what they were
-        in their forward: then it takes a turn, if there is anybody in the step whom that would disturb.
+        in their forward: then it takes a turn. A step that is `quiet` needs none.
         """
-        if self.quiet:
-            return _FREE
         repeats = self._repeats[stage]
         if repeats is None:
             use, seen = self._uses[stage], self._configurations[stage]

@@ -50,7 +50,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.core.context import ExecutionContext, phase
 from weft.core.errors import InPlaceError, SpecError, UsageError
-from weft.core.pytree import OPEN, flatten, unflatten
+from weft.core.pytree import LEAF, OPEN, flatten, unflatten
 
 
 def leaf_of(tensor: Tensor, wanted: bool) -> Tensor:
@@ -385,17 +385,23 @@ class Segment:
 class Tape:
     """What one forward of a segment left behind for its backward."""
 
-    __slots__ = ("_inputs", "_keep", "_outputs", "_structures", "_versions", "_visit", "segment")
+    __slots__ = ("_inputs", "_structures", "_versions", "_visit", "edges", "recomputes", "segment", "tracks")
 
     def __init__(self, segment: Segment, visit: MicroBatchContext, values: Sequence[Any], keep: Keep) -> None:
         self.segment = segment
         self._visit = visit
-        self._keep = keep
-        flat = [flatten(value) for value in values]
+        flat = [([value], LEAF) if type(value) is Tensor else flatten(value) for value in values]
         self._inputs = [leaves for leaves, _ in flat]
         self._structures = [structure for _, structure in flat]
-        self._versions = versions(self._tensors()) if keep == "inputs" else []
-        self._outputs: list[list[GradientEdge | None]] | None = None
+        self.recomputes = keep == "inputs"
+        """Whether backward has to run the function again."""
+        self._versions = versions(self._tensors()) if self.recomputes else []
+        self.tracks: bool | None = None
+        """What `cut` needs to know of the outputs: None asks each tensor, else all alike."""
+        if self.recomputes:
+            self.tracks = bool(segment.parameters) or any(x.requires_grad for x in self._tensors())
+        self.edges: list[list[GradientEdge | None]] | None = None
+        """Per leaf of every output value, where its gradient enters the graph; None while there is no graph."""
 
     def _tensors(self) -> list[Tensor]:
         return [x for leaves in self._inputs for x in leaves if isinstance(x, Tensor)]
@@ -404,37 +410,23 @@ class Tape:
         """Whether an input that a recomputation will read was written to since the forward began."""
         return self._versions != versions(self._tensors())
 
-    @property
-    def tracks(self) -> bool | None:
-        """What `cut` needs to know of the outputs: None asks each tensor, else all alike."""
-        if self._keep == "graph":
-            return None
-        return bool(self.segment.parameters) or any(x.requires_grad for x in self._tensors())
-
     def hold(self, outputs: Sequence[Any]) -> None:
         """Keep the graph that leads from these outputs back to the inputs, but not the outputs themselves: they
         are freed with their last reader."""
-        self._outputs = [[_edge(leaf) for leaf in flatten(value)[0]] for value in outputs]
-
-    def widths(self) -> list[int]:
-        """How many leaves each output value has. Only when the graph is there."""
-        return [len(edges) for edges in self._outputs or []]
+        self.edges = [
+            [_edge(leaf) for leaf in ((value,) if type(value) is Tensor else flatten(value)[0])] for value in outputs
+        ]
 
     def roots(self) -> list[Node]:
         """The nodes that the graph begins with. Only when it is there."""
-        return [edge.node for edges in self._outputs or [] for edge in edges if edge is not None]
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether backward has to run the function again."""
-        return self._keep == "inputs"
+        return [edge.node for edges in self.edges or [] for edge in edges if edge is not None]
 
     def prepare(self) -> None:
         """Make the graph if only the inputs were kept. Needs no gradient, so it may run early.
 
         Raises InPlaceError when an input was written to since the forward, such as a buffer for the next mini-batch.
         """
-        if self._outputs is None:
+        if self.edges is None:
             if self.is_overwritten():
                 raise InPlaceError(
                     "an input of a stage was written to in place between its forward and its recomputation in "
@@ -456,7 +448,7 @@ class Tape:
         roots, seeds = self._roots(gradients)
         keeps = retain and not self.recomputes
         if not keeps:
-            self._outputs = None
+            self.edges = None
         parameters = self.segment.parameters
         if not roots or not (wanted or parameters):
             return self._nested([None] * len(wanted)), [None] * len(parameters)
@@ -470,7 +462,7 @@ class Tape:
         """
         wanted = self._wanted()
         roots, seeds = self._roots(gradients)
-        self._outputs = None
+        self.edges = None
         if not roots or not (wanted or self.segment.parameters):
             return self._nested([None] * len(wanted)), None
         split = SplitBackward(roots, seeds, wanted, self.segment.parameters)
@@ -493,7 +485,7 @@ class Tape:
         """Where backward starts in the graph, and with which gradients."""
         pairs = [
             (edge, gradient)
-            for edges, given in zip(self._outputs or [], gradients, strict=True)
+            for edges, given in zip(self.edges or [], gradients, strict=True)
             for edge, gradient in zip(edges, given, strict=True)
             if gradient is not None and edge is not None
         ]

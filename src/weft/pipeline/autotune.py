@@ -233,7 +233,7 @@ def needs_cuts() -> bool:
 
 _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
 
-Keeps = Callable[[int, int], Keep]
+Keeps = Sequence[Sequence[Keep]]
 
 
 def run_visible(order: StepRequest, ambient: ExecutionContext, *, enter: bool = True) -> Any:
@@ -253,13 +253,9 @@ def run_silent(
     plan: Plan, cargo: MiniBatch, outcome: Output, ambient: ExecutionContext, silence: RngProbe
 ) -> tuple[Any] | None:
     """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
-    results = _micro_batches(plan, cargo, keep_graph, ambient, silence)
+    kept: list[Keep] = ["graph"] * cargo.micro_batches
+    results = _micro_batches(plan, cargo, [kept] * len(plan.functions), ambient, silence)
     return None if silence.broken() else (outcome.visible(results),)
-
-
-def keep_graph(segment: int, micro_batch: int) -> Keep:
-    """Nothing is recomputed."""
-    return "graph"
 
 
 @contextmanager
@@ -295,7 +291,7 @@ def _call(
     keeps: Keeps, function: Function, visit: MicroBatchContext, segment: int, inputs: list[Any]
 ) -> tuple[Any, ...]:
     """One segment, with its graph or only its inputs kept."""
-    if keeps(segment, visit.micro_batch) != "inputs":
+    if keeps[segment][visit.micro_batch] != "inputs":
         return function(visit, *inputs)
     leaves, structure = flatten(inputs)
     repeated = _Repeated(function, visit, structure)

@@ -6,7 +6,7 @@ its code gets hold of, as a penalty on weights in a loss function does, is in th
     own parameter ------> [ graph of the segment ] ---> output
     another stage's ----> [                      ]             never asked for: its gradient would be lost in silence
 
-So graphs of every segment are searched for them: the first, second, fourth, eighth and so on.
+So the graphs of every segment are searched for them in steps 1, 2, 4, 8 and so on.
 
 Layers that talk to other processes: those with tensor-parallel weights, and `nn.SyncBatchNorm`.
 
@@ -32,14 +32,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.utils import parametrize
 
 from weft.core.autograd import StepsInBackward
-from weft.core.errors import DeviceError, UsageError, listed
+from weft.core.errors import UsageError, listed
 from weft.core.pytree import flatten
 from weft.core.segment import Function, MicroBatchContext, children_first
-from weft.pipeline.stage import ModuleScan, Stage
+from weft.pipeline.stage import Stage
 
 
 class ForeignParameterCheck:
-    """A segment's function, which looks now and then for what does not belong to it.
+    """A segment's function, with a search for what does not belong to it; in its place at the steps that are due.
 
     `layers` are those of all segments by name, in the order of the segments; `number` is this one, and `more` what
     it has besides them. Raises UsageError for a parameter of another segment, and for a layer that shards its own
@@ -53,8 +53,10 @@ class ForeignParameterCheck:
         self._layers = layers
         self._number = number
         self._more = more
-        self._graphs = 0
-        self._next = 1
+        self.steps = 0
+        """How many steps there were; the pipe counts them."""
+        self.next = 1
+        """The step from which on graphs are to be searched again."""
         self._fresh: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._told: set[int] = set()
         self.has_python_functions = False
@@ -64,14 +66,13 @@ class ForeignParameterCheck:
         """Run the function. See the class for what may be raised."""
         outputs = self._function(visit, *values)
         if torch.is_grad_enabled():
-            self._graphs += 1
-            if self._graphs >= self._next:
-                given = flatten(values)[0]
-                given += [copy for x in given for copy in getattr(x, "lent", ())]
-                nodes, leaves = _behind(outputs)
-                self.has_python_functions |= any(isinstance(node, BackwardCFunction) for node in nodes)
-                self._check(leaves, {id(x) for x in given})
-                self._next = 2 * self._graphs  # only after a search that found nothing to refuse: else the next call
+            self.next = 0  # the next step, unless nothing is found to refuse
+            given = flatten(values)[0]
+            given += [copy for x in given for copy in getattr(x, "lent", ())]
+            nodes, leaves = _behind(outputs)
+            self.has_python_functions |= any(isinstance(node, BackwardCFunction) for node in nodes)
+            self._check(leaves, {id(x) for x in given})
+            self.next = 2 * self.steps
         return outputs
 
     def _check(self, found: Sequence[Tensor], given: set[int]) -> None:
@@ -146,13 +147,11 @@ def _behind(outputs: Iterable[Any]) -> tuple[list[Any], list[Tensor]]:
 
 
 def refuse_cached_weights(stages: Iterable[Stage]) -> None:
-    """Raise UsageError inside ``parametrize.cached()``, if a layer is parametrized.
+    """Raise UsageError for a layer that is parametrized; called inside of ``parametrize.cached()``.
 
     The cache is the process's. A weight that it kept without a graph, from a forward that will be recomputed, would be
     handed to one that needs its gradient; and a graph that it kept would be walked once per micro-batch.
     """
-    if not getattr(parametrize, "_cache_enabled", 0):
-        return
     for stage in stages:
         for name, layer in stage.layers:
             if any(parametrize.is_parametrized(module) for module in layer.modules()):
@@ -161,20 +160,6 @@ def refuse_cached_weights(stages: Iterable[Stage]) -> None:
                     "torch.nn.utils.parametrize.cached(): micro-batches cannot share such a cache, since their graphs "
                     "are apart. Call the pipe outside of it, or use executor='graph'"
                 )
-
-
-def check_places(surveys: Sequence[ModuleScan]) -> None:
-    """Raise one DeviceError that lists every parameter and buffer which is not where its stage runs."""
-    misplaced = [fault for survey in surveys for fault in survey.misplaced]
-    if misplaced:
-        raise DeviceError(
-            listed(
-                "parameters or buffers are not on the device of their stage; a pipe places its layers when it is made, "
-                "so do not move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices "
-                "(layers on the meta device: call pipe.materialize() first):",
-                misplaced,
-            )
-        )
 
 
 def forbid_steps(found: Iterable[tuple[str, StepsInBackward]]) -> None:

@@ -46,17 +46,17 @@ class BatchDims:
 
     def __init__(self, arguments: Any, outputs: Any) -> None:
         self.assumed = arguments is None
-        self._whole: int | None = (arguments or 0) if arguments is None or is_whole(arguments) else None
+        self.whole: int | None = (arguments or 0) if arguments is None or is_whole(arguments) else None
         self._by_name: dict[Any, Any] = {}
         faults: list[str] = []
         if isinstance(arguments, dict):
             self._by_name = dict(cast("dict[Any, Any]", arguments))
         elif isinstance(arguments, list | tuple):
             self._by_name = dict(enumerate(cast("Sequence[Any]", arguments)))
-        elif self._whole is None:
+        elif self.whole is None:
             faults.append(f"batch_dim is {arguments!r}, wanted an int, a tuple, or a dict by position and keyword")
-        faults += _faults("batch_dim", self._by_name or self._whole, none=True)
-        self.outputs: Any = self._whole if outputs is None else outputs
+        faults += _faults("batch_dim", self._by_name or self.whole, none=True)
+        self.outputs: Any = self.whole if outputs is None else outputs
         self.outputs_assumed = outputs is None
         if self.outputs is None:
             faults.append("output_batch_dim is missing; batch_dim is nested, so it does not tell that of the output")
@@ -68,7 +68,7 @@ class BatchDims:
     @property
     def first(self) -> Any:
         """The axis of the first positional argument, or those of what is nested in it."""
-        return self._by_name.get(0) if self._whole is None else self._whole
+        return self._by_name.get(0) if self.whole is None else self.whole
 
     @property
     def extras(self) -> int:
@@ -78,8 +78,8 @@ class BatchDims:
     def of_call(self, positional: int, keywords: Collection[str], *, target: bool, nested: bool = False) -> Any:
         """The axes of a call, nested as its mini-batch (with the target) is; a single positional argument stands for
         itself, or `nested` in args and kwargs like others. Raises UsageError for what is missing."""
-        if self._whole is not None:
-            return self._whole
+        if self.whole is not None:
+            return self.whole
         names: list[int | str] = [*range(positional), *keywords, *(["target"] if target else [])]
         if missing := [name for name in names if name not in self._by_name]:
             raise UsageError(

@@ -133,7 +133,7 @@ def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None])
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def parcel(value: Any) -> Message:
+def message_of(value: Any) -> Message:
     """A value of the caller, with the event after which the caller's stream has made it."""
     device = next((x.device for x in flatten(value)[0] if isinstance(x, Tensor) and x.is_cuda), None)
     return Message(value, None if device is None else torch.cuda.current_stream(device).record_event())

@@ -1,6 +1,7 @@
 """What a pipe needs to run and does not save: stages, plans, executors. Made anew after a copy or a load."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -10,13 +11,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from weft.core.autograd import CutFunction, StepsInBackward, cross, forbid_transforms
+from weft.core.autograd import CutFunction, StepsInBackward, cross, forbid_transforms, outside_transforms
 from weft.core.context import ExecutionContext, has_local_modes
+from weft.core.errors import DeviceError, listed
 from weft.core.rng import RandomUse, RngProbe, RngStreams, generators
-from weft.core.segment import Keep
+from weft.core.segment import Function, Keep
 from weft.pipeline.autotune import Layouts, TimedCall, guarded, needs_cuts, run_silent, run_visible, time_graph
-from weft.pipeline.checks import ForeignParameterCheck, check_places, collective_layers, forbid_steps, forbid_workers
+from weft.pipeline.checks import (
+    ForeignParameterCheck,
+    collective_layers,
+    forbid_steps,
+    forbid_workers,
+    refuse_cached_weights,
+)
 from weft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, never_recomputes
 from weft.pipeline.executor import Executor, SerialExecutor, ThreadExecutor
 from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights, WeightedLoss
@@ -29,6 +38,11 @@ from weft.pipeline.tracing import Watcher
 
 _numbers = count()
 _NO_OWNERS: Mapping[int, torch.Tensor] = {}
+_MISPLACED = (
+    "parameters or buffers are not on the device of their stage; a pipe places its layers when it is made, so do not "
+    "move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices (layers on the meta "
+    "device: call pipe.materialize() first):"
+)
 
 
 class Runtime:
@@ -76,7 +90,8 @@ class Runtime:
         if executor == "auto" and self._talkers:
             executor = "serial"
         one_device = len(set(devices)) == 1
-        uncut = one_device and splits and never_recomputes(checkpoint)
+        self._never = never_recomputes(checkpoint)
+        uncut = one_device and splits and self._never
         self.layouts = Layouts(executor, len(devices), one_device=one_device, uncut=uncut)
 
     def plan(self, layout: str, loss: bool) -> Plan:
@@ -88,7 +103,7 @@ class Runtime:
             streams, cut = layout == "threads", layout in ("serial", "threads")
             plan = staged_plan(self.stages, self._crossing, executor, function, streams=streams, cut=cut)
             self._plans[key] = plan
-            self._searched += [each for each in plan.functions if isinstance(each, ForeignParameterCheck)]
+            self._searched += plan.searched
         return self._plans[key]
 
     @property
@@ -116,12 +131,8 @@ class Runtime:
             self.layouts.needs_cuts(kind)
         if self._steppers and kind.tracked and cargo.micro_batches > 1:
             forbid_steps(self._steppers)
-        if self._cuts:
-            layers = (layer for stage in self.stages for _, layer in stage.layers)
-            forbid_transforms(chain(cargo.given, (each for layer in layers for each in layer.parameters())))
         layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None, local=has_local_modes())
-        if layout == "threads":
-            forbid_workers(self._talkers)
+        self._forbid(cargo, layout)
         begun = perf_counter()
         if layout == "uncut" and kind in self._silent:
             found = self._silently(request, cargo, kind)
@@ -130,7 +141,8 @@ class Runtime:
         surveys = [stage.survey() for stage in self.stages]
         if request.targets and self._loss is not None:
             surveys.append(self._loss.survey())
-        check_places(surveys)
+        if any(survey.misplaced for survey in surveys):
+            raise DeviceError(listed(_MISPLACED, [fault for survey in surveys for fault in survey.misplaced]))
         order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
         if layout == "uncut":
             result = self._guarded(self._visible(order), kind, candidate, begun)
@@ -148,6 +160,15 @@ class Runtime:
         if order.tracked:
             return order.outcome.filled(cross(journey, step.tensors))
         return order.outcome.filled(journey.forward()[0])
+
+    def _forbid(self, cargo: MiniBatch, layout: str) -> None:
+        """Raise UsageError for surroundings of the call in which this layout would go wrong."""
+        if self._cuts:
+            forbid_transforms(lambda: chain(cargo.given, self._parameters()))
+        if layout == "threads" and self._talkers:
+            forbid_workers(self._talkers)
+        if layout in ("serial", "threads") and torch.is_grad_enabled() and getattr(parametrize, "_cache_enabled", 0):
+            refuse_cached_weights(self.stages)
 
     def _guarded(self, result: Any, kind: Hashable, candidate: int | None, begun: float) -> Any:
         """What an uncut step gave; it is timed if it measures a candidate."""
@@ -194,8 +215,7 @@ class Runtime:
     def _order(self, request: "PipeCall", plan: Plan, cargo: MiniBatch, surveys: Sequence[ModuleScan]) -> StepRequest:
         tracked = torch.is_grad_enabled() and bool(cargo.tensors or any(survey.parameters for survey in surveys))
         count = cargo.micro_batches
-        schedule = build(request.schedule, plan.segments, count)
-        at_once = schedule.backward_at_once if request.targets else frozenset[tuple[int, int]]()
+        schedule = build(request.schedule, len(plan.functions), count)
         parameters: list[list[torch.Tensor]] = []
         last = len(self.stages) - 1
         for stage in range(last + 1):  # the last one's with those of the loss
@@ -203,22 +223,45 @@ class Runtime:
             parameters.append(list({id(p): p for survey in owned for p in survey.parameters}.values()))
         return StepRequest(
             plan=plan,
+            functions=self._functions(plan, tracked=tracked),
             schedule=schedule,
             cargo=cargo,
             outcome=self._outcome(request, cargo),
             parameters=parameters,
             tracked=tracked,
-            keeps=partial(self._keep, count, at_once) if tracked else _keep_nothing,
+            keeps=self._keeps(schedule, count, tracked=tracked, loss=bool(request.targets)),
             deferred=[norm for survey in surveys for norm in survey.deferred],
-            dice=partial(RngStreams, self.uses[: len(surveys)], [survey.configuration for survey in surveys]),
+            dice=partial(self._streams, [survey.configuration for survey in surveys]),
             watcher=request.watcher,
             scale=request.scale,
             owners=request.owners,
         )
 
-    def _keep(self, micro_batches: int, at_once: frozenset[tuple[int, int]], segment: int, micro_batch: int) -> Keep:
-        recomputes = self.rules[segment](segment, micro_batch, micro_batches) and (segment, micro_batch) not in at_once
-        return "inputs" if recomputes else "graph"
+    def _streams(self, configurations: Sequence[Hashable]) -> RngStreams:
+        with nullcontext() if self._cuts else outside_transforms():  # a step that is cut is not run inside of one
+            return RngStreams(self.uses[: len(configurations)], configurations)
+
+    def _functions(self, plan: Plan, *, tracked: bool) -> Sequence[Function]:
+        """What the segments run: where a search for foreign parameters is due, with it."""
+        if not tracked or not plan.searched:
+            return plan.functions
+        for each in plan.searched:
+            each.steps += 1
+        pairs = zip(plan.functions, plan.searched, strict=True)
+        return [check if check.steps >= check.next else function for function, check in pairs]
+
+    def _keeps(self, schedule: Schedule, count: int, *, tracked: bool, loss: bool) -> list[list[Keep]]:
+        """What every forward keeps, by stage and micro-batch; its graph where backward follows at once."""
+        if not tracked or self._never:
+            return [["graph" if tracked else "nothing"] * count] * len(self.stages)
+        at_once = schedule.backward_at_once if loss else frozenset[tuple[int, int]]()
+        return [
+            ["inputs" if rule(stage, i, count) and (stage, i) not in at_once else "graph" for i in range(count)]
+            for stage, rule in enumerate(self.rules)
+        ]
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (each for stage in self.stages for _, layer in stage.layers for each in layer.parameters())
 
 
 class Kind(NamedTuple):
@@ -269,7 +312,3 @@ class PipeCall(NamedTuple):
 def on_meta(module: nn.Module) -> bool:
     """Whether any parameter or buffer has no storage yet."""
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
-
-
-def _keep_nothing(segment: int, micro_batch: int) -> Keep:
-    return "nothing"

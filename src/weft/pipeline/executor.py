@@ -1,10 +1,12 @@
-"""Executors walk a schedule: one after another in the caller's thread, or each worker in a thread of its own.
+"""Executors walk a schedule: one action after another in the caller's thread, or each worker in its own thread.
 
-    walk(schedule, perform, given, ...)   given: what the caller puts into the boxes before the start
+    walk(schedule, perform, given, ...)   given: what the caller puts into the mailboxes before the start
                                           result: what left the run, by address
 
-Whoever walks, `Run.perform` does the work, so every executor gives the same numbers. The protocol holds nothing
-that needs shared memory: an executor over processes can obey it too.
+`Run.perform` does the work under every executor, so all give the same numbers. Values and gradients wait in mailboxes
+until their stage takes them: a mailbox belongs to one worker and one walk. Every worker may put; only the owner takes,
+so what has arrived lies in a private dictionary and needs no lock. Closing a mailbox wakes its worker: none waits for a
+sender that failed. The protocol holds nothing that needs shared memory.
 
 Workers are threads that outlive the walk, since starting one costs more than a small action. They hold nothing
 between walks, not even the executor; when it is dropped, they end.
@@ -17,17 +19,66 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from weft.core.context import ExecutionContext, has_local_modes
 from weft.core.rng import carry
 from weft.pipeline.device import Message
-from weft.pipeline.routing import Address, Closed, Inbox, LocalQueue, Mailbox, Mailboxes
+from weft.pipeline.routing import Address
 from weft.pipeline.schedule import Action, Schedule
 
-Perform = Callable[[Action, Inbox, Mailboxes], None]
+
+class Closed(Exception):
+    """The walk was given up while a worker waited; the walk keeps the reason, not this exception."""
+
+
+@runtime_checkable
+class Inbox(Protocol):
+    """Where messages to one worker wait for it."""
+
+    def put(self, address: Address, value: Any, /) -> None: ...
+    def take(self, address: Address, /) -> Any: ...
+    def close(self) -> None: ...
+
+
+class LocalQueue(dict[Address, Any]):
+    """The messages of a serial walk: a plain dictionary, since one thread puts and takes."""
+
+    put = dict[Address, Any].__setitem__
+    take = dict[Address, Any].pop
+    close = dict[Address, Any].clear
+
+
+class Mailbox:
+    """The messages to one worker of a threaded walk. `take` waits for the sender, `close` ends the waiting."""
+
+    def __init__(self) -> None:
+        self._arriving: SimpleQueue[tuple[Address | None, Any]] = SimpleQueue()
+        self._arrived: dict[Address, Any] = {}
+
+    def put(self, address: Address, value: Any, /) -> None:
+        self._arriving.put((address, value))
+
+    def take(self, address: Address, /) -> Any:
+        """The value at `address`, as soon as it is there. Raises Closed when the walk is given up first."""
+        arrived = self._arrived
+        while address not in arrived:
+            at, value = self._arriving.get()
+            if at is None:
+                self._arriving.put((None, None))  # stays closed for the next take
+                raise Closed
+            arrived[at] = value
+        return arrived.pop(address)
+
+    def close(self) -> None:
+        self._arriving.put((None, None))
+
+
+Outboxes = Sequence[Inbox]
+"""For every stage the mailbox of its worker; the last one, which is at OUTSIDE, holds what leaves the run."""
+Perform = Callable[[Action, Inbox, Outboxes], None]
 Given = Mapping[int, Mapping[Address, Message]]
 """What the caller gives, by the stage that takes it."""
 
@@ -46,17 +97,9 @@ class Executor(Protocol):
         ...
 
 
-def _post_for(boxes: Sequence[Inbox], schedule: Schedule, given: Given) -> Mailboxes:
-    post = Mailboxes(boxes, schedule.worker_of)
-    for stage, parcels in given.items():
-        for address, parcel in parcels.items():
-            post.send(stage, address, parcel)
-    return post
-
-
 @contextmanager
-def _working() -> Generator[None]:
-    """How every walk runs: no graph but where a segment makes one, and backward in the thread that asks for it.
+def working() -> Generator[None]:
+    """The modes of every walk: no graph but where a segment makes one, and backward in the thread that asks for it.
 
     By default PyTorch walks the nodes of a CUDA device in one thread per device. That is the very thread which
     waits for this walk when ``loss.backward()`` started it: the workers would wait for it, and it for them.
@@ -72,18 +115,20 @@ class SerialExecutor:
         self, schedule: Schedule, perform: Perform, given: Given, ambient: ExecutionContext
     ) -> dict[Address, Message]:
         """See `Executor.walk`."""
-        shelf = LocalQueue()
-        post = _post_for([shelf] * len(schedule.workers), schedule, given)
+        queue, left = LocalQueue(), LocalQueue()
+        for messages in given.values():
+            queue.update(messages)
+        outboxes = [*[queue] * schedule.stages, left]
         carried = carry()
 
         def steps() -> None:
             carried()
-            with _working():
-                for _, action in schedule.order():
-                    perform(action, shelf, post)
+            with working():
+                for _, action in schedule.order:
+                    perform(action, queue, outboxes)
 
         ambient.run(steps)
-        return post.left
+        return left
 
 
 class ThreadExecutor:
@@ -228,7 +273,11 @@ class _Walk:
         self._schedule = schedule
         self._perform = perform
         self._boxes = [Mailbox() for _ in schedule.workers]
-        self._post = _post_for(self._boxes, schedule, given)
+        self._left = LocalQueue()
+        self._outboxes: Outboxes = [*(self._boxes[worker] for worker in schedule.worker_of), self._left]
+        for stage, messages in given.items():
+            for address, message in messages.items():
+                self._outboxes[stage].put(address, message)
         self._error: BaseException | None = None
         self._failing = threading.Lock()
         self._done: SimpleQueue[None] = SimpleQueue()
@@ -245,11 +294,11 @@ class _Walk:
 
         def steps() -> None:
             self._carried()
-            with _working():
+            with working():
                 for action in actions:
                     if self._error is not None:
                         return
-                    self._perform(action, box, self._post)
+                    self._perform(action, box, self._outboxes)
 
         def program() -> None:
             try:
@@ -286,4 +335,4 @@ class _Walk:
                 raise error
             finally:
                 del error  # a traceback that holds this frame must not be held by it
-        return self._post.left
+        return self._left

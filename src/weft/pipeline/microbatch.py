@@ -83,7 +83,7 @@ def plan_join(
     """
     if not pieces_leaves:
         raise BatchError(f"{where}: there is no micro-batch to join")
-    axes = tuple(spread(axis, structure, where))
+    axes = (axis,) * structure.num_leaves if isinstance(axis, int) else tuple(spread(axis, structure, where))
     columns = zip(zip(*pieces_leaves, strict=True), axes, strict=True)
     found = [_of_rows(_lengths(column, each), rows, each, flattened) for column, each in columns]
     lengths = tuple(each for each in found if not isinstance(each, str))
@@ -295,7 +295,7 @@ def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") 
     ``axis`` is not nested as ``value`` is.
     """
     leaves, structure = flatten(value)
-    wanted: list[int | None] = spread(axis, structure, where)
+    wanted: list[int | None] = [axis] * len(leaves) if isinstance(axis, int) else spread(axis, structure, where)
     if any(isinstance(leaf, NoChunk) for leaf in leaves):
         leaves, structure, wanted = _unwrap(leaves, structure, wanted)
     axes = tuple(
@@ -407,24 +407,15 @@ class MiniBatch:
         self._structures = [self.split.structure] if len(parts) == 1 else self.split.structure.children()
         self._wanted = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
         self.tensors: list[Tensor] = [x for x, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
+        self.rows = self.split.sizes
+        """How many rows each micro-batch has."""
+        self.micro_batches = len(self.rows)
+        """How many micro-batches the mini-batch was cut into: at most `chunks`, fewer when rows are few."""
+        self.given = [x for x in self._leaves if isinstance(x, Tensor)]
+        """All tensors of the mini-batch, as the caller gave them."""
         pairs = zip(self._leaves, self.split.axes, strict=True)
         several = self.micro_batches > 1
         self.shared = [x for x, axis in pairs if several and axis is None and isinstance(x, Tensor)]
-
-    @property
-    def micro_batches(self) -> int:
-        """How many micro-batches the mini-batch was cut into: at most `chunks`, fewer when rows are few."""
-        return len(self.split.sizes)
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """How many rows each micro-batch has."""
-        return self.split.sizes
-
-    @property
-    def given(self) -> list[Tensor]:
-        """All tensors of the mini-batch, as the caller gave them."""
-        return [x for x in self._leaves if isinstance(x, Tensor)]
 
     def leaves(self) -> list[list[Any]]:
         """For every micro-batch its parts, as leaves that want a gradient where the caller's tensors do.

@@ -232,7 +232,9 @@ class Pipe(nn.Module):
         runtime = self._made_runtime()
         targets = self._targets(kwargs)
         main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
-        axis = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets))
+        axis = self._dims.whole
+        if axis is None:
+            axis = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets))
         request = PipeCall(main, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale)
         try:
             return runtime.serve(request, training=self.training)

@@ -24,23 +24,22 @@ from weft.pipeline.stage import Skip, Stage
 
 @dataclass(frozen=True)
 class Plan:
-    """How one way of running a pipe is laid out. `functions[s]` is what segment s runs: stage s, and the last the loss.
+    """How one way of running a pipe is laid out.
+
+    `functions[s]` is what segment s runs: stage s, and the last one the loss after it. `searched[s]` is the same with
+    a search for foreign parameters; empty where segments are not cut out of autograd.
 
     `gate` is where the mini-batch enters (the input, and the target where there is a loss) and the output, or the
     loss, leaves.
     """
 
     functions: tuple[Function, ...]
+    searched: tuple[ForeignParameterCheck, ...]
     wiring: Wiring
     places: tuple[Place | None, ...]
     executor: Executor
     gate: EntryPoints
     stages: tuple[Stage, ...]
-
-    @property
-    def segments(self) -> int:
-        """How many segments there are."""
-        return len(self.functions)
 
 
 Crossing = Sequence[tuple[Skip, int, tuple[int, ...]]]
@@ -98,16 +97,15 @@ def staged_plan(
         routes = [*routes, Route("target", OUTSIDE, (last,))]
         # The target's route comes last, so it is the last value that the function of the last stage gets.
         functions = [*functions[:-1], _with_loss(functions[-1], loss)]
-    if cut:
-        layers = [stage.layers for stage in stages]
-        functions = [
-            ForeignParameterCheck(each, layers, number, loss.function if loss and number == last else None)
-            for number, each in enumerate(functions)
-        ]
+    layers = [stage.layers for stage in stages]
+    searched = [
+        ForeignParameterCheck(each, layers, number, loss.function if loss and number == last else None)
+        for number, each in enumerate(functions if cut else ())
+    ]
     places = [_place(stage.device, stages, streams) for stage in stages]
     wiring = Wiring(tuple(routes), len(functions))
     gate = EntryPoints(tuple(inlets), last + 1, last)
-    return Plan(tuple(functions), wiring, tuple(places), executor, gate, tuple(stages))
+    return Plan(tuple(functions), tuple(searched), wiring, tuple(places), executor, gate, tuple(stages))
 
 
 def _with_loss(function: Function, loss: LossStage) -> Function:

@@ -87,7 +87,8 @@ class Replay:
         self._sources: list[torch.Generator] = []
         self._shared: frozenset[object] = frozenset()
         self._turns: AbstractContextManager[object] = nullcontext()
-        self._idle = self._alone = True
+        self.idle = self._alone = True
+        """Idle: the modules hold nothing but weights, so nothing has to surround a run of the stage."""
 
     def take_turns(self, shared: Iterable[object], turns: AbstractContextManager[object]) -> None:
         """These modules and generators are those of other stages too: one stage at a time may write to them."""
@@ -100,13 +101,13 @@ class Replay:
         """
         self._norms, self._holders = norms, holders
         self._sources = [each for each in dict.fromkeys(sources) if each not in self._defaults]
-        self._idle = not (norms or holders or self._sources)
+        self.idle = not (norms or holders or self._sources)
         writers = [each for each in holders if self._may_write(each)] if self._shared else []
         self._alone = self._shared.isdisjoint([*norms, *writers, *self._sources])
 
     def around(self, visit: MicroBatchContext) -> AbstractContextManager[None] | None:
         """What has to surround a run of the stage, if anything."""
-        if self._idle or (self._alone and not is_checkpointing() and not is_recomputing()):
+        if self.idle or (self._alone and not is_checkpointing() and not is_recomputing()):
             return None
         return self._surrounded(visit)
 

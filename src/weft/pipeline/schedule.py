@@ -382,16 +382,13 @@ class Schedule:
         if found:
             raise ScheduleError(listed("the schedule cannot be used", found))
 
+    @cached_property
     def order(self) -> tuple[tuple[int, Action], ...]:
         """One serial order as (worker, action) pairs, in which every list keeps its own order.
 
         The micro-batch that has come furthest goes first: its tensors are still in the cache, and what
-        backward needs is freed early. Raises ScheduleError on a deadlock. Computed once.
+        backward needs is freed early. Raises ScheduleError on a deadlock.
         """
-        return self._order
-
-    @cached_property
-    def _order(self) -> tuple[tuple[int, Action], ...]:
         waiting = waits(self.workers)
         order, heads = walk(self.workers, waiting)
         stuck = deadlocks(self.workers, waiting, heads)
@@ -429,21 +426,15 @@ class Schedule:
             most[action.stage] = max(most[action.stage], now[action.stage])
         return tuple(most)
 
+    @cached_property
     def forward_only(self) -> "Schedule":
-        """The F actions, in order; a valid schedule by itself. Computed once."""
-        return self._halves[0]
-
-    def backward_only(self) -> "Schedule":
-        """All but the F actions, in order. `order` works on it; `check` would miss the forward.
-        Computed once."""
-        return self._halves[1]
+        """The F actions, in order; a valid schedule by itself."""
+        return self._where(lambda action: action.kind == "F")
 
     @cached_property
-    def _halves(self) -> "tuple[Schedule, Schedule]":
-        return (
-            self._where(lambda action: action.kind == "F"),
-            self._where(lambda action: action.kind != "F"),
-        )
+    def backward_only(self) -> "Schedule":
+        """All but the F actions, in order. `order` works on it; `check` would miss the forward."""
+        return self._where(lambda action: action.kind != "F")
 
     def restricted(self, micro_batches: int) -> "Schedule":
         """The schedule of the first micro-batches; valid when this one is, as micro-batches do not wait for
@@ -464,7 +455,7 @@ def _unit_times(schedule: Schedule) -> list[list[tuple[int, Action]]]:
     ends: dict[Action, int] = {}
     rows: list[list[tuple[int, Action]]] = [[] for _ in schedule.workers]
     waiting = waits(schedule.workers)
-    for worker, action in schedule.order():
+    for worker, action in schedule.order:
         before = [ends[each] for each in waiting[action]]
         before += [rows[worker][-1][0] + 1] if rows[worker] else []
         begin = max(before, default=0)

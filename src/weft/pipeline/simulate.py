@@ -170,7 +170,7 @@ def _spans(
         spans[action] = Span(worker, action, start, start + duration)
         free[worker] = start + duration
 
-    for worker, action in schedule.order():
+    for worker, action in schedule.order:
         cost = costs[action.stage]
         at_once = (action.stage, action.micro_batch) in schedule.backward_at_once
         if action.kind in "BI" and not at_once and recomputes(action.stage, action.micro_batch):

@@ -103,14 +103,14 @@ class Stage:
         if _hooks_of_all_modules:
             main, skips = map_leaves(_no_leaf, main), {skip: _no_leaf(value) for skip, value in skips.items()}
         dice: RngStreams = visit.context
-        around = self.replay.around(visit)
+        around = None if self.replay.idle else self.replay.around(visit)
         if dice.quiet and around is None and not self._deferred:
             return self._tracked(visit, main, skips)
         draws = nullcontext() if dice.quiet else dice.scope(self.index, visit.micro_batch)
         with around or nullcontext(), gathering(dice) if self._deferred else nullcontext(), draws:
             return self._tracked(visit, main, skips)
 
-    def survey(self) -> ModuleScan:
+    def survey(self) -> ModuleScan:  # noqa: PLR0912 - one walk over the modules, at every step
         """Walk over all modules of the stage once, and note what a step needs to know of them.
 
         It runs at every step, so it reads the modules' tables itself: `named_modules` takes three times as long.
@@ -149,7 +149,8 @@ class Stage:
                 elif not module.training or not isinstance(module, DeferredBatchNorm):  # which sees to itself
                     holders.append(module)
         self._deferred = bool(deferred)
-        self.replay.survey(norms, holders, sources)
+        if norms or holders or sources or not self.replay.idle:
+            self.replay.survey(norms, holders, sources)
         return ModuleScan(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
 
     def _misplaced(self) -> list[str]:

@@ -1,19 +1,16 @@
-"""One mini-batch's way through the stages: what every action does, and where its results go.
-
-    F:  take the values that the stage reads  -> Segment.forward -> cut and send one leaf per reader
-    B:  recompute if need be -> take the gradients of what was sent, add them up -> Tape.backward -> send back
-    I:  as B, but the parameters' gradients are left for later;  W: and added up now
-
-A run belongs to one step. Executors call `perform` from the stage's worker; nothing else here is shared between
-workers but dictionaries that each of them writes at keys of its own.
-
-One step of a pipe: a mini-batch is cut, travels through the stages, and comes out joined.
+"""One step of a pipe: a mini-batch is cut, goes through the stages, and comes out joined.
 
     the table splits:      walk its forward half now, and the rest under loss.backward()
     it does not (1F1B):    walk all of it now, with a guess of the loss gradient (`LossScale`); loss.backward() rescales
                            the gradients that were made on the way
 
-A step is the `CutFunction` that the boundary takes. It holds what backward needs, and nothing that went out.
+    F:  take the values that the stage reads  -> Segment.forward -> cut and send one leaf per reader
+    B:  recompute if need be -> take the gradients of what was sent, add them up -> Tape.backward -> send back
+    I:  as B, but the parameters' gradients are left for later;  W: and added up now
+
+A `Step` is the node of autograd: it holds what backward needs, and nothing that went out. Its `Run` is what executors
+call, from the worker of each stage; all that workers share are lists and dictionaries that each writes at keys of its
+own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +21,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from weft.core.autograd import outside_transforms, quiet_hooks, without_gradient
+from weft.core.autograd import quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, RandomnessError, advise
 from weft.core.pytree import flatten
 from weft.core.rng import TRIES, RngStreams
 from weft.core.segment import (
+    Function,
     Gradients,
     GradientSum,
     Keep,
@@ -42,22 +40,22 @@ from weft.core.segment import (
     versions,
 )
 from weft.pipeline.batchnorm import DeferredBatchNorm
-from weft.pipeline.checks import refuse_cached_weights
 from weft.pipeline.device import Message, Place, join_walk, leave_walk
+from weft.pipeline.executor import Closed, Inbox, Outboxes
 from weft.pipeline.loss import LossScale, WeightedLoss
 from weft.pipeline.microbatch import MiniBatch, Output
 from weft.pipeline.plan import Plan
 from weft.pipeline.recompute import Unchanged
-from weft.pipeline.routing import OUTSIDE, Address, Closed, Inbox, Mailboxes, Wiring
+from weft.pipeline.routing import OUTSIDE, Address, Wiring
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Watcher, WatchesSteps
 
 
 class Run:
-    """All that one step leaves between its actions: the tapes, and the sums of parameter gradients.
+    """What one step leaves between its actions: the tapes, and the sums of parameter gradients.
 
-    `visits` holds one per micro-batch; `keeps(stage, micro_batch)` says what a forward keeps; `places[stage]` is
-    None where nothing has to be moved.
+    `visits` holds one context per micro-batch; `keeps[stage][micro_batch]` says what a forward keeps; `places[stage]`
+    is None where nothing has to be moved.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class Run:
         wiring: Wiring,
         segments: Sequence[Segment],
         visits: Sequence[MicroBatchContext],
-        keeps: Callable[[int, int], Keep],
+        keeps: Sequence[Sequence[Keep]],
         places: Sequence[Place | None],
         watcher: Watcher | None = None,
         dice: RngStreams | None = None,
@@ -82,7 +80,8 @@ class Run:
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in segments]
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
         self._plain = watcher is None and not any(places)
-        self.sums = [GradientSum(len(segment.parameters)) for segment in segments]
+        self._repeats = dice is not None and not dice.quiet
+        self.sums: list[GradientSum | None] = [None] * len(segments)
 
     def recomputing(self) -> list[int]:
         """The segments that will run again in backward."""
@@ -97,20 +96,20 @@ class Run:
         self.retain = retain
         for segment in self.segments:
             segment.parameters = [each for each in segment.parameters if each.requires_grad]
-        self.sums = [GradientSum(len(segment.parameters)) for segment in self.segments]
+        self.sums = [None] * len(self.segments)
 
-    def perform(self, action: Action, box: Inbox, post: Mailboxes) -> None:
-        """Do one action in the calling thread, waiting in `box` for what it needs.
+    def perform(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
+        """Do one action in the calling thread, waiting at `inbox` for what it needs.
 
         An exception of the user's code passes through with its traceback, and a note that says where it was.
         """
         try:
             if action.kind == "F":
-                self._forward(action, box, post)
+                self._forward(action, inbox, outboxes)
             elif action.kind == "W":
                 self._do("W", action, self._segment_weights, action)
             else:
-                self._backward(action, box, post)
+                self._backward(action, inbox, outboxes)
         except Closed:
             raise
         except BaseException as error:
@@ -123,28 +122,37 @@ class Run:
         """The sum over stages and micro-batches for every parameter, by its id(); then the sums start anew."""
         total: dict[int, Tensor] = {}
         for segment, sums in zip(self.segments, self.sums, strict=True):
-            for parameter, gradient in zip(segment.parameters, sums.totals, strict=True):
+            for parameter, gradient in zip(segment.parameters, sums.totals if sums else (), strict=sums is not None):
                 if gradient is not None:
                     seen = total.get(id(parameter))
                     total[id(parameter)] = gradient if seen is None else added(seen, gradient.to(seen.device))
-        self.sums = [GradientSum(len(segment.parameters)) for segment in self.segments]
+        self.sums = [None] * len(self.segments)
         return total
 
-    def _forward(self, action: Action, box: Inbox, post: Mailboxes) -> None:
-        stage, index = action.stage, action.micro_batch
-        reads = [self.wiring.read_address(route, stage, index) for route in self.wiring.inputs[stage]]
-        parcels = [box.take(address) for address in reads]
-        sent = self._do("F", action, self._segment_forward, action, parcels)
-        del parcels  # whoever gets what is sent may look already: what only this action needed is free
-        for address, parcel in sent:
-            post.send(address.reader, address, parcel)
+    def reads(self, stage: int, micro_batch: int) -> list[Address]:
+        """Where a stage finds its values for a micro-batch."""
+        routes = self.wiring.routes
+        return [Address(route, stage, micro_batch - routes[route].delay) for route in self.wiring.inputs[stage]]
 
-    def _segment_forward(self, action: Action, parcels: Sequence[Message]) -> list[tuple[Address, Message]]:
+    def writes(self, route: int, micro_batch: int) -> list[Address]:
+        """Where the value goes that the source of a route made of a micro-batch; reader OUTSIDE leaves the run."""
+        at = self.wiring.routes[route]
+        inside = not at.delay or micro_batch + at.delay < self.micro_batches
+        return [Address(route, reader, micro_batch) for reader in (at.readers if inside else (OUTSIDE,))]
+
+    def _forward(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
+        messages = [inbox.take(address) for address in self.reads(action.stage, action.micro_batch)]
+        sent = self._do("F", action, self._segment_forward, action, messages)
+        del messages  # a reader may run at once: what only this action needed is free
+        for address, message in sent:
+            outboxes[address.reader].put(address, message)
+
+    def _segment_forward(self, action: Action, messages: Sequence[Message]) -> list[tuple[Address, Message]]:
         """Run the segment, keep its tape, and cut one leaf for every reader of every output."""
         stage, index = action.stage, action.micro_batch
         segment, place = self.segments[stage], self.places[stage]
-        values = [parcel.value if place is None else place.arrive(parcel) for parcel in parcels]
-        keep = self._keeps(stage, index)
+        values = [message.value if place is None else place.arrive(message) for message in messages]
+        keep = self._keeps[stage][index]
         outputs, tape = segment.forward(self._visits[index], values, keep)
         self._tapes[stage][index] = tape
         if self._watcher is not None and keep == "nothing":
@@ -152,30 +160,28 @@ class Run:
         tracked = False if tape is None else tape.tracks
         sent: list[tuple[Address, Message]] = []
         for route, output in zip(self.wiring.outputs[stage], outputs, strict=True):
-            for address in self.wiring.written_addresses(route, index, self.micro_batches):
+            for address in self.writes(route, index):
                 leaf = cut(output, tracked)
                 if self._watcher is not None:
                     self._watcher.sent(stage, address, index + self.wiring.routes[route].delay, leaf)
                 sent.append((address, Message(leaf) if place is None else place.depart(leaf)))
         return sent
 
-    def _backward(self, action: Action, box: Inbox, post: Mailboxes) -> None:
+    def _backward(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
         stage, index = action.stage, action.micro_batch
         tape = self._tapes[stage][index]
         if tape is None:
             raise BackwardTwiceError(TWICE)
         if tape.recomputes:
             self._recompute(action, tape)
-        parcels = [
-            [box.take(address) for address in self.wiring.written_addresses(route, index, self.micro_batches)]
-            for route in self.wiring.outputs[stage]
+        messages = [
+            [inbox.take(address) for address in self.writes(route, index)] for route in self.wiring.outputs[stage]
         ]
-        inputs = self._do(action.kind, action, self._segment_backward, action, tape, parcels)
-        del tape, parcels  # as in forward
-        for route, parcel in zip(self.wiring.inputs[stage], inputs, strict=True):
-            address = self.wiring.read_address(route, stage, index)
-            outside = self.wiring.comes_from_outside(address)
-            post.send(OUTSIDE if outside else self.wiring.routes[route].source, address, parcel)
+        inputs = self._do(action.kind, action, self._segment_backward, action, tape, messages)
+        del tape, messages  # as in forward
+        for address, message in zip(self.reads(stage, index), inputs, strict=True):
+            source = self.wiring.routes[address.route].source
+            outboxes[source if address.micro_batch >= 0 else OUTSIDE].put(address, message)
 
     def _recompute(self, action: Action, tape: Tape) -> None:
         """Make the graph again; and again, if others were seen to have drawn random numbers meanwhile."""
@@ -186,13 +192,13 @@ class Run:
                 pass
         return self._do("R", action, tape.prepare)
 
-    def _segment_backward(self, action: Action, tape: Tape, parcels: Sequence[Sequence[Message]]) -> list[Message]:
+    def _segment_backward(self, action: Action, tape: Tape, messages: Sequence[Sequence[Message]]) -> list[Message]:
         """Add up what the readers sent back, walk the tape, and add up the parameters' gradients."""
         stage, index = action.stage, action.micro_batch
         place = self.places[stage]
         gradients = [
-            _total([parcel.value if place is None else place.arrive(parcel) for parcel in of_readers], width)
-            for of_readers, width in zip(parcels, tape.widths(), strict=True)
+            _total([each.value if place is None else place.arrive(each) for each in of_readers], len(edges))
+            for of_readers, edges in zip(messages, tape.edges or (), strict=True)
         ]
         with self._turn(stage, tape):
             if action.kind == "I" and not self.retain:
@@ -200,7 +206,7 @@ class Run:
                 self._tapes[stage][index] = None
                 return [Message(each) if place is None else place.depart(each) for each in inputs]
             inputs, of_parameters = tape.backward(gradients, retain=self.retain)
-        self.sums[stage].add(of_parameters)
+        self._add(stage, of_parameters)
         if not self.retain:
             self._free(action)
         return [Message(each) if place is None else place.depart(each) for each in inputs]
@@ -211,14 +217,20 @@ class Run:
         if split is not None:
             with self._turn(action.stage):
                 found = split.parameter_gradients()
-            self.sums[action.stage].add(found)
+            self._add(action.stage, found)
         if not self.retain:
             self._free(action)
 
+    def _add(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+        sums = self.sums[stage]
+        if sums is None:
+            sums = self.sums[stage] = GradientSum(len(gradients))
+        sums.add(gradients)
+
     def _turn(self, stage: int, tape: Tape | None = None) -> AbstractContextManager[Any]:
         """For a walk back through the graph of the stage: see `RngStreams.backward`."""
-        if self._dice is None:
-            return nullcontext()
+        if self._dice is None or not self._repeats:
+            return _FREE
         return self._dice.backward(stage, tape.roots if tape is not None else list)
 
     def _free(self, action: Action) -> None:
@@ -255,6 +267,7 @@ def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
 
 Result = TypeVar("Result")
 
+_FREE = nullcontext()
 _SHARED = (
     "a layer wrote into a tensor that every micro-batch gets whole (in NoChunk, or without a batch axis), so it was "
     "written to once per micro-batch; let the layer write into a clone"
@@ -263,16 +276,20 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What a step is asked to do. `parameters` are those of each segment that want a gradient; `owners` says, by its
-    id(), which of them is a copy of what for this step."""
+    """What a step is asked to do.
+
+    `functions` are those of the plan's segments; `parameters` are those of each segment that want a gradient; `owners`
+    says, by its id(), which of them is a copy of what for this step.
+    """
 
     plan: Plan
+    functions: Sequence[Function]
     schedule: Schedule
     cargo: MiniBatch
     outcome: Output
     parameters: Sequence[Sequence[Tensor]]
     tracked: bool
-    keeps: Callable[[int, int], Keep]
+    keeps: Sequence[Sequence[Keep]]
     deferred: Sequence[DeferredBatchNorm]
     dice: Callable[[], RngStreams]
     watcher: Watcher | None
@@ -290,15 +307,14 @@ class StepRequest:
         Deferred batch norms gather meanwhile, and are committed when it counts. Raises InPlaceError if a layer wrote
         into a tensor that all micro-batches share.
         """
-        shared = versions(self.cargo.shared)
+        shared = self.cargo.shared and versions(self.cargo.shared)
         while True:
-            with outside_transforms():
-                dice = self.dice()
+            dice = self.dice()
             try:
                 for norm in self.deferred:
                     norm.begin(dice)
                 result = forward(dice)
-                if versions(self.cargo.shared) != shared:
+                if shared and versions(self.cargo.shared) != shared:
                     raise InPlaceError(_SHARED)
             except BaseException:
                 for norm in self.deferred:
@@ -326,10 +342,8 @@ class Step:
         self._seed = order.scale.seed() if order.fused else None
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """See `CutFunction.forward`. Raises UsageError under a cache of weights that micro-batches cannot share."""
+        """See `CutFunction.forward`."""
         order = self._order
-        if order.tracked:
-            refuse_cached_weights(order.plan.stages)
         left, run = order.trusted(self._walk_forward)
         results = order.plan.gate.results(left, order.cargo.micro_batches)
         if order.fused:
@@ -356,32 +370,36 @@ class Step:
             found = self._walk_backward(run, self._order.outcome.spread(gradients))
             if retain and self._unchanged is not None:
                 self._unchanged.seal()  # what layers note of themselves while they run is their own
-        without_gradient(x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None)
+        without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
         return found
 
     def _walk_forward(self, dice: RngStreams) -> tuple[dict[Address, Message], Run]:
         order, plan = self._order, self._order.plan
-        segments = [Segment(f, p) for f, p in zip(plan.functions, order.parameters, strict=True)]
+        segments = [Segment(f, p) for f, p in zip(order.functions, order.parameters, strict=True)]
         count = order.schedule.micro_batches
         visits = [MicroBatchContext(i, self._ambient, dice, micro_batches=count) for i in range(count)]
         run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, dice)
-        given = plan.gate.enter(order.cargo.leaves())
+        given = plan.gate.enter(order.cargo.leaves(), streams=any(plan.places))
         if self._seed is not None and isinstance(order.outcome, WeightedLoss):
             device = next((place.device for place in reversed(plan.places) if place is not None), None)
-            for segment, parcels in plan.gate.seed(order.outcome.seeds(self._seed, device)).items():
+            for segment, parcels in plan.gate.seed(
+                order.outcome.seeds(self._seed, device), streams=any(plan.places)
+            ).items():
                 given.setdefault(segment, {}).update(parcels)
-        schedule = order.schedule if order.fused else order.schedule.forward_only()
-        join_walk(plan.places)
-        with quiet_hooks(self._parameters if order.fused else ()):
+        schedule = order.schedule if order.fused else order.schedule.forward_only
+        if any(plan.places):
+            join_walk(plan.places)
+        with quiet_hooks(self._parameters) if order.fused else _FREE:
             left = plan.executor.walk(schedule, run.perform, given, self._ambient)
         self._leave(left, run)
         return left, run
 
     def _walk_backward(self, run: Run, gradients: Sequence[Gradients]) -> list[Tensor | None]:
         plan = self._order.plan
-        given = plan.gate.seed(gradients)
-        schedule = self._order.schedule.backward_only()
-        join_walk(plan.places)
+        given = plan.gate.seed(gradients, streams=any(plan.places))
+        schedule = self._order.schedule.backward_only
+        if any(plan.places):
+            join_walk(plan.places)
         with self._ambient.process_flags(), quiet_hooks(self._parameters):
             left = plan.executor.walk(schedule, run.perform, given, self._ambient)
         self._leave(left, run)
@@ -392,7 +410,7 @@ class Step:
         if not any(self._order.plan.places):
             return
         leaves = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
-        sums = [total for each in run.sums for total in each.totals]
+        sums = [total for each in run.sums if each is not None for total in each.totals]
         leave_walk(self._order.plan.places, [leaf for leaf in (*leaves, *sums) if isinstance(leaf, Tensor)])
 
     def _collected(self, left: dict[Address, Message], run: Run) -> list[Tensor | None]:
