@@ -338,7 +338,7 @@ def check_settings(
 def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any) -> None:
     """Raise ScheduleError if the schedule does not fit, UsageError if it needs a loss inside and has none."""
     table = build(schedule, stages, chunks)
-    if not any(table.backward_only().workers):
+    if not any(table.backward_only.workers):
         raise ScheduleError(
             "the schedule has no backward, so nothing could be trained by it; add B, or I and W, for every F "
             "(a pipe that is only evaluated leaves them out by itself)"
