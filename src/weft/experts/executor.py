@@ -53,12 +53,17 @@ from weft.experts.errors import CommitError, ExpertError, GradientError, ModuleE
 from weft.experts.gradient_guards import Guards
 from weft.experts.graph_cache import CachedGraph, ForwardGraph, GraphCache, SavedTensors
 from weft.experts.idempotency import IdempotencyTable, RequestKind
-from weft.experts.optimizer_step import Stepper, storages
+from weft.experts.optimizer_step import Stepper
 from weft.experts.schema import FlatSchema, NestedSchema, gradient_columns, infer_outputs
-from weft.experts.side_effects import SideEffects, TensorSnapshot
+from weft.experts.side_effects import SideEffects
 from weft.experts.task import Answer, Results, Task, split_rows
 
 _LARGE = 1 << 20  # bytes; what is smaller, the allocator does not give back
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of their storages."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 class BatchBuffers:
@@ -98,7 +103,7 @@ class BatchBuffers:
 
     def owners(self) -> set[int]:
         """The addresses of the storages."""
-        return storages(self._flat)
+        return _storages(self._flat)
 
     def _view(self, place: int, shape: tuple[int, ...]) -> Tensor:
         size = math.prod(shape)
@@ -218,14 +223,14 @@ def _noted(found: Answer, task: Task, name: str) -> Answer:
 
 def _traceback_note(error: BaseException) -> str | None:
     """Where it was raised, as text; None where that was told before. By hand: the library takes a millisecond."""
-    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][-_DEEPEST:]
-    if not frames:
-        return None
-    told = ["it was raised there (innermost last):"]
-    for code, line in frames:
-        told.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}')
-        told.append("    " + linecache.getline(code.co_filename, line).strip())
-    return "\n".join(told)
+    told: list[str] = []
+    for frame, line in list(traceback.walk_tb(error.__traceback__))[-_DEEPEST:]:
+        file = frame.f_code.co_filename
+        told += [
+            f'  File "{file}", line {line}, in {frame.f_code.co_name}',
+            f"    {linecache.getline(file, line).strip()}",
+        ]
+    return "\n".join(["it was raised there (innermost last):", *told]) if told else None
 
 
 def _drop_frames(error: BaseException | None) -> None:
@@ -434,7 +439,7 @@ class BatchExecutor:
         saved: SavedTensors | None = None
         try:
             if keeps:
-                saved = SavedTensors(effects.storages() | storages(inputs))
+                saved = SavedTensors(effects.storages() | _storages(inputs))
                 with saved.counting():
                     graph, outputs = self._make_graph(inputs, seed, self._trained())
                 # Whoever gets the results may write into them, but not into what backward will read.
@@ -471,9 +476,10 @@ class BatchExecutor:
             self.guards.check_parameters([g for g in totals if g is not None])
             own = effects.storages()
             results = self._split(found, tasks, self._backward_buffers, own)
-            held = own | storages([*found, *graph.leaves, *gradients]) if totals else own
+            held = own | _storages([*found, *graph.leaves, *gradients]) if totals else own
             copies = _copied(tasks, results)
-            after = effects.snapshot() if self.stepper.trains else None
+            # Where nothing is restored, the module is already as it will be.
+            after = effects.snapshot() if before is not None and self.stepper.trains else None
             if before is not None and after is not None:
                 self.guards.check_own(before, after)
         finally:
@@ -482,7 +488,20 @@ class BatchExecutor:
         trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]
 
         def apply() -> None:
-            self._count_backward(tasks, trained, totals, held, after, seed)
+            self.permit()
+            if after is not None:
+                after.restore()
+            self.backward_batches = self.stepper.batches = self.backward_batches + 1
+            if tasks[0].mini_batch is not None:
+                own = [None if gradient is None else gradient.clone() for gradient in totals]
+                self.mini_batches.add(tasks[0], trained, own)
+            elif self.stepper.trains:
+                try:
+                    self._step(trained, totals, held)
+                except BaseException:
+                    self.stepper.log("backward", tasks, seed, failed=True)
+                    raise
+            self.stepper.log("backward", tasks, seed)
             self._record("backward", tasks, copies)
 
         return PendingResult(apply, results)
@@ -558,32 +577,6 @@ class BatchExecutor:
     ) -> list[Results]:
         """Every task's rows, in memory that neither the next batch nor a step writes to; ``own``: the module's."""
         return split_rows(_released(batch, buffers.owners() | own), [task.rows for task in tasks])
-
-    # Consequences.
-
-    def _count_backward(
-        self,
-        tasks: Sequence[Task],
-        parameters: Sequence[nn.Parameter],
-        gradients: Sequence[Tensor | None],
-        held: set[int],
-        after: TensorSnapshot | None,
-        seed: int,
-    ) -> None:
-        self.permit()
-        if after is not None:
-            after.restore()
-        self.backward_batches = self.stepper.batches = self.backward_batches + 1
-        if tasks[0].mini_batch is not None:
-            copies = [None if gradient is None else gradient.clone() for gradient in gradients]
-            self.mini_batches.add(tasks[0], parameters, copies)
-        elif self.stepper.trains:
-            try:
-                self._step(parameters, gradients, held)
-            except BaseException:
-                self.stepper.log("backward", tasks, seed, failed=True)
-                raise
-        self.stepper.log("backward", tasks, seed)
 
     def _record(self, kind: RequestKind, tasks: Sequence[Task], copies: Sequence[Results | None]) -> None:
         for task, copy in zip(tasks, copies, strict=True):

@@ -406,7 +406,9 @@ def fingerprint(task: Task) -> int:
         form = crc32(repr((task.mini_batch, task.evaluation, shapes)).encode("utf-8", "backslashreplace"))
         payload = 0
         for tensor in task.tensors:
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            plain = tensor
+            if tensor.is_conj() or tensor.is_neg() or not (tensor.is_cpu and tensor.is_contiguous()):
+                plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
             # Not by way of numpy, which is not needed in a process that only has its own experts.
             payload = crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()), payload)
         task.fingerprint = form << 32 | payload

@@ -27,7 +27,7 @@ of the others. What fits already is not copied: on the CPU a copy of all gradien
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -62,11 +62,6 @@ def strided(tensor: Tensor) -> list[Tensor]:
 def nbytes(tensor: Tensor) -> int:
     """How much memory its numbers take. A sparse tensor does not say so itself."""
     return tensor.nbytes if tensor.layout is torch.strided else sum([part.nbytes for part in strided(tensor)])
-
-
-def storages(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of their storages."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def private_gradients(

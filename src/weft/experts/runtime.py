@@ -228,7 +228,7 @@ class Runtime:
     def _work_on(self) -> None:
         while (pool := self._next()) is not None:
             start = time.monotonic()
-            worked = _work(pool)
+            worked = pool.run_batch()
             with self._state:
                 self._working_on = None
                 self._batches += worked
@@ -254,14 +254,6 @@ class Runtime:
                     return best[1]
                 self._state.wait(None if wake is None else max(0.0, wake - now))
             return None
-
-
-def _work(pool: TaskPool) -> bool:
-    """Do the next batch of a pool, if there is one. Holds no task afterwards."""
-    tasks = pool.take()
-    if tasks:
-        pool.work(tasks)
-    return bool(tasks)
 
 
 def _pools(served: Iterable[HasPools | TaskPool]) -> list[TaskPool]:

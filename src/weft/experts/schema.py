@@ -133,12 +133,15 @@ class NestedSchema:
         ]
         by_position = [f"call[0][{i}]" for i in range(len(self.specs))]
         self._plain = root == "call" and structure_paths(self.structure, root) == by_position
+        self._single = isinstance(tree, TensorSpec)  # as the outputs of most modules
         self._columns = [Column(name, spec) for name, spec in zip(self.names, self.specs, strict=True)]
 
     def pack(self, tensors: Sequence[Any]) -> Any:
         """The flat tensors, nested, with the constants among them."""
         if self._plain:  # tensors by position alone, as in most calls; saves some microseconds of each
             return (tuple(tensors), {})
+        if self._single:
+            return tensors[0]
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
@@ -170,6 +173,8 @@ class NestedSchema:
 
     def tensors(self, value: Any, rows: int) -> list[Tensor]:
         """The flat tensors of a value that the module returned. Raises ``SpecError`` that lists what does not fit."""
+        if self._single and isinstance(value, Tensor) and self._columns[0].fits(value) and len(value) == rows:
+            return [value]
         leaves, structure = flatten(value)
         fault = difference(self.structure, structure, self.root)
         found = [] if fault else [leaves[place] for place in self.places]

@@ -188,7 +188,7 @@ class SideEffects:
 
     def walk(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, which is a backward. Random numbers, which hooks may draw, as those of `run`."""
-        return self._drawn(self._back, mix(seed, 1), function, *args)
+        return self._drawn(self._back, seed, function, *args)
 
     def _drawn(self, use: RandomUse, seed: int, function: Callable[..., Any], *args: Any) -> Any:
         seen = self._configuration()
@@ -196,6 +196,7 @@ class SideEffects:
             return function(*args)
         if len(use.draws) > _CONFIGURATIONS:  # a number that changes all the time
             use.draws.clear()
+        seed = mix(seed, 1) if use is self._back else seed
         found, drew = drawn(use.sources, mix(seed, 0, 0), function, *args)
         use.draws[seen] = use.draws.get(seen, False) or drew
         self._note()

@@ -455,6 +455,13 @@ class TaskPool:
             answers = [error] * len(tasks)
         self._finish(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
 
+    def run_batch(self) -> bool:
+        """Take the next batch and work on it; whether there was one. Holds no task afterwards."""
+        tasks = self.take()
+        if tasks:
+            self.work(tasks)
+        return bool(tasks)
+
     def open(self, wake: "Callable[[TaskPool], None] | None" = None) -> None:
         """Take tasks, and call ``wake`` with this pool whenever one has come."""
         with self._lock:
