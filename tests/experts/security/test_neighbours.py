@@ -22,7 +22,7 @@ from weft.experts.errors import CommitError, OverloadError, QuotaError
 from weft.experts.replication import ReplicaOptions, leader
 from weft.experts.server import Access, Caller, Grant, Role, Server, ServerOptions
 from weft.experts.server.auth import authenticate
-from weft.experts.server.budget import Budget
+from weft.experts.server.server_stream import ByteBudget
 from weft.experts.task import CallerStream
 from weft.experts.wire import Call, ForbiddenError, Header, Kind, Received
 from weft.experts.wire.service import STATE
@@ -109,7 +109,7 @@ def test_made_up_names_share_one_quota_and_leave_that_of_a_proven_name() -> None
 
 @given(st.lists(st.tuples(st.sampled_from(["ann", "eve"]), st.integers(1, 60)), max_size=30))
 def test_one_client_leaves_memory_for_calls_to_others(calls: list[tuple[str, int]]) -> None:
-    budget, held = Budget(100), {"ann": list[int](), "eve": list[int]()}
+    budget, held = ByteBudget(100), {"ann": list[int](), "eve": list[int]()}
     for client, nbytes in calls:
         try:
             budget.admit(nbytes, client)

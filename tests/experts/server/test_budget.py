@@ -14,7 +14,7 @@ from weft.core.errors import UsageError
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.errors import OverloadError
 from weft.experts.server import Server, ServerOptions
-from weft.experts.server.budget import Budget
+from weft.experts.server.server_stream import ByteBudget
 from weft.experts.wire import Kind
 from weft.experts.wire.service import MESSAGE_BYTES
 
@@ -24,7 +24,7 @@ BYTES = rows(2, 0).nbytes
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
 def test_no_more_is_held_than_may_be_unless_one_call_alone_is_larger(sizes: list[int], most: int) -> None:
-    budget, held = Budget(most), list[int]()
+    budget, held = ByteBudget(most), list[int]()
     for size in sizes:
         try:
             budget.admit(size)

@@ -7,8 +7,7 @@ import pytest
 
 from tests.experts.expert_cases import rows
 from weft.experts.server import Caller, RequestDispatcher, ServerOptions
-from weft.experts.server.budget import Budget
-from weft.experts.server.stream import ServerStream
+from weft.experts.server.server_stream import ByteBudget, ServerStream
 from weft.experts.wire import Call, Header, Kind, LimitError, Limits, decode, encode, read_fault
 
 pytestmark = pytest.mark.timeout(20)
@@ -37,7 +36,7 @@ async def written(connection: ServerStream) -> list[list[int]]:
 
 def connection(limits: Limits | None = None) -> ServerStream:
     return ServerStream(
-        Caller("", "test"), RequestDispatcher(), ServerOptions(limits=limits or Limits()), Budget(1 << 30)
+        Caller("", "test"), RequestDispatcher(), ServerOptions(limits=limits or Limits()), ByteBudget(1 << 30)
     )
 
 
@@ -109,7 +108,9 @@ def test_answers_of_many_threads_all_arrive_once() -> None:
 
 def test_a_call_is_under_way_until_its_answer_has_left() -> None:
     async def run() -> list[tuple[int, bool]]:
-        one = ServerStream(Caller("", "test"), RequestDispatcher(), ServerOptions(connection_calls=2), Budget(1 << 30))
+        one = ServerStream(
+            Caller("", "test"), RequestDispatcher(), ServerOptions(connection_calls=2), ByteBudget(1 << 30)
+        )
         (question,) = decode(b"".join(encode([ping(7)])))
         seen = list[tuple[int, bool]]()
         for _ in range(2):

@@ -1,11 +1,11 @@
 """The server: experts behind an address, for many clients at once.
 
-server.py         Server, what users see                options.py     limits, and where it listens
-grpc_server.py    gRPC: streams, health, reflection     auth.py        who calls, roles, grants, audit
-stream.py         one stream, and its answers           dispatcher.py  calls in, one answer each
-hosted_expert.py  one expert, restored and saved        statistics.py  what it reports
-threads.py        periodic tasks, an asyncio loop       malloc.py      freed memory stays in the process; large pages
-config.py         the file of ``weft serve``            command.py     ``weft serve``
+server.py         Server, what users see                options.py        quotas, and where it listens
+grpc_server.py    gRPC: streams, health, reflection     server_stream.py  one stream, its answers, bytes of all
+auth.py           callers, roles, grants, audit         dispatcher.py     calls in, one answer each
+hosted_expert.py  one expert, restored and saved        reporter.py       what it reports
+threads.py        tasks, an asyncio loop, runtimes      malloc.py         freed memory stays in the process
+config.py         the file of ``weft serve``            command.py        ``weft serve``
 """
 
 from weft.experts import extras as extras  # says what is not installed
@@ -15,8 +15,8 @@ from weft.experts.server.dispatcher import RequestDispatcher
 from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 from weft.experts.server.options import ServerOptions
+from weft.experts.server.reporter import KeepingStatistics, ServerStatistics
 from weft.experts.server.server import Server
-from weft.experts.server.statistics import KeepingStatistics, ServerStatistics
 from weft.experts.tls import ServerTls
 
 __all__ = [

@@ -26,16 +26,14 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from weft.core.errors import UsageError, listed
-from weft.experts.address import address_fault
+from weft.core.errors import UsageError
 from weft.experts.errors import OverloadError, QuotaError
 from weft.experts.fork_guard import check_fork
 from weft.experts.replication import LeaderStreams
 from weft.experts.server.auth import Caller, Role, authenticate
-from weft.experts.server.budget import Budget
 from weft.experts.server.dispatcher import RequestDispatcher, fault
 from weft.experts.server.options import ServerOptions
-from weft.experts.server.stream import ServerStream, goaway
+from weft.experts.server.server_stream import ByteBudget, ServerStream, goaway
 from weft.experts.tls import ServerTls
 from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, TruncatedError, WireError, decode, encode
 from weft.experts.wire.parse import frame_size
@@ -73,7 +71,7 @@ class GrpcServer:
         self.accepted = self.turned_away = self.broken = 0
         self._dispatcher = dispatcher
         self._options = options
-        self.budget = Budget(options.total_bytes)
+        self.budget = ByteBudget(options.total_bytes)
         self._status = status
         self._leader_streams = leader_streams
         self._server: Any = None
@@ -85,9 +83,6 @@ class GrpcServer:
 
     async def start(self, address: str, tls: ServerTls | None) -> int:
         """Listen; returns the port. Raises ``UsageError`` if the address cannot be had, or a certificate is bad."""
-        faults = address_fault("address", address, free=True)
-        if faults:
-            raise UsageError(listed("the server cannot listen like this:", faults))
         check_fork("a server")
         options = server_options(self._options.limits, _most_connections(self._options.connections))
         server: Any = _aio.server(options=options)

@@ -1,19 +1,19 @@
-"""Options of a server: how much one client may ask of it, how often it saves, how it ends, and where it listens.
+"""Options of a server: quotas of its clients, how often it saves, how it ends, and where it listens.
 
-Everything that a stranger could fill is bounded here: connections, what one connection may have under way, frames.
+Everything that an unknown client could fill is bounded: connections, calls and bytes of one connection, frames.
 """
 
 from dataclasses import dataclass, field, fields
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError
+from weft.core.validation import Validator
 from weft.experts.address import address_fault, is_wildcard, split
-from weft.experts.checks import count_fault, seconds_fault
 from weft.experts.wire.limits import Limits
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server, with bounds for what clients may take of it.
+    """Options of a server, with bounds for its clients.
 
     Args:
     limits: of one frame; a longer one is refused before its second part is read.
@@ -42,12 +42,9 @@ class ServerOptions:
     drain_seconds: float = 2.5
 
     def __post_init__(self) -> None:
-        faults: list[str] = []
-        for name in [each.name for each in fields(self) if each.name != "limits"]:
-            check = seconds_fault if name.endswith("_seconds") else count_fault
-            faults += check(name, getattr(self, name))
-        if faults:
-            raise UsageError(listed("these options of a server do not make sense:", faults))
+        with Validator("invalid server options") as check:
+            for name in [each.name for each in fields(self) if each.name != "limits"]:
+                (check.seconds if name.endswith("_seconds") else check.count)(name, getattr(self, name))
 
     @property
     def client_connections(self) -> int:
@@ -87,8 +84,8 @@ class ListenAddress:
     """
 
     def __init__(self, wanted: str, advertise: str | None, listed_there: bool) -> None:
-        if faults := listen_faults(wanted, advertise, listed_there):
-            raise UsageError(listed("invalid address of a server:", faults))
+        with Validator("invalid address of a server") as check:
+            check.add(*listen_faults(wanted, advertise, listed_there))
         self.wanted = wanted
         self.port = 0
         self._advertise = advertise

@@ -30,14 +30,12 @@ from weft.experts.fork_guard import ForkGuard
 from weft.experts.panel.http import Panel, PanelOptions
 from weft.experts.replication import ReplicaOptions, ReplicationManager
 from weft.experts.server.auth import OPEN, Access, Audit, Caller
-from weft.experts.server.dispatcher import Reply
+from weft.experts.server.dispatcher import Reply, make_dispatcher
 from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.server.hosted_expert import HostedExpert, restore_all, save_all
-from weft.experts.server.observed import make_dispatcher
 from weft.experts.server.options import ListenAddress, ServerOptions
-from weft.experts.server.runtimes import Runtimes
-from weft.experts.server.statistics import Reporter, ServerStatistics
-from weft.experts.server.threads import LoopThread, PeriodicTasks
+from weft.experts.server.reporter import Reporter, ServerStatistics
+from weft.experts.server.threads import LoopThread, PeriodicTasks, Runtimes
 from weft.experts.telemetry import Observer
 from weft.experts.tls import ServerTls
 from weft.experts.wire import Received

@@ -1,4 +1,4 @@
-"""Threads of a server: a task every few seconds, and an asyncio loop.
+"""Threads of a server: a task every few seconds, an asyncio loop, and a runtime for each device.
 
     PeriodicTask   wait ── act ── wait ── act ── ... ── stop: wakes the wait, and returns when the thread has ended
     LoopThread     caller ── run(coroutine) ──> the loop's thread ──> result or error
@@ -16,6 +16,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from weft.core.errors import UsageError, escaped
+from weft.experts.expert import ExpertBackend
+from weft.experts.runtime import Runtime
 
 _LOG = logging.getLogger("weft.experts.server")
 
@@ -128,3 +130,24 @@ class LoopThread:
         finally:
             asyncio.set_event_loop(None)
             self.loop.close()
+
+
+class Runtimes(dict[str, Runtime]):
+    """By the name of their device."""
+
+    def run(self, backend: ExpertBackend) -> None:
+        """Work on this expert's tasks from now on."""
+        name = str(backend.device)
+        if name not in self:
+            self[name] = Runtime(name=name)
+            self[name].start()
+        self[name].add(backend)
+
+    def finish(self, end: float) -> bool:
+        """Finish what was accepted; whether all of it was before ``end`` (`time.monotonic`)."""
+        return all([each.shutdown(timeout=max(0.0, end - time.monotonic())) for each in self.values()])
+
+    def stop(self, left: Callable[[], float]) -> None:
+        """End the threads; ``left`` tells how many seconds each may take now."""
+        for each in self.values():
+            each.shutdown(drain=False, timeout=left())
