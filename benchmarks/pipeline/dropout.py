@@ -22,7 +22,7 @@ from benchmarks.harness import progress
 from benchmarks.pipeline.sleep import Sleep
 from benchmarks.pipeline.work import pipe_of, step
 from benchmarks.table import Row, Table
-from weft.pipeline.tracing import Event
+from weft.pipeline.tracing import ActionEvent
 
 STAGES, CHUNKS, WIDTH = 4, 6, 32
 SECONDS = 0.0001
@@ -88,7 +88,7 @@ class _Runner:
         }
 
 
-def _overlaps(events: Sequence[Event]) -> int:
+def _overlaps(events: Sequence[ActionEvent]) -> int:
     """How many pairs of actions of two stages, at most one of which draws, ran at the same time."""
     pairs = combinations(sorted(events, key=lambda event: event.start), 2)
     return sum(

@@ -19,7 +19,7 @@ from benchmarks.pipeline.unet import BALANCE, CHUNKS, READERS, SOURCE, STAGES, u
 from benchmarks.pipeline.work import step_with_target
 from benchmarks.table import Row, Table
 from weft.pipeline.simulate import Forecast, StageCost, ValueCost, forecast
-from weft.pipeline.tracing import Event
+from weft.pipeline.tracing import ActionEvent
 
 WANTED = 0.05
 MODES = (("gpipe", "never"), ("gpipe", "except_last"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))
@@ -85,7 +85,7 @@ def _text(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _forecast(pipe: weft.Pipe, events: Sequence[Event], x: Tensor, target: Tensor) -> Forecast:
+def _forecast(pipe: weft.Pipe, events: Sequence[ActionEvent], x: Tensor, target: Tensor) -> Forecast:
     """The forecast from the times of a recorded step, and the bytes of one micro-batch."""
     sizes = measure_bytes(pipe.partitions, x.chunk(CHUNKS)[0], target.chunk(CHUNKS)[0], nn.MSELoss())
     spent: defaultdict[tuple[int, str], list[float]] = defaultdict(lambda: [])
@@ -110,7 +110,7 @@ def _walked(pipe: weft.Pipe) -> weft.Schedule:
     return weft.Schedule((tuple(action for part in parts for _, action in part.order),))
 
 
-def _live(events: Sequence[Event]) -> list[int]:
+def _live(events: Sequence[ActionEvent]) -> list[int]:
     """For every stage the most micro-batches at one time whose F had begun and whose B had not ended."""
     now: defaultdict[int, int] = defaultdict(int)
     most: defaultdict[int, int] = defaultdict(int)

@@ -24,7 +24,7 @@ from benchmarks.harness import progress
 from benchmarks.pipeline.unet import BALANCE, CHUNKS, READERS, SOURCE, STAGES, unet
 from benchmarks.pipeline.work import step_with_target
 from benchmarks.table import Row, Table, at_most
-from weft.pipeline.tracing import Event
+from weft.pipeline.tracing import ActionEvent
 
 WANTED = 1.0  # milliseconds; the freeing itself takes some time
 MODES = (("gpipe", "never"), ("gpipe", "always"), ("1f1b", "never"), ("1f1b", "always"))
@@ -99,13 +99,13 @@ def _row(schedule: str, checkpoint: str, seconds: float) -> Row:
     }
 
 
-def _beyond(life: Life, events: list[Event]) -> float:
+def _beyond(life: Life, events: list[ActionEvent]) -> float:
     """Seconds between the end of the last reader and the end of the storage."""
     index = _made_in(life, events).action.micro_batch
     last = max(e.end for e in events if e.action.stage in READERS and e.action.micro_batch == index)
     return life.end - last
 
 
-def _made_in(life: Life, events: list[Event]) -> Event:
+def _made_in(life: Life, events: list[ActionEvent]) -> ActionEvent:
     """The event in which the storage was made."""
     return next(e for e in events if e.action.stage == SOURCE and e.start <= life.start <= e.end)

@@ -1,4 +1,4 @@
-"""The boundary alone: any journey is one node of autograd."""
+"""The boundary alone: any function is one node of autograd."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.core.autograd import cross, quiet_hooks
+from weft.core.autograd import apply, quiet_hooks
 from weft.core.errors import DoubleBackwardError
 
 
 class Product:
-    """A journey whose outputs are a * b, and b as an integer."""
+    """A function whose outputs are a * b, and b as an integer."""
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
         self.a, self.b = a.detach(), b.detach()
@@ -28,11 +28,11 @@ class Product:
 
 
 def crossed() -> tuple[Product, Tensor, Tensor, Tensor, Tensor]:
-    """The journey, what went in, and what came out."""
+    """The function, what went in, and what came out."""
     a, b = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
-    journey = Product(a, b)
-    y, n = cross(journey, [a, b])
-    return journey, a, b, y, n
+    function = Product(a, b)
+    y, n = apply(function, [a, b])
+    return function, a, b, y, n
 
 
 def test_outputs_have_a_gradient_exactly_where_the_journey_says_so() -> None:
@@ -42,21 +42,21 @@ def test_outputs_have_a_gradient_exactly_where_the_journey_says_so() -> None:
 
 
 def test_backward_is_asked_once_and_what_has_no_gradient_gets_none() -> None:
-    journey, a, b, y, _ = crossed()
+    function, a, b, y, _ = crossed()
     (y * 2 + y).sum().backward()
     assert a.grad == 9
     assert b.grad is None
-    ((gradient, other), retain, grad_mode), *more = journey.calls
+    ((gradient, other), retain, grad_mode), *more = function.calls
     assert gradient == 3 and other is None
     assert not retain and not grad_mode and not more
 
 
 def test_the_journey_hears_whether_it_will_be_asked_again() -> None:
-    journey, a, _, y, _ = crossed()
+    function, a, _, y, _ = crossed()
     torch.autograd.grad(y, a, retain_graph=True)
     y.backward(retain_graph=True)
     y.backward()
-    assert [retain for _, retain, _ in journey.calls] == [True, True, False]
+    assert [retain for _, retain, _ in function.calls] == [True, True, False]
 
 
 def test_a_gradient_of_a_gradient_is_refused_and_says_what_to_do() -> None:
@@ -66,8 +66,8 @@ def test_a_gradient_of_a_gradient_is_refused_and_says_what_to_do() -> None:
 
 
 def test_what_came_out_unused_costs_no_backward() -> None:
-    journey, _, _, _, _ = crossed()
-    assert not journey.calls
+    function, _, _, _, _ = crossed()
+    assert not function.calls
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -99,6 +99,6 @@ class Stubborn(Product):
 
 def test_a_journey_may_say_why_it_can_be_differentiated_only_once() -> None:
     a = torch.tensor([2.0], requires_grad=True)
-    y, _ = cross(Stubborn(a, a), [a, a])
+    y, _ = apply(Stubborn(a, a), [a, a])
     with pytest.raises(DoubleBackwardError, match=r"asked for, but this product is stubborn$"):
         torch.autograd.grad(y, a, create_graph=True)

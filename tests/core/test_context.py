@@ -35,14 +35,14 @@ def seen_by(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dic
     ambient = ExecutionContext.capture(["cpu"])
     found: dict[str, list[Any]] = {"first": [], "again": []}
 
-    def function(visit: MicroBatchContext, x: torch.Tensor) -> tuple[torch.Tensor]:
+    def function(context: MicroBatchContext, x: torch.Tensor) -> tuple[torch.Tensor]:
         found["again" if is_recomputing() else "first"].append(look())
         return (x * 2,)
 
     routes = (Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,)))
     segments = [Segment(function), Segment(function)]
-    visits = [MicroBatchContext(i, ambient) for i in range(2)]
-    run = Run(Wiring(routes, 2), segments, visits, [[keep] * 2] * 2, [None, None])
+    contexts = [MicroBatchContext(i, ambient) for i in range(2)]
+    run = Run(Wiring(routes, 2), segments, contexts, [[keep] * 2] * 2, [None, None])
     given = {0: {Address(0, 0, i): Message(torch.ones(1, requires_grad=True)) for i in range(2)}}
 
     def walk(schedule: Schedule, given: Any) -> None:

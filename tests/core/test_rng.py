@@ -35,12 +35,12 @@ def nothing() -> Tensor:
 
 
 def forward(
-    dice: RngStreams, stages: list[Callable[[], Tensor]], order: list[tuple[int, int]]
+    rng: RngStreams, stages: list[Callable[[], Tensor]], order: list[tuple[int, int]]
 ) -> dict[tuple[int, int], Tensor]:
     """What the stages draw for two micro-batches, in any order."""
     drawn: dict[tuple[int, int], Tensor] = {}
     for stage, i in order:
-        with dice.scope(stage, i):
+        with rng.scope(stage, i):
             drawn[stage, i] = stages[stage]()
     return drawn
 
@@ -70,50 +70,50 @@ def test_numbers_do_not_depend_on_the_order_and_a_repetition_draws_them_again(or
     torch.manual_seed(3)
     wanted = forward(RngStreams(uses(), [0, 0]), [draw, draw], ALL)
     torch.manual_seed(3)
-    dice = RngStreams(uses(), [0, 0])
-    seen, again = forward(dice, [draw, draw], order), forward(dice, [draw, draw], ALL)
+    rng = RngStreams(uses(), [0, 0])
+    seen, again = forward(rng, [draw, draw], order), forward(rng, [draw, draw], ALL)
     for key in ALL:
         assert torch.equal(wanted[key], seen[key]) and torch.equal(wanted[key], again[key])
     assert len({tuple(each.tolist()) for each in wanted.values()}) == len(ALL)
-    assert dice.settle()
+    assert rng.settle()
 
 
 def test_a_step_that_draws_moves_the_callers_generator_by_one_draw_and_another_not_at_all() -> None:
     before = torch.get_rng_state()
     known = uses()
     for _ in range(3):
-        dice = RngStreams(known, [0, 0])
-        forward(dice, [nothing, nothing], ALL)
-        assert dice.settle()
+        rng = RngStreams(known, [0, 0])
+        forward(rng, [nothing, nothing], ALL)
+        assert rng.settle()
         assert torch.equal(torch.get_rng_state(), before)
     assert [use.draws for use in known] == [{0: False}, {0: False}]
     torch.randint(1 << 62, ())
     after_one_draw = torch.get_rng_state()
     torch.set_rng_state(before)
-    dice = RngStreams(uses(), [0, 0])
-    forward(dice, [nothing, draw], ALL)
-    assert dice.settle()
+    rng = RngStreams(uses(), [0, 0])
+    forward(rng, [nothing, draw], ALL)
+    assert rng.settle()
     assert torch.equal(torch.get_rng_state(), after_one_draw)
 
 
 def test_inside_the_scope_the_caller_sees_nothing_of_the_draws_even_on_error() -> None:
-    dice = RngStreams(uses(), [0, 0])
+    rng = RngStreams(uses(), [0, 0])
     before = torch.get_rng_state()
-    with pytest.raises(KeyError), dice.scope(0, 0):
+    with pytest.raises(KeyError), rng.scope(0, 0):
         draw()
         raise KeyError
     assert torch.equal(torch.get_rng_state(), before)
-    with dice.scope(1, 0):  # and the generator is free again
+    with rng.scope(1, 0):  # and the generator is free again
         draw()
 
 
 def test_the_verdict_is_kept_per_configuration() -> None:
     known = uses(1)
     for configuration, stage in (("eval", nothing), ("train", draw), ("eval", nothing)):
-        dice = RngStreams(known, [configuration])
-        with dice.scope(0, 0):
+        rng = RngStreams(known, [configuration])
+        with rng.scope(0, 0):
             stage()
-        assert dice.settle()
+        assert rng.settle()
     assert known[0].draws == {"eval": False, "train": True}
 
 
@@ -122,9 +122,9 @@ def test_a_surprise_lets_the_step_run_again_with_the_same_seed_and_every_stage_h
     other: Callable[[], Tensor],
 ) -> None:
     known = uses()
-    dice = RngStreams(known, [0, 0])
-    forward(dice, [nothing, other], ALL)
-    assert dice.settle()
+    rng = RngStreams(known, [0, 0])
+    forward(rng, [nothing, other], ALL)
+    assert rng.settle()
     torch.manual_seed(5)
     surprised = RngStreams(known, [0, 0])
     forward(surprised, [draw, other], ALL)
@@ -144,25 +144,25 @@ def test_a_surprise_lets_the_step_run_again_with_the_same_seed_and_every_stage_h
 
 def test_a_model_known_to_be_quiet_needs_no_scope_and_is_still_found_out() -> None:
     known = uses()
-    dice = RngStreams(known, [0, 0])
-    assert not dice.quiet, "nothing is known yet"
-    forward(dice, [nothing, nothing], ALL)
-    dice.settle()
-    dice = RngStreams(known, [0, 0])
-    assert dice.quiet
+    rng = RngStreams(known, [0, 0])
+    assert not rng.quiet, "nothing is known yet"
+    forward(rng, [nothing, nothing], ALL)
+    rng.settle()
+    rng = RngStreams(known, [0, 0])
+    assert rng.quiet
     draw()  # outside of every scope
-    assert not dice.settle()
+    assert not rng.settle()
     assert not RngStreams(known, [0, 0]).quiet
 
 
 def test_one_stage_holds_the_generator_while_others_wait() -> None:
-    dice, inside, most = RngStreams(uses(4), [0] * 4), [0], [0]
+    rng, inside, most = RngStreams(uses(4), [0] * 4), [0], [0]
     start = threading.Barrier(4)
 
     def stage(number: int) -> None:
         start.wait(10)
         for i in range(20):
-            with dice.scope(number, i):
+            with rng.scope(number, i):
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 draw()
@@ -181,14 +181,14 @@ def test_the_seed_of_a_step_is_drawn_by_turns_and_so_is_what_is_put_back() -> No
     torch.manual_seed(0)
     other = threading.Thread(target=lambda: seeds.append(RngStreams(uses(), [0, 0]).seed))
     seeds: list[int] = []
-    dice = RngStreams(uses(), [0, 0])
+    rng = RngStreams(uses(), [0, 0])
     torch.manual_seed(0)
-    with dice.scope(0, 0):
+    with rng.scope(0, 0):
         other.start()
         other.join(0.05)  # in vain, since it waits for its turn
         one = draw()
     other.join(10)
-    with dice.scope(0, 0):
+    with rng.scope(0, 0):
         assert torch.equal(one, draw())
     assert seeds == [wanted]
 
@@ -198,10 +198,10 @@ def test_stages_walk_back_at_the_same_time_but_where_layers_run_again_in_it(itse
     x = torch.ones(3, requires_grad=True)
     dropped = nn.functional.dropout
     y = checkpoint(dropped, x, use_reentrant=False).exp() if itself else dropped(x).exp()
-    dice, meeting, alone = RngStreams(uses(), [0, 0]), threading.Barrier(2), list[bool]()
+    rng, meeting, alone = RngStreams(uses(), [0, 0]), threading.Barrier(2), list[bool]()
 
     def walk(stage: int) -> None:
-        with dice.backward(stage, lambda: [y.grad_fn]):
+        with rng.backward(stage, lambda: [y.grad_fn]):
             try:
                 meeting.wait(0.1 if itself else 10)
                 alone.append(False)
@@ -218,16 +218,16 @@ def test_stages_walk_back_at_the_same_time_but_where_layers_run_again_in_it(itse
 
 def test_quiet_stages_do_not_wait_for_each_other_nor_for_one_that_draws() -> None:
     known = uses(3)
-    dice = RngStreams(known, [0] * 3)
+    rng = RngStreams(known, [0] * 3)
     for number, stage in enumerate([draw, nothing, nothing]):
-        with dice.scope(number, 0):
+        with rng.scope(number, 0):
             stage()
-    assert dice.settle()
-    dice = RngStreams(known, [0] * 3)
+    assert rng.settle()
+    rng = RngStreams(known, [0] * 3)
     meeting = threading.Barrier(3)
 
     def meet(number: int) -> None:
-        with dice.scope(number, 0):
+        with rng.scope(number, 0):
             meeting.wait(10)
 
     threads = [threading.Thread(target=meet, args=(number,)) for number in range(3)]

@@ -14,7 +14,7 @@ from weft.core.errors import InPlaceError
 from weft.core.segment import GradientSum, Keep, MicroBatchContext, Segment, cut
 
 
-def visit(index: int = 0) -> MicroBatchContext:
+def context(index: int = 0) -> MicroBatchContext:
     """A passage of one micro-batch, here and now."""
     return MicroBatchContext(index, ExecutionContext.capture(["cpu"]))
 
@@ -44,7 +44,7 @@ class Calls:
         self.weight = weight
         self.seen: list[tuple[bool, bool, bool]] = []
 
-    def __call__(self, visit: MicroBatchContext, x: Tensor, pair: tuple[Tensor, None]) -> tuple[Any, ...]:
+    def __call__(self, context: MicroBatchContext, x: Tensor, pair: tuple[Tensor, None]) -> tuple[Any, ...]:
         self.seen.append((is_checkpointing(), is_recomputing(), torch.is_grad_enabled()))
         return {"y": (x * self.weight).sin() + pair[0], "n": 3}, x.exp()
 
@@ -55,7 +55,7 @@ def test_backward_gives_the_gradients_of_every_leaf_and_parameter(keep: Keep) ->
     function = Calls(weight)
     segment = Segment(function, [weight])
     with torch.no_grad():  # as in a worker
-        outputs, tape = segment.forward(visit(), [cut(x), (cut(z), None)], keep)
+        outputs, tape = segment.forward(context(), [cut(x), (cut(z), None)], keep)
         assert tape is not None
         gradients = [[torch.ones_like(x), None], [torch.full_like(x, 2.0)]]
         if keep == "inputs":
@@ -74,7 +74,7 @@ def test_backward_gives_the_gradients_of_every_leaf_and_parameter(keep: Keep) ->
 def test_to_keep_nothing_leaves_no_tape_and_no_graph() -> None:
     weight = leaf(3, 4)
     function = Calls(weight)
-    outputs, tape = Segment(function, [weight]).forward(visit(), [leaf(1, 2), (leaf(1, 1), None)], "nothing")
+    outputs, tape = Segment(function, [weight]).forward(context(), [leaf(1, 2), (leaf(1, 1), None)], "nothing")
     assert tape is None
     assert not outputs[1].requires_grad
     assert function.seen == [(False, False, False)]
@@ -83,8 +83,8 @@ def test_to_keep_nothing_leaves_no_tape_and_no_graph() -> None:
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
 def test_a_retained_tape_can_be_walked_again(keep: Keep) -> None:
     weight, x = leaf(3, 4), leaf(1, 2)
-    segment = Segment(lambda visit, x: ((x * weight).sin(),), [weight])
-    _, tape = segment.forward(visit(), [cut(x)], keep)
+    segment = Segment(lambda context, x: ((x * weight).sin(),), [weight])
+    _, tape = segment.forward(context(), [cut(x)], keep)
     assert tape is not None
     first = tape.backward([[torch.ones_like(x)]], retain=True)
     second = tape.backward([[torch.ones_like(x)]])
@@ -94,7 +94,7 @@ def test_a_retained_tape_can_be_walked_again(keep: Keep) -> None:
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
 def test_no_gradient_in_gives_no_gradient_out(keep: Keep) -> None:
     weight, x = leaf(3), leaf(2)
-    _, tape = Segment(lambda visit, x: (x * weight, 7), [weight]).forward(visit(), [cut(x)], keep)
+    _, tape = Segment(lambda context, x: (x * weight, 7), [weight]).forward(context(), [cut(x)], keep)
     assert tape is not None
     tape.prepare()
     assert tape.backward([[None], [None]]) == ([[None]], [None])
@@ -102,8 +102,8 @@ def test_no_gradient_in_gives_no_gradient_out(keep: Keep) -> None:
 
 @pytest.mark.parametrize("keep", ["graph", "inputs"])
 def test_a_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
-    segment = Segment(lambda visit, x: (x + 1,))
-    outputs, tape = segment.forward(visit(), [leaf(1, 2)], keep)
+    segment = Segment(lambda context, x: (x + 1,))
+    outputs, tape = segment.forward(context(), [leaf(1, 2)], keep)
     gone = weakref.ref(outputs[0].untyped_storage())
     del outputs
     assert gone() is None
@@ -111,17 +111,17 @@ def test_a_kept_graph_does_not_keep_the_outputs(keep: Keep) -> None:
 
 
 def test_a_write_into_an_input_that_recomputation_needs_is_refused() -> None:
-    segment = Segment(lambda visit, x: (x.mul_(2),))
+    segment = Segment(lambda context, x: (x.mul_(2),))
     with pytest.raises(InPlaceError, match="out-of-place"):
-        segment.forward(visit(), [torch.ones(2)], "inputs")
-    segment.forward(visit(), [torch.ones(2)], "graph")
-    segment.forward(visit(), [torch.ones(2)], "nothing")
+        segment.forward(context(), [torch.ones(2)], "inputs")
+    segment.forward(context(), [torch.ones(2)], "graph")
+    segment.forward(context(), [torch.ones(2)], "nothing")
 
 
 def test_a_write_into_an_input_before_its_recomputation_is_refused() -> None:
     weight, buffer = leaf(3), torch.ones(1, dtype=torch.float64)
-    segment = Segment(lambda visit, x: (weight * x,), [weight])
-    tapes = [segment.forward(visit(), [buffer], "inputs")[1] for _ in range(2)]
+    segment = Segment(lambda context, x: (weight * x,), [weight])
+    tapes = [segment.forward(context(), [buffer], "inputs")[1] for _ in range(2)]
     assert tapes[0] is not None and tapes[1] is not None
     assert tapes[0].backward([[torch.ones_like(weight)]])[1][0] == 1
     buffer.fill_(7)  # the next mini-batch, too early
@@ -133,7 +133,7 @@ def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
     weight = leaf(3)
     with torch.inference_mode():
         x = torch.ones(1, dtype=torch.float64)
-    _, tape = Segment(lambda visit, x: (weight + x,), [weight]).forward(visit(), [x], "inputs")
+    _, tape = Segment(lambda context, x: (weight + x,), [weight]).forward(context(), [x], "inputs")
     assert tape is not None
     assert tape.backward([[torch.ones_like(weight)]])[1][0] == 1
 
@@ -141,13 +141,13 @@ def test_an_inference_tensor_may_go_into_a_recomputed_segment() -> None:
 def test_a_recomputation_is_done_in_the_surroundings_of_its_forward() -> None:
     dtypes: list[torch.dtype] = []
 
-    def function(visit: MicroBatchContext, x: Tensor) -> tuple[Tensor]:
+    def function(context: MicroBatchContext, x: Tensor) -> tuple[Tensor]:
         y = x @ x
         dtypes.append(y.dtype)
         return (y,)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        here = visit()
+        here = context()
         with here.ambient.here():
             outputs, tape = Segment(function).forward(here, [torch.ones(2, 2, requires_grad=True)], "inputs")
     assert tape is not None

@@ -9,7 +9,7 @@ import torch
 
 from tests.forked import forked, only_with_fork
 from weft.core import rng as turns
-from weft.core.rng import Watch, carry, seeded, turn_at, waiting
+from weft.core.rng import GeneratorWatch, carry_lock, lock_generators, seeded, waiting
 
 CPU = [torch.default_generator]
 
@@ -36,7 +36,7 @@ def taken() -> bool:
 
 
 def test_one_has_a_turn_while_others_wait_and_it_ends_also_on_error() -> None:
-    with pytest.raises(KeyError), turn_at(CPU):
+    with pytest.raises(KeyError), lock_generators(CPU):
         assert taken()
         raise KeyError
     assert not taken()
@@ -44,20 +44,20 @@ def test_one_has_a_turn_while_others_wait_and_it_ends_also_on_error() -> None:
 
 def test_turns_are_taken_inside_a_turn_in_whichever_thread_it_is_carried_to() -> None:
     done: list[str] = []
-    with turn_at(CPU):
-        with turn_at(CPU):
+    with lock_generators(CPU):
+        with lock_generators(CPU):
             done.append("here")
-        carried = carry()
+        carried = carry_lock()
 
         def inside() -> None:
             carried()
-            with turn_at(CPU):
+            with lock_generators(CPU):
                 done.append("there")
 
         beside(inside).join(10)
     assert done == ["here", "there"]
     carried()  # into where that turn is over
-    with turn_at(CPU):
+    with lock_generators(CPU):
         assert taken()
 
 
@@ -89,13 +89,13 @@ def test_who_waits_may_wait_for_something_that_waits_or_draws_itself() -> None:
 
 
 def test_a_watch_tells_what_moved_without_a_turn_and_nothing_of_what_had_one() -> None:
-    watch = Watch(CPU)
+    watch = GeneratorWatch(CPU)
     assert not watch.moved()
     torch.rand(1)
     assert watch.moved()
     watch.put_back()
-    watch = Watch(CPU)
-    with turn_at(CPU):
+    watch = GeneratorWatch(CPU)
+    with lock_generators(CPU):
         torch.rand(1)
     assert not watch.moved()
 
@@ -107,21 +107,21 @@ def test_a_child_that_is_forked_during_a_turn_has_turns_of_its_own(mine: bool) -
     begun, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with turn_at(CPU):
+        with lock_generators(CPU):
             begun.set()
             over.wait(30)
 
     with ExitStack() as stack:
 
         def work() -> bool:
-            with turn_at(CPU):
+            with lock_generators(CPU):
                 held = taken()
             if mine:
                 stack.close()  # as where the child leaves the stage that it was forked in
             return held and not taken()
 
         if mine:
-            stack.enter_context(turn_at(CPU))
+            stack.enter_context(lock_generators(CPU))
         else:
             stack.callback(over.set)
             beside(hold)

@@ -20,18 +20,18 @@ def leaves_of(parts: list) -> list:
     return [leaf for part in parts for leaf in flatten(part)[0]]
 
 
-# --- cargo
+# --- mini_batch
 
 
 @given(**SIZES)
 def test_the_gradient_of_the_mini_batch_is_that_of_its_micro_batches(count: int, chunks: int) -> None:
     x, y = rows(count, 2).requires_grad_(), rows(count, 3, seed=1)
     whole = rows(4, seed=2).requires_grad_()
-    cargo = MiniBatch([{"x": x, "n": 3}, (y, NoChunk(whole))], chunks)
-    assert sum(cargo.rows) == count and cargo.micro_batches == len(cargo.rows) == min(count, chunks)
-    assert [id(each) for each in cargo.tensors] == [id(x), id(whole)]
+    mini_batch = MiniBatch([{"x": x, "n": 3}, (y, NoChunk(whole))], chunks)
+    assert sum(mini_batch.rows) == count and mini_batch.micro_batches == len(mini_batch.rows) == min(count, chunks)
+    assert [id(each) for each in mini_batch.tensors] == [id(x), id(whole)]
     gradients: list[list[Tensor | None]] = []
-    for parts in cargo.leaves():
+    for parts in mini_batch.leaves():
         leaves = leaves_of(parts)
         assert [each.requires_grad for each in leaves if isinstance(each, Tensor)] == [True, False, True]
         assert all(each.is_leaf for each in leaves if isinstance(each, Tensor))
@@ -39,7 +39,7 @@ def test_the_gradient_of_the_mini_batch_is_that_of_its_micro_batches(count: int,
         one, other = torch.autograd.grad(total, [parts[0]["x"], parts[1][1]])
         gradients.append([one, None, None, other])
     (x.square().sum() * 3 * whole.prod() + y.sum()).backward()
-    assert_close(cargo.gradients(gradients), [x.grad, whole.grad])
+    assert_close(mini_batch.gradients(gradients), [x.grad, whole.grad])
 
 
 @given(**SIZES)
@@ -50,11 +50,11 @@ def test_pieces_are_still_connected_with_the_callers_tensors(count: int, chunks:
 
 
 def test_a_tensor_that_no_micro_batch_used_has_no_gradient() -> None:
-    cargo = MiniBatch([(rows(4, 2).requires_grad_(), rows(4, 2).requires_grad_())], 2)
-    unused, used = cargo.gradients([[None, None], [None, rows(2, 2)]])
+    mini_batch = MiniBatch([(rows(4, 2).requires_grad_(), rows(4, 2).requires_grad_())], 2)
+    unused, used = mini_batch.gradients([[None, None], [None, rows(2, 2)]])
     assert unused is None and used is not None
     assert torch.equal(used, torch.cat([torch.zeros_like(rows(2, 2)), rows(2, 2)]))
-    assert cargo.gradients([[None, None], [None, None]]) == [None, None]
+    assert mini_batch.gradients([[None, None], [None, None]]) == [None, None]
 
 
 def test_input_and_target_must_agree_in_rows() -> None:
@@ -71,18 +71,18 @@ def test_input_and_target_must_agree_in_rows() -> None:
 def test_an_output_is_joined_and_its_gradient_cut_again(count: int, chunks: int) -> None:
     x = rows(count, 2)
     pieces = [part for (part,) in MiniBatch([x], chunks).leaves()]
-    outcome = JoinedOutput()
+    output = JoinedOutput()
     results = [{"y": each.requires_grad_(), "note": "same", "i": each.argmax(1)} for each in pieces]
-    tensors, tracked = outcome.gather(results)
+    tensors, tracked = output.gather(results)
     assert tracked == [True, False] and not any(each.requires_grad for each in tensors)
-    filled = outcome.filled(tensors)
+    filled = output.filled(tensors)
     assert list(filled) == ["y", "note", "i"] and filled["note"] == "same"
     assert torch.equal(filled["y"], x) and torch.equal(filled["i"], x.argmax(1))
     gradient = rows(count, 2, seed=1)
-    spread = outcome.spread([gradient, None])
+    spread = output.spread([gradient, None])
     assert torch.equal(torch.cat([each[0] for each in spread]), gradient)
     assert all(each[1] is None and each[2] is None for each in spread)
-    assert torch.equal(outcome.visible(results)["y"], x)
+    assert torch.equal(output.visible(results)["y"], x)
 
 
 def test_outputs_nested_in_different_ways_are_refused() -> None:
@@ -98,22 +98,22 @@ def test_the_weighted_loss_is_the_loss_of_all_rows(sizes: list[int], factor: flo
     total = sum(sizes)
     x = rows(total)
     pieces = [each.requires_grad_() for each in x.split(sizes)]
-    outcome = WeightedLoss([size / total for size in sizes])
+    output = WeightedLoss([size / total for size in sizes])
     losses = [each.square().mean() for each in pieces]
-    (loss,), tracked = outcome.gather(losses)
+    (loss,), tracked = output.gather(losses)
     assert tracked == [True]
-    assert_close(outcome.filled([loss]), x.square().mean())
-    assert_close(outcome.visible(losses), x.square().mean())
-    for each, (gradient,) in zip(losses, outcome.spread([torch.tensor(factor, dtype=torch.float64)]), strict=True):
+    assert_close(output.filled([loss]), x.square().mean())
+    assert_close(output.visible(losses), x.square().mean())
+    for each, (gradient,) in zip(losses, output.spread([torch.tensor(factor, dtype=torch.float64)]), strict=True):
         each.backward(gradient)
     assert_close(torch.cat([each.grad for each in pieces]), factor * 2 * x / total)
 
 
 def test_seeds_are_what_a_gradient_of_one_spreads() -> None:
-    outcome = WeightedLoss([0.25, 0.75])
+    output = WeightedLoss([0.25, 0.75])
     one = torch.ones((), dtype=torch.float64)
-    assert outcome.seeds(one, torch.device("cpu")) == outcome.spread([one]) == [[0.25], [0.75]]
-    assert outcome.spread([None]) == [[None], [None]]
+    assert output.seeds(one, torch.device("cpu")) == output.spread([one]) == [[0.25], [0.75]]
+    assert output.spread([None]) == [[None], [None]]
 
 
 def test_a_loss_is_one_number() -> None:

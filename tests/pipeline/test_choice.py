@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.autotune import Choice, TimedCall
+from weft.pipeline.autotune import Autotuner, TimedCall
 
 TURNS = 6  # one to warm up, five that count
 
 
-def measured(choice: Choice, seconds: list[float], kind: str = "step") -> list[int]:
+def measured(choice: Autotuner, seconds: list[float], kind: str = "step") -> list[int]:
     """Take steps of these times per candidate until the choice is made; return who was picked."""
     picks: list[int] = []
     while kind not in choice.decisions():
@@ -22,7 +22,7 @@ def measured(choice: Choice, seconds: list[float], kind: str = "step") -> list[i
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=4))
 def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
-    choice = Choice(len(seconds))
+    choice = Autotuner(len(seconds))
     picks = measured(choice, seconds)
     assert picks == list(range(len(seconds))) * TURNS
     best = choice.pick("step")
@@ -33,13 +33,13 @@ def test_all_take_turns_and_the_fastest_stays(seconds: list[float]) -> None:
 
 def test_the_simplest_is_kept_unless_another_is_clearly_faster() -> None:
     for other, winner in ((1.0, 0), (0.95, 0), (0.8, 1), (2.0, 0)):
-        choice = Choice(2)
+        choice = Autotuner(2)
         measured(choice, [1.0, other])
         assert choice.pick("step") == winner
 
 
 def test_the_first_time_and_outliers_do_not_count() -> None:
-    choice = Choice(2)
+    choice = Autotuner(2)
     times = {0: iter([1.0] * TURNS), 1: iter([100.0, 0.5] * TURNS)}
     for _ in range(2 * TURNS):
         candidate = choice.pick("step")
@@ -48,7 +48,7 @@ def test_the_first_time_and_outliers_do_not_count() -> None:
 
 
 def test_kinds_of_steps_are_judged_apart() -> None:
-    choice = Choice(2)
+    choice = Autotuner(2)
     measured(choice, [1.0, 2.0], "training")
     measured(choice, [2.0, 1.0], "evaluation")
     assert choice.decisions() == {"training": 0, "evaluation": 1}
@@ -56,7 +56,7 @@ def test_kinds_of_steps_are_judged_apart() -> None:
 
 
 def test_a_choice_that_becomes_slow_is_measured_again() -> None:
-    choice = Choice(2)
+    choice = Autotuner(2)
     measured(choice, [1.0, 0.5])
     timed = [choice.times("step") for _ in range(16)]
     assert timed == ([False] * 7 + [True]) * 2, "one step of eight"
@@ -70,7 +70,7 @@ def test_a_choice_that_becomes_slow_is_measured_again() -> None:
 
 
 def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
-    choice = Choice(2)
+    choice = Autotuner(2)
     choice.rule_out("step", 0)
     for _ in range(TURNS):
         assert choice.pick("step") == 1
@@ -79,7 +79,7 @@ def test_a_candidate_that_is_ruled_out_is_not_tried() -> None:
 
 
 class Journey:
-    """A journey without stages."""
+    """A function without stages."""
 
     def __init__(self) -> None:
         self.did: list[str] = []
@@ -95,15 +95,15 @@ class Journey:
 
 @pytest.mark.parametrize("with_backward", [False, True])
 def test_a_timed_journey_does_the_same_and_reports_once_it_is_over(with_backward: bool) -> None:
-    choice = Choice(2)
+    choice = Autotuner(2)
     for step in range(2 * TURNS):
         assert choice.decisions() == {}, f"too early, after {step} steps"
-        journey = Journey()
-        timed = TimedCall(journey, choice, "step", choice.pick("step"), with_backward=with_backward)
+        function = Journey()
+        timed = TimedCall(function, choice, "step", choice.pick("step"), with_backward=with_backward)
         assert timed.forward()[1] == [True]
         if with_backward:
             assert timed.backward([None], retain=False) == [None]
-        assert journey.did == ["forward", "backward False"][: 1 + with_backward]
+        assert function.did == ["forward", "backward False"][: 1 + with_backward]
     assert "step" in choice.decisions()
 
 
@@ -113,7 +113,7 @@ def test_a_journey_that_fails_passes_its_error_on_and_is_not_counted(error: type
         def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
             raise error
 
-    choice = Choice(2)
+    choice = Autotuner(2)
     with pytest.raises(error):
         TimedCall(Failing(), choice, "step", 0, with_backward=False).forward()
     assert choice.pick("step") == 0

@@ -15,7 +15,7 @@ from weft.core.errors import UsageError
 from weft.pipeline.costs import Sizes, costs_from
 from weft.pipeline.schedule import Action, build
 from weft.pipeline.step import Watcher
-from weft.pipeline.tracing import Event, Recorder
+from weft.pipeline.tracing import ActionEvent, Recorder
 
 
 @weft.skippable(stash=["far", "same"])
@@ -53,7 +53,7 @@ def recorder_of(times: Sequence[tuple[str, int, float]]) -> Recorder:
     now = 0.0
     for kind, stage, seconds in times:
         action = Action(stage, "B" if kind == "R" else kind, 0)
-        recorder.events.append(Event(kind, action, "t", now, now + seconds))
+        recorder.events.append(ActionEvent(kind, action, "t", now, now + seconds))
         now += seconds
     return recorder
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.forked import forked, only_with_fork
 from tests.strategies import any_schedules
 from weft.core.context import ExecutionContext
-from weft.core.rng import turn_at
+from weft.core.rng import lock_generators
 from weft.pipeline.device import Message
 from weft.pipeline.executor import Closed, SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address
@@ -320,11 +320,11 @@ def test_who_has_a_turn_does_not_wait_for_a_walk_that_waits_for_the_turn() -> No
 
     def perform(action: Action, box: Any, post: Any) -> None:
         started.set()
-        with turn_at([torch.default_generator]):
+        with lock_generators([torch.default_generator]):
             pass
 
     def with_a_turn() -> None:
-        with turn_at([torch.default_generator]):
+        with lock_generators([torch.default_generator]):
             walking.start()
             assert started.wait(10)
             executor.walk(gpipe(2, 2), chain, {}, here())
@@ -342,11 +342,11 @@ def test_a_walk_is_inside_the_turn_of_who_walks_not_of_who_captured_its_surround
     executor, captured, turns = ThreadExecutor("inner"), here(), list[Action]()
 
     def perform(action: Action, box: Any, post: Any) -> None:
-        with turn_at([torch.default_generator]):
+        with lock_generators([torch.default_generator]):
             turns.append(action)
 
     def with_a_turn() -> None:
-        with turn_at([torch.default_generator]):
+        with lock_generators([torch.default_generator]):
             (executor if threaded else SerialExecutor()).walk(gpipe(2, 1).forward_only, perform, {}, captured)
 
     walking = threading.Thread(target=with_a_turn, daemon=True)

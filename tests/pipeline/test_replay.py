@@ -150,21 +150,21 @@ def test_stages_take_turns_at_a_norm_that_both_have_while_it_writes() -> None:
             entered.append(stage)
 
     for stage in stages:
-        stage.replay.take_turns([norm], Turns())
-    visit = MicroBatchContext(
+        stage.replay.serialize([norm], Turns())
+    context = MicroBatchContext(
         0, ExecutionContext.capture(["cpu"]), RngStreams([RandomUse(generators([cpu])) for _ in stages], [0] * 3)
     )
     for stage in stages:
-        stage.survey()
-        stage(visit, rows(4, 2))
+        stage.scan()
+        stage(context, rows(4, 2))
     assert entered == stages[:2]
     norm.eval()
     for _ in range(2):  # in the first step it is not known yet that it writes nothing
         entered.clear()
         for stage in stages:
-            stage.survey()
+            stage.scan()
             with phase("checkpointing"):
-                stage(visit, rows(4, 2))
+                stage(context, rows(4, 2))
     assert not entered
 
 

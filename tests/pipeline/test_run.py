@@ -66,12 +66,12 @@ def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int,
     """One segment per layer; a chunk of time is a micro-batch."""
 
     def function(step: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Any, ...]]:
-        return lambda visit, xs, h: over_chunk(step, xs, h)
+        return lambda context, xs, h: over_chunk(step, xs, h)
 
     segments = [Segment(function(cell(pair)), list(pair)) for pair in weights]
     ambient = ExecutionContext.capture(["cpu"])
-    visits = [MicroBatchContext(i, ambient) for i in range(chunks)]
-    return Run(recurrent_wiring(len(weights), delay), segments, visits, keeps, [None] * len(weights))
+    contexts = [MicroBatchContext(i, ambient) for i in range(chunks)]
+    return Run(recurrent_wiring(len(weights), delay), segments, contexts, keeps, [None] * len(weights))
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -168,10 +168,10 @@ def test_the_gradients_of_all_readers_add_up_and_an_idle_reader_adds_nothing(exe
     # Stage 0 makes two values. The skip has three readers: stage 1 ignores it, stages 2 and 3 use it.
     run = chain_run(
         [
-            lambda visit, x: (x * 2, x * 3),
-            lambda visit, y, skip: (y + 1,),
-            lambda visit, y, skip: (y * skip,),
-            lambda visit, y, skip: (y + 5 * skip,),
+            lambda context, x: (x * 2, x * 3),
+            lambda context, y, skip: (y + 1,),
+            lambda context, y, skip: (y * skip,),
+            lambda context, y, skip: (y + 5 * skip,),
         ],
         [Route("x", OUTSIDE, (0,))]
         + [Route(f"main {j}", j, (j + 1 if j < 3 else OUTSIDE,)) for j in range(4)]
@@ -194,7 +194,7 @@ def test_the_gradients_of_all_readers_add_up_and_an_idle_reader_adds_nothing(exe
 def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     run = chain_run(
-        [lambda visit, x: (x * weight,)],
+        [lambda context, x: (x * weight,)],
         [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))],
         1,
         "graph",
@@ -217,7 +217,7 @@ def test_a_kept_run_can_go_back_again_and_a_freed_one_says_so() -> None:
 def test_what_a_failed_walk_back_has_added_up_is_not_added_to_the_next() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     routes = [Route("x", OUTSIDE, (0,)), Route("y", 0, (OUTSIDE,))]
-    run = chain_run([lambda visit, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))
+    run = chain_run([lambda context, x: (x * weight,)], routes, 2, "graph", parameters=(weight,))
     schedule, ambient, executor = gpipe(1, 2), ExecutionContext.capture(["cpu"]), SerialExecutor()
     given = {0: {Address(0, 0, i): Message(torch.tensor(2.0)) for i in range(2)}}
     executor.walk(schedule.forward_only, run.perform, given, ambient)
@@ -253,7 +253,7 @@ def test_an_exception_says_in_a_note_where_it_was(kind: str) -> None:
             return gradient * 2
 
     run = chain_run(
-        [lambda visit, x: (x + 0,), lambda visit, x: (Failing.apply(x),)],
+        [lambda context, x: (x + 0,), lambda context, x: (Failing.apply(x),)],
         [Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,))],
         2,
         "graph",

@@ -13,7 +13,7 @@ from weft.core.errors import SkipError
 from weft.core.rng import RandomUse, RngStreams, generators
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.stage import Call, Stage
+from weft.pipeline.stage import CallArguments, Stage
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def stage_of(*layers: nn.Module, index: int = 0, popped: Any = (), stashed: Any 
     return Stage(index, named, CPU, popped=popped, stashed=stashed)
 
 
-def visit(stages: int = 1) -> MicroBatchContext:
+def context(stages: int = 1) -> MicroBatchContext:
     return MicroBatchContext(
         0,
         ExecutionContext.capture(["cpu"]),
@@ -53,20 +53,20 @@ A, B = (None, "a"), (None, "b")
 
 def test_skips_that_cross_a_border_are_values_in_the_order_of_the_routes() -> None:
     source = stage_of(Source(), stashed=[B, A])
-    main, b, a = source(visit(), torch.ones(2))
+    main, b, a = source(context(), torch.ones(2))
     assert main.tolist() == [2, 2] and a.tolist() == [2, 2] and b is None
     reader = stage_of(Reader(), popped=[A, B])
-    assert reader(visit(), main, a, None)[0].tolist() == [4, 4]
+    assert reader(context(), main, a, None)[0].tolist() == [4, 4]
 
 
 def test_skips_inside_a_stage_stay_there() -> None:
-    (result,) = stage_of(Source(), nn.Identity(), Reader())(visit(), torch.ones(2))
+    (result,) = stage_of(Source(), nn.Identity(), Reader())(context(), torch.ones(2))
     assert result.tolist() == [4, 4]
 
 
 def test_a_skip_that_was_not_brought_is_named() -> None:
     with pytest.raises(SkipError, match="'a'") as caught:
-        stage_of(Reader())(visit(), torch.ones(2))
+        stage_of(Reader())(context(), torch.ones(2))
     assert "layer '0'" in "\n".join(caught.value.__notes__)
 
 
@@ -75,7 +75,7 @@ def test_a_call_unpacks_for_the_first_layer_only() -> None:
         def forward(self, x, y, *, z):
             return x + y + z
 
-    assert stage_of(Takes(), nn.Identity())(visit(), Call((1, 2), {"z": 3})) == (6,)
+    assert stage_of(Takes(), nn.Identity())(context(), CallArguments((1, 2), {"z": 3})) == (6,)
 
 
 class Looks(nn.Module):
@@ -99,7 +99,7 @@ class Looks(nn.Module):
 def test_the_input_is_copied_only_where_a_layer_may_write_into_it(layers: list[nn.Module], copies: bool) -> None:
     looks = Looks()
     x = -torch.ones(1, 2)
-    stage_of(looks, *layers)(visit(), x)
+    stage_of(looks, *layers)(context(), x)
     assert (looks.given is not x) == copies
     assert torch.equal(x, -torch.ones(1, 2))
 
@@ -112,7 +112,7 @@ def test_a_nested_input_is_copied_too() -> None:
             return value["x"][0].mul_(2), value["n"]
 
     x = torch.ones(2)
-    (result,) = stage_of(First())(visit(), {"x": [x], "n": 3})
+    (result,) = stage_of(First())(context(), {"x": [x], "n": 3})
     assert result[0].tolist() == [2, 2] and result[1] == 3 and x.tolist() == [1, 1]
 
 
@@ -120,35 +120,35 @@ def test_a_survey_lists_what_learns_and_what_is_elsewhere_once() -> None:
     shared = nn.Linear(2, 2)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     away = nn.Linear(2, 2, device="meta")
-    survey = stage_of(shared, frozen, shared, away).survey()
-    assert [id(each) for each in survey.parameters] == [id(each) for each in (*shared.parameters(), *away.parameters())]
-    assert survey.misplaced == ["3.weight is on meta, stage 0 on cpu", "3.bias is on meta, stage 0 on cpu"]
+    scan = stage_of(shared, frozen, shared, away).scan()
+    assert [id(each) for each in scan.parameters] == [id(each) for each in (*shared.parameters(), *away.parameters())]
+    assert scan.misplaced == ["3.weight is on meta, stage 0 on cpu", "3.bias is on meta, stage 0 on cpu"]
 
 
 def test_the_configuration_tells_training_and_probabilities_apart() -> None:
     dropout = nn.Dropout(0.5)
     stage = stage_of(nn.Linear(2, 2), dropout)
-    seen = [stage.survey().configuration]
+    seen = [stage.scan().configuration]
     dropout.eval()
-    seen.append(stage.survey().configuration)
+    seen.append(stage.scan().configuration)
     dropout.train()
     dropout.p = 0.25
-    seen.append(stage.survey().configuration)
+    seen.append(stage.scan().configuration)
     assert len(set(seen)) == 3
     dropout.p = 0.5
-    assert stage.survey().configuration == seen[0]
+    assert stage.scan().configuration == seen[0]
 
 
 def test_deferred_norms_are_found_wherever_they_are() -> None:
     layer = convert_deferred_batch_norm(nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)), nn.BatchNorm1d(2)))
-    assert stage_of(layer).survey().deferred == [layer[0][0], layer[1]]
+    assert stage_of(layer).scan().deferred == [layer[0][0], layer[1]]
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)])
 def test_a_recomputation_updates_no_statistics_and_writes_no_buffer(norm: nn.Module) -> None:
     stage = stage_of(norm.double())
-    stage.survey()
-    x, passage = rows(4, 2, 3), visit()
+    stage.scan()
+    x, passage = rows(4, 2, 3), context()
     with phase("checkpointing"):
         stage(passage, x)
     before = {name: (each, each.clone(), each._version) for name, each in norm.named_buffers()}
@@ -157,7 +157,7 @@ def test_a_recomputation_updates_no_statistics_and_writes_no_buffer(norm: nn.Mod
     for name, each in norm.named_buffers():
         kept, value, version = before[name]
         assert each is kept and torch.equal(each, value) and each._version == version
-    stage(visit(), x)
+    stage(context(), x)
     assert not torch.equal(norm.running_mean, before["running_mean"][1])
 
 
@@ -167,5 +167,5 @@ def test_an_error_names_the_layer_and_the_stage() -> None:
             raise KeyError("gone")
 
     with pytest.raises(KeyError) as caught:
-        stage_of(nn.Identity(), Fails(), index=3)(visit(4), torch.ones(1))
+        stage_of(nn.Identity(), Fails(), index=3)(context(4), torch.ones(1))
     assert caught.value.__notes__ == ["weft: in layer '1' (Fails) of stage 3"]

@@ -30,17 +30,17 @@ ROUTES = (
 )
 
 
-def first(visit: MicroBatchContext, x: Tensor) -> tuple[Tensor, Tensor]:
+def first(context: MicroBatchContext, x: Tensor) -> tuple[Tensor, Tensor]:
     """Saves x, which is the caller's, and makes two values."""
     return x.sin(), x + 1
 
 
-def second(visit: MicroBatchContext, x: Tensor) -> tuple[Tensor]:
+def second(context: MicroBatchContext, x: Tensor) -> tuple[Tensor]:
     """Saves its output."""
     return (x.tanh(),)
 
 
-def third(visit: MicroBatchContext, x: Tensor, skip: Tensor) -> tuple[Tensor]:
+def third(context: MicroBatchContext, x: Tensor, skip: Tensor) -> tuple[Tensor]:
     """Saves both inputs."""
     return (x * skip,)
 
@@ -50,9 +50,9 @@ def recorded(executor: Any, keep: Keep, micro_batches: int, memory: bool = True)
     recorder, ambient = Recorder(memory=memory), ExecutionContext.capture(["cpu"])
     xs = [torch.ones(CELLS, dtype=torch.float64, requires_grad=True) for _ in range(micro_batches)]
     recorder.ignore(xs)
-    visits = [MicroBatchContext(i, ambient) for i in range(micro_batches)]
+    contexts = [MicroBatchContext(i, ambient) for i in range(micro_batches)]
     segments = [Segment(function) for function in (first, second, third)]
-    run = Run(Wiring(ROUTES, 3), segments, visits, [[keep] * micro_batches] * 3, [None] * 3, recorder)
+    run = Run(Wiring(ROUTES, 3), segments, contexts, [[keep] * micro_batches] * 3, [None] * 3, recorder)
     schedule = gpipe(3, micro_batches)
     given = {0: {Address(0, 0, i): Message(x.detach().requires_grad_()) for i, x in enumerate(xs)}}
     executor.walk(schedule.forward_only, run.perform, given, ambient)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.pipeline.schedule import Action
-from weft.pipeline.tracing import Event
+from weft.pipeline.tracing import ActionEvent
 from weft.report import (
     Axis,
     Section,
@@ -53,7 +53,7 @@ class Balance(HTMLParser):
 
 @pytest.fixture
 def html() -> str:
-    ran = [Event("F", Action(0, "F", 0), "t", 0.0, 1.0)]
+    ran = [ActionEvent("F", Action(0, "F", 0), "t", 0.0, 1.0)]
     body = [
         paragraph("a < b"),
         figure(timeline(ran), "when"),

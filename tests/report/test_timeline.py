@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.strategies import any_schedules
 from weft.pipeline.schedule import Action, one_f_one_b
 from weft.pipeline.simulate import Forecast, StageCost, forecast
-from weft.pipeline.tracing import Event, Recorder
+from weft.pipeline.tracing import ActionEvent, Recorder
 from weft.report.chrome_trace import trace, write_trace
 from weft.report.timeline import KINDS, live_bytes, timeline
 
@@ -20,12 +20,12 @@ NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)
 
 
 @st.composite
-def events(draw: st.DrawFn) -> Event:
+def events(draw: st.DrawFn) -> ActionEvent:
     """Any event."""
     action = Action(draw(st.integers(0, 5)), draw(st.sampled_from("FBIW")), draw(st.integers(0, 120)))
     start, duration = draw(TIMES), draw(TIMES)
     kind = draw(st.sampled_from([action.kind, "R"]))
-    return Event(kind, action, draw(NAMES), start, start + duration)
+    return ActionEvent(kind, action, draw(NAMES), start, start + duration)
 
 
 @st.composite
@@ -46,14 +46,16 @@ def at(element: ElementTree.Element, key: str) -> float:
 
 
 @given(st.lists(events(), max_size=12), st.none() | forecasts())
-def test_whatever_ran_the_picture_is_well_formed_and_complete(ran: list[Event], foretold: Forecast | None) -> None:
+def test_whatever_ran_the_picture_is_well_formed_and_complete(
+    ran: list[ActionEvent], foretold: Forecast | None
+) -> None:
     picture = ElementTree.fromstring(timeline(ran, foretold))
     assert len(rectangles(picture, "bar")) == len(ran)
     assert len(rectangles(picture, "outline")) == (len(foretold.spans) if foretold else 0)
 
 
 @given(st.lists(events(), min_size=1, max_size=12))
-def test_every_bar_lies_inside_the_picture(ran: list[Event]) -> None:
+def test_every_bar_lies_inside_the_picture(ran: list[ActionEvent]) -> None:
     picture = ElementTree.fromstring(timeline(ran))
     _, _, width, height = map(float, (picture.get("viewBox") or "").split())
     for bar in rectangles(picture, "bar"):
@@ -63,9 +65,9 @@ def test_every_bar_lies_inside_the_picture(ran: list[Event]) -> None:
 
 def test_micro_batches_are_numbered_and_tooltips_tell_stage_and_times() -> None:
     ran = [
-        Event("F", Action(0, "F", 7), "t", 10.0, 11.0),
-        Event("R", Action(1, "B", 7), "u", 11.0, 12.0),
-        Event("B", Action(1, "B", 7), "u", 12.0, 14.0),
+        ActionEvent("F", Action(0, "F", 7), "t", 10.0, 11.0),
+        ActionEvent("R", Action(1, "B", 7), "u", 11.0, 12.0),
+        ActionEvent("B", Action(1, "B", 7), "u", 12.0, 14.0),
     ]
     picture = ElementTree.fromstring(timeline(ran))
     words = [element.text for element in picture.iter("text")]
@@ -87,7 +89,7 @@ def test_an_outline_says_what_it_foretells_and_is_apart_from_its_neighbours() ->
 
 
 def test_a_bar_too_narrow_for_words_has_none() -> None:
-    ran = [Event("F", Action(0, "F", 5), "t", 0.0, 0.001), Event("F", Action(0, "F", 6), "t", 0.001, 1.0)]
+    ran = [ActionEvent("F", Action(0, "F", 5), "t", 0.0, 0.001), ActionEvent("F", Action(0, "F", 6), "t", 0.001, 1.0)]
     words = [element.text for element in ElementTree.fromstring(timeline(ran)).iter("text")]
     assert "F6" in words and not {"F5", "5"} & set(words)
 
@@ -107,20 +109,22 @@ def test_stages_stand_one_below_the_other_and_time_runs_to_the_right() -> None:
 def test_the_legend_names_what_occurs_and_nothing_else() -> None:
     words = " ".join(
         element.text or ""
-        for element in ElementTree.fromstring(timeline([Event("I", Action(0, "I", 0), "t", 0.0, 1.0)])).iter("text")
+        for element in ElementTree.fromstring(timeline([ActionEvent("I", Action(0, "I", 0), "t", 0.0, 1.0)])).iter(
+            "text"
+        )
     )
     assert KINDS["I"] in words and KINDS["F"] not in words and "forecast" not in words
 
 
 def test_live_bytes_start_with_nothing_at_the_first_event() -> None:
     recorder = Recorder()
-    recorder.events.append(Event("F", Action(0, "F", 0), "t", 10.0, 11.0))
+    recorder.events.append(ActionEvent("F", Action(0, "F", 0), "t", 10.0, 11.0))
     recorder.bytes.append((10.5, 100))
     assert live_bytes(recorder) == [(0.0, 0), (0.5, 100)]
 
 
 @given(st.lists(events(), max_size=12))
-def test_every_event_is_complete_work_on_a_named_thread(ran: list[Event]) -> None:
+def test_every_event_is_complete_work_on_a_named_thread(ran: list[ActionEvent]) -> None:
     made = json.loads(json.dumps(trace(ran)))["traceEvents"]
     work = [each for each in made if each["ph"] == "X"]
     named = {each["tid"] for each in made if each["name"] == "thread_name" and each["ph"] == "M"}
@@ -132,7 +136,7 @@ def test_every_event_is_complete_work_on_a_named_thread(ran: list[Event]) -> Non
 
 
 def test_times_are_microseconds_from_the_first_event() -> None:
-    ran = [Event("R", Action(2, "B", 3), "one", 5.0, 5.5), Event("B", Action(2, "B", 3), "one", 5.5, 6.0)]
+    ran = [ActionEvent("R", Action(2, "B", 3), "one", 5.0, 5.5), ActionEvent("B", Action(2, "B", 3), "one", 5.5, 6.0)]
     work = [each for each in trace(ran, name="step")["traceEvents"] if each["ph"] == "X"]
     assert [(each["name"], each["cat"], each["ts"], each["dur"]) for each in work] == [
         ("2R3", "recompute", 0.0, 500_000.0),
@@ -142,6 +146,6 @@ def test_times_are_microseconds_from_the_first_event() -> None:
 
 
 def test_the_file_holds_the_trace(tmp_path: Path) -> None:
-    ran = [Event("F", Action(0, "F", 0), "one", 0.0, 1.0)]
+    ran = [ActionEvent("F", Action(0, "F", 0), "one", 0.0, 1.0)]
     where = write_trace(tmp_path / "trace.json", ran, name="step")
     assert json.loads(where.read_text("utf-8")) == trace(ran, name="step")

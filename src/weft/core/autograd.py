@@ -10,16 +10,16 @@ The one door between PyTorch's autograd and a run.
 
 For autograd a whole step is a single node, whose inputs are the tensors that go in and *all parameters*:
 
-    inputs, parameters --> [ Boundary: journey.forward ] --> outputs --> the user's loss
-    their gradients    <-- [           journey.backward ] <-- gradients of the outputs
+    inputs, parameters --> [ Boundary: function.forward ] --> outputs --> the user's loss
+    their gradients    <-- [           function.backward ] <-- gradients of the outputs
 
 So ``loss.backward()`` stays plain, every parameter gets its gradient once per step (its hooks fire once, which
 DistributedDataParallel relies on), and ``torch.autograd.grad(loss, parameters)`` works whatever the stages keep.
-The price: no gradient of a gradient, unless the journey knows another way to its gradients (`TwiceDifferentiable`).
+The price: no gradient of a gradient, unless the function knows another way to its gradients (`TwiceDifferentiable`).
 
 What cannot be compiled, such as threads and connections, amid a model that `torch.compile` compiles: a break there.
 
-compiled graph ──> untraced(function, ...) runs as it is ──> compiled graph
+compiled graph ──> graph_break(function, ...) runs as it is ──> compiled graph
 """
 
 import threading
@@ -123,7 +123,7 @@ class CutFunction(Protocol):
 
 @runtime_checkable
 class TwiceDifferentiable(Protocol):
-    """A journey that can also make its gradients in sight of autograd, for a gradient of a gradient.
+    """A `CutFunction` that can also make its gradients in sight of autograd, for a gradient of a gradient.
 
     Its `backward` gets batched gradients as well.
     """
@@ -135,7 +135,7 @@ class TwiceDifferentiable(Protocol):
 
 @runtime_checkable
 class OnceDifferentiable(Protocol):
-    """A journey that knows better words for why its gradients have no gradient, and what to do."""
+    """A `CutFunction` that knows better words for why its gradients have no gradient, and what to do."""
 
     @property
     def only_once(self) -> str:
@@ -154,35 +154,35 @@ class StepsInBackward(Protocol):
 
 
 class Boundary(torch.autograd.Function):
-    """Use `cross`; this is its autograd node."""
+    """Use `apply`; this is its autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, journey: CutFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, function: CutFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        outputs, tracked = journey.forward()
-        ctx.journey = journey
+        outputs, tracked = function.forward()
+        ctx.function = function
         ctx.mark_non_differentiable(*(out for out, wanted in zip(outputs, tracked, strict=True) if not wanted))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        journey: CutFunction = ctx.journey
+        function: CutFunction = ctx.function
         try:
-            if not isinstance(journey, TwiceDifferentiable):
+            if not isinstance(function, TwiceDifferentiable):
                 forbid_batched(gradients)
-                forbid_double(journey)
+                forbid_double(function)
             elif torch.is_grad_enabled():
-                return (None, *journey.differentiable_backward(gradients, retain=keeps_graph()))
-            return (None, *journey.backward(gradients, retain=keeps_graph()))
+                return (None, *function.differentiable_backward(gradients, retain=keeps_graph()))
+            return (None, *function.backward(gradients, retain=keeps_graph()))
         except Exception as error:
             shorten_traceback(error)
             raise
 
 
-def forbid_double(journey: object = None) -> None:
+def forbid_double(function: object = None) -> None:
     """Inside a backward: raise DoubleBackwardError if it is to be differentiated itself."""
     if torch.is_grad_enabled():
-        why = journey.only_once if isinstance(journey, OnceDifferentiable) else _CUT_OUT
+        why = function.only_once if isinstance(function, OnceDifferentiable) else _CUT_OUT
         raise DoubleBackwardError(f"a gradient of a gradient (create_graph=True) was asked for, but {why}")
 
 
@@ -196,9 +196,9 @@ def current_task() -> int:
     return int(cast(Any, torch._C)._current_graph_task_id())
 
 
-def cross(journey: CutFunction, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Take the journey as one node of autograd; `tensors` are all that it may have gradients for."""
-    return cast("tuple[Tensor, ...]", Boundary.apply(journey, *tensors))
+def apply(function: CutFunction, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Run the function as one node of autograd; `tensors` are all that it may have gradients for."""
+    return cast("tuple[Tensor, ...]", Boundary.apply(function, *tensors))
 
 
 def without_gradient(parameters: Iterable[Tensor]) -> None:
@@ -283,7 +283,7 @@ _quieting = threading.RLock()
 Result = TypeVar("Result")
 
 
-def untraced(function: Callable[..., Result], *args: Any) -> Result:
+def graph_break(function: Callable[..., Result], *args: Any) -> Result:
     """``function(*args)``, which Dynamo does not look into."""
     if torch.compiler.is_dynamo_compiling():
         function = cast("Callable[..., Result]", torch.compiler.disable(function))

@@ -10,7 +10,7 @@ turn is known to what runs inside of it in whichever thread: by a context variab
 A stage that waits for somebody else, such as a remote expert, lets go meanwhile (`waiting`): who answers may be in
 this process and draw, or in one that waits for this one.
 
-Threads that are not weft's take no turns. `Watch` and `weft.core.rng` say what is noticed of them.
+Threads that are not weft's take no turns. `GeneratorWatch` and `weft.core.rng` say what is noticed of them.
 
 Layers that run again inside of a backward, because they checkpoint themselves.
 
@@ -110,13 +110,13 @@ def _present() -> GeneratorLock | None:
     return turn
 
 
-def carry() -> Callable[[], object]:
+def carry_lock() -> Callable[[], object]:
     """To be called in the thread, or the context, where work goes on: then it is inside the turn that this call is."""
     return partial(_turn.set, _present())
 
 
 @contextmanager
-def turn_at(sources: Sequence[torch.Generator]) -> Generator[GeneratorLock]:
+def lock_generators(sources: Sequence[torch.Generator]) -> Generator[GeneratorLock]:
     """Nobody else has a turn meanwhile; but whoever has one already may take further ones inside."""
     around, turns = _present(), _Turns.here
     with turns.lock if around is None else around.inside:
@@ -134,7 +134,7 @@ def turn_at(sources: Sequence[torch.Generator]) -> Generator[GeneratorLock]:
 @contextmanager
 def seeded(sources: Sequence[torch.Generator], seed: int) -> Generator[list[Tensor]]:
     """A turn with this seed; gives the states then. Afterwards the generators are as they were before."""
-    with turn_at(sources) as turn:
+    with lock_generators(sources) as turn:
         try:
             for source in sources:
                 source.manual_seed(seed)
@@ -171,7 +171,7 @@ def waiting() -> Generator[None]:
         restore(turn.sources, mine)
 
 
-class Watch:
+class GeneratorWatch:
     """Sees whether the generators move without a turn. Where somebody has a turn meanwhile, nothing can be told."""
 
     def __init__(self, sources: Sequence[torch.Generator]) -> None:
@@ -187,7 +187,7 @@ class Watch:
 
     def put_back(self) -> None:
         """The generators as they were."""
-        with turn_at(self.sources):
+        with lock_generators(self.sources):
             restore(self.sources, self.before)
 
 
@@ -295,8 +295,8 @@ class RngStreams:
         self._failures: dict[tuple[int, int], int] = {}
         sources = list(dict.fromkeys(source for use in uses for source in use.sources))
         self.seed = 0
-        with nullcontext() if self.quiet else turn_at(sources):
-            self._watch = Watch(sources)
+        with nullcontext() if self.quiet else lock_generators(sources):
+            self._watch = GeneratorWatch(sources)
             if not self.quiet:
                 self.seed = int(torch.randint(1 << 62, (), device="cpu"))
                 self._after = states(sources)
@@ -306,7 +306,7 @@ class RngStreams:
         """Surround one forward of one stage: a turn at the generators, unless it is known to draw nothing."""
         use = self._uses[stage]
         if self._known[stage] is False:
-            watch = Watch(use.sources)
+            watch = GeneratorWatch(use.sources)
             yield
             if watch.moved():
                 self._drew[stage] = self._surprised = True
@@ -347,7 +347,7 @@ class RngStreams:
             if seen not in use.repeats:
                 use.repeats[seen] = repeats_layers(roots())
             repeats = self._repeats[stage] = use.repeats[seen]
-        return turn_at(self._uses[stage].sources) if repeats else _FREE
+        return lock_generators(self._uses[stage].sources) if repeats else _FREE
 
     def settle(self) -> bool:
         """After the forward of the step: record who drew, and put the caller's generator right.
@@ -366,7 +366,7 @@ class RngStreams:
         for use, seen, drew in uses:
             use.draws[seen] = use.draws.get(seen, False) or drew
         if not self.quiet and not any(self._drew):
-            with turn_at(self._watch.sources):
+            with lock_generators(self._watch.sources):
                 if same(states(self._watch.sources), self._after):
                     restore(self._watch.sources, self._watch.before)
         return True
@@ -381,7 +381,7 @@ class RngProbe:
     quiet = True
 
     def __init__(self, uses: Sequence[RandomUse]) -> None:
-        self._watch = Watch(list(dict.fromkeys(source for use in uses for source in use.sources)))
+        self._watch = GeneratorWatch(list(dict.fromkeys(source for use in uses for source in use.sources)))
 
     def broken(self) -> bool:
         """Whether something drew after all. Then the generators are put back: the step has to run again."""

@@ -303,20 +303,20 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True)
 class MicroBatchContext:
-    """One passage of one micro-batch, of so many: what a function may need to know besides its inputs.
+    """What a function may need to know besides its inputs.
 
     `notes` is where a function leaves for its own recomputation what it cannot know then, each at a key of its own.
     """
 
     micro_batch: int
     ambient: ExecutionContext
-    context: Any = None
+    random: Any = None
     notes: dict[int, Any] = field(default_factory=dict[int, Any], compare=False)
     micro_batches: int = 1
 
 
 Function = Callable[..., tuple[Any, ...]]
-"""``function(visit, *values) -> values``: one value per route that it reads, and per route that it writes."""
+"""``function(context, *values) -> values``: one value per route that it reads, and per route that it writes."""
 
 
 def cut(value: Any, tracked: bool | None = None) -> Any:
@@ -348,7 +348,7 @@ class Segment:
         self.parameters = list(parameters)
 
     def forward(
-        self, visit: MicroBatchContext, values: Sequence[Any], keep: Keep
+        self, context: MicroBatchContext, values: Sequence[Any], keep: Keep
     ) -> tuple[tuple[Any, ...], "Tape | None"]:
         """Run the function over `values`, whose tensors are leaves already.
 
@@ -357,15 +357,15 @@ class Segment:
         """
         if keep == "nothing":
             with torch.no_grad():
-                return self.call(visit, values), None
-        tape = Tape(self, visit, values, keep)  # before the call, which may change the lists and dicts that it gets
+                return self.call(context, values), None
+        tape = Tape(self, context, values, keep)  # before the call, which may change the lists and dicts that it gets
         if keep == "graph":
             with torch.enable_grad():
-                outputs = self.call(visit, values)
+                outputs = self.call(context, values)
             tape.hold(outputs)
             return outputs, tape
         with torch.no_grad(), phase("checkpointing"):
-            outputs = self.call(visit, values)
+            outputs = self.call(context, values)
         if tape.is_overwritten():
             raise InPlaceError(
                 "a stage wrote into its input in place, but its recomputation in backward needs that input "
@@ -374,22 +374,22 @@ class Segment:
             )
         return outputs, tape
 
-    def call(self, visit: MicroBatchContext, values: Sequence[Any]) -> tuple[Any, ...]:
+    def call(self, context: MicroBatchContext, values: Sequence[Any]) -> tuple[Any, ...]:
         """The function, under the autocast of the user's call."""
-        if not visit.ambient.autocast:
-            return self.function(visit, *values)
-        with visit.ambient.casting():
-            return self.function(visit, *values)
+        if not context.ambient.autocast:
+            return self.function(context, *values)
+        with context.ambient.casting():
+            return self.function(context, *values)
 
 
 class Tape:
     """What one forward of a segment left behind for its backward."""
 
-    __slots__ = ("_inputs", "_structures", "_versions", "_visit", "edges", "recomputes", "segment", "tracks")
+    __slots__ = ("_context", "_inputs", "_structures", "_versions", "edges", "recomputes", "segment", "tracks")
 
-    def __init__(self, segment: Segment, visit: MicroBatchContext, values: Sequence[Any], keep: Keep) -> None:
+    def __init__(self, segment: Segment, context: MicroBatchContext, values: Sequence[Any], keep: Keep) -> None:
         self.segment = segment
-        self._visit = visit
+        self._context = context
         flat = [([value], LEAF) if type(value) is Tensor else flatten(value) for value in values]
         self._inputs = [leaves for leaves, _ in flat]
         self._structures = [structure for _, structure in flat]
@@ -435,7 +435,7 @@ class Tape:
                 )
             with torch.enable_grad(), phase("recomputing"):
                 values = [unflatten(*each) for each in zip(self._structures, self._inputs, strict=True)]
-                outputs = self.segment.call(self._visit, values)
+                outputs = self.segment.call(self._context, values)
                 self.hold(outputs)
                 _wait_for(outputs)
 

@@ -53,7 +53,7 @@ from weft.core.pytree import Structure, flatten, unflatten
 from weft.core.rng import RngProbe, RngStreams
 from weft.core.segment import Function, Keep, MicroBatchContext
 from weft.pipeline.microbatch import MiniBatch, Output
-from weft.pipeline.plan import Plan
+from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.step import StepRequest
 
 _WARM_UP = 1
@@ -77,7 +77,7 @@ class _Trial:
 
 
 @dataclass
-class Choice:
+class Autotuner:
     """Which of `candidates` to use for each kind of step. The first is the simplest."""
 
     candidates: int
@@ -136,20 +136,20 @@ class Choice:
 
 
 class TimedCall:
-    """A journey that reports what its forward and first backward took together, or its forward if that is all."""
+    """A function that reports what its forward and first backward took together, or its forward if that is all."""
 
     def __init__(
-        self, journey: CutFunction, choice: Choice, kind: Hashable, candidate: int, *, with_backward: bool
+        self, function: CutFunction, choice: Autotuner, kind: Hashable, candidate: int, *, with_backward: bool
     ) -> None:
-        self._journey = journey
-        self._report: tuple[Choice, Hashable, int] | None = (choice, kind, candidate)
+        self._function = function
+        self._report: tuple[Autotuner, Hashable, int] | None = (choice, kind, candidate)
         self._with_backward = with_backward
         self._seconds = 0.0
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
         start = perf_counter()
-        result = self._journey.forward()
+        result = self._function.forward()
         self._seconds = perf_counter() - start
         if not self._with_backward:
             self._done()
@@ -158,7 +158,7 @@ class TimedCall:
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`."""
         start = perf_counter()
-        result = self._journey.backward(gradients, retain=retain)
+        result = self._function.backward(gradients, retain=retain)
         self._seconds += perf_counter() - start
         self._done()
         return result
@@ -170,7 +170,7 @@ class TimedCall:
         self._report = None
 
 
-def time_graph(outputs: Sequence[Tensor], seconds: float, choice: Choice, kind: Hashable, candidate: int) -> None:
+def time_graph(outputs: Sequence[Tensor], seconds: float, choice: Autotuner, kind: Hashable, candidate: int) -> None:
     """Report a step whose backward is left to autograd: its forward took so long, its first backward is timed here.
 
     That goes from the first of its outputs to the end of all that autograd does then, which may be more than the step.
@@ -199,7 +199,7 @@ class Layouts:
         self._executor = executor
         rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
         self._candidates = [row for row, can in rows.items() if can] if executor == "auto" else [executor]
-        self.choice = Choice(len(self._candidates))
+        self.choice = Autotuner(len(self._candidates))
         self._with_cuts: set[Hashable] = set()
 
     def pick(self, kind: Hashable, *, watched: bool, local: bool = False) -> tuple[str, int | None]:
@@ -236,26 +236,26 @@ _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
 Keeps = Sequence[Sequence[Keep]]
 
 
-def run_visible(order: StepRequest, ambient: ExecutionContext, *, enter: bool = True) -> Any:
+def run_visible(request: StepRequest, ambient: ExecutionContext, *, enter: bool = True) -> Any:
     """The output, or where the loss is inside the loss, of a mini-batch, with its graph.
 
     Without `enter` it runs in the surroundings that it is called in.
     """
 
-    def forward(dice: RngStreams) -> list[Any]:
+    def forward(rng: RngStreams) -> list[Any]:
         with _inside(ambient) if enter else nullcontext():
-            return _micro_batches(order.plan, order.cargo, order.keeps, ambient, dice)
+            return _micro_batches(request.plan, request.mini_batch, request.keeps, ambient, rng)
 
-    return order.outcome.visible(order.trusted(forward))
+    return request.output.visible(request.trusted(forward))
 
 
 def run_silent(
-    plan: Plan, cargo: MiniBatch, outcome: Output, ambient: ExecutionContext, silence: RngProbe
+    plan: PipelinePlan, mini_batch: MiniBatch, output: Output, ambient: ExecutionContext, probe: RngProbe
 ) -> tuple[Any] | None:
     """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
-    kept: list[Keep] = ["graph"] * cargo.micro_batches
-    results = _micro_batches(plan, cargo, [kept] * len(plan.functions), ambient, silence)
-    return None if silence.broken() else (outcome.visible(results),)
+    kept: list[Keep] = ["graph"] * mini_batch.micro_batches
+    results = _micro_batches(plan, mini_batch, [kept] * len(plan.functions), ambient, probe)
+    return None if probe.broken() else (output.visible(results),)
 
 
 @contextmanager
@@ -265,36 +265,38 @@ def _inside(ambient: ExecutionContext) -> Generator[None]:
 
 
 def _micro_batches(
-    plan: Plan, cargo: MiniBatch, keeps: Keeps, ambient: ExecutionContext, context: RngStreams | RngProbe
+    plan: PipelinePlan, mini_batch: MiniBatch, keeps: Keeps, ambient: ExecutionContext, random: RngStreams | RngProbe
 ) -> list[Any]:
-    count = cargo.micro_batches
-    visits = [MicroBatchContext(i, ambient, context, micro_batches=count) for i in range(count)]
-    return [_micro_batch(plan, keeps, visit, parts) for visit, parts in zip(visits, cargo.pieces(), strict=True)]
+    count = mini_batch.micro_batches
+    contexts = [MicroBatchContext(i, ambient, random, micro_batches=count) for i in range(count)]
+    return [
+        _micro_batch(plan, keeps, context, parts) for context, parts in zip(contexts, mini_batch.pieces(), strict=True)
+    ]
 
 
-def _micro_batch(plan: Plan, keeps: Keeps, visit: MicroBatchContext, parts: Sequence[Any]) -> Any:
+def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, parts: Sequence[Any]) -> Any:
     """One micro-batch through all stages; what crosses from one to another keeps its graph."""
-    values: dict[int, Any] = {inlet.route: part for inlet, part in zip(plan.gate.inlets, parts, strict=True)}
+    values: dict[int, Any] = {entry.route: part for entry, part in zip(plan.entry_points.entries, parts, strict=True)}
     for stage, function in enumerate(plan.functions):
         inputs = [values[route] for route in plan.wiring.inputs[stage]]
         try:
-            outputs = _call(keeps, function, visit, stage, inputs)
+            outputs = _call(keeps, function, context, stage, inputs)
         except BaseException as error:
             advise(error)
-            error.add_note(f"weft: in forward of stage {stage}, micro-batch {visit.micro_batch}")
+            error.add_note(f"weft: in forward of stage {stage}, micro-batch {context.micro_batch}")
             raise
         values.update(zip(plan.wiring.outputs[stage], outputs, strict=True))
-    return values[plan.gate.result]
+    return values[plan.entry_points.result]
 
 
 def _call(
-    keeps: Keeps, function: Function, visit: MicroBatchContext, segment: int, inputs: list[Any]
+    keeps: Keeps, function: Function, context: MicroBatchContext, segment: int, inputs: list[Any]
 ) -> tuple[Any, ...]:
     """One segment, with its graph or only its inputs kept."""
-    if keeps[segment][visit.micro_batch] != "inputs":
-        return function(visit, *inputs)
+    if keeps[segment][context.micro_batch] != "inputs":
+        return function(context, *inputs)
     leaves, structure = flatten(inputs)
-    repeated = _Repeated(function, visit, structure)
+    repeated = _Repeated(function, context, structure)
     outputs = _checkpoint(repeated, *leaves, use_reentrant=False, preserve_rng_state=False)
     if repeated.failed:
         raise repeated.failed.pop()
@@ -309,9 +311,9 @@ class _Repeated:
     until nobody holds the error any more (PyTorch 2.11), or become another one if it is a ``StopIteration``.
     """
 
-    def __init__(self, function: Callable[..., Any], visit: MicroBatchContext, structure: Structure) -> None:
+    def __init__(self, function: Callable[..., Any], context: MicroBatchContext, structure: Structure) -> None:
         self.failed: list[BaseException] = []
-        self._function, self._visit, self._structure = function, visit, structure
+        self._function, self._context, self._structure = function, context, structure
         self._called = False
 
     def __call__(self, *leaves: Any) -> Any:
@@ -325,8 +327,8 @@ class _Repeated:
             return ()
 
     def _run(self, what: Phase, leaves: Sequence[Any]) -> Any:
-        with phase(what), self._visit.ambient.process_flags():
-            return self._function(self._visit, *unflatten(self._structure, leaves))
+        with phase(what), self._context.ambient.process_flags():
+            return self._function(self._context, *unflatten(self._structure, leaves))
 
 
 def guarded(result: Any) -> tuple[Any, list[Tensor]]:

@@ -62,9 +62,9 @@ class ForeignParameterCheck:
         self.has_python_functions = False
         """Whether a graph that was searched has autograd functions written in Python."""
 
-    def __call__(self, visit: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
+    def __call__(self, context: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
         """Run the function. See the class for what may be raised."""
-        outputs = self._function(visit, *values)
+        outputs = self._function(context, *values)
         if torch.is_grad_enabled():
             self.next = 0  # the next step, unless nothing is found to refuse
             given = flatten(values)[0]
@@ -81,14 +81,14 @@ class ForeignParameterCheck:
         own = {id(each) for module in modules for each in module._parameters.values()}
         if isinstance(self._more, nn.Module):
             own.update(id(each) for each in self._more.parameters())
-        strangers = [each for each in found if id(each) not in own and id(each) not in given]
+        foreign = [each for each in found if id(each) not in own and id(each) not in given]
         names = {
             id(each): f"{name}.{key} of stage {stage}"
             for stage, layers in enumerate(self._layers)
             for name, layer in layers
-            for key, each in (layer.named_parameters() if strangers else ())
+            for key, each in (layer.named_parameters() if foreign else ())
         }
-        if borrowed := [names[id(each)] for each in strangers if id(each) in names]:
+        if borrowed := [names[id(each)] for each in foreign if id(each) in names]:
             raise UsageError(
                 listed(
                     f"stage {self._number} computes with parameters of other stages, and their gradients would be "
@@ -97,7 +97,7 @@ class ForeignParameterCheck:
                     borrowed,
                 )
             )
-        self._warn([each for each in strangers if self._stays(each)])
+        self._warn([each for each in foreign if self._stays(each)])
 
     def _refuse_sharded(self, modules: Sequence[nn.Module]) -> None:
         """FSDP swaps parameters around the layer's call, and waits for gradients where no stage's graph ends."""
@@ -107,16 +107,16 @@ class ForeignParameterCheck:
                 "be lost; shard the pipe as a whole, fully_shard(pipe), or use executor='graph'"
             )
 
-    def _stays(self, stranger: Tensor) -> bool:
+    def _stays(self, tensor: Tensor) -> bool:
         """Whether it outlives a call. A tensor that is no parameter may have been made by a layer for itself, to
         differentiate by; that one does not come again."""
-        if isinstance(stranger, nn.Parameter) or self._fresh.get(id(stranger)) is stranger:
+        if isinstance(tensor, nn.Parameter) or self._fresh.get(id(tensor)) is tensor:
             return True
-        self._fresh[id(stranger)] = stranger
+        self._fresh[id(tensor)] = tensor
         return False
 
-    def _warn(self, strangers: Sequence[Tensor]) -> None:
-        news = [each for each in strangers if id(each) not in self._told]
+    def _warn(self, foreign: Sequence[Tensor]) -> None:
+        news = [each for each in foreign if id(each) not in self._told]
         self._told.update(id(each) for each in news)
         if not news:
             return

@@ -45,16 +45,16 @@ class Place:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def arrive(self, parcel: Message) -> Any:
+    def arrive(self, message: Message) -> Any:
         """The value, on this device and ready to be read."""
-        leaves, structure = flatten(parcel.value)
-        return unflatten(structure, [self._arrive(x, parcel) if isinstance(x, Tensor) else x for x in leaves])
+        leaves, structure = flatten(message.value)
+        return unflatten(structure, [self._arrive(x, message) if isinstance(x, Tensor) else x for x in leaves])
 
-    def _arrive(self, tensor: Tensor, parcel: Message) -> Tensor:
-        if parcel.ready is not None and tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).wait_event(parcel.ready)
+    def _arrive(self, tensor: Tensor, message: Message) -> Tensor:
+        if message.ready is not None and tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).wait_event(message.ready)
             if self.device.type == "cpu":
-                parcel.ready.synchronize()
+                message.ready.synchronize()
         return _moved(tensor, self.device)
 
     def depart(self, value: Any) -> Message:
@@ -83,14 +83,14 @@ class CudaPlace(Place):
         self._compute = torch.cuda.Stream(device)
         self._copy = torch.cuda.Stream(device)
 
-    def _arrive(self, tensor: Tensor, parcel: Message) -> Tensor:
+    def _arrive(self, tensor: Tensor, message: Message) -> Tensor:
         if tensor.device == self.device:
-            if parcel.ready is not None:
-                self._compute.wait_event(parcel.ready)
+            if message.ready is not None:
+                self._compute.wait_event(message.ready)
             tensor.record_stream(self._compute)
             return tensor
-        if parcel.ready is not None:
-            self._copy.wait_event(parcel.ready)
+        if message.ready is not None:
+            self._copy.wait_event(message.ready)
         with torch.cuda.stream(self._copy):
             moved = _moved(tensor, self.device)
         if tensor.is_cuda:

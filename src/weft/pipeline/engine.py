@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from weft.core.autograd import CutFunction, StepsInBackward, cross, forbid_transforms, outside_transforms
+from weft.core.autograd import CutFunction, StepsInBackward, apply, forbid_transforms, outside_transforms
 from weft.core.context import ExecutionContext, has_local_modes
 from weft.core.errors import DeviceError, listed
 from weft.core.rng import RandomUse, RngProbe, RngStreams, generators
@@ -30,10 +30,10 @@ from weft.pipeline.config import BatchDims, CheckpointRule, checkpoint_rules, ne
 from weft.pipeline.executor import Executor, SerialExecutor, ThreadExecutor
 from weft.pipeline.loss import LossFunction, LossScale, LossStage, LossWeight, LossWeights, WeightedLoss
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch, Output
-from weft.pipeline.plan import Crossing, Plan, staged_plan
+from weft.pipeline.plan import Crossing, PipelinePlan, staged_plan
 from weft.pipeline.schedule import Schedule, build
-from weft.pipeline.stage import ModuleScan, Stage, take_turns
-from weft.pipeline.step import Step, StepRequest
+from weft.pipeline.stage import ModuleScan, Stage, serialize_shared
+from weft.pipeline.step import PipeStep, StepRequest
 from weft.pipeline.tracing import Watcher
 
 _numbers = count()
@@ -45,7 +45,7 @@ _MISPLACED = (
 )
 
 
-class Runtime:
+class PipeRuntime:
     """Stages, plans and executors of one pipe. Holds no tensor between steps but the parameters of its layers."""
 
     def __init__(
@@ -62,14 +62,14 @@ class Runtime:
         splits: bool,
     ) -> None:
         self.stages, self._crossing = list(stages), crossing
-        take_turns(self.stages)
+        serialize_shared(self.stages)
         devices = [stage.device for stage in self.stages]
         self.uses = [RandomUse(generators([device])) for device in (*devices, devices[-1])]
         self.rules: list[CheckpointRule] = checkpoint_rules(checkpoint, len(self.stages))
         self.device_types = sorted({device.type for device in devices})
         self._threads = ThreadExecutor(f"pipe{next(_numbers)}")  # so that a trace of two pipes tells them apart
         self._serial = SerialExecutor()
-        self._plans: dict[tuple[str, bool], Plan] = {}
+        self._plans: dict[tuple[str, bool], PipelinePlan] = {}
         self._searched: list[ForeignParameterCheck] = []
         self._weights = LossWeights(loss, reduction, loss_weight)
         self._loss = (
@@ -86,15 +86,15 @@ class Runtime:
             for module in layer.modules()
             if isinstance(module, StepsInBackward)
         ]
-        self._talkers = collective_layers(stage.layers for stage in self.stages)
-        if executor == "auto" and self._talkers:
+        self._collectives = collective_layers(stage.layers for stage in self.stages)
+        if executor == "auto" and self._collectives:
             executor = "serial"
         one_device = len(set(devices)) == 1
         self._never = never_recomputes(checkpoint)
         uncut = one_device and splits and self._never
         self.layouts = Layouts(executor, len(devices), one_device=one_device, uncut=uncut)
 
-    def plan(self, layout: str, loss: bool) -> Plan:
+    def plan(self, layout: str, loss: bool) -> PipelinePlan:
         """The plan for a layout; made when it is first needed."""
         key = (layout, loss)
         if key not in self._plans:
@@ -111,62 +111,62 @@ class Runtime:
         """How many worker threads there are now."""
         return self._threads.workers
 
-    def serve(self, request: "PipeCall", *, training: bool) -> Any:
+    def serve(self, call: "PipeCall", *, training: bool) -> Any:
         """One step. Only `executor="auto"` asks whether the pipe is `training`, as such steps take other times.
 
         Raises DeviceError when a layer is not where its stage runs, UsageError when stages may not have threads or
         would take optimizer steps elsewhere per micro-batch.
         """
-        cargo = MiniBatch([request.main, *request.targets], request.chunks, request.axis)
-        kind = Kind(
+        mini_batch = MiniBatch([call.main, *call.targets], call.chunks, call.axis)
+        kind = StepKind(
             torch.is_grad_enabled(),
             training,
-            bool(request.targets),
-            cargo.micro_batches,
-            cargo.rows[0].bit_length(),
-            sum(tensor.numel() for tensor in cargo.given).bit_length(),
+            bool(call.targets),
+            mini_batch.micro_batches,
+            mini_batch.rows[0].bit_length(),
+            sum(tensor.numel() for tensor in mini_batch.given).bit_length(),
             needs_cuts(),
         )
         if kind.cuts or any(each.has_python_functions for each in self._searched):
             self.layouts.needs_cuts(kind)
-        if self._steppers and kind.tracked and cargo.micro_batches > 1:
+        if self._steppers and kind.tracked and mini_batch.micro_batches > 1:
             forbid_steps(self._steppers)
-        layout, candidate = self.layouts.pick(kind, watched=request.watcher is not None, local=has_local_modes())
-        self._forbid(cargo, layout)
+        layout, candidate = self.layouts.pick(kind, watched=call.watcher is not None, local=has_local_modes())
+        self._forbid(mini_batch, layout)
         begun = perf_counter()
         if layout == "uncut" and kind in self._silent:
-            found = self._silently(request, cargo, kind)
+            found = self._silently(call, mini_batch, kind)
             if found is not None:
                 return self._guarded(found[0], kind, candidate, begun)
-        surveys = [stage.survey() for stage in self.stages]
-        if request.targets and self._loss is not None:
-            surveys.append(self._loss.survey())
-        if any(survey.misplaced for survey in surveys):
-            raise DeviceError(listed(_MISPLACED, [fault for survey in surveys for fault in survey.misplaced]))
-        order = self._order(request, self.plan(layout, bool(request.targets)), cargo, surveys)
+        scans = [stage.scan() for stage in self.stages]
+        if call.targets and self._loss is not None:
+            scans.append(self._loss.scan())
+        if any(scan.misplaced for scan in scans):
+            raise DeviceError(listed(_MISPLACED, [fault for scan in scans for fault in scan.misplaced]))
+        request = self._request(call, self.plan(layout, bool(call.targets)), mini_batch, scans)
         if layout == "uncut":
-            result = self._guarded(self._visible(order), kind, candidate, begun)
-            drew = [use.draws.get(survey.configuration) for use, survey in zip(self.uses, surveys, strict=False)]
-            if not order.deferred and all(each is False for each in drew):
+            result = self._guarded(self._visible(request), kind, candidate, begun)
+            drew = [use.draws.get(scan.configuration) for use, scan in zip(self.uses, scans, strict=False)]
+            if not request.deferred and all(each is False for each in drew):
                 self._silent.add(kind)
             return result
         ambient = ExecutionContext.capture(self.device_types)
         if layout == "graph":
-            return run_visible(order, ambient)
-        step = Step(order, ambient)
-        journey: CutFunction = step
+            return run_visible(request, ambient)
+        step = PipeStep(request, ambient)
+        function: CutFunction = step
         if candidate is not None:
-            journey = TimedCall(step, self.layouts.choice, kind, candidate, with_backward=order.tracked)
-        if order.tracked:
-            return order.outcome.filled(cross(journey, step.tensors))
-        return order.outcome.filled(journey.forward()[0])
+            function = TimedCall(step, self.layouts.choice, kind, candidate, with_backward=request.tracked)
+        if request.tracked:
+            return request.output.filled(apply(function, step.tensors))
+        return request.output.filled(function.forward()[0])
 
-    def _forbid(self, cargo: MiniBatch, layout: str) -> None:
+    def _forbid(self, mini_batch: MiniBatch, layout: str) -> None:
         """Raise UsageError for surroundings of the call in which this layout would go wrong."""
         if self._cuts:
-            forbid_transforms(lambda: chain(cargo.given, self._parameters()))
-        if layout == "threads" and self._talkers:
-            forbid_workers(self._talkers)
+            forbid_transforms(lambda: chain(mini_batch.given, self._parameters()))
+        if layout == "threads" and self._collectives:
+            forbid_workers(self._collectives)
         if layout in ("serial", "threads") and torch.is_grad_enabled() and getattr(parametrize, "_cache_enabled", 0):
             refuse_cached_weights(self.stages)
 
@@ -177,15 +177,15 @@ class Runtime:
             time_graph(outputs, perf_counter() - begun, self.layouts.choice, kind, candidate)
         return result
 
-    def _silently(self, request: "PipeCall", cargo: MiniBatch, kind: Hashable) -> tuple[Any] | None:
-        """An uncut step that needs no survey, since the last one of its kind drew nothing; None if this one did.
+    def _silently(self, call: "PipeCall", mini_batch: MiniBatch, kind: Hashable) -> tuple[Any] | None:
+        """An uncut step that needs no scan, since the last one of its kind drew nothing; None if this one did.
 
         Its few lines are for models of small operators: what a step touches is in no cache when it begins.
         """
         if self._surroundings is None or self._casts():
             return None
-        plan, outcome = self.plan("uncut", bool(request.targets)), self._outcome(request, cargo)
-        found = run_silent(plan, cargo, outcome, self._surroundings, RngProbe(self.uses))
+        plan, output = self.plan("uncut", bool(call.targets)), self._output(call, mini_batch)
+        found = run_silent(plan, mini_batch, output, self._surroundings, RngProbe(self.uses))
         if found is None:
             self._silent.discard(kind)
             for use in self.uses:
@@ -195,53 +195,55 @@ class Runtime:
     def _casts(self) -> bool:
         return any(torch.is_autocast_enabled(kind) for kind in ("cpu", *self.device_types))
 
-    def _outcome(self, request: "PipeCall", cargo: MiniBatch) -> Output:
-        if request.targets:
-            weights = self._weights.of(cargo, request.targets[0])
-            return WeightedLoss(weights, cargo.given, self._dims.extras, cargo.rows)
-        whole = sum(cargo.rows) if request.scalars == "mean" else 1
-        weights = [(rows if request.scalars == "mean" else 1) / max(whole, 1) for rows in cargo.rows]
-        return JoinedOutput(cargo.given, self._dims.outputs, cargo.rows, weights if request.scalars else None)
+    def _output(self, call: "PipeCall", mini_batch: MiniBatch) -> Output:
+        if call.targets:
+            weights = self._weights.of(mini_batch, call.targets[0])
+            return WeightedLoss(weights, mini_batch.given, self._dims.extras, mini_batch.rows)
+        whole = sum(mini_batch.rows) if call.scalars == "mean" else 1
+        weights = [(rows if call.scalars == "mean" else 1) / max(whole, 1) for rows in mini_batch.rows]
+        return JoinedOutput(mini_batch.given, self._dims.outputs, mini_batch.rows, weights if call.scalars else None)
 
-    def _visible(self, order: StepRequest) -> Any:
+    def _visible(self, request: StepRequest) -> Any:
         """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
         for autocast, whose cache would make sums of gradients in a lower precision."""
         casts = self._casts()
         if casts or self._surroundings is None:
             # It outlives the step, so it must not hold the caller's context variables, which no visible step needs.
             self._surroundings = replace(ExecutionContext.capture(self.device_types), context=Context())
-        return run_visible(order, self._surroundings, enter=casts)
+        return run_visible(request, self._surroundings, enter=casts)
 
-    def _order(self, request: "PipeCall", plan: Plan, cargo: MiniBatch, surveys: Sequence[ModuleScan]) -> StepRequest:
-        tracked = torch.is_grad_enabled() and bool(cargo.tensors or any(survey.parameters for survey in surveys))
-        count = cargo.micro_batches
-        schedule = build(request.schedule, len(plan.functions), count)
+    def _request(
+        self, call: "PipeCall", plan: PipelinePlan, mini_batch: MiniBatch, scans: Sequence[ModuleScan]
+    ) -> StepRequest:
+        tracked = torch.is_grad_enabled() and bool(mini_batch.tensors or any(scan.parameters for scan in scans))
+        count = mini_batch.micro_batches
+        schedule = build(call.schedule, len(plan.functions), count)
         parameters: list[list[torch.Tensor]] = []
         last = len(self.stages) - 1
         for stage in range(last + 1):  # the last one's with those of the loss
-            owned = surveys[stage : len(surveys) if stage == last else stage + 1]
-            parameters.append(list({id(p): p for survey in owned for p in survey.parameters}.values()))
+            owned = scans[stage : len(scans) if stage == last else stage + 1]
+            parameters.append(list({id(p): p for scan in owned for p in scan.parameters}.values()))
         return StepRequest(
             plan=plan,
             functions=self._functions(plan, tracked=tracked),
             schedule=schedule,
-            cargo=cargo,
-            outcome=self._outcome(request, cargo),
+            mini_batch=mini_batch,
+            output=self._output(call, mini_batch),
             parameters=parameters,
             tracked=tracked,
-            keeps=self._keeps(schedule, count, tracked=tracked, loss=bool(request.targets)),
-            deferred=[norm for survey in surveys for norm in survey.deferred],
-            dice=partial(self._streams, [survey.configuration for survey in surveys]),
-            watcher=request.watcher,
-            scale=request.scale,
-            owners=request.owners,
+            keeps=self._keeps(schedule, count, tracked=tracked, loss=bool(call.targets)),
+            deferred=[norm for scan in scans for norm in scan.deferred],
+            new_rng=partial(self._streams, [scan.configuration for scan in scans]),
+            watcher=call.watcher,
+            scale=call.scale,
+            owners=call.owners,
         )
 
     def _streams(self, configurations: Sequence[Hashable]) -> RngStreams:
         with nullcontext() if self._cuts else outside_transforms():  # a step that is cut is not run inside of one
             return RngStreams(self.uses[: len(configurations)], configurations)
 
-    def _functions(self, plan: Plan, *, tracked: bool) -> Sequence[Function]:
+    def _functions(self, plan: PipelinePlan, *, tracked: bool) -> Sequence[Function]:
         """What the segments run: where a search for foreign parameters is due, with it."""
         if not tracked or not plan.searched:
             return plan.functions
@@ -264,7 +266,7 @@ class Runtime:
         return (each for stage in self.stages for _, layer in stage.layers for each in layer.parameters())
 
 
-class Kind(NamedTuple):
+class StepKind(NamedTuple):
     """Steps that take about the same time. Sizes are powers of two: else every new batch size would be measured anew.
 
     `bits` are those of the rows of a micro-batch, `total_bits` those of all numbers of the mini-batch; `cuts` says that

@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from weft.core.context import ExecutionContext, has_local_modes
-from weft.core.rng import carry
+from weft.core.rng import carry_lock
 from weft.pipeline.device import Message
 from weft.pipeline.routing import Address
 from weft.pipeline.schedule import Action, Schedule
@@ -119,7 +119,7 @@ class SerialExecutor:
         for messages in given.values():
             queue.update(messages)
         outboxes = [*[queue] * schedule.stages, left]
-        carried = carry()
+        carried = carry_lock()
 
         def steps() -> None:
             carried()
@@ -282,7 +282,7 @@ class _Walk:
         self._failing = threading.Lock()
         self._done: SimpleQueue[None] = SimpleQueue()
         self._running = 0
-        self._carried = carry()
+        self._carried = carry_lock()
 
     def start(self, jobs: "Sequence[SimpleQueue[_Job | None]]", ambient: ExecutionContext) -> None:
         for worker, (queue, program) in enumerate(zip(jobs, self._schedule.workers, strict=False)):

@@ -26,7 +26,7 @@ from weft.core.pytree import flatten, map_leaves, structure_paths, unflatten
 from weft.core.segment import Gradients, MicroBatchContext
 from weft.core.validation import is_number
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch, common_structure
-from weft.pipeline.stage import Call, ModuleScan, Stage
+from weft.pipeline.stage import CallArguments, ModuleScan, Stage
 
 LossFunction = Callable[[Any, Any], Any]
 """``loss(output, target)`` of one micro-batch: one number, a tensor of shape (); or a pair (number, extras)."""
@@ -56,19 +56,19 @@ class LossStage(Stage):
         self.function = function
         self._guessed = guessed
 
-    def of(self, visit: MicroBatchContext, output: Any, target: Any) -> Any:
+    def of(self, context: MicroBatchContext, output: Any, target: Any) -> Any:
         """The loss, or the pair (loss, extras). Raises SpecError when the loss is not one real number."""
-        with _RefuseUncounted() if self._guessed and visit.micro_batches > 1 else nullcontext():
-            result: Tensor | tuple[Tensor, Any] = self.run(visit, Call((output, target), {}), {})[0]
+        with _RefuseUncounted() if self._guessed and context.micro_batches > 1 else nullcontext():
+            result: Tensor | tuple[Tensor, Any] = self.run(context, CallArguments((output, target), {}), {})[0]
         loss = result[0] if isinstance(result, tuple) else result
         mesh = getattr(loss, "device_mesh", None)  # of a DTensor
         if mesh is not None and loss.requires_grad:
             loss.register_hook(partial(_everywhere, mesh))
         return result
 
-    def survey(self) -> ModuleScan:
+    def scan(self) -> ModuleScan:
         """As of any stage, but where its tensors are is the user's affair."""
-        return super().survey()._replace(misplaced=[])
+        return super().scan()._replace(misplaced=[])
 
     def _layers(self, value: Any) -> Any:
         try:
@@ -105,19 +105,19 @@ class LossWeights:
         of_torch = (called if isinstance(called, FunctionType) else kind).__module__.startswith("torch.nn.")
         self.guessed = not (self._sum or given or counts or of_torch)
 
-    def of(self, cargo: MiniBatch, target: Any) -> list[float]:
+    def of(self, mini_batch: MiniBatch, target: Any) -> list[float]:
         """One weight per micro-batch; they add up to one, unless the losses are to be summed.
 
         Raises UsageError if the target has padding of which nobody knows how the loss counts it, SpecError if the
         user's function returns anything but a number from 0 up.
         """
-        if self._sum or cargo.micro_batches == 1:
-            return [1.0] * cargo.micro_batches
+        if self._sum or mini_batch.micro_batches == 1:
+            return [1.0] * mini_batch.micro_batches
         with torch.no_grad():
             weigh = self._given or self._weighing(target)
             if weigh is None:
-                return _shares(cargo.rows)
-            return _shares(_numbers([weigh(parts[-1]) for parts in cargo.pieces()]))
+                return _shares(mini_batch.rows)
+            return _shares(_numbers([weigh(parts[-1]) for parts in mini_batch.pieces()]))
 
     def _weighing(self, target: Any) -> LossWeight | None:
         """What tells the weight of a micro-batch; None where all rows weigh the same."""

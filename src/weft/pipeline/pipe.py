@@ -17,7 +17,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import nn
 
-from weft.core.autograd import forbid_exporting, forbid_tracing, untraced
+from weft.core.autograd import forbid_exporting, forbid_tracing, graph_break
 from weft.core.errors import UsageError, shorten_traceback
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import (
@@ -36,13 +36,13 @@ from weft.pipeline.config import (
     resolve_layout,
     sizes_of,
 )
-from weft.pipeline.engine import PipeCall, Runtime, on_meta
+from weft.pipeline.engine import PipeCall, PipeRuntime, on_meta
 from weft.pipeline.loss import LossFunction, LossScale, LossWeight
 from weft.pipeline.microbatch import micro_sizes
 from weft.pipeline.plan import Crossing, build_stages
 from weft.pipeline.schedule import SCHEDULES, Schedule, build
 from weft.pipeline.skip import verify_skippables
-from weft.pipeline.stage import Call, Stage
+from weft.pipeline.stage import CallArguments, Stage
 from weft.pipeline.tracing import Watcher
 
 
@@ -166,7 +166,7 @@ class Pipe(nn.Module):
         self._loss_weight = loss_weight
         self._loss_scale = scale
         self._watcher: Watcher | None = None
-        self._runtime: Runtime | None = None
+        self._runtime: PipeRuntime | None = None
         self._checked: Any = None  # the settings as they were when they were found to fit
         self._recipe: Any = None  # what the runtime was made of
         self._adopt(module, sample, deferred_batch_norm=deferred_batch_norm)
@@ -220,7 +220,7 @@ class Pipe(nn.Module):
         """
         forbid_exporting()
         if torch.compiler.is_dynamo_compiling():
-            return untraced(self._forward, args, kwargs)
+            return graph_break(self._forward, args, kwargs)
         try:
             return self._forward(args, kwargs)
         except Exception as error:
@@ -231,7 +231,7 @@ class Pipe(nn.Module):
         forbid_tracing(args, kwargs)
         runtime = self._made_runtime()
         targets = self._targets(kwargs)
-        main = args[0] if len(args) == 1 and not kwargs else Call(args, kwargs)
+        main = args[0] if len(args) == 1 and not kwargs else CallArguments(args, kwargs)
         axis = self._dims.whole
         if axis is None:
             axis = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets))
@@ -344,7 +344,7 @@ class Pipe(nn.Module):
         lists = map(frozen, (self.balance, self.devices, self.checkpoint))
         return (type(self.chunks), self.chunks), self._layers(), self.executor, self.schedule, *lists
 
-    def _made_runtime(self) -> Runtime:
+    def _made_runtime(self) -> PipeRuntime:
         """The runtime for the settings as they are now. Raises what the constructor raises if they do not fit."""
         if self._runtime is not None and self._checked == self._settings():
             return self._runtime
@@ -356,7 +356,7 @@ class Pipe(nn.Module):
         splits = build(self.schedule, stages, self.chunks).splits
         recipe = (*settings[1:], splits)  # another number of chunks needs no other threads
         if self._runtime is None or self._recipe != recipe:  # such as another module in the place of a layer
-            self._runtime = Runtime(
+            self._runtime = PipeRuntime(
                 *self._built_stages(),
                 self.checkpoint,
                 self.executor,

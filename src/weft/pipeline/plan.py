@@ -23,14 +23,14 @@ from weft.pipeline.stage import Skip, Stage
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """How one way of running a pipe is laid out.
 
     `functions[s]` is what segment s runs: stage s, and the last one the loss after it. `searched[s]` is the same with
     a search for foreign parameters; empty where segments are not cut out of autograd.
 
-    `gate` is where the mini-batch enters (the input, and the target where there is a loss) and the output, or the
-    loss, leaves.
+    `entry_points` are where the mini-batch enters (the input, and the target where there is a loss) and where the
+    output, or the loss, leaves.
     """
 
     functions: tuple[Function, ...]
@@ -38,7 +38,7 @@ class Plan:
     wiring: Wiring
     places: tuple[Place | None, ...]
     executor: Executor
-    gate: EntryPoints
+    entry_points: EntryPoints
     stages: tuple[Stage, ...]
 
 
@@ -82,7 +82,7 @@ def staged_plan(
     *,
     streams: bool,
     cut: bool,
-) -> Plan:
+) -> PipelinePlan:
     """One segment per stage. With `streams`, CUDA stages get streams of their own. `cut` says that segments will be cut
     out of autograd."""
     last = len(stages) - 1
@@ -91,9 +91,9 @@ def staged_plan(
     routes.append(Route("loss" if loss else "output", last, (OUTSIDE,)))
     routes += [Route(f"skip {name!r}", source, readers) for (_, name), source, readers in crossing]
     functions: list[Function] = list(stages)
-    inlets = [EntryPoint(0, 0)]
+    entries = [EntryPoint(0, 0)]
     if loss is not None:
-        inlets.append(EntryPoint(len(routes), last))
+        entries.append(EntryPoint(len(routes), last))
         routes = [*routes, Route("target", OUTSIDE, (last,))]
         # The target's route comes last, so it is the last value that the function of the last stage gets.
         functions = [*functions[:-1], _with_loss(functions[-1], loss)]
@@ -104,16 +104,16 @@ def staged_plan(
     ]
     places = [_place(stage.device, stages, streams) for stage in stages]
     wiring = Wiring(tuple(routes), len(functions))
-    gate = EntryPoints(tuple(inlets), last + 1, last)
-    return Plan(tuple(functions), tuple(searched), wiring, tuple(places), executor, gate, tuple(stages))
+    entry_points = EntryPoints(tuple(entries), last + 1, last)
+    return PipelinePlan(tuple(functions), tuple(searched), wiring, tuple(places), executor, entry_points, tuple(stages))
 
 
 def _with_loss(function: Function, loss: LossStage) -> Function:
     """The last segment, with the loss after its layers."""
 
-    def compute(visit: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
-        main, *stashed = function(visit, *values[:-1])
-        return (loss.of(visit, main, values[-1]), *stashed)
+    def compute(context: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
+        main, *stashed = function(context, *values[:-1])
+        return (loss.of(context, main, values[-1]), *stashed)
 
     return compute
 

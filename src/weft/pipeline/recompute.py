@@ -74,7 +74,7 @@ class Observations(NamedTuple):
     states: Sequence[tuple[torch.Generator, Tensor]]
 
 
-class Replay:
+class StageReplay:
     """What the modules of one stage hold besides weights: see the file's head."""
 
     def __init__(self, index: int, layers: Sequence[tuple[str, nn.Module]], device: torch.device) -> None:
@@ -90,11 +90,11 @@ class Replay:
         self.idle = self._alone = True
         """Idle: the modules hold nothing but weights, so nothing has to surround a run of the stage."""
 
-    def take_turns(self, shared: Iterable[object], turns: AbstractContextManager[object]) -> None:
+    def serialize(self, shared: Iterable[object], turns: AbstractContextManager[object]) -> None:
         """These modules and generators are those of other stages too: one stage at a time may write to them."""
         self._shared, self._turns = frozenset(shared), turns
 
-    def survey(self, norms: list[nn.Module], holders: list[nn.Module], sources: Iterable[torch.Generator]) -> None:
+    def scan(self, norms: list[nn.Module], holders: list[nn.Module], sources: Iterable[torch.Generator]) -> None:
         """Before every step: norms that only write, other modules with buffers, generators that modules hold.
 
         PyTorch's default generators are not for here, but for `weft.core.rng`.
@@ -105,19 +105,19 @@ class Replay:
         writers = [each for each in holders if self._may_write(each)] if self._shared else []
         self._alone = self._shared.isdisjoint([*norms, *writers, *self._sources])
 
-    def around(self, visit: MicroBatchContext) -> AbstractContextManager[None] | None:
+    def around(self, context: MicroBatchContext) -> AbstractContextManager[None] | None:
         """What has to surround a run of the stage, if anything."""
         if self.idle or (self._alone and not is_checkpointing() and not is_recomputing()):
             return None
-        return self._surrounded(visit)
+        return self._surrounded(context)
 
     @contextmanager
-    def _surrounded(self, visit: MicroBatchContext) -> Generator[None]:
+    def _surrounded(self, context: MicroBatchContext) -> Generator[None]:
         with nullcontext() if self._alone else self._turns:
             if is_checkpointing():
-                yield from self._noted(visit)
-            elif is_recomputing() and self.index in visit.notes:
-                yield from self._repeated(visit.notes[self.index])
+                yield from self._noted(context)
+            elif is_recomputing() and self.index in context.notes:
+                yield from self._repeated(context.notes[self.index])
             else:
                 yield
 
@@ -125,7 +125,7 @@ class Replay:
         """Whether the module is known to write to its buffers, or not known yet."""
         return self._writes.get((module, module.training), True)
 
-    def _noted(self, visit: MicroBatchContext) -> Generator[None]:
+    def _noted(self, context: MicroBatchContext) -> Generator[None]:
         seen = [BufferSnapshot.of(each) for each in self._holders]
         made: dict[int, Tensor] = {}
         copies = {each.module: _copied(each.buffers, made) for each in seen if self._may_write(each.module)}
@@ -136,7 +136,7 @@ class Replay:
                 self._writes[each.module, each.training] = each.changed()
         written = [(each, copy) for each, copy in copies.items() if self._may_write(each)]
         still = [each for each in seen if not self._may_write(each.module)]
-        visit.notes[self.index] = Observations(self._norms, written, still, states)
+        context.notes[self.index] = Observations(self._norms, written, still, states)
 
     def _repeated(self, notes: Observations) -> Generator[None]:
         for each in notes.still:
@@ -200,7 +200,7 @@ Held = tuple[list[bool], list[Tensor | None], list[int]]
 class Unchanged:
     """The stages that will recompute, as they are now."""
 
-    def __init__(self, stages: Sequence[Replay]) -> None:
+    def __init__(self, stages: Sequence[StageReplay]) -> None:
         self._stages = stages
         self.seal()
 
@@ -221,7 +221,7 @@ class Unchanged:
                 )
 
 
-def _held(stage: Replay) -> Held:
+def _held(stage: StageReplay) -> Held:
     training: list[bool] = []
     weights: list[Tensor | None] = []
     stack: list[nn.Module | None] = [layer for _, layer in reversed(stage.layers)]
@@ -234,7 +234,7 @@ def _held(stage: Replay) -> Held:
     return training, weights, versions(each for each in weights if each is not None)
 
 
-def _difference(stage: Replay, before: Held, now: Held) -> str:
+def _difference(stage: StageReplay, before: Held, now: Held) -> str:
     """The first thing that changed, in words."""
     if len(before[0]) != len(now[0]) or len(before[1]) != len(now[1]):
         return "layers were added or removed"

@@ -75,20 +75,20 @@ class EntryPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryPoints:
-    """`inlets` for the parts of the mini-batch, and the route `result` for what leaves the segment `source`."""
+    """`entries` for the parts of the mini-batch, and the route `result` for what leaves the segment `source`."""
 
-    inlets: tuple[EntryPoint, ...]
+    entries: tuple[EntryPoint, ...]
     result: int
     source: int
 
     def enter(self, micro_batches: Sequence[Sequence[Any]], *, streams: bool) -> Given:
         """Where the walk forward finds the parts of every micro-batch. With `streams` they may be on a GPU."""
         given: Given = {}
-        for part, inlet in enumerate(self.inlets):
+        for part, entry in enumerate(self.entries):
             for index, parts in enumerate(micro_batches):
-                address = Address(inlet.route, inlet.segment, index)
+                address = Address(entry.route, entry.segment, index)
                 value = parts[part]
-                given.setdefault(inlet.segment, {})[address] = message_of(value) if streams else Message(value)
+                given.setdefault(entry.segment, {})[address] = message_of(value) if streams else Message(value)
         return given
 
     def results(self, left: Mapping[Address, Message], count: int) -> list[Any]:
@@ -103,7 +103,7 @@ class EntryPoints:
     def gradients(self, left: Mapping[Address, Message], count: int) -> list[Gradients]:
         """What the walk back sent out for every micro-batch: the gradients of the leaves of all its parts."""
         return [
-            [leaf for route, segment in self.inlets for leaf in left[Address(route, segment, index)].value]
+            [leaf for route, segment in self.entries for leaf in left[Address(route, segment, index)].value]
             for index in range(count)
         ]
 

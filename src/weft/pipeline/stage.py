@@ -22,13 +22,13 @@ from weft.core.pytree import map_leaves
 from weft.core.rng import RngStreams
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.batchnorm import DeferredBatchNorm, gathering
-from weft.pipeline.recompute import Replay, only_writes
+from weft.pipeline.recompute import StageReplay, only_writes
 from weft.pipeline.skip import Namespace, Skippable, SkipTracker, use_skip_tracker
 
 Skip = tuple[Namespace | None, str]
 
 
-class Call(NamedTuple):
+class CallArguments(NamedTuple):
     """The main value of the first stage when it is more than one positional argument."""
 
     args: tuple[Any, ...]
@@ -89,28 +89,28 @@ class Stage:
         self._deferred = False
         self.partition: nn.Module | None = None
         """The same layers as a user sees them, who may have hung hooks on it."""
-        self.replay = Replay(index, self.layers, device)
+        self.replay = StageReplay(index, self.layers, device)
 
-    def __call__(self, visit: MicroBatchContext, main: Any, *skips: Any) -> tuple[Any, ...]:
+    def __call__(self, context: MicroBatchContext, main: Any, *skips: Any) -> tuple[Any, ...]:
         """Run the layers on one micro-batch: the function of this stage's segment."""
-        result, stashed = self.run(visit, main, dict(zip(self.popped, skips, strict=True)))
+        result, stashed = self.run(context, main, dict(zip(self.popped, skips, strict=True)))
         return (result, *(stashed[skip] for skip in self.stashed))
 
-    def run(self, visit: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
+    def run(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """As `__call__`, with the skips by name; the result holds also those that stay inside."""
         if self._copies_input:
             main = map_leaves(_copied, main)
         if _hooks_of_all_modules:
             main, skips = map_leaves(_no_leaf, main), {skip: _no_leaf(value) for skip, value in skips.items()}
-        dice: RngStreams = visit.context
-        around = None if self.replay.idle else self.replay.around(visit)
-        if dice.quiet and around is None and not self._deferred:
-            return self._tracked(visit, main, skips)
-        draws = nullcontext() if dice.quiet else dice.scope(self.index, visit.micro_batch)
-        with around or nullcontext(), gathering(dice) if self._deferred else nullcontext(), draws:
-            return self._tracked(visit, main, skips)
+        rng: RngStreams = context.random
+        around = None if self.replay.idle else self.replay.around(context)
+        if rng.quiet and around is None and not self._deferred:
+            return self._tracked(context, main, skips)
+        draws = nullcontext() if rng.quiet else rng.scope(self.index, context.micro_batch)
+        with around or nullcontext(), gathering(rng) if self._deferred else nullcontext(), draws:
+            return self._tracked(context, main, skips)
 
-    def survey(self) -> ModuleScan:  # noqa: PLR0912 - one walk over the modules, at every step
+    def scan(self) -> ModuleScan:  # noqa: PLR0912 - one walk over the modules, at every step
         """Walk over all modules of the stage once, and note what a step needs to know of them.
 
         It runs at every step, so it reads the modules' tables itself: `named_modules` takes three times as long.
@@ -150,7 +150,7 @@ class Stage:
                     holders.append(module)
         self._deferred = bool(deferred)
         if norms or holders or sources or not self.replay.idle:
-            self.replay.survey(norms, holders, sources)
+            self.replay.scan(norms, holders, sources)
         return ModuleScan(list(parameters.values()), tuple(settings), deferred, [] if at_home else self._misplaced())
 
     def _misplaced(self) -> list[str]:
@@ -166,7 +166,7 @@ class Stage:
             if each.device != self.device
         ]
 
-    def _tracked(self, visit: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
+    def _tracked(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
         """Run the layers with a tracker for their skips, if they have any."""
         if not self._skips:
             return self._layers(main), _NO_SKIPS
@@ -179,7 +179,7 @@ class Stage:
             return self._hooked(self.partition, value)
         name, layer = self.layers[0]
         try:
-            value = layer(*value.args, **value.kwargs) if type(value) is Call else layer(value)
+            value = layer(*value.args, **value.kwargs) if type(value) is CallArguments else layer(value)
             for name, layer in self.layers[1:]:  # noqa: B007 - the note below reads the last name
                 value = layer(value)
         except BaseException as error:
@@ -189,7 +189,7 @@ class Stage:
 
     def _hooked(self, partition: nn.Module, value: Any) -> Any:
         """The layers by way of the module that has hooks, which takes one argument."""
-        if type(value) is Call:
+        if type(value) is CallArguments:
             raise UsageError(
                 "pipe.partitions[0] has hooks, and is called with one argument as any nn.Sequential; give the pipe one "
                 "(a tuple, say), or hang the hooks on its first layer"
@@ -226,7 +226,7 @@ def _writes_early(modules: Sequence[nn.Module]) -> bool:
     return False
 
 
-def take_turns(stages: Sequence[Stage]) -> None:
+def serialize_shared(stages: Sequence[Stage]) -> None:
     """Let stages that have modules or generators in common write to their buffers one after another."""
     owners: Counter[object] = Counter()
     for stage in stages:
@@ -236,4 +236,4 @@ def take_turns(stages: Sequence[Stage]) -> None:
     shared = [each for each, count in owners.items() if count > 1]
     turns = RLock()
     for stage in stages:
-        stage.replay.take_turns(shared, turns)
+        stage.replay.serialize(shared, turns)

@@ -8,9 +8,8 @@
     B:  recompute if need be -> take the gradients of what was sent, add them up -> Tape.backward -> send back
     I:  as B, but the parameters' gradients are left for later;  W: and added up now
 
-A `Step` is the node of autograd: it holds what backward needs, and nothing that went out. Its `Run` is what executors
-call, from the worker of each stage; all that workers share are lists and dictionaries that each writes at keys of its
-own.
+A `PipeStep` is the node of autograd: it holds what backward needs, and nothing that went out. Executors call its `Run`
+from the worker of each stage; workers share only lists and dictionaries that each writes at keys of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ from weft.pipeline.device import Message, Place, join_walk, leave_walk
 from weft.pipeline.executor import Closed, Inbox, Outboxes
 from weft.pipeline.loss import LossScale, WeightedLoss
 from weft.pipeline.microbatch import MiniBatch, Output
-from weft.pipeline.plan import Plan
+from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.recompute import Unchanged
 from weft.pipeline.routing import OUTSIDE, Address, Wiring
 from weft.pipeline.schedule import Action, Schedule
@@ -54,7 +53,7 @@ from weft.pipeline.tracing import Watcher, WatchesSteps
 class Run:
     """What one step leaves between its actions: the tapes, and the sums of parameter gradients.
 
-    `visits` holds one context per micro-batch; `keeps[stage][micro_batch]` says what a forward keeps; `places[stage]`
+    `contexts` holds one context per micro-batch; `keeps[stage][micro_batch]` says what a forward keeps; `places[stage]`
     is None where nothing has to be moved.
     """
 
@@ -62,25 +61,25 @@ class Run:
         self,
         wiring: Wiring,
         segments: Sequence[Segment],
-        visits: Sequence[MicroBatchContext],
+        contexts: Sequence[MicroBatchContext],
         keeps: Sequence[Sequence[Keep]],
         places: Sequence[Place | None],
         watcher: Watcher | None = None,
-        dice: RngStreams | None = None,
+        rng: RngStreams | None = None,
     ) -> None:
         self.wiring = wiring
         self.segments = segments
-        self.micro_batches = micro_batches = len(visits)
+        self.micro_batches = micro_batches = len(contexts)
         self.places = places
         self.retain = False
         self._keeps = keeps
-        self._visits = visits
+        self._contexts = contexts
         self._watcher = watcher.one_step() if watcher is not None and isinstance(watcher, WatchesSteps) else watcher
-        self._dice = dice
+        self._rng = rng
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in segments]
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
         self._plain = watcher is None and not any(places)
-        self._repeats = dice is not None and not dice.quiet
+        self._repeats = rng is not None and not rng.quiet
         self.sums: list[GradientSum | None] = [None] * len(segments)
 
     def recomputing(self) -> list[int]:
@@ -153,7 +152,7 @@ class Run:
         segment, place = self.segments[stage], self.places[stage]
         values = [message.value if place is None else place.arrive(message) for message in messages]
         keep = self._keeps[stage][index]
-        outputs, tape = segment.forward(self._visits[index], values, keep)
+        outputs, tape = segment.forward(self._contexts[index], values, keep)
         self._tapes[stage][index] = tape
         if self._watcher is not None and keep == "nothing":
             self._watcher.released(action)
@@ -229,9 +228,9 @@ class Run:
 
     def _turn(self, stage: int, tape: Tape | None = None) -> AbstractContextManager[Any]:
         """For a walk back through the graph of the stage: see `RngStreams.backward`."""
-        if self._dice is None or not self._repeats:
+        if self._rng is None or not self._repeats:
             return _FREE
-        return self._dice.backward(stage, tape.roots if tape is not None else list)
+        return self._rng.backward(stage, tape.roots if tape is not None else list)
 
     def _free(self, action: Action) -> None:
         self._tapes[action.stage][action.micro_batch] = None
@@ -282,16 +281,16 @@ class StepRequest:
     says, by its id(), which of them is a copy of what for this step.
     """
 
-    plan: Plan
+    plan: PipelinePlan
     functions: Sequence[Function]
     schedule: Schedule
-    cargo: MiniBatch
-    outcome: Output
+    mini_batch: MiniBatch
+    output: Output
     parameters: Sequence[Sequence[Tensor]]
     tracked: bool
     keeps: Sequence[Sequence[Keep]]
     deferred: Sequence[DeferredBatchNorm]
-    dice: Callable[[], RngStreams]
+    new_rng: Callable[[], RngStreams]
     watcher: Watcher | None
     scale: LossScale
     owners: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -299,7 +298,7 @@ class StepRequest:
     @property
     def fused(self) -> bool:
         """Whether gradients are made while going forward: the loss is inside, and the table does not split."""
-        return self.tracked and isinstance(self.outcome, WeightedLoss) and not self.schedule.splits
+        return self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.splits
 
     def trusted(self, forward: Callable[[RngStreams], Result]) -> Result:
         """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`RngStreams.settle`).
@@ -307,52 +306,52 @@ class StepRequest:
         Deferred batch norms gather meanwhile, and are committed when it counts. Raises InPlaceError if a layer wrote
         into a tensor that all micro-batches share.
         """
-        shared = self.cargo.shared and versions(self.cargo.shared)
+        shared = self.mini_batch.shared and versions(self.mini_batch.shared)
         while True:
-            dice = self.dice()
+            rng = self.new_rng()
             try:
                 for norm in self.deferred:
-                    norm.begin(dice)
-                result = forward(dice)
-                if shared and versions(self.cargo.shared) != shared:
+                    norm.begin(rng)
+                result = forward(rng)
+                if shared and versions(self.mini_batch.shared) != shared:
                     raise InPlaceError(_SHARED)
             except BaseException:
                 for norm in self.deferred:
-                    norm.abandon(dice)
+                    norm.abandon(rng)
                 raise
-            if dice.settle():
+            if rng.settle():
                 break
         for norm in self.deferred:
-            norm.commit(dice)
+            norm.commit(rng)
         return result
 
 
-class Step:
-    """One mini-batch's journey through a plan. `tensors` are all that it has gradients for, in order."""
+class PipeStep:
+    """One mini-batch's way through a plan. `tensors` are all that it has gradients for, in order."""
 
-    def __init__(self, order: StepRequest, ambient: ExecutionContext) -> None:
-        self._order = order
+    def __init__(self, request: StepRequest, ambient: ExecutionContext) -> None:
+        self._request = request
         self._ambient = ambient
-        owned = [order.owners.get(id(p), p) for group in order.parameters for p in group]
+        owned = [request.owners.get(id(p), p) for group in request.parameters for p in group]
         self._parameters = list({id(p): p for p in owned}.values())
-        self.tensors = [*order.cargo.tensors, *self._parameters]
+        self.tensors = [*request.mini_batch.tensors, *self._parameters]
         self._run: Run | None = None
         self._unchanged: Unchanged | None = None
         self._made: list[Tensor | None] | None = None
-        self._seed = order.scale.seed() if order.fused else None
+        self._seed = request.scale.seed() if request.fused else None
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
-        order = self._order
-        left, run = order.trusted(self._walk_forward)
-        results = order.plan.gate.results(left, order.cargo.micro_batches)
-        if order.fused:
+        request = self._request
+        left, run = request.trusted(self._walk_forward)
+        results = request.plan.entry_points.results(left, request.mini_batch.micro_batches)
+        if request.fused:
             self._made = self._collected(left, run)
         else:
             self._run = run
             again = run.recomputing()
-            self._unchanged = Unchanged([order.plan.stages[stage].replay for stage in again]) if again else None
-        return order.outcome.gather(results)
+            self._unchanged = Unchanged([request.plan.stages[stage].replay for stage in again]) if again else None
+        return request.output.gather(results)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError if it was freed, ChangedError if layers changed."""
@@ -367,37 +366,37 @@ class Step:
             found = self._rescaled(made or [], gradients[0])
         else:
             run.turn_back(retain=retain)
-            found = self._walk_backward(run, self._order.outcome.spread(gradients))
+            found = self._walk_backward(run, self._request.output.spread(gradients))
             if retain and self._unchanged is not None:
                 self._unchanged.seal()  # what layers note of themselves while they run is their own
         without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
         return found
 
-    def _walk_forward(self, dice: RngStreams) -> tuple[dict[Address, Message], Run]:
-        order, plan = self._order, self._order.plan
-        segments = [Segment(f, p) for f, p in zip(order.functions, order.parameters, strict=True)]
-        count = order.schedule.micro_batches
-        visits = [MicroBatchContext(i, self._ambient, dice, micro_batches=count) for i in range(count)]
-        run = Run(plan.wiring, segments, visits, order.keeps, plan.places, order.watcher, dice)
-        given = plan.gate.enter(order.cargo.leaves(), streams=any(plan.places))
-        if self._seed is not None and isinstance(order.outcome, WeightedLoss):
+    def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], Run]:
+        request, plan = self._request, self._request.plan
+        segments = [Segment(f, p) for f, p in zip(request.functions, request.parameters, strict=True)]
+        count = request.schedule.micro_batches
+        contexts = [MicroBatchContext(i, self._ambient, rng, micro_batches=count) for i in range(count)]
+        run = Run(plan.wiring, segments, contexts, request.keeps, plan.places, request.watcher, rng)
+        given = plan.entry_points.enter(request.mini_batch.leaves(), streams=any(plan.places))
+        if self._seed is not None and isinstance(request.output, WeightedLoss):
             device = next((place.device for place in reversed(plan.places) if place is not None), None)
-            for segment, parcels in plan.gate.seed(
-                order.outcome.seeds(self._seed, device), streams=any(plan.places)
+            for segment, messages in plan.entry_points.seed(
+                request.output.seeds(self._seed, device), streams=any(plan.places)
             ).items():
-                given.setdefault(segment, {}).update(parcels)
-        schedule = order.schedule if order.fused else order.schedule.forward_only
+                given.setdefault(segment, {}).update(messages)
+        schedule = request.schedule if request.fused else request.schedule.forward_only
         if any(plan.places):
             join_walk(plan.places)
-        with quiet_hooks(self._parameters) if order.fused else _FREE:
+        with quiet_hooks(self._parameters) if request.fused else _FREE:
             left = plan.executor.walk(schedule, run.perform, given, self._ambient)
         self._leave(left, run)
         return left, run
 
     def _walk_backward(self, run: Run, gradients: Sequence[Gradients]) -> list[Tensor | None]:
-        plan = self._order.plan
-        given = plan.gate.seed(gradients, streams=any(plan.places))
-        schedule = self._order.schedule.backward_only
+        plan = self._request.plan
+        given = plan.entry_points.seed(gradients, streams=any(plan.places))
+        schedule = self._request.schedule.backward_only
         if any(plan.places):
             join_walk(plan.places)
         with self._ambient.process_flags(), quiet_hooks(self._parameters):
@@ -407,28 +406,32 @@ class Step:
 
     def _leave(self, left: dict[Address, Message], run: Run) -> None:
         """The caller's streams may use what the walk has made, from here on."""
-        if not any(self._order.plan.places):
+        if not any(self._request.plan.places):
             return
         leaves = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
         sums = [total for each in run.sums if each is not None for total in each.totals]
-        leave_walk(self._order.plan.places, [leaf for leaf in (*leaves, *sums) if isinstance(leaf, Tensor)])
+        leave_walk(self._request.plan.places, [leaf for leaf in (*leaves, *sums) if isinstance(leaf, Tensor)])
 
     def _collected(self, left: dict[Address, Message], run: Run) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
         by_id = run.parameter_gradients()
-        for copy, owner in self._order.owners.items():
+        for copy, owner in self._request.owners.items():
             if (gradient := by_id.pop(copy, None)) is not None:
                 gradient, seen = gradient.to(owner.device), by_id.get(id(owner))
                 by_id[id(owner)] = gradient if seen is None else added(seen, gradient)
-        cargo = self._order.cargo
-        inputs = cargo.gradients(self._order.plan.gate.gradients(left, cargo.micro_batches)) if cargo.tensors else []
+        mini_batch = self._request.mini_batch
+        inputs = (
+            mini_batch.gradients(self._request.plan.entry_points.gradients(left, mini_batch.micro_batches))
+            if mini_batch.tensors
+            else []
+        )
         return [*inputs, *(by_id.get(id(each)) for each in self._parameters)]
 
     def _rescaled(self, made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
         """Gradients that were made for the seed, for the loss gradient that arrived."""
         if gradient is None or self._seed is None:
             return [None] * len(made)
-        factor = self._order.scale.factor(gradient, self._seed)
+        factor = self._request.scale.factor(gradient, self._seed)
         if isinstance(factor, Tensor):
             return [None if each is None else each * factor.to(each.device) for each in made]
         return list(made) if factor == 1 else [None if each is None else each * factor for each in made]

@@ -56,7 +56,7 @@ class WatchesSteps(Watcher, Protocol):
 
 
 @dataclass(frozen=True)
-class Event:
+class ActionEvent:
     """One piece of work: kind F, B, I, W, or R for a recomputation; times in seconds of `time.perf_counter`."""
 
     kind: str
@@ -139,7 +139,7 @@ class Recorder:
     """
 
     def __init__(self, *, memory: bool = False) -> None:
-        self.events: list[Event] = []
+        self.events: list[ActionEvent] = []
         self.bytes: list[tuple[float, int]] = []
         self.stage_bytes: dict[int, list[tuple[float, int]]] = {}
         self._memory = memory
@@ -185,7 +185,7 @@ class Recorder:
         finally:
             end = time.perf_counter()
             with self._lock:
-                self.events.append(Event(kind, action, threading.current_thread().name, start, end))
+                self.events.append(ActionEvent(kind, action, threading.current_thread().name, start, end))
                 self._tapes.setdefault((action.stage, action.micro_batch), []).extend(held)
             self._sample(action.stage, end)
 

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from weft.core.autograd import cross, quiet_hooks, without_gradient
+from weft.core.autograd import apply, quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
 from weft.core.pytree import flatten, unflatten
@@ -89,7 +89,7 @@ def run_derived(
         way = Keeping(values=tracked and memory == "full")
     function = ScanFunction(engine, inputs, states, way, tracked, again)
     if tracked:
-        return function.ends(cross(function, function.tensors))
+        return function.ends(apply(function, function.tensors))
     with torch.no_grad():
         return function.ends(function.forward()[0])
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.pipeline.tracing import Event
+from weft.pipeline.tracing import ActionEvent
 from weft.report.timeline import KINDS
 
 
-def trace(events: Sequence[Event], *, name: str = "weft") -> dict[str, Any]:
+def trace(events: Sequence[ActionEvent], *, name: str = "weft") -> dict[str, Any]:
     """One process of this name with a track per thread; times count from the first event.
 
     Example:
@@ -43,7 +43,7 @@ def trace(events: Sequence[Event], *, name: str = "weft") -> dict[str, Any]:
     return {"traceEvents": [_metadata("process_name", name, 0), *tracks, *work], "displayTimeUnit": "ms"}
 
 
-def write_trace(path: Path | str, events: Sequence[Event], *, name: str = "weft") -> Path:
+def write_trace(path: Path | str, events: Sequence[ActionEvent], *, name: str = "weft") -> Path:
     """Write `trace` to a JSON file, and return its path.
 
     Example:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from weft.pipeline.schedule import Action
 from weft.pipeline.simulate import Forecast
-from weft.pipeline.tracing import Event, Recorder
+from weft.pipeline.tracing import ActionEvent, Recorder
 from weft.report.html import Markup, Section, figure, join, page, tag
 from weft.report.plot import (
     BOTTOM,
@@ -33,7 +33,9 @@ _BAR, _OUTLINE, _GAP = 26.0, 18.0, 16.0
 _REST, _CURVE = 240, 420  # pixels of a notebook's frame around the lanes, and of the memory curve
 
 
-def timeline(events: Sequence[Event], forecast: Forecast | None = None, *, title: str = "Timeline of a step") -> Markup:
+def timeline(
+    events: Sequence[ActionEvent], forecast: Forecast | None = None, *, title: str = "Timeline of a step"
+) -> Markup:
     """Draw the events of one run, with the forecast of the same schedule as outlines below each stage.
 
     Times count from the first event, where the forecast starts as well. A bar shows kind and micro-batch where they

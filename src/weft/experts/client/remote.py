@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.core.autograd import cross, untraced
+from weft.core.autograd import apply, graph_break
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
@@ -113,7 +113,7 @@ class RemoteExpert(RemoteLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The expert's outputs; see the class."""
-        return untraced(self._forward, args, kwargs)
+        return graph_break(self._forward, args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stub = self._stub
@@ -241,7 +241,7 @@ class RemoteExpert(RemoteLayer):
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in reached):
             return self._stub.forward(inputs, key, deadline) if known is None else known
         key.keep = known is None and self._options.keep_graph
-        return list(cross(RemoteFunction(self._stub, signature, inputs, self.anchor, key, deadline, known), reached))
+        return list(apply(RemoteFunction(self._stub, signature, inputs, self.anchor, key, deadline, known), reached))
 
 
 def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping[str, Any]) -> None:

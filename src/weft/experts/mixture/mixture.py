@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core.autograd import cross, untraced
+from weft.core.autograd import apply, graph_break
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import SpecError, UsageError
 from weft.core.validation import Validator
@@ -149,7 +149,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         here and an input wants a gradient, ``NoExpertsError``, ``TooFewAnswersError`` and ``AnomalyError``; see
         `weft.experts.errors`.
         """
-        return untraced(self._forward, (input, *args), kwargs)
+        return graph_break(self._forward, (input, *args), kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         deadline = time.monotonic() + self.options.forward_timeout
@@ -279,7 +279,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
             evaluation=not self.training,
         )
         function = MixtureFunction(services, live, dispatch, flat, deadline, cached)
-        outputs = list(cross(function, reached))
+        outputs = list(apply(function, reached))
         if is_checkpointing():
             answers = [x.detach() for x in outputs]
             client.cache.put(flat, CachedCall(live, chosen, function.alive, answers, function.keys))

@@ -125,7 +125,7 @@ class OpenCode(nn.Module):
         }
         for module in {module for module, _ in self._sources.values()}:
             generators = [each for each in vars(module).values() if type(each) is torch.Generator]
-            vars(self).update({f"generator{id(each)}": each for each in generators})  # where a survey finds them
+            vars(self).update({f"generator{id(each)}": each for each in generators})  # where a scan finds them
         self.refresh()
 
     def refresh(self) -> None:
@@ -460,9 +460,9 @@ class SplitStage(Stage):
         self.code, self.turns, self.copies = code, turns, Copies()
         self._copies_input = False
 
-    def _tracked(self, visit: MicroBatchContext, main: Any, skips: Any) -> tuple[Any, dict[Skip, Any]]:
+    def _tracked(self, context: MicroBatchContext, main: Any, skips: Any) -> tuple[Any, dict[Skip, Any]]:
         choice: Choice = main if self.index else main.choice
-        program = choice.programs[visit.micro_batch]
+        program = choice.programs[context.micro_batch]
         part = program.parts[self.index]
         values: Values = {}
         if not self.index:
@@ -477,11 +477,11 @@ class SplitStage(Stage):
             last = self.index == len(program.parts) - 1
             return (program.result(values, self.code.get) if last else choice), stashed
 
-    def survey(self) -> ModuleScan:
+    def scan(self) -> ModuleScan:
         """As of any stage, with copies in the place of parameters that another device owns."""
         self.code.refresh()
         with self._substituted(self.copies):
-            return super().survey()
+            return super().scan()
 
     @contextmanager
     def _substituted(self, copies: Copies) -> Generator[None]:

@@ -325,7 +325,7 @@ class SplitModel:
             self.place()
 
     def stages(self) -> tuple[list[Stage], Crossing]:
-        """The stages, and the bundles that cross between them, as `Runtime` takes them."""
+        """The stages, and the bundles that cross between them, as `PipeRuntime` takes them."""
         callers = Counter(module for blocks in self.blocks for module in {m for each in blocks for m in each.modules()})
         lock = RLock()  # modules that several stages call have the parameters of one device at a time
         codes = [OpenCode(self.model, names) for names in self._owned]
