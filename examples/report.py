@@ -1,8 +1,9 @@
-"""A report of a pipeline: when each action ran and what was forecast, the live bytes, and the loss.
+"""A report of a pipeline: when each action ran and what was forecast, the live bytes, what crosses, and the loss.
 
     python examples/report.py [--out weft-report] [--steps 80] [--seed 0]
 
-    weft.Recorder ── events ──> timeline ──────────────┐
+    pipe.routes ──────────────> what crosses ──────────┐
+    weft.Recorder ── events ──> timeline ──────────────┤
         │    └─────  bytes ───> memory curve ──────────┼──> report.html, one file that fetches nothing
         └── costs_from ──> forecast of other schedules ┘    trace.json, for https://ui.perfetto.dev
 
@@ -26,6 +27,7 @@ from weft import report
 from weft.pipeline import Forecast, Sizes, costs_from
 
 STAGES, CHUNKS, ROWS, WIDTH = 4, 8, 512, 384
+SPLIT = ["hidden.2", "hidden.4", "hidden.6"]  # a stage begins at each of them
 WAYS = {  # name in the report: schedule, checkpoint
     "gpipe": ("gpipe", "never"),
     "1f1b": ("1f1b", "never"),
@@ -34,19 +36,29 @@ WAYS = {  # name in the report: schedule, checkpoint
 WARM_UP, RECORDED = 3, 7
 
 
-def classifier() -> nn.Sequential:
-    """Images N x 64 to scores N x 10."""
-    hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(7)]
-    return nn.Sequential(nn.Linear(64, WIDTH), *hidden, nn.Linear(WIDTH, 10))
+class Classifier(nn.Module):
+    """Images N x 64 to scores N x 10, with a skip connection from the first layer to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(64, WIDTH)
+        self.hidden = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(7)
+        )
+        self.leave = nn.Linear(WIDTH, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = first = self.enter(images)
+        for layer in self.hidden:
+            x = layer(x)
+        return self.leave(x + first)
 
 
-def pipe_of(model: nn.Sequential, schedule: str, checkpoint: str) -> weft.Pipe:
+def pipe_of(model: nn.Module, schedule: str, checkpoint: str) -> weft.Pipe:
     """Four stages, each with a thread of its own, so that stages overlap where there are cores for them."""
+    settings = {"schedule": schedule, "checkpoint": checkpoint, "executor": "threads"}
     devices = ["cpu"] * STAGES
-    loss, executor = functional.cross_entropy, "threads"
-    return weft.Pipe(
-        model, chunks=CHUNKS, devices=devices, schedule=schedule, checkpoint=checkpoint, loss=loss, executor=executor
-    )
+    return weft.Pipe(model, split=SPLIT, chunks=CHUNKS, devices=devices, loss=functional.cross_entropy, **settings)
 
 
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -91,7 +103,7 @@ class Recording(NamedTuple):
     memory: weft.Recorder
 
 
-def record(model: nn.Sequential, schedule: str, checkpoint: str, batch: tuple[Tensor, Tensor]) -> Recording:
+def record(model: nn.Module, schedule: str, checkpoint: str, batch: tuple[Tensor, Tensor]) -> Recording:
     """Time and bytes are recorded in steps of their own, since looking at every tensor takes time."""
     pipe = pipe_of(copy.deepcopy(model), schedule, checkpoint)
 
@@ -117,7 +129,7 @@ def seconds(recorder: weft.Recorder) -> float:
     return max(event.end for event in recorder.events) - min(event.start for event in recorder.events)
 
 
-def sections(training: Training, recordings: dict[str, Recording]) -> list[report.Section]:
+def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pipe) -> list[report.Section]:
     """What the page shows."""
     accuracy = report.line_chart(
         {"held out": training.accuracies},
@@ -145,8 +157,13 @@ def sections(training: Training, recordings: dict[str, Recording]) -> list[repor
         report.figure(report.memory_curve(curves)),
         report.table(["", "peak, measured", "peak, forecast"], rows),
     ]
+    crossing = [
+        report.paragraph("Values of one micro-batch that go from stage to stage, from their source to their readers."),
+        report.figure(report.routes(pipe.routes, STAGES, title="What crosses")),
+    ]
     return [
         report.Section("What it learned", learned),
+        report.Section("What crosses between stages", crossing),
         report.Section("A step in time", timelines),
         report.Section("A step in memory", in_memory),
     ]
@@ -162,9 +179,10 @@ def main() -> None:
     torch.set_num_threads(1)  # what runs side by side here is stages
 
     digits = data()
-    model = classifier()
+    model = Classifier()
+    pipe = pipe_of(model, *WAYS["1f1b"])
     print(f"a report: {STAGES} stages of {CHUNKS} micro-batches, three ways to run them")
-    training = train(pipe_of(model, *WAYS["1f1b"]), options.steps, digits)
+    training = train(pipe, options.steps, digits)
     print(f"  {training.accuracies[-1][1]:.1f}% of held-out digits right after {len(training.losses)} steps")
     batch = digits[0][:ROWS], digits[1][:ROWS]
     recordings = {name: record(model, *way, batch) for name, way in WAYS.items()}
@@ -173,7 +191,7 @@ def main() -> None:
         print(f"  {name}: live bytes at most {report.show_bytes(found)}, forecast {report.show_bytes(foretold)}")
     options.out.mkdir(parents=True, exist_ok=True)
     page = options.out / "report.html"
-    page.write_text(report.page("A pipeline in four stages", sections(training, recordings)), encoding="utf-8")
+    page.write_text(report.page("A pipeline in four stages", sections(training, recordings, pipe)), encoding="utf-8")
     trace = report.write_trace(options.out / "trace.json", recordings["1f1b"].step.events, name="weft, 1f1b")
     print(f"  wrote {page.resolve()} (open it in a browser) and {trace.resolve()} (in ui.perfetto.dev)")
 

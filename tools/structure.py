@@ -161,7 +161,23 @@ def pipe_walks() -> list[Figure]:
     for executor in ("serial", "threads", "auto"):
         pipe = public("Pipe")(model, chunks=2, balance=[2, 2], devices=["cpu", "cpu"], executor=executor)
         found += walked(f"Pipe, {executor}", lambda pipe=pipe: lambda: pipe(x).sum().backward(), 14, *PIPE)
-    return found
+    files = found[0].value + 2  # what chooses a program, and the program
+    split = public("Pipe")(Residual(), chunks=2, split=["second"], devices=["cpu", "cpu"], executor="serial")
+    calls = found[1].value + 75
+    budget = (files, files), (calls, calls)
+    walk = walked("Pipe with split=, serial", lambda: lambda: split(x).sum().backward(), 14, *budget)
+    return [*found, *walk]
+
+
+class Residual(nn.Module):
+    """A model with an ordinary forward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x + self.first(x).relu())
 
 
 class Cell(nn.Module):

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,11 @@ def test_guards_that_inputs_answer_choose_the_program_of_each_micro_batch() -> N
     assert pipe.statistics()["recordings"] == 2
 
 
+def test_glue_is_named_by_its_function_and_its_line_without_folders() -> None:
+    pipe = cut(Between(lambda _, x: x + 1), sample=rows(2, 4))
+    assert re.fullmatch(r"add \((tests/pipeline/split/)?test_guards.py:\d+\)", pipe.routes[0].name)
+
+
 def test_a_decision_on_activations_between_blocks_is_refused_with_file_and_line() -> None:
     model = Between(lambda _, x: x if x.sum() > 0 else -x)
     with torch.no_grad():
@@ -110,6 +116,13 @@ def test_python_that_no_recording_sees_is_caught_by_the_comparison() -> None:
     first = iter([True])
     with pytest.raises(SplitError, match="went another way"):
         cut(Between(lambda _, x: x * 2 if next(first, False) else x + 1))(rows(4, 4))
+
+
+def test_the_comparison_sees_buffers_too() -> None:
+    calls = iter(range(1, 100))
+    model = Between(lambda self, x: x + 0 * self.seen.add_(next(calls)), seen=torch.zeros(()))
+    with pytest.raises(SplitError, match=r"buffer seen differs, by 1\.0e"):
+        cut(model)(rows(4, 4))
 
 
 def test_the_comparison_leaves_the_model_and_the_generators_as_they_were() -> None:

@@ -164,6 +164,25 @@ def test_autocast_reaches_the_blocks_and_the_code_between() -> None:
     assert found.dtype == wanted.dtype
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_grad_scaler_scales_and_unscales(schedule: str) -> None:
+    model = Chain()
+    plain = copy.deepcopy(model)
+    for each, call in ((model, True), (plain, False)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        run: Any = each
+        if call:
+            run = cut(each, schedule=schedule, loss=functional.mse_loss, loss_scale=scaler.get_scale)
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            x, target = rows(6, 8), rows(6, 8).cos()
+            scaler.scale(run(x, target=target) if call else functional.mse_loss(run(x), target)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert_close(model.state_dict(), plain.state_dict())
+
+
 def test_compiled_blocks_stay_compiled() -> None:
     model = Chain()
     plain = copy.deepcopy(model)

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,17 +16,21 @@ from weft.core.pytree import flatten, unflatten
 from weft.pipeline.microbatch import plan_split
 
 CHUNKS = 4
-ROWS = (8, 7, 5, 4)
+EXECUTORS, CHECKPOINTS, SCHEDULES = ("serial", "threads", "graph"), ("never", "always"), ("gpipe", "1f1b")
+Way = tuple[str, str, str]
+GRIDS: dict[str, dict[Way, tuple[int, ...]]] = {  # to the rows of its batches; 1f1b has the loss inside
+    "pairs": {  # every pair of settings
+        ("serial", "never", "gpipe"): (8, 5),
+        ("serial", "always", "1f1b"): (7, 4),
+        ("threads", "always", "gpipe"): (7, 4),
+        ("threads", "never", "1f1b"): (8, 5),
+        ("graph", "never", "gpipe"): (7, 4),
+        ("graph", "always", "1f1b"): (8, 5),
+    },
+    "whole": {way: (8, 7, 5, 4) for way in product(EXECUTORS, CHECKPOINTS, SCHEDULES)},
+}
 absent = importlib.util.find_spec("transformers") is None
 needs_transformers = pytest.mark.skipif(absent, reason="there is no transformers; the extra `hf` brings it")
-# Pairwise over executors, recomputation and schedules; 1f1b has the loss inside.
-WAYS: tuple[dict[str, Any], ...] = (
-    {"executor": "serial", "checkpoint": "never"},
-    {"executor": "threads", "checkpoint": "always"},
-    {"executor": "graph", "checkpoint": "never"},
-    {"executor": "threads", "checkpoint": "never", "schedule": "1f1b"},
-    {"executor": "serial", "checkpoint": "always", "schedule": "1f1b"},
-)
 
 
 def entry(name: str) -> Entry:
@@ -68,36 +73,38 @@ def piped(pipe: weft.Pipe, of: Entry, inputs: dict[str, Any]) -> Tensor:
     )
 
 
+@pytest.mark.parametrize("grid", ["pairs", pytest.param("whole", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "name", [*OWN, *(pytest.param(name, marks=needs_transformers) for name in HUGGING)], ids=[*OWN, *HUGGING]
 )
-def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str) -> None:
+def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> None:
     of = entry(name)
     torch.manual_seed(0)
     original = of.make().train()
-    torch.manual_seed(1)
-    batches = [of.inputs(rows) for rows in ROWS]
-    plain = copy.deepcopy(original)
-    wanted: list[tuple[Tensor, list[Tensor | None], list[Tensor]]] = []
-    for inputs in batches:
-        plain.zero_grad()
-        loss = looped(plain, of, inputs)
-        wanted.append((loss, [each.grad for each in plain.parameters()], [each.clone() for each in plain.buffers()]))
-    for way in WAYS:
+    wanted: dict[tuple[int, ...], list[Any]] = {}
+    for sizes in set(GRIDS[grid].values()):
+        plain, wanted[sizes] = copy.deepcopy(original), []
+        for count in sizes:
+            torch.manual_seed(count)
+            inputs = of.inputs(count)
+            plain.zero_grad()
+            loss = looped(plain, of, inputs)
+            gradients = {key: each.grad for key, each in plain.named_parameters()}
+            wanted[sizes].append((inputs, loss, gradients, [each.clone() for each in plain.buffers()]))
+    for (executor, checkpoint, schedule), sizes in GRIDS[grid].items():
         model = copy.deepcopy(original)
-        inside = {"loss": lambda output, _: of.loss(output)} if way.get("schedule") == "1f1b" else {}
-        pipe = weft.Pipe(model, chunks=CHUNKS, split=of.split, devices=["cpu"] * (len(of.split) + 1), **way, **inside)
+        settings: dict[str, Any] = {"executor": executor, "checkpoint": checkpoint, "schedule": schedule}
+        inside = {"loss": lambda output, _: of.loss(output)} if schedule == "1f1b" else {}
+        devices = ["cpu"] * (len(of.split) + 1)
+        pipe = weft.Pipe(model, chunks=CHUNKS, split=of.split, devices=devices, **settings, **inside)
         assert list(pipe.state_dict()) == list(original.state_dict())
         assert [id(each) for each in pipe.parameters()] == [id(each) for each in model.parameters()]
-        for inputs, (loss, gradients, buffers) in zip(batches, wanted, strict=True):
+        for inputs, loss, gradients, buffers in wanted[sizes]:
             model.zero_grad()
             found = piped(pipe, of, inputs)
             found.backward()
             assert_close(found.detach(), loss)
-            for (key, each), gradient in zip(pipe.named_parameters(), gradients, strict=True):
-                assert (each.grad is None) == (gradient is None), key
-                if gradient is not None:
-                    assert_close(each.grad, gradient)
+            assert_close({key: each.grad for key, each in pipe.named_parameters()}, gradients)
             assert_close(list(model.buffers()), buffers)
 
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -580,7 +580,14 @@ def _site() -> str:
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@lru_cache(1024)
+def _short(file: str) -> str:
+    """A file, relative to where Python finds its package."""
+    roots = [each for each in (*sys.path, str(Path.cwd())) if each and Path(file).is_relative_to(each)]
+    return str(Path(file).relative_to(max(roots, key=len))) if roots else file
 
 
 def _refusal(what: str, instead: str = "move that into a submodule") -> SplitError:

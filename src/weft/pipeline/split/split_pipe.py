@@ -80,6 +80,7 @@ class SplitPipe(Pipe):
         call = None if sample is None else self._without_cache(*_arguments(sample))
         if self.split == "auto":
             self.split = automatic_split(module, self.devices, call)
+        self.split = list(self.split)
         self._made_runtime()  # checks the settings
         self._cut().place()
         if call is not None:
@@ -100,7 +101,7 @@ class SplitPipe(Pipe):
 
     def _cut(self) -> "SplitModel":
         """The model with its split points, as they are now."""
-        if self._model is None or self._model.split != self.split or self._model.devices != self.devices:
+        if self._model is None or self._model.split != list(self.split) or self._model.devices != self.devices:
             self._model = SplitModel(self.module, self.split, self.devices)
         return self._model
 

@@ -6,6 +6,7 @@ it was recorded on, beside the model itself: outputs, and gradients where there 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,60 +26,48 @@ def verify(
 ) -> None:
     """Raise SplitError, which names the first value that differs, if the program is not what the model does."""
     leaves, structure = flatten((tuple(args), kwargs))
-    model = recorder.model
 
     def plain(given: list[Any]) -> Any:
         args, kwargs = unflatten(structure, given)
-        return recorder.moving(args, kwargs) if recorder.mixed else model(*args, **kwargs)
+        return recorder.moving(args, kwargs) if recorder.mixed else recorder.model(*args, **kwargs)
 
-    def replayed(given: list[Any]) -> Any:
-        return program.replay(given, code.get)
-
-    parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    learning = [each for _, each in parameters]
-    wanted, gradients = _run(recorder, plain, leaves, learning, code)
-    seen, found = _run(recorder, replayed, leaves, learning, code)
-    names = structure_paths(program.recording.structure, "output")
-    names += structure_paths(structure, "the gradient of input") + [f"the gradient of {name}" for name, _ in parameters]
-    pairs = zip(names, [*wanted, *gradients], [*seen, *found], strict=False)
-    for name, one, other in pairs:
-        if (fault := _difference(one, other)) is not None:
-            where = (
-                _first(recorder, program, leaves, structure, code) or f"{name} differs, {fault}, and no value before it"
-            )
+    wanted = _run(recorder, plain, leaves, code)
+    seen = _run(recorder, partial(program.replay, owned=code.get), leaves, code)
+    for name, one in wanted.items():
+        if (fault := _difference(one, seen.get(name))) is not None:
+            where = _first(recorder, program, leaves, structure, code)
             raise SplitError(
-                f"{type(model).__name__} does not compute what its recorded program does; {where}. What the code "
-                "between blocks goes by must be an argument, a tensor, a flag or number of the module or its config; "
-                "move into a submodule what goes by anything else. verify=False switches this comparison off"
+                f"{type(recorder.model).__name__} does not compute what its recorded program does; "
+                f"{where or f'{name} differs, {fault}, and no value before it'}. What the code between blocks goes by "
+                "must be an argument, a tensor, a flag or number of the module or its config; move into a submodule "
+                "what goes by anything else. verify=False switches this comparison off"
             )
 
 
 def _run(
-    recorder: ForwardRecorder,
-    call: Callable[..., Any],
-    leaves: Sequence[Any],
-    parameters: Sequence[Tensor],
-    code: OpenCode,
-) -> tuple[list[Any], list[Tensor | None]]:
-    """The leaves of the result, and the gradients of inputs and parameters for fixed ones of the result."""
+    recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any], code: OpenCode
+) -> dict[str, Any]:
+    """By name: the leaves of the result, the buffers after it, and the gradients of inputs and parameters for fixed
+    ones of the result."""
     given = copies(leaves)
-    tracked = torch.is_grad_enabled() and not recorder.mixed
-    with undisturbed(recorder.model, recorder.devices), torch.inference_mode(False), torch.set_grad_enabled(tracked):
+    model, tracked = recorder.model, torch.is_grad_enabled() and not recorder.mixed
+    with undisturbed(model, recorder.devices), torch.inference_mode(False), torch.set_grad_enabled(tracked):
         code.refresh()
-        result = flatten(call(given))[0]
-        inputs = [x if isinstance(x, Tensor) and x.requires_grad else None for x in given]
-        wanted = [x for x in inputs if x is not None] + list(parameters)
+        result, structure = flatten(call(given))
+        found: dict[str, Any] = dict(zip(structure_paths(structure, "output"), result, strict=True))
+        found |= {f"buffer {name}": each.clone() for name, each in model.named_buffers()}
+        wanted = {f"the gradient of input {k}": x for k, x in enumerate(given) if isinstance(x, Tensor)}
+        wanted |= {f"the gradient of {name}": each for name, each in model.named_parameters()}
+        wanted = {name: each for name, each in wanted.items() if each.requires_grad}
         roots = [x for x in result if isinstance(x, Tensor) and x.requires_grad]
-        found: list[Tensor | None] = [None] * len(wanted)
         if tracked and roots and wanted:
             random = torch.Generator().manual_seed(_SEED)
             seeds = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in roots]
-            with quiet_hooks(wanted):
-                found = list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+            with quiet_hooks(wanted.values()):
+                gradients = torch.autograd.grad(roots, list(wanted.values()), seeds, allow_unused=True)
+            found |= dict(zip(wanted, gradients, strict=True))
     code.refresh()
-    rest = iter(found)
-    of_inputs = [None if x is None else next(rest) for x in inputs]
-    return [x.detach() if isinstance(x, Tensor) else x for x in result], [*of_inputs, *rest]
+    return {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
 
 
 def _first(
