@@ -4,7 +4,7 @@ import pytest
 
 from tests.apart import python
 
-PARTS = ("client", "server", "checkpoint", "mixture", "replica", "wire", "discovery.etcd")
+PARTS = ("client", "server", "checkpoint", "mixture", "replication", "wire", "discovery.etcd")
 HIDDEN = ("google", "grpc", "grpc_health", "grpc_reflection", "numpy", "prometheus_client", "safetensors")
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN!r})); "
 
@@ -27,5 +27,5 @@ def test_a_command_says_so_in_one_line() -> None:
 
 
 def test_the_rest_needs_torch_alone() -> None:
-    seen = python(f"{HIDE}import weft.experts, weft.recurrent, weft.experts.panel, weft.experts.discovery")
+    seen = python(f"{HIDE}import weft.experts, weft.recurrent, weft.experts.status_page, weft.experts.discovery")
     assert seen.returncode == 0, seen.stderr

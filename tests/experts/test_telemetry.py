@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.experts.panel.panel_cases import layer, train
+from tests.experts.status_page.panel_cases import layer, train
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts import telemetry as adapter

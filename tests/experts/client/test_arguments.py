@@ -17,9 +17,9 @@ from weft.experts.client.remote import check_remote_expert
 from weft.experts.compression import Policy
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.panel import http
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server import Server
+from weft.experts.status_page import http
 
 HERE = "127.0.0.1:1"
 HOSTS = ["127.0.0.1", "localhost", "ffn-0.experts.svc.cluster.local", "[::1]", "[fe80::1%eth0]", "a_b"]

@@ -10,8 +10,8 @@ from datetime import timedelta
 
 from weft.core.errors import escaped
 from weft.experts.client.transport import GrpcTransport
-from weft.experts.panel.summary import ExpertLine, Status, summary
 from weft.experts.replication.manager import replica_line
+from weft.experts.status_page.summary import ExpertLine, Status, summary
 from weft.experts.tls import ClientTls
 
 

@@ -9,7 +9,6 @@ config.py         the file of ``weft serve``            command.py        ``weft
 """
 
 from weft.experts import extras as extras  # says what is not installed
-from weft.experts.panel.http import PanelOptions
 from weft.experts.server.auth import Access, Audit, Caller, Grant, Refusal, Role
 from weft.experts.server.dispatcher import RequestDispatcher
 from weft.experts.server.hosted_expert import HostedExpert
@@ -17,6 +16,7 @@ from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 from weft.experts.server.options import ServerOptions
 from weft.experts.server.reporter import KeepingStatistics, ServerStatistics
 from weft.experts.server.server import Server
+from weft.experts.status_page.http import PanelOptions
 from weft.experts.tls import ServerTls
 
 __all__ = [

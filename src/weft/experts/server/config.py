@@ -69,12 +69,12 @@ from weft.experts.gradient_guards import Guards
 from weft.experts.graph_cache import GraphBudget
 from weft.experts.idempotency import IdempotencyOptions
 from weft.experts.journal import Journal
-from weft.experts.panel.http import PanelOptions
 from weft.experts.registry import make_expert
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server.auth import OPEN, Access, Grant, Role
 from weft.experts.server.options import ServerOptions, listen_faults
 from weft.experts.server.server import Server
+from weft.experts.status_page.http import PanelOptions
 from weft.experts.task_pool import PoolOptions
 from weft.experts.tls import ClientTls, Pem, ServerTls
 from weft.experts.wire.limits import Limits

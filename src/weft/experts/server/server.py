@@ -27,7 +27,6 @@ from weft.experts.discovery import DeclaredError, Directory
 from weft.experts.discovery.registration import LeaseHeartbeat, Peers
 from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
-from weft.experts.panel.http import Panel, PanelOptions
 from weft.experts.replication import ReplicaOptions, ReplicationManager
 from weft.experts.server.auth import OPEN, Access, Audit, Caller
 from weft.experts.server.dispatcher import Reply, make_dispatcher
@@ -36,6 +35,7 @@ from weft.experts.server.hosted_expert import HostedExpert, restore_all, save_al
 from weft.experts.server.options import ListenAddress, ServerOptions
 from weft.experts.server.reporter import Reporter, ServerStatistics
 from weft.experts.server.threads import LoopThread, PeriodicTasks, Runtimes
+from weft.experts.status_page.http import Panel, PanelOptions
 from weft.experts.telemetry import Observer
 from weft.experts.tls import ServerTls
 from weft.experts.wire import Received
@@ -61,7 +61,7 @@ class Server:
         options: see `ServerOptions`.
         replicas: which of the experts other servers of the directory have too; one of them owns each, and steps it.
             None: none. See `weft.experts.replication`.
-        panel: host and port of a status page and metrics, see `weft.experts.panel`; port 0 takes a free one, see
+        panel: host and port of a status page and metrics, see `weft.experts.status_page`; port 0 takes a free one, see
             `panel_url`. Beyond loopback it wants `PanelOptions`, with a token. None: no panel.
         observer: hears of calls, queues, batches and steps; see `weft.experts.telemetry`.
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.experts.panel.panel_cases import PATIENCE, address, exchange, get, status
+from tests.experts.status_page.panel_cases import PATIENCE, address, exchange, get, status
 from tests.experts.waiting import until
 from weft.core.errors import UsageError
-from weft.experts.panel import http
-from weft.experts.panel.http import Panel, PanelOptions
+from weft.experts.status_page import http
+from weft.experts.status_page.http import Panel, PanelOptions
 
 pytestmark = pytest.mark.timeout(30)
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"

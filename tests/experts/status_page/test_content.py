@@ -9,10 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.experts.panel.panel_cases import NASTY, status
-from weft.experts.panel import http
-from weft.experts.panel.content import content
-from weft.experts.panel.summary import summary
+from tests.experts.status_page.panel_cases import NASTY, status
+from weft.experts.status_page import http
+from weft.experts.status_page.summary import content, summary
 
 PLAIN = status()
 

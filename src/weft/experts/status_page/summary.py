@@ -1,18 +1,165 @@
-"""Content of the status page, as data: what `page.html` draws and a test can read.
+"""Summary of a server's status: the numbers to see first, and the content of the status page as data.
+
+    status (JSON) ── summary() ──> Summary ──┬──> content() ──> page.html       so both show the same
+                                             '──> ``weft status``
 
     title, head     address, state, since when        alerts    what fails now
     tiles           the numbers to see first          tables    experts, replicas, refusals, devices, servers ...
 
-A pure function of a status. A cell of a table is a text, or ``{"text", "style"}`` with a style of the page ("good" or
+Both are pure functions. A cell of a table is a text, or ``{"text", "style"}`` with a style of the page ("good" or
 "bad"), or ``{"bars", "label"}``, a histogram.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from weft.experts.panel.summary import ExpertLine, Status, Summary, summary
+Status = Mapping[str, Any]
+"""What ``Server.status()`` returns, also after a way through JSON."""
+
+
+@dataclass(frozen=True)
+class ExpertLine:
+    """One expert. ``waiting`` tasks are queued, the oldest for ``oldest`` seconds; ``running`` are being worked on.
+
+    ``durable`` is the step on the disk (None: no checkpoints), ``merged`` counts batches by how many tasks they
+    joined, up to the next power of two. ``refused`` counts tasks and gradients, ``failed`` tasks by their errors.
+    """
+
+    name: str
+    steps: int
+    durable: int | None
+    forward: int
+    backward: int
+    waiting: int
+    running: int
+    oldest: float
+    refused: int
+    failed: int
+    merged: Mapping[int, int]
+
+    @property
+    def batches(self) -> int:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class ServerLine:
+    """A server that the directory lists: how many experts it serves, and how many of them it owns."""
+
+    address: str
+    experts: int
+    owns: int
+    here: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All of it; ``refusals`` are (where, reason, count), the most frequent first."""
+
+    address: str
+    seconds: float
+    draining: str | None
+    connections: int
+    calls: int
+    nbytes: int
+    experts: tuple[ExpertLine, ...]
+    refusals: tuple[tuple[str, str, int], ...]
+    servers: tuple[ServerLine, ...]
+    away: float | None
+    failures: Mapping[str, str]
+
+    @property
+    def steps(self) -> int:
+        """Of all experts."""
+        return sum(one.steps for one in self.experts)
+
+    @property
+    def waiting(self) -> int:
+        """Tasks in all queues."""
+        return sum(one.waiting for one in self.experts)
+
+    @property
+    def oldest(self) -> float:
+        """Seconds that the oldest task of all queues has waited."""
+        return max((one.oldest for one in self.experts), default=0.0)
+
+    @property
+    def refused(self) -> int:
+        """Whatever was refused, by anybody."""
+        return sum(count for _, _, count in self.refusals)
+
+
+def summary(status: Status) -> Summary:
+    """Read a status."""
+    directory = status.get("directory")
+    return Summary(
+        address=status["address"],
+        seconds=status["seconds"],
+        draining=status["draining"],
+        connections=status["connections"],
+        calls=status["calls"],
+        nbytes=status["nbytes"],
+        experts=tuple(_expert(name, one, status["keeping"][name]) for name, one in sorted(status["experts"].items())),
+        refusals=tuple(sorted(_refusals(status), key=lambda each: (-each[2], each))),
+        servers=() if directory is None else tuple(_servers(directory, status)),
+        away=None if directory is None else directory["away_seconds"],
+        failures=status["failures"],
+    )
+
+
+def direction(pool: str) -> str:
+    """``forward``, ``backward`` or ``commit``, out of the name of a pool."""
+    return pool.rpartition(".")[2]
+
+
+def _expert(name: str, one: Mapping[str, Any], keeping: Mapping[str, Any]) -> ExpertLine:
+    pools: list[Mapping[str, Any]] = list(one["pools"].values())
+    merged: Counter[int] = Counter()
+    for pool in pools:
+        merged.update({int(size): count for size, count in pool["merged"].items()})
+    return ExpertLine(
+        name=name,
+        steps=one["steps"],
+        durable=keeping["durable"],
+        forward=one["forward_batches"],
+        backward=one["backward_batches"],
+        waiting=sum(pool["waiting_tasks"] for pool in pools),
+        running=sum(pool["running_tasks"] for pool in pools),
+        oldest=max((pool["oldest_age"] for pool in pools), default=0.0),
+        refused=sum(sum(pool["refused"].values()) for pool in pools) + sum(one["refused_gradients"].values()),
+        failed=sum(sum(pool["failed"].values()) for pool in pools),
+        merged=dict(sorted(merged.items())),
+    )
+
+
+def _refusals(status: Status) -> Iterable[tuple[str, str, int]]:
+    tasks: Counter[str] = Counter()
+    gradients: Counter[str] = Counter()
+    for one in status["experts"].values():
+        gradients.update(one["refused_gradients"])
+        for pool in one["pools"].values():
+            tasks.update(pool["refused"])
+    groups: list[tuple[str, Mapping[str, int]]] = [
+        ("task", tasks),
+        ("gradients", gradients),
+        ("not allowed", status["refusals"]),
+        ("connection", {"server full": status["turned_away"], "no frame": status["broken"]}),
+    ]
+    return [(where, reason, count) for where, counts in groups for reason, count in counts.items() if count]
+
+
+def _servers(directory: Mapping[str, Any], status: Status) -> list[ServerLine]:
+    found: Mapping[str, Mapping[str, int]] = directory["servers"]
+    return [
+        ServerLine(address, one["experts"], one["owns"], address == directory["here"])
+        for address, one in sorted(found.items())
+    ]
+
 
 _MAX_ROWS = 500  # of a table; /status.json has all
 _LAST_REFUSALS = 5
@@ -26,13 +173,13 @@ def content(status: Status) -> Content:
     """What the page shows of a status; plain values as JSON has them."""
     seen = summary(status)
     tables = [
-        _experts(seen),
-        _replicas(status["replicas"]),
-        _refusals(seen),
-        _not_allowed(status["audit"]),
-        _devices(status["runtimes"]),
-        _servers(seen),
-        _connections(status),
+        _experts_table(seen),
+        _replicas_table(status["replicas"]),
+        _refusals_table(seen),
+        _audit_table(status["audit"]),
+        _devices_table(status["runtimes"]),
+        _servers_table(seen),
+        _connections_table(status),
     ]
     return {
         "title": f"{'draining: ' if seen.draining else ''}{seen.address} · weft",
@@ -73,13 +220,13 @@ def _tiles(seen: Summary) -> list[Content]:
     return [{"name": name, "value": value, "late": bad} for name, value, bad in tiles]
 
 
-def _experts(seen: Summary) -> Content:
+def _experts_table(seen: Summary) -> Content:
     columns = ["expert", "steps", "durable step", "forward batches", "backward batches", "waiting", "oldest", "refused"]
-    rows = [_expert(one) for one in seen.experts]
+    rows = [_expert_row(one) for one in seen.experts]
     return _table("experts", "Experts", [*columns, "failed", "tasks per batch"], rows, "No expert is served.")
 
 
-def _expert(one: ExpertLine) -> list[Cell]:
+def _expert_row(one: ExpertLine) -> list[Cell]:
     durable = "–" if one.durable is None else _count(one.durable)
     numbers = [_count(one.steps), durable, _count(one.forward), _count(one.backward), _count(one.waiting)]
     return [
@@ -109,7 +256,7 @@ def _range(size: int) -> str:
     return "1 task" if size == 1 else f"{size} tasks" if low >= size else f"{low} to {size} tasks"
 
 
-def _replicas(replicas: Mapping[str, Mapping[str, Any]]) -> Content | None:
+def _replicas_table(replicas: Mapping[str, Mapping[str, Any]]) -> Content | None:
     columns = ["expert", "role here", "owner", "token", "steps behind", "steps its followers lack", "failure"]
     rows: list[list[Cell]] = [
         [
@@ -126,12 +273,12 @@ def _replicas(replicas: Mapping[str, Mapping[str, Any]]) -> Content | None:
     return _table("replicas", "Replicas", columns, rows, "") if rows else None
 
 
-def _refusals(seen: Summary) -> Content:
+def _refusals_table(seen: Summary) -> Content:
     rows: list[list[Cell]] = [[reason, where, _count(count)] for where, reason, count in seen.refusals]
     return _table("refusals", "Refusals", ["reason", "of what", "count"], rows, "Nothing was refused.")
 
 
-def _not_allowed(audit: Sequence[dict[str, Any]]) -> Content | None:
+def _audit_table(audit: Sequence[dict[str, Any]]) -> Content | None:
     rows: list[list[Cell]] = [
         [
             time.strftime("%H:%M:%S", time.gmtime(each["time"])) + " UTC",
@@ -144,7 +291,7 @@ def _not_allowed(audit: Sequence[dict[str, Any]]) -> Content | None:
     return _table("audit", "Last not allowed", ["when", "client", "call", "expert"], rows, "") if rows else None
 
 
-def _devices(runtimes: Mapping[str, Mapping[str, Any]]) -> Content:
+def _devices_table(runtimes: Mapping[str, Mapping[str, Any]]) -> Content:
     rows: list[list[Cell]] = [
         [
             name,
@@ -158,7 +305,7 @@ def _devices(runtimes: Mapping[str, Mapping[str, Any]]) -> Content:
     return _table("devices", "Devices", ["device", "thread", "works on", "busy", "batches"], rows, "None is used.")
 
 
-def _servers(seen: Summary) -> Content | None:
+def _servers_table(seen: Summary) -> Content | None:
     if seen.away is None:
         return None
     rows: list[list[Cell]] = [
@@ -168,7 +315,7 @@ def _servers(seen: Summary) -> Content | None:
     return _table("servers", "Servers in the directory", columns, rows, "The directory lists none.")
 
 
-def _connections(status: Status) -> Content:
+def _connections_table(status: Status) -> Content:
     answered = ", ".join(f"{_count(count)} {kind.lower()}" for kind, count in sorted(status["answered"].items()))
     errors = ", ".join(f"{_count(count)} {reason}" for reason, count in sorted(status["errors"].items()))
     rows: list[list[Cell]] = [

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.experts.panel.panel_cases import layer, train
-from weft.experts.panel import http
-from weft.experts.panel.content import content
+from tests.experts.status_page.panel_cases import layer, train
 from weft.experts.server import Server
+from weft.experts.status_page import http
+from weft.experts.status_page.summary import content
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [

@@ -7,9 +7,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.experts.panel.panel_cases import NASTY, layer, status, train
-from weft.experts.panel.metrics import exposition
+from tests.experts.status_page.panel_cases import NASTY, layer, status, train
 from weft.experts.server import Server
+from weft.experts.status_page.metrics import exposition
 
 LABELS = {"expert", "direction", "reason", "kind", "device", "what", "le"}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.experts.client.test_transport import gated
-from tests.experts.panel.panel_cases import NASTY, PATIENCE, address, get, layer, train
+from tests.experts.status_page.panel_cases import NASTY, PATIENCE, address, get, layer, train
 from tests.experts.waiting import until
 from weft.cli import main
 from weft.core.errors import UsageError
@@ -22,9 +22,9 @@ from weft.experts.address import split
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import status
 from weft.experts.discovery import LocalDirectory
-from weft.experts.panel import http
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.config import build, parse_expert
+from weft.experts.status_page import http
 from weft.experts.wire import Call, Header, Kind
 
 pytestmark = pytest.mark.timeout(40)

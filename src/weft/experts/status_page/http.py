@@ -34,12 +34,12 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError
+from weft.core.validation import Validator
 from weft.experts.address import split
 from weft.experts.checks import token_fault
-from weft.experts.panel.content import content
-from weft.experts.panel.metrics import exposition
-from weft.experts.panel.summary import Status
+from weft.experts.status_page.metrics import exposition
+from weft.experts.status_page.summary import Status, content
 
 STATUS_SECONDS = 0.2
 """Age up to which a status is answered again: polling often costs the experts little."""
@@ -92,20 +92,22 @@ class PanelOptions:
 
     def __post_init__(self) -> None:
         host, _ = split(self.address)
-        faults = token_fault(self.token)
         hosts: Any = self.allowed_hosts
-        if isinstance(hosts, str) or not all(isinstance(name, str) and name for name in hosts):
-            faults.append(f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
-        if self.token is not None and not faults and len(self.token) < _MIN_TOKEN:
-            faults.append(f"token has {len(self.token)} characters, wanted at least {_MIN_TOKEN}")
-        if not _is_loopback(host):
-            beyond = f"address {self.address!r} is reached by other machines:"
-            if not self.allowed_hosts:
-                faults.append(f"{beyond} name in allowed_hosts how the panel is called there")
-            if self.token is None:
-                faults.append(f"{beyond} give a token that readers have to show, or listen at 127.0.0.1")
-        if faults:
-            raise UsageError(listed("invalid panel options:", faults))
+        with Validator("invalid panel options") as check:
+            fault = token_fault(self.token)
+            check.add(*fault)
+            if self.token is not None and not fault:
+                check.that(
+                    len(self.token) >= _MIN_TOKEN,
+                    f"token has {len(self.token)} characters, wanted at least {_MIN_TOKEN}",
+                )
+            named = not isinstance(hosts, str) and all(isinstance(name, str) and name for name in hosts)
+            check.that(named, f"allowed_hosts is {hosts!r}, wanted a list of names such as 'gpu7.example'")
+            if not _is_loopback(host):
+                beyond = f"address {self.address!r} is reached by other machines:"
+                check.that(bool(hosts), f"{beyond} name in allowed_hosts how the panel is called there")
+                wanted = f"{beyond} give a token that readers have to show, or listen at 127.0.0.1"
+                check.that(self.token is not None, wanted)
 
 
 class Panel:
@@ -308,7 +310,7 @@ class _Connection(H11Protocol):
         self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
 
-_SILENT = logging.getLogger("weft.experts.panel.requests")
+_SILENT = logging.getLogger("weft.experts.status_page.requests")
 _SILENT.setLevel(logging.CRITICAL)
 
 

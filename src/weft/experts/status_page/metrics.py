@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from weft.experts.panel.summary import Status, direction, summary
+from weft.experts.status_page.summary import Status, direction, summary
 
 _POOL_COUNTERS = {
     "submitted": "Tasks that were queued",
@@ -63,12 +63,12 @@ _SERVER_LABELLED = {
 def exposition(status: Status, accept: str) -> tuple[bytes, str]:
     """The metrics, and their content type: OpenMetrics where the scraper's ``Accept`` field says so, else text."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Told(status))
+    registry.register(_StatusCollector(status))
     encode, kind = choose_encoder(accept)
     return encode(registry), kind
 
 
-class _Told(Collector):
+class _StatusCollector(Collector):
     """One status as families."""
 
     def __init__(self, status: Status) -> None:
