@@ -10,8 +10,8 @@ import torch
 
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
+from weft.core.validation import LONGEST
 from weft.experts import GraphBudget, Guards, IdempotencyOptions, SumsOptions
-from weft.experts.checks import LONGEST
 from weft.experts.client import RemoteExpert
 from weft.experts.client.retry import Retry
 from weft.experts.client.stream import PendingCalls

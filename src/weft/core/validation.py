@@ -152,6 +152,19 @@ def kind_fault(name: str, value: Any, kind: type, wanted: str, *, none: bool = F
     return [f"{name} is {seen}, wanted {wanted}{', or None' * none}"]
 
 
-def switch_fault(name: str, value: Any) -> list[str]:
-    """What is wrong with what should be True or False, in words."""
-    return [] if isinstance(value, bool) else [f"{name} is {value!r}, wanted True or False"]
+def uid_fault(uid: Any) -> list[str]:
+    """What is wrong with the name of an expert."""
+    return [] if isinstance(uid, str) and uid else [f"uid is {uid!r}, wanted the name that its server knows it by"]
+
+
+def token_fault(value: Any) -> list[str]:
+    """What is wrong with a token, in words that do not show it."""
+    if value is None:
+        return []
+    if not isinstance(value, str):
+        return [f"token is of type {type(value).__name__}, wanted a text"]
+    if not value or value != value.strip():
+        return ["token is empty, or has white space around it, such as the line break of its file: strip() it"]
+    if not (value.isascii() and value.isprintable()):
+        return ["token holds characters that no header can carry, wanted printable ASCII"]
+    return []

@@ -27,8 +27,8 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, listed
+from weft.core.validation import kind_fault, token_fault
 from weft.experts.address import address_fault, is_loopback, split
-from weft.experts.checks import kind_fault, token_fault
 
 _LOG = logging.getLogger("weft.experts.tls")
 _grpc = cast("Any", grpc)

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
-from weft.core.validation import Validator
+from weft.core.validation import Validator, token_fault
 from weft.experts.address import address_fault, split
-from weft.experts.checks import token_fault
 from weft.experts.client import ClientTls, Connections, GrpcTransport, LocalTransport, RemoteExpert, Retry
 from weft.experts.client.group import create_remote_experts
 from weft.experts.client.remote import check_remote_expert

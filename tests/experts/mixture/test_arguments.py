@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.apart import python
-from weft.core.validation import Validator
-from weft.experts.checks import kind_fault
+from weft.core.validation import Validator, kind_fault
 from weft.experts.mixture.grid import check_grid
 from weft.experts.mixture.mixture_options import check_options
 from weft.experts.mixture.switch import check_switch

@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 from weft.core.errors import UsageError, escaped, listed
-from weft.core.validation import LONGEST, Validator
+from weft.core.validation import LONGEST, Validator, uid_fault
 from weft.experts.address import address_fault
-from weft.experts.checks import uid_fault
 from weft.experts.client.transport import GrpcTransport, Transport, TransportStatistics
 from weft.experts.discovery import Directory, DirectoryCache, LocalDirectory, Snapshot
 from weft.experts.errors import NotOwnerError, UnreachableError

@@ -5,8 +5,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import nn
 
-from weft.core.validation import Validator
-from weft.experts.checks import uid_fault
+from weft.core.validation import Validator, uid_fault
 from weft.experts.client.connections import Connections, fixed_faults
 from weft.experts.client.remote import RemoteExpert, check_options
 from weft.experts.discovery import Directory

@@ -17,9 +17,8 @@ from torch import Tensor
 from weft.core.autograd import apply, graph_break
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import UsageError
-from weft.core.validation import Validator
+from weft.core.validation import Validator, uid_fault
 from weft.experts.address import address_fault
-from weft.experts.checks import uid_fault
 from weft.experts.client.autograd import RecomputeCache, RemoteFunction, RemoteLayer, forbid_tangents
 from weft.experts.client.connections import Connections, DirectoryResolver, FixedResolver
 from weft.experts.client.retry import Retry, RetryingCaller

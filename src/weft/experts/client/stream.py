@@ -30,7 +30,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, WeftError
-from weft.experts.checks import LONGEST, seconds_fault
+from weft.core.validation import LONGEST, seconds_fault
 from weft.experts.errors import (
     DeadlineError,
     ForbiddenError,

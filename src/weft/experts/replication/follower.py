@@ -20,8 +20,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import WeftError
-from weft.core.validation import Validator
-from weft.experts.checks import token_fault
+from weft.core.validation import Validator, token_fault
 from weft.experts.client.transport import open_channel, unreachable
 from weft.experts.errors import DamagedError
 from weft.experts.fork_guard import GrpcThreads

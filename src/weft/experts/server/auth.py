@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from weft.core.errors import UsageError, escaped, listed
-from weft.experts.checks import token_fault
+from weft.core.validation import token_fault
 from weft.experts.errors import ForbiddenError
 from weft.experts.task import CallerStream
 from weft.experts.wire.service import AUTHORIZATION, BEARER, TRACEPARENT

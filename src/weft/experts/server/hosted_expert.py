@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from weft.core.errors import UsageError, escaped, listed
+from weft.core.validation import LONGEST
 from weft.experts.checkpoint import CheckpointStore, FolderLock
-from weft.experts.checks import LONGEST
 from weft.experts.discovery import Lease
 from weft.experts.errors import ExpertError
 from weft.experts.expert import ExpertBackend

@@ -35,9 +35,8 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.core.errors import UsageError
-from weft.core.validation import Validator
+from weft.core.validation import Validator, token_fault
 from weft.experts.address import split
-from weft.experts.checks import token_fault
 from weft.experts.status_page.metrics import exposition
 from weft.experts.status_page.summary import Status, content
 

@@ -10,7 +10,7 @@ The limits of a server are its own; a client that keeps to the server's limits i
 from dataclasses import dataclass, fields
 
 from weft.core.errors import UsageError, listed
-from weft.experts.checks import count_fault
+from weft.core.validation import count_fault
 
 MOST_AXES = 64
 """What torch itself can count."""
