@@ -8,6 +8,8 @@
 All of it is loaded when it is first touched. What reaches other machines needs the extra ``experts``; without it,
 touching such a name is a ModuleNotFoundError that says what to install. What is not here but public lives in the
 packages `weft.pipeline`, `weft.recurrent`, `weft.experts`, `weft.report` and `weft.compat`.
+
+Examples in docstrings begin with ``import torch, weft`` and ``from torch import nn``.
 """
 
 from typing import TYPE_CHECKING
