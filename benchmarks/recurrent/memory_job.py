@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from benchmarks.recurrent.cells import LSTMCell, by_torch, by_weft, with_weights_of
 from benchmarks.recurrent.work import Forward
 from weft.recurrent import Recurrent
-from weft.recurrent import buffers as workspace
-from weft.recurrent.memory import Memory, keeping, size_of
+from weft.recurrent.cpp import backend as workspace
+from weft.recurrent.memory import Memory, choose_policy, size_of
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 TINY = 4
@@ -80,7 +80,7 @@ def _foretold(net: Recurrent, steps: int, state: Sequence[Tensor]) -> tuple[int,
     plans: Any = net._plans
     (choice,) = plans._known.values()
     size = size_of(choice.engine, steps, state)
-    way = keeping(net.memory, size)
+    way = choose_policy(net.memory, size)
     return size.peak(way), f"{way}"
 
 

@@ -60,3 +60,14 @@ def test_the_error_is_of_the_class_that_was_asked_for_and_others_pass_through() 
     with pytest.raises(ZeroDivisionError), Validator("invalid") as check:
         check.add("a fault")
         raise ZeroDivisionError
+
+
+def test_a_value_that_does_not_match_its_spec_makes_it_a_spec_error() -> None:
+    with pytest.raises(SpecError) as caught, Validator("invalid call") as check:
+        check.add("lengths were given twice")
+        check.mismatch()
+        check.mismatch("x has shape (2,), wanted (3,)")
+    assert unlisted(str(caught.value)) == ["lengths were given twice", "x has shape (2,), wanted (3,)"]
+    with pytest.raises(UsageError), Validator("invalid call") as check:
+        check.mismatch()
+        check.add("lengths were given twice")

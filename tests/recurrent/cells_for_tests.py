@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from weft.recurrent.backends import Backend
 from weft.recurrent.capture import capture
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.decompositions import decomposition_table
-from weft.recurrent.engine import Engine
-from weft.recurrent.python_backend import PythonEngine
+from weft.recurrent.python_backend import PythonBackend
 
 
 class Case(NamedTuple):
@@ -95,12 +95,17 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-every_case = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+SAMPLE = ("LSTM", "normed LSTM", "in place")
+every_case = pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, id=name, marks=[] if name in SAMPLE else [pytest.mark.long]) for name, make in CASES.items()],
+)
+"""Those of `SAMPLE`; the others are `long`."""
 
 
-def engine_of(backend: str, case: Case) -> Engine:
+def engine_of(backend: str, case: Case) -> Backend:
     """The plan of a case, made runnable."""
     captured = capture(
         case.cell, case.x, case.state, case.parameters, composed=decomposition_table() if backend == "c" else None
     )
-    return CppBackend(captured) if backend == "c" else PythonEngine(captured)
+    return CppBackend(captured) if backend == "c" else PythonBackend(captured)

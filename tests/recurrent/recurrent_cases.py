@@ -1,5 +1,7 @@
 """Cells that the tests of the recurrent part share, and the loop that they are compared with."""
 
+from collections.abc import Callable, Iterable, Mapping
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -14,6 +16,65 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="there is no C++ 
 by_plan = pytest.mark.parametrize("backend", ["python", pytest.param("c", marks=needs_compiler)])
 by_any = pytest.mark.parametrize("backend", ["eager", "python", pytest.param("c", marks=needs_compiler)])
 
+
+def grid(**axes: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
+    """A parametrization by a grid, of which a covering array is run; the other points are `long`.
+
+    Of two axes every value occurs, of three every pair of values of two axes. The axis ``backend`` may hold "c".
+    """
+    choices = [
+        list(axis.items())
+        if isinstance(axis, Mapping)
+        else [(getattr(each, "__name__", str(each)), each) for each in axis]
+        for axis in axes.values()
+    ]
+    points = list(product(*(range(len(each)) for each in choices)))
+    strength = max(len(axes) - 1, 1)
+
+    def covers(point: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(combinations(enumerate(point), strength))
+
+    open_ = set().union(*map(covers, points))
+    chosen: set[tuple[int, ...]] = set()
+    while open_:
+        best = max(points, key=lambda point: len(covers(point) & open_))
+        chosen.add(best)
+        open_ -= covers(best)
+    rows = []
+    for point in points:
+        named = [axis[i] for axis, i in zip(choices, point, strict=True)]
+        values = [value for _, value in named]
+        marks = [] if point in chosen else [pytest.mark.long]
+        marks += [needs_compiler] if ("backend", "c") in zip(axes, values, strict=True) else []
+        rows.append(pytest.param(*values, marks=marks, id="-".join(name for name, _ in named)))
+    return pytest.mark.parametrize(tuple(axes), rows)
+
+
+def at_once(
+    names: str | tuple[str, ...], values: Iterable[Any], ids: Iterable[object] = ()
+) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """As ``pytest.mark.parametrize``, but all points, which are cheap, are one test; a note names what failed."""
+    several = not isinstance(names, str)
+
+    def decorated(test: Callable[..., None]) -> Callable[[], None]:
+        points = list(values)
+        labels = list(ids) if ids and not callable(ids) else points
+
+        def every() -> None:
+            for label, point in zip(labels, points, strict=True):
+                try:
+                    test(*point) if several else test(point)
+                except Exception as error:
+                    error.add_note(f"at {label}")
+                    raise
+
+        every.__name__, every.__qualname__, every.__module__ = test.__name__, test.__qualname__, test.__module__
+        return every
+
+    return decorated
+
+
+BACKENDS = ("python", "c")
 WIDTH, HIDDEN = 3, 4
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import by_plan, close, eagerly, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import BACKENDS, by_plan, close, eagerly, grid, needs_compiler, planned, run_by
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
-from weft.recurrent.backends import KINDS, NoPlanWarning, Plans
 from weft.recurrent.cpp.backend import CppBackend
-from weft.recurrent.planned import PlannedCall
+from weft.recurrent.plan_cache import MAX_PLANS, NoPlanWarning, PlanCache, PlannedCall
 from weft.recurrent.recurrent import _check
 from weft.recurrent.verify import PlanError
 
@@ -91,8 +90,8 @@ def test_one_plan_serves_all_lengths_and_another_kind_is_another_plan(backend: s
 
 
 def test_only_so_many_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.recurrent.backends.KINDS", 2)
-    assert KINDS > 2
+    monkeypatch.setattr("weft.recurrent.plan_cache.MAX_PLANS", 2)
+    assert MAX_PLANS > 2
     net = planned(nn.RNNCell(3, 4), "python", verify="never")
     for rows in (1, 2, 1, 3):
         net(torch.randn(2, rows, 3))
@@ -115,12 +114,12 @@ def test_the_optimizer_is_seen_and_a_copy_has_plans_of_its_own(backend: str) -> 
 def test_new_shapes_of_one_cell_are_no_waste_and_a_cell_that_is_new_every_time_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("weft.recurrent.backends.IN_VAIN", 2)
+    monkeypatch.setattr("weft.recurrent.plan_cache.MAX_UNUSED_PLANS", 2)
     net = planned(nn.RNNCell(3, 4), "python", verify="never")
     for rows in range(1, 6):
         net(torch.randn(2, rows, 3))
     assert run_by(net) == {"python"}
-    plans = Plans("python", "full", "never")
+    plans = PlanCache("python", "full", "never")
     nets = [Recurrent(lambda x, h, k=k: (x + h * k, h)) for k in range(4)]
     for net in nets[:2]:
         net.run_plainly(ONE, ZERO, plans=plans)
@@ -168,8 +167,7 @@ FORMS: dict[str, Callable[[Tensor], tuple[Tensor, Any]]] = {
 }
 
 
-@by_plan
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@grid(form=FORMS, backend=BACKENDS)
 def test_inputs_and_states_may_lie_in_memory_as_they_like(form: Any, backend: str) -> None:
     cell = nn.GRUCell(3, 4).double()
     x, state = form(ONE.double())
@@ -183,8 +181,7 @@ def test_inputs_and_states_may_lie_in_memory_as_they_like(form: Any, backend: st
     assert run_by(net) == {backend}
 
 
-@by_plan
-@pytest.mark.parametrize("rows", [1, 2])
+@grid(rows=[1, 2], backend=BACKENDS)
 def test_batch_first_chunks_and_steps_agree_with_the_whole(rows: int, backend: str) -> None:
     cell = nn.LSTMCell(3, 4).double()
     net = planned(cell, backend, batch_first=True, verify="never")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.recurrent.cells_for_tests import CASES, Case, every_case
-from tests.recurrent.recurrent_cases import close
+from tests.recurrent.recurrent_cases import at_once, close
 from weft.core.pytree import flatten
 from weft.recurrent.capture import CaptureError, capture
 
@@ -34,9 +34,9 @@ def test_the_graph_computes_the_step_and_all_its_gradients(make: Callable[[], Ca
         torch.utils._pytree.tree_unflatten(states, flatten(case.state)[1]),
         case.parameters,
     )
-    ends = captured.roles.new_states + captured.roles.outputs
+    ends = captured.signature.new_states + captured.signature.outputs
     seeds = [torch.randn(node.meta["val"].shape, dtype=torch.float64) for node in ends if node is not None]
-    count = len(captured.roles.new_states)
+    count = len(captured.signature.new_states)
     found = captured.module([fresh.x], states, seeds[:count], seeds[count:])
     for wanted, seen in zip(eager(fresh, seeds), found, strict=True):
         torch.testing.assert_close(seen, wanted, rtol=0, atol=1e-12)
@@ -94,9 +94,9 @@ def test_a_function_captures_what_it_closes_over() -> None:
 
     x = torch.randn(2, 4, dtype=torch.float64)
     captured = capture(cell, x, torch.zeros_like(x), [weight])
-    tensors = [getattr(captured.module, str(node.target)) for node in captured.roles.references]
+    tensors = [getattr(captured.module, str(node.target)) for node in captured.signature.references]
     assert any(each is weight for each in tensors) and any(each is scale for each in tensors)
-    assert captured.roles.parameter_gradients[0] is not None
+    assert captured.signature.parameter_gradients[0] is not None
 
 
 COUNTER = torch.zeros(3)
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("cell", "words"), REFUSED.values(), ids=REFUSED)
+@at_once(("cell", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_captured_is_refused_with_the_reason(cell: Any, words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         capture(cell, torch.randn(2, 3), torch.randn(2, 3))

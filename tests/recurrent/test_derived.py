@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.recurrent.cells_for_tests import CASES, Case, engine_of, every_case
-from tests.recurrent.recurrent_cases import by_plan
+from tests.recurrent.cells_for_tests import CASES, Case, engine_of
+from tests.recurrent.recurrent_cases import BACKENDS, by_plan, grid
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
 from weft.core.pytree import flatten, unflatten
 from weft.recurrent.autograd import run_derived
@@ -30,8 +30,7 @@ def eager(case: Case, xs: list[Tensor], states: list[Tensor]) -> tuple[Tensor, T
     return total, sum(leaf.cos().sum() for leaf in flatten(state)[0])
 
 
-@by_plan
-@every_case
+@grid(make=CASES, backend=BACKENDS)
 def test_gradients_come_through_outputs_states_and_the_last_state(make: Callable[[], Case], backend: str) -> None:
     case = make()
     engine, (xs, states) = engine_of(backend, case), sequence(case)
@@ -61,8 +60,7 @@ def test_hooks_of_parameters_fire_once_for_the_whole_sequence(backend: str) -> N
     assert sorted(fired) == list(range(len(case.parameters)))
 
 
-@by_plan
-@pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
+@grid(memory=["full", "states", "sqrt"], backend=BACKENDS)
 def test_a_retained_graph_gives_the_same_bits_again_and_a_freed_one_is_refused(backend: str, memory: str) -> None:
     case = CASES["GRU"]()
     engine, (xs, states) = engine_of(backend, case), sequence(case)
@@ -75,8 +73,7 @@ def test_a_retained_graph_gives_the_same_bits_again_and_a_freed_one_is_refused(b
         torch.autograd.grad(loss, tensors)
 
 
-@by_plan
-@pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
+@grid(memory=["full", "states", "sqrt"], backend=BACKENDS)
 def test_a_loss_that_is_kept_holds_nothing_of_the_call_once_backward_is_done(backend: str, memory: Memory) -> None:
     case = CASES["LSTM"]()
     engine, (xs, states) = engine_of(backend, case), sequence(case)
@@ -110,8 +107,7 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(backend: str) -> None:
     assert not any(each.requires_grad for each in (*seen.outputs, *seen.states, *seen.last))
 
 
-@by_plan
-@pytest.mark.parametrize("what", ["input 0", "output 0", "state 0", "parameter 0"])
+@grid(what=["input 0", "output 0", "state 0", "parameter 0"], backend=BACKENDS)
 def test_what_backward_reads_again_must_not_be_written_to(what: str, backend: str) -> None:
     case = CASES["RNN"]()
     engine, (xs, states) = engine_of(backend, case), sequence(case)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.recurrent.recurrent_cases import grid
 from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceError
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent
@@ -62,9 +63,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("call", [{}, {"lengths": [4, 2]}], ids=["whole", "lengths"])
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
-@pytest.mark.parametrize("make", CELLS.values(), ids=CELLS)
+@grid(make=CELLS, memory=MEMORY, call={"whole": {}, "lengths": {"lengths": [4, 2]}})
 def test_it_equals_that_of_plain_autograd(make: Callable[[], nn.Module], memory: Any, call: dict[str, Any]) -> None:
     net, x, _ = made(make, memory=memory)
     loop, _, _ = made(make, backend="eager", memory=memory)
@@ -87,8 +86,7 @@ class _Without(nn.Module):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
-@pytest.mark.parametrize("make", CELLS.values(), ids=CELLS)
+@grid(make=CELLS, memory=MEMORY)
 def test_it_equals_a_difference_quotient(make: Callable[[], nn.Module], memory: Any) -> None:
     net, x, parameters = made(make, memory=memory)
 
@@ -139,9 +137,7 @@ def test_third_gradients_are_there_as_well() -> None:
     close(values[1:], values[:1])
 
 
-@pytest.mark.parametrize("further", [False, True], ids=["once", "create_graph"])
-@pytest.mark.parametrize("memory", ["full", "sqrt"])
-@pytest.mark.parametrize("backend", ["python", "auto"])
+@grid(backend=["python", "auto"], memory=["full", "sqrt"], further=[False, True])
 def test_a_batch_of_gradients_equals_one_after_the_other(backend: Any, memory: Any, further: bool) -> None:
     net, x, parameters = made(CELLS["dropout"], memory=memory, backend=backend)
     result = net(x * 1, lengths=[4, 2])

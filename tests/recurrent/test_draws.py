@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import by_plan, eagerly, planned, run_by
-from weft.recurrent.backends import NoPlanWarning
+from tests.recurrent.recurrent_cases import BACKENDS, by_plan, eagerly, grid, planned, run_by
 from weft.recurrent.capture import capture
+from weft.recurrent.plan_cache import NoPlanWarning
 from weft.recurrent.random import drawn
 
 
@@ -50,8 +50,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@by_plan
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@grid(draw=DRAWS, backend=BACKENDS)
 def test_the_same_seed_gives_the_numbers_of_the_eager_loop_and_leaves_the_generator_as_it_does(
     draw: Callable[[Tensor], Tensor], backend: str
 ) -> None:
@@ -124,8 +123,7 @@ def test_a_new_dropout_rate_or_evaluation_makes_another_plan(backend: str) -> No
     assert len(net.why()) == 3 and run_by(net) == {backend}
 
 
-@by_plan
-@pytest.mark.parametrize("rows", [1, 2])
+@grid(rows=[1, 2], backend=BACKENDS)
 def test_inputs_and_states_that_lie_otherwise_in_memory_draw_what_the_eager_loop_draws(rows: int, backend: str) -> None:
     """Numbers come in the order of memory, so a plan for tensors row by row draws others for transposed ones."""
     weight = torch.randn(4, 4).double()

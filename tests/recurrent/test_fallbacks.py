@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.recurrent.recurrent_cases import by_plan, close, eagerly, equal, run_by
+from tests.recurrent.recurrent_cases import at_once, by_plan, close, eagerly, equal, run_by
 from weft.core.errors import SpecError
 from weft.recurrent import Recurrent
-from weft.recurrent.backends import NoPlanWarning
+from weft.recurrent.plan_cache import NoPlanWarning
 
 ONE, ZERO = torch.randn(4, 2, 3), torch.zeros(2, 3)
 
@@ -144,7 +144,7 @@ SILENT: dict[str, Callable[[Recurrent, Recurrent], None]] = {
 }
 
 
-@pytest.mark.parametrize("run", SILENT.values(), ids=SILENT)
+@at_once("run", SILENT.values(), ids=SILENT)
 def test_a_call_that_no_plan_can_run_is_run_by_the_eager_loop_without_a_word(run: Any) -> None:
     net = Recurrent(add)
     run(net, eagerly(add))

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tests.recurrent.recurrent_cases import by_plan, eagerly, equal, planned, run_by
+from tests.recurrent.recurrent_cases import at_once, by_plan, eagerly, equal, planned, run_by
 from weft.recurrent import NoPlanWarning
 from weft.recurrent.capture import CaptureError
-from weft.recurrent.guards import Guards, no_foreign_draws
+from weft.recurrent.guards import CellGuards, no_foreign_draws
 
 RATE = 2.0
 
@@ -88,14 +88,14 @@ CHANGES: dict[str, Callable[[Reader], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@at_once("change", CHANGES.values(), ids=CHANGES)
 def test_whatever_changes_in_a_module_is_another_key(change: Callable[[Reader], Any]) -> None:
     cell = Reader()
-    before, again = Guards(cell).key, Guards(cell).key
+    before, again = CellGuards(cell).key, CellGuards(cell).key
     assert before == again and hash(tuple(before)) == hash(tuple(again))
-    assert Guards(cell).refusal is None
+    assert CellGuards(cell).refusal is None
     change(cell)
-    assert Guards(cell).key != before
+    assert CellGuards(cell).key != before
 
 
 def test_a_network_follows_every_change_of_its_cell() -> None:
@@ -111,12 +111,12 @@ def test_a_network_follows_every_change_of_its_cell() -> None:
 
 def test_values_of_tensors_are_no_part_of_the_key() -> None:
     cell = Reader()
-    before = Guards(cell).key
+    before = CellGuards(cell).key
     with torch.no_grad():
         for each in (*cell.parameters(), cell.loose):
             each.mul_(2)
-    assert Guards(cell).key == before
-    assert {id(each) for each in Guards(cell).tensors} >= {id(cell.loose), id(cell.kept), id(cell.linear.weight)}
+    assert CellGuards(cell).key == before
+    assert {id(each) for each in CellGuards(cell).tensors} >= {id(cell.loose), id(cell.kept), id(cell.linear.weight)}
 
 
 def closure(weight: Tensor, rate: list[float], inner: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -130,16 +130,16 @@ def closure(weight: Tensor, rate: list[float], inner: Callable[[Tensor], Tensor]
 def test_what_a_function_closes_over_is_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, rate = torch.randn(3, 3, requires_grad=True), [1.0]
     cell = closure(weight, rate, twice)
-    found = Guards(cell)
+    found = CellGuards(cell)
     assert found.parameters == [weight] and found.refusal is None
     keys = [found.key]
     rate[0] = 2.0
-    keys.append(Guards(cell).key)
+    keys.append(CellGuards(cell).key)
     monkeypatch.setitem(globals(), "RATE", 3.0)  # what a function names, that this one calls
-    keys.append(Guards(cell).key)
+    keys.append(CellGuards(cell).key)
     cell.__defaults__ = (2.0,)
-    keys.append(Guards(cell).key)
-    keys.append(Guards(closure(weight, rate, torch.tanh)).key)
+    keys.append(CellGuards(cell).key)
+    keys.append(CellGuards(closure(weight, rate, torch.tanh)).key)
     assert len({str(key) for key in keys}) == 5
 
 
@@ -152,9 +152,9 @@ def test_methods_are_known_by_their_object() -> None:
             return x * self.scale, h
 
     holder = Holder()
-    before = Guards(holder.cell).key
+    before = CellGuards(holder.cell).key
     holder.scale = 2.0
-    assert Guards(holder.cell).key != before and Guards(holder.cell).refusal is None
+    assert CellGuards(holder.cell).key != before and CellGuards(holder.cell).refusal is None
 
 
 UNKNOWN: dict[str, tuple[Callable[[Reader], Any], str]] = {
@@ -167,12 +167,12 @@ UNKNOWN: dict[str, tuple[Callable[[Reader], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("change", "words"), UNKNOWN.values(), ids=UNKNOWN)
+@at_once(("change", "words"), UNKNOWN.values(), ids=UNKNOWN)
 def test_what_cannot_be_known_is_named_and_is_another_key(change: Callable[[Reader], Any], words: str) -> None:
     cell = Reader()
-    before = Guards(cell).key
+    before = CellGuards(cell).key
     change(cell)
-    found = Guards(cell)
+    found = CellGuards(cell)
     assert found.refusal is not None and words in found.refusal
     assert found.key != before
 
@@ -182,7 +182,7 @@ def test_what_holds_itself_is_looked_at_once() -> None:
     cell.listed.append(cell.listed)  # type: ignore[arg-type]
     cell.table["self"] = cell  # type: ignore[assignment]
     cell.settings.more = cell.settings  # type: ignore[assignment]
-    assert Guards(cell).refusal is None
+    assert CellGuards(cell).refusal is None
 
 
 class Holding(nn.Module):
@@ -194,7 +194,7 @@ class Holding(nn.Module):
 
 def test_a_trial_run_leaves_buffers_as_they_were() -> None:
     kept, other = torch.ones(3), torch.ones(3)
-    with pytest.raises(ZeroDivisionError), Guards(Holding(kept, other)).undone():
+    with pytest.raises(ZeroDivisionError), CellGuards(Holding(kept, other)).undone():
         kept.add_(1)
         raise ZeroDivisionError
     assert kept.tolist() == [1, 1, 1] and other._version == 0
@@ -256,7 +256,7 @@ def test_a_refused_cell_was_run_for_trial_without_a_trace(backend: str) -> None:
 def test_a_trial_run_leaves_attributes_as_they_were(change: str) -> None:
     cell = Reader()
     before = {name: copy.copy(value) for name, value in vars(cell).items()}
-    with Guards(cell).undone():
+    with CellGuards(cell).undone():
         if change == "new":
             cell.another = 1
         elif change == "gone":
@@ -388,10 +388,10 @@ def test_what_code_says_of_classes_and_objects_may_change(
 @pytest.mark.parametrize("name", ["inner", "scaled", "mean"])
 def test_a_global_that_is_named_as_an_attribute_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell(lambda cell, z: cell.inner.scaled(z) - z.mean(), inner=Inner())
-    net, before = planned(cell, "python"), Guards(cell).key
+    net, before = planned(cell, "python"), CellGuards(cell).key
     monkeypatch.setattr(HERE, name, net, raising=False)  # as after `inner = Recurrent(cell)`
     net(torch.randn(3, 2, 3), torch.zeros(2, 3))
-    assert run_by(net) == {"python"} and Guards(cell).key == before
+    assert run_by(net) == {"python"} and CellGuards(cell).key == before
 
 
 HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
@@ -403,22 +403,22 @@ HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "words"), HIDDEN.values(), ids=HIDDEN)
+@at_once(("make", "words"), HIDDEN.values(), ids=HIDDEN)
 def test_what_hides_its_state_is_given_up(make: Callable[[], Any], words: str) -> None:
-    assert words in str(Guards(Cell(of_class, thing=make())).refusal)
+    assert words in str(CellGuards(Cell(of_class, thing=make())).refusal)
 
 
-@pytest.mark.parametrize("thing", [Activation(), [1.0].index, {"a": 1.0}.get, torch.tanh, max, cached, Shared])
+@at_once("thing", [Activation(), [1.0].index, {"a": 1.0}.get, torch.tanh, max, cached, Shared])
 def test_what_shows_its_state_is_known(thing: Any) -> None:
-    assert Guards(Cell(of_class, thing=thing)).refusal is None
+    assert CellGuards(Cell(of_class, thing=thing)).refusal is None
 
 
 def test_a_method_in_c_is_known_by_what_its_object_holds() -> None:
     table = {"a": 1.0}
     cell = Cell(of_class, look_up=table.get)
-    before = Guards(cell).key
+    before = CellGuards(cell).key
     table["a"] = 2.0
-    assert Guards(cell).key != before
+    assert CellGuards(cell).key != before
 
 
 # -- running a cell without a trace

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent
 from weft.recurrent import inductor_backend as module
-from weft.recurrent.plan import Plan
+from weft.recurrent.python_backend import ScanPlan
 
 T, N, D, H = 5, 2, 3, 4
 
@@ -40,7 +40,7 @@ def state() -> Any:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks in a sequence."""
     torch.manual_seed(0)
-    monkeypatch.setattr(module.PythonEngine, "chunk_steps", lambda self: 2)
+    monkeypatch.setattr("weft.recurrent.python_backend.chunk_length", lambda *_: 2)
 
 
 def results(net: Recurrent, steps: int = T, all_states: bool = True, **call: Any) -> list[Tensor]:
@@ -100,7 +100,7 @@ class Recorder:
 
 def recorded(monkeypatch: pytest.MonkeyPatch, recorder: Recorder, **options: Any) -> tuple[Recurrent, Recurrent]:
     """A network whose chunks are recorded (its steps run by Python, so nothing is compiled), and the eager loop."""
-    monkeypatch.setattr(module, "InductorPlan", Plan)
+    monkeypatch.setattr(module, "InductorPlan", ScanPlan)
     monkeypatch.setattr(module, "cuda_recorder", recorder)
     monkeypatch.setattr(module, "_on_cuda", lambda captured: True)
     net = Recurrent(Mixed(), backend="inductor", **options)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.recurrent.cells.zoo_cases import ZOO, ZooCase
+from tests.recurrent.cells.zoo_cases import SAMPLE, ZOO, ZooCase, sampled
 from tests.recurrent.recurrent_cases import (
+    BACKENDS,
     by_plan,
     close,
     eagerly,
@@ -21,10 +22,27 @@ from tests.recurrent.recurrent_cases import (
     run_by,
 )
 from weft.core.pytree import flatten, map_leaves
-from weft.recurrent import Recurrent, engine
+from weft.recurrent import Recurrent
+from weft.recurrent import backends as engine
 
 STEPS, ROWS = 4, 2
-everyone = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+every_plan = pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        pytest.param(
+            case,
+            backend,
+            marks=[
+                *([needs_compiler] if backend == "c" else []),
+                *([] if backend == "c" or case.name in SAMPLE else [pytest.mark.long]),
+            ],
+            id=f"{case.name}-{backend}",
+        )
+        for backend in BACKENDS
+        for case in ZOO
+    ],
+)
+"""Every cell by compiled loops; by Python's, whose operators are PyTorch's, a few."""
 
 
 def begun(case: ZooCase, cell: Any, x: Tensor) -> Any:
@@ -61,7 +79,7 @@ def results(net: Recurrent, x: Tensor, state: Any, lengths: Any = None) -> tuple
 
 
 @by_plan
-@everyone
+@sampled()
 def test_gradients_are_those_of_finite_differences(case: ZooCase, backend: str) -> None:
     (net, state), x = network(case, backend), case.inputs(3, ROWS)
 
@@ -73,8 +91,7 @@ def test_gradients_are_those_of_finite_differences(case: ZooCase, backend: str) 
     assert run_by(net) == {backend}
 
 
-@by_plan
-@everyone
+@every_plan
 def test_all_results_and_gradients_are_those_of_the_eager_loop(case: ZooCase, backend: str) -> None:
     (net, state), x = network(case, backend), case.inputs(STEPS, ROWS)
     seen, wanted = results(net, x, state), results(eagerly(net.cell), x, state)
@@ -83,14 +100,8 @@ def test_all_results_and_gradients_are_those_of_the_eager_loop(case: ZooCase, ba
     close(seen[1], wanted[1], 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        pytest.param(case, backend, marks=[needs_compiler] if backend == "c" else [], id=f"{case.name}-{backend}")
-        for backend, cases in (("c", ZOO), ("python", ZOO[::4]))
-        for case in cases
-    ],
-)
+@by_plan
+@sampled()
 def test_lengths_give_the_results_and_gradients_of_the_eager_loop(case: ZooCase, backend: str) -> None:
     cell, x = case.cell(), case.inputs(STEPS, ROWS)
     net, state = planned(cell, backend, verify="never"), begun(case, cell, x)
@@ -101,7 +112,7 @@ def test_lengths_give_the_results_and_gradients_of_the_eager_loop(case: ZooCase,
 
 
 @by_plan
-@everyone
+@sampled()
 def test_whatever_is_kept_the_bits_are_the_same(case: ZooCase, backend: str) -> None:
     (net, state), x = network(case, backend), case.inputs(11, ROWS)
     found: dict[Any, tuple[Any, Any]] = {}

@@ -11,62 +11,61 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from tests.recurrent.recurrent_cases import by_plan, needs_compiler, planned
+from tests.recurrent.recurrent_cases import by_plan, grid, needs_compiler, planned
 from weft.core.errors import UsageError
 from weft.core.pytree import flatten
-from weft.recurrent import buffers as workspace
 from weft.recurrent import cells
-from weft.recurrent.buffers import pool
+from weft.recurrent.backends import Chunk
 from weft.recurrent.cell import adapt
-from weft.recurrent.cpp.backend import CppBackend
-from weft.recurrent.engine import Chunk, borders
-from weft.recurrent.memory import Keeping, Size, keeping
+from weft.recurrent.cpp import backend as workspace
+from weft.recurrent.cpp.backend import CppBackend, pool
+from weft.recurrent.memory import MemoryPolicy, SequenceSize, choose_policy, chunk_bounds
 
 TOLD = 0.1  # how far a prediction may be off
 
 
-def size(steps: int = 1000, chunk: int = 10) -> Size:
-    return Size(steps, chunk, 64, 32, 16, 8, 100, chunk * 1000)
+def size(steps: int = 1000, chunk: int = 10) -> SequenceSize:
+    return SequenceSize(steps, chunk, 64, 32, 16, 8, 100, chunk * 1000)
 
 
 def test_a_budget_takes_the_fastest_way_that_fits() -> None:
-    full, states = (size().peak(Keeping(values=each)) for each in (True, False))
-    assert keeping(full, size()) == Keeping(values=True)
-    assert keeping(full - 1, size()) == keeping(states, size()) == Keeping(values=False)
-    assert keeping(states - 1, size()) == keeping("sqrt", size()) != Keeping(values=False)
+    full, states = (size().peak(MemoryPolicy(values=each)) for each in (True, False))
+    assert choose_policy(full, size()) == MemoryPolicy(values=True)
+    assert choose_policy(full - 1, size()) == choose_policy(states, size()) == MemoryPolicy(values=False)
+    assert choose_policy(states - 1, size()) == choose_policy("sqrt", size()) != MemoryPolicy(values=False)
 
 
 @given(steps=st.integers(1, 300), chunk=st.integers(8, 40), budget=st.integers(1, 400_000))
 def test_a_budget_is_kept_or_refused_with_the_least_that_would_do(steps: int, chunk: int, budget: int) -> None:
     looks = size(steps, chunk)
     try:
-        way = keeping(budget, looks)
+        way = choose_policy(budget, looks)
     except UsageError as error:
         least = int(str(error).split("the least is ")[1].split()[0])
         assert least > budget
-        assert looks.peak(keeping(least, looks)) == least
+        assert looks.peak(choose_policy(least, looks)) == least
         with pytest.raises(UsageError):
-            keeping(least - 1, looks)
+            choose_policy(least - 1, looks)
     else:
         assert looks.peak(way) <= budget
 
 
 def test_sqrt_is_the_way_that_takes_least_and_grows_slower_than_its_length() -> None:
-    ways = [Keeping(values=False, segment=each) for each in range(1, 101)]
-    assert keeping("sqrt", size()) == min(ways, key=size().peak)
-    bare = [Size(steps, 10, 64, 64, 0, 0, 0, 10_000) for steps in (200, 20_000)]
-    one, other = (each.peak(keeping("sqrt", each)) for each in bare)
+    ways = [MemoryPolicy(values=False, segment=each) for each in range(1, 101)]
+    assert choose_policy("sqrt", size()) == min(ways, key=size().peak)
+    bare = [SequenceSize(steps, 10, 64, 64, 0, 0, 0, 10_000) for steps in (200, 20_000)]
+    one, other = (each.peak(choose_policy("sqrt", each)) for each in bare)
     assert other < 20 * one
 
 
 def test_a_way_says_what_it_is() -> None:
-    ways = [Keeping(values=True), Keeping(values=False), Keeping(values=False, segment=3)]
+    ways = [MemoryPolicy(values=True), MemoryPolicy(values=False), MemoryPolicy(values=False, segment=3)]
     assert [str(each) for each in ways] == ["full", "states", "segments of 3 chunks"]
 
 
 @given(st.integers(1, 500), st.integers(1, 50))
 def test_chunks_cover_all_steps_in_as_few_of_one_length_as_can_be_and_a_rest(steps: int, chunk: int) -> None:
-    marks = borders(steps, chunk)
+    marks = chunk_bounds(steps, chunk)
     *whole, rest = [b - a for a, b in pairwise(marks)]
     assert marks[0] == 0 and marks[-1] == steps
     assert len(set(whole)) <= 1 and 1 <= rest <= max([rest, *whole]) <= chunk
@@ -129,8 +128,7 @@ def test_without_a_plan_there_is_no_forecast() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
-@pytest.mark.parametrize("make", CELLS.values(), ids=CELLS)
+@grid(make=CELLS, memory=["full", "states", "sqrt"])
 def test_the_predicted_peak_is_what_is_taken(make: Callable[[], nn.Module], memory: Any) -> None:
     taken, told = measured(make(), "c", memory, 2000)
     assert abs(taken - told) <= TOLD * told, f"{taken} bytes were taken, {told} were predicted"
@@ -159,7 +157,7 @@ def test_all_chunks_of_a_sequence_use_the_same_room(monkeypatch: pytest.MonkeyPa
     net = planned(nn.LSTMCell(24, 32), "c", memory="sqrt", verify="never")
     x = torch.randn(9000, 1, 24, requires_grad=True)
     net(x).outputs.sum().backward()
-    marks = len(borders(9000, next(iter(net._plans._known.values())).engine.chunk_steps())) - 1
+    marks = len(chunk_bounds(9000, next(iter(net._plans._known.values())).engine.chunk_steps)) - 1
     assert marks > 3 and len(places[0]) == 1 and len(places[1]) < marks
 
 

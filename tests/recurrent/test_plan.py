@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.recurrent.cells_for_tests import CASES, Case, every_case
-from tests.recurrent.recurrent_cases import by_plan, close, eagerly, planned, run_by
+from tests.recurrent.recurrent_cases import BACKENDS, close, eagerly, grid, planned, run_by
 from weft.core.pytree import flatten, unflatten
 from weft.recurrent.capture import capture
-from weft.recurrent.plan import Plan
+from weft.recurrent.python_backend import ScanPlan
 
 
 def eager(case: Case, xs: Tensor, states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -27,7 +27,7 @@ def eager(case: Case, xs: Tensor, states: list[Tensor]) -> tuple[list[Tensor], l
 
 def check(case: Case, steps: int, *, with_states: bool) -> None:
     """Compare one sequence of fresh values, forward and back."""
-    plan = Plan(capture(case.cell, case.x, case.state))
+    plan = ScanPlan(capture(case.cell, case.x, case.state))
     xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype, requires_grad=True)
     states = [torch.randn_like(each).requires_grad_() for each in flatten(case.state)[0]]
     outputs, after = eager(case, xs, states)
@@ -42,7 +42,7 @@ def check(case: Case, steps: int, *, with_states: bool) -> None:
     )
     with torch.no_grad():
         seen, seen_states, trail = plan.forward([xs.detach()], [each.detach() for each in states])
-        still = plan.captured.passing  # of a state that every step hands on, there is only that
+        still = plan.captured.invariant  # of a state that every step hands on, there is only that
         rows = [s.expand(steps, *s.shape) if k in still else s[1:] for k, s in enumerate(seen_states)]
         for one, other in zip([*outputs, *after], [*seen, *rows], strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
@@ -59,8 +59,7 @@ def check(case: Case, steps: int, *, with_states: bool) -> None:
                     torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("with_states", [False, True])
-@every_case
+@grid(make=CASES, with_states=[False, True])
 def test_a_plan_computes_what_the_eager_loop_computes(make: Callable[[], Case], with_states: bool) -> None:
     check(make(), 5, with_states=with_states)
 
@@ -68,7 +67,7 @@ def test_a_plan_computes_what_the_eager_loop_computes(make: Callable[[], Case], 
 @every_case
 def test_one_plan_serves_any_number_of_steps(make: Callable[[], Case]) -> None:
     case = make()
-    plan = Plan(capture(case.cell, case.x, case.state))
+    plan = ScanPlan(capture(case.cell, case.x, case.state))
     loop, back = plan.loop, plan.loop_back(False)
     for steps in (1, 2, 7):
         xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype)
@@ -84,7 +83,7 @@ def test_one_plan_serves_any_number_of_steps(make: Callable[[], Case]) -> None:
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
 def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
     case = CASES[name]()
-    plan = Plan(capture(case.cell, case.x, case.state))
+    plan = ScanPlan(capture(case.cell, case.x, case.state))
     steps = 6
     with torch.no_grad():
         seen, _, trail = plan.forward([torch.randn(steps, *case.x.shape, dtype=case.x.dtype)], flatten(case.state)[0])
@@ -98,8 +97,7 @@ def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
     assert not [event for event in products if event.input_shapes[0][1] == len(case.x)], "and none step by step"
 
 
-@by_plan
-@pytest.mark.parametrize("steps", [1, 2, 5])
+@grid(steps=[1, 2, 5], backend=BACKENDS)
 def test_states_that_change_places_keep_their_gradients(steps: int, backend: str) -> None:
     """The gradient that is carried into a short sequence comes out of it as it is, for another state."""
 

@@ -8,10 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, per_row, random_case, told
-from weft.core.errors import SpecError
+from tests.recurrent.recurrent_cases import (
+    at_once,
+    close,
+    eagerly,
+    equal,
+    floats,
+    gradients,
+    per_row,
+    random_case,
+    told,
+)
+from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import map_leaves
-from weft.recurrent.faults import Faults, truncate_fault
+from weft.core.validation import Validator
+from weft.recurrent import Recurrent
 from weft.recurrent.masking import read_rows
 from weft.recurrent.sequence import read_inputs
 
@@ -133,7 +144,7 @@ def test_all_faults_of_lengths_mask_and_reset_are_told_at_once() -> None:
         assert told(caught) == [word]
     with pytest.raises(SpecError) as caught:
         eagerly(lambda x, s: (x, s))(torch.ones(4), torch.ones(1), lengths=[4])
-    assert told(caught) == ["lengths, mask and reset speak of rows, but no input has two axes, T x N"]
+    assert told(caught) == ["lengths, mask and reset are per row, but no input has two axes, T x N"]
 
 
 def test_what_is_chosen_by_row_must_have_rows() -> None:
@@ -157,16 +168,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("given", "words"), WRONG.values(), ids=WRONG)
+@at_once(("given", "words"), WRONG.values(), ids=WRONG)
 def test_what_is_no_table_at_all_is_told_too(given: dict[str, Any], words: str) -> None:
-    faults = Faults()
-    inputs = read_inputs(torch.zeros(3, 2, 1), batch_first=False, certain=True, faults=faults)
+    check = Validator("tables")
+    inputs = read_inputs(torch.zeros(3, 2, 1), batch_first=False, certain=True, check=check)
     tables = {"lengths": None, "mask": None, "reset": None, **given}
-    read_rows(inputs, **tables, batch_first=False, faults=faults)
-    assert len(faults.spec) == 1 and faults.spec[0].startswith(words)
+    read_rows(inputs, **tables, batch_first=False, check=check)
+    assert len(check.faults) == 1 and check.faults[0].startswith(words)
 
 
-@pytest.mark.parametrize("truncate", ["2", 1.5, 0, -1, True])
+@pytest.mark.parametrize("truncate", [0, True])
 def test_a_window_that_is_no_number_of_steps_is_told(truncate: Any) -> None:
-    assert truncate_fault(truncate) == [f"truncate is {truncate!r}, wanted at least 1 step, or None"]
-    assert truncate_fault(None) == truncate_fault(3) == []
+    with pytest.raises(UsageError, match=f"truncate is {truncate!r}, wanted at least 1 step, or None"):
+        Recurrent(nn.GRUCell(2, 2), truncate=truncate)

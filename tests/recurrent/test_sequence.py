@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import eagerly, equal, told
+from tests.recurrent.recurrent_cases import at_once, eagerly, equal, told
 from weft.core.errors import SpecError
 from weft.core.pytree import map_leaves
-from weft.recurrent.faults import Faults
+from weft.core.validation import Validator
 from weft.recurrent.sequence import batch_first_again, read_inputs
 
 
@@ -26,9 +26,8 @@ def test_every_step_gets_its_slice_of_tensors_and_the_rest_whole(steps: int, row
         lambda leaf: leaf.transpose(0, 1) if batch_first and isinstance(leaf, Tensor) and leaf.dim() > 1 else leaf,
         value,
     )
-    faults = Faults()
-    read = read_inputs(given_value, batch_first=batch_first, certain=batch_first, faults=faults)
-    faults.check("no fault expected")
+    with Validator("no fault expected") as check:
+        read = read_inputs(given_value, batch_first=batch_first, certain=batch_first, check=check)
     assert (read.steps, read.rows, read.axes) == (steps, rows, 2)
     seen = list(read.each())
     assert len(seen) == steps
@@ -80,7 +79,7 @@ def test_no_rows_at_all() -> None:
     assert result.outputs.shape == (5, 0, 4)
 
 
-@pytest.mark.parametrize(
+@at_once(
     ("value", "faults"),
     [
         (
@@ -113,8 +112,8 @@ def test_faults_of_inputs_state_and_tables_come_together() -> None:
     with pytest.raises(SpecError) as caught:
         eagerly(total)({"x": torch.ones(4, 2, 3)}, (torch.zeros(3, 1), "b"), lengths=[9, 1], start=-1)
     assert told(caught) == [
-        "start is -1, wanted the number of the first step, 0 or more",
         "lengths go from 0 to T = 4, but row 0 has 9",
+        "start is -1, wanted the number of the first step, 0 or more",
         "state[0] has shape (3, 1), wanted 2 rows, or 1 for all of them",
         "state[1] is of type str, wanted a tensor",
     ]

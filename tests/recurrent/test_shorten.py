@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, eagerly, planned, run_by
+from tests.recurrent.recurrent_cases import at_once, close, eagerly, planned, run_by
 from weft.recurrent.capture import capture
-from weft.recurrent.captured import Captured
 from weft.recurrent.cells import LSTMCell
-from weft.recurrent.plan import cut
+from weft.recurrent.graph import StepGraph
+from weft.recurrent.plan import partition
 
 STATE = (torch.zeros(2, 4), torch.zeros(2, 4))
 
@@ -22,13 +21,13 @@ def names(nodes: list[Any]) -> list[str]:
     return [each for each in found if not each.startswith(("split", "getitem"))]
 
 
-def lstm(composed: Any = None) -> Captured:
+def lstm(composed: Any = None) -> StepGraph:
     cell = LSTMCell(3, 4)
     return capture(cell, torch.zeros(2, 3), STATE, [*cell.parameters()], composed=composed)
 
 
 def test_the_loops_of_an_lstm_hold_what_they_must_and_no_more() -> None:
-    parts = cut(lstm())
+    parts = partition(lstm())
     gates, pointwise = ["addmm.default"], ["sigmoid.default"] * 3 + ["tanh.default"] * 2
     assert sorted(names(parts.loop)) == sorted([*gates, *pointwise, *["mul.Tensor"] * 2, "addcmul.default"])
     back = ["add.Tensor", "addcmul.default", *["mul.Tensor"] * 5, "cat.default", "mm.default"]
@@ -56,7 +55,7 @@ SUMS: dict[str, tuple[Step, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize(("step", "operator", "merged"), SUMS.values(), ids=SUMS)
+@at_once(("step", "operator", "merged"), SUMS.values(), ids=SUMS)
 def test_a_sum_takes_in_the_operator_before_it_where_that_changes_nothing(
     step: Step, operator: str, merged: bool
 ) -> None:
@@ -71,7 +70,7 @@ def test_a_sum_takes_in_the_operator_before_it_where_that_changes_nothing(
             return h, h
 
     cell, found = Cell(), []
-    loop = cut(capture(cell, torch.zeros(2, 3).double(), torch.zeros(2, 3).double())).loop
+    loop = partition(capture(cell, torch.zeros(2, 3).double(), torch.zeros(2, 3).double())).loop
     assert any(each.startswith(operator) for each in names(loop)) == merged
     x, h = torch.randn(5, 2, 3).double().requires_grad_(), torch.randn(2, 3).double().requires_grad_()
     ours, loop = planned(cell, "python"), eagerly(cell)

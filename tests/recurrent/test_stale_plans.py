@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.recurrent.recurrent_cases import by_plan, run_by
 from weft.core.errors import InPlaceError, UsageError
 from weft.recurrent import NoPlanWarning, Recurrent, recurrent_net
-from weft.recurrent.buffers import WorkspacePool
+from weft.recurrent.cpp.backend import WorkspacePool
 
 SCALE = 2.0
 Pair = tuple[Tensor, Tensor]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, eagerly, equal, gradients, told
+from tests.recurrent.recurrent_cases import at_once, close, eagerly, equal, gradients, told
 from weft.core.errors import SpecError
 
 
@@ -73,7 +73,7 @@ def test_the_first_step_may_settle_shape_and_dtype_as_a_plain_loop_would() -> No
     assert equal(last, torch.tensor([[0.0, 0.0], [3.0, 3.0]], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
+@at_once(
     ("returned", "faults"),
     [
         (lambda s: (s[0], s[1], s[0]), ["state should be a tuple of 2, but is a tuple of 3"]),

@@ -7,18 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.cells_for_tests import CASES, Case, engine_of, every_case
-from tests.recurrent.recurrent_cases import by_plan
+from tests.recurrent.cells_for_tests import CASES, Case, engine_of
+from tests.recurrent.recurrent_cases import BACKENDS, by_plan, grid
 from tests.recurrent.test_derived import sequence
 from weft.recurrent import python_backend as python_engine
 from weft.recurrent.capture import capture
-from weft.recurrent.plan import cut
-from weft.recurrent.python_backend import PythonEngine
+from weft.recurrent.plan import partition
+from weft.recurrent.python_backend import PythonBackend
 from weft.recurrent.verify import PlanError, verify
 
 
-@by_plan
-@every_case
+@grid(make=CASES, backend=BACKENDS)
 def test_a_right_plan_passes_the_check_and_leaves_no_gradient_behind(make: Callable[[], Case], backend: str) -> None:
     case = make()
     xs, states = sequence(case)
@@ -41,11 +40,11 @@ def test_a_wrong_plan_is_refused_and_every_wrong_value_named(part: str, words: s
         "after_back": (torch.ops.aten.sum.dim_IntList, torch.ops.aten.amax.default),
     }
     right, wrong = swap[part]
-    node = next(node for node in getattr(cut(captured), part) if node.target is right)
+    node = next(node for node in getattr(partition(captured), part) if node.target is right)
     node.target = wrong
     xs, states = sequence(case)
     with pytest.raises(PlanError, match=words):
-        verify(PythonEngine(captured), case.cell, xs, states)
+        verify(PythonBackend(captured), case.cell, xs, states)
 
 
 def test_a_fault_that_shows_in_one_step_without_gradients_of_all_states_is_seen(

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.recurrent.recurrent_cases import by_plan, planned
-from weft.recurrent import buffers as workspace
-from weft.recurrent.buffers import WorkspacePool, pool
+from tests.recurrent.recurrent_cases import BACKENDS, grid, planned
+from weft.recurrent.cpp import backend as workspace
+from weft.recurrent.cpp.backend import WorkspacePool, pool
 
 
 def test_a_buffer_that_was_given_back_is_used_again_for_what_is_not_much_smaller() -> None:
@@ -81,8 +81,7 @@ def test_when_memory_runs_out_the_idle_is_given_up_and_it_is_tried_once_more(mon
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("memory", ["full", "states", "sqrt"])
-@by_plan
+@grid(memory=["full", "states", "sqrt"], backend=BACKENDS)
 def test_calls_leave_nothing_behind(backend: str, memory: str) -> None:
     net = planned(nn.GRUCell(3, 4), backend, memory=memory)
     x = torch.randn(140, 2, 3, requires_grad=True)

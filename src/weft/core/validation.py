@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, TypeGuard
 
-from weft.core.errors import UsageError, WeftError, listed
+from weft.core.errors import SpecError, UsageError, WeftError, listed
 
 LONGEST = 1e9
 """Seconds, about thirty years: stands for "for ever"."""
@@ -48,6 +48,12 @@ class Validator:
     def add(self, *faults: str) -> None:
         """Note faults that were found elsewhere."""
         self.faults += faults
+
+    def mismatch(self, *faults: str) -> None:
+        """Note values that do not match their spec: with any of these, the error is a SpecError."""
+        if faults:
+            self.error = SpecError
+            self.faults += faults
 
     def that(self, valid: bool, fault: str) -> bool:
         """Any condition, with the fault in words: name, what was seen, what was wanted."""

@@ -6,21 +6,21 @@ cell.py         cells, and states at a step's border     links.py      step nets
 layers/         LSTM, GRU, RNN, Stack, ...               cells/        known cells, and wrappers
 
 A plan in place of the loop:
-capture.py, captured.py, passes.py, tidy.py, random.py   the graph of one step and its backward
-plan.py                                                  what must run step by step, and what need not
-guards.py, verify.py, planned.py, backends.py            for which calls a plan holds, its check, and who runs what
-autograd.py, memory.py, buffers.py                       a whole sequence, as one node of autograd
-engine.py                                                the protocol of what runs a plan:
-cpp/, inductor_backend.py, python_backend.py, code.py    a loop in C++, compiled steps, loops in Python
-custom_op.py                                             under torch.compile and torch.export: one operator
+capture.py, graph.py, passes.py, random.py     the graph of one step and its backward
+plan.py                                        what must run step by step, and what need not
+plan_cache.py, guards.py, verify.py            for which calls a plan holds, its check, and which backend runs it
+autograd.py, memory.py                         a whole sequence, as one node of autograd
+backends.py                                    the protocol of what runs a plan:
+cpp/, inductor_backend.py, python_backend.py   a loop in C++, compiled steps, loops in Python
+custom_op.py                                   under torch.compile and torch.export: one operator
 """
 
-from weft.recurrent.backends import NoPlanWarning
-from weft.recurrent.buffers import release
 from weft.recurrent.cell import InputWidthError
+from weft.recurrent.cpp.backend import release
 from weft.recurrent.layers import GRU, LSTM, RNN, Bidirectional, Caffe2LSTM, Stack
 from weft.recurrent.layers.rnn import LayerInputError
 from weft.recurrent.links import Window
+from weft.recurrent.plan_cache import NoPlanWarning
 from weft.recurrent.recurrent import Recurrent, Result, recurrent_net
 
 __all__ = [

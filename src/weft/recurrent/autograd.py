@@ -1,26 +1,29 @@
-"""A sequence run by a derived plan, as one node of autograd.
+"""A sequence run by a plan, as one autograd node, and the memory of its states and outputs.
 
-    forward     chunk by chunk: outputs, states; what is saved and what is recomputed, memory.py decides
+    forward     chunk by chunk: outputs, states; memory.py decides what is saved and what is recomputed
     backward    chunk by chunk, the last one first: gradients of inputs T x ..., of states, handed from chunk to chunk,
-                and of parameters, added up
+                and of parameters, accumulated
+
+    rows of a state     initial | after step 1 | ... | after step T      an output that is a state is stored there too
+    chunk of steps 4-7                 '── row 4 to row 8 ──'             begins with the state before it
 
 The node is core's autograd function, so what holds for a pipeline's step holds here: parameters get their gradient
 once, their hooks fire once, `retain_graph=True` works.
 
 The derived backward is a loop that autograd does not see, and takes one gradient of each end. For a gradient of a
-gradient (`create_graph=True`), or a batch of gradients (`is_grads_batched=True`), the sequence is run once more by the
-eager loop, over the same tensors and with the same random numbers, and autograd makes the gradients:
+gradient (`create_graph=True`), or a batch of gradients (`is_grads_batched=True`), the eager loop replays the sequence
+over the same tensors and with the same random numbers, and autograd differentiates it:
 
-    x ----+                         +--> first gradients, which autograd can differentiate again
-    s0 ---+-> gates -> eager loop --+
-    w -----------------^
+    x ----+                            +--> first gradients, which autograd can differentiate again
+    s0 ---+-> switches -> eager loop --+
+    w --------------------^
 
-A gate is where the node's own inputs begin. Closed, no gradient passes it, so the first gradients are those of this
-node alone, even if an input was computed from a parameter that the cell reads as well. Then it is opened, for the
-second ones. It costs what the eager loop costs, and only those who ask pay for it.
+A switch stands where the node's own inputs begin. While it is off, no gradient passes it, so the first gradients are
+those of this node alone, even if an input was computed from a parameter that the cell reads as well. Then it is turned
+on, for the second ones. It costs what the eager loop costs, and only when it is used.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,18 +37,16 @@ from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
 from weft.core.pytree import flatten, unflatten
 from weft.core.rng import generators
-from weft.core.segment import differentiable
-from weft.recurrent.buffers import Buffers, SequenceBuffers
+from weft.recurrent.backends import Backend, Chunk, Gradients
 from weft.recurrent.capture import Cell, present
-from weft.recurrent.captured import Captured
-from weft.recurrent.engine import Chunk, Engine, Gradients
-from weft.recurrent.memory import Keeping, Memory, keeping, size_of
+from weft.recurrent.graph import StepGraph
+from weft.recurrent.memory import Memory, MemoryPolicy, choose_policy, chunk_bounds, size_of
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Leaves(Generic[Value]):
+class SequenceLeaves(Generic[Value]):
     """Flat leaves of a sequence: outputs T x ..., states after every step T x ..., and the states after the last."""
 
     outputs: list[Value]
@@ -68,30 +69,140 @@ _has_storage = cast("Callable[[Tensor], bool]", cast(Any, torch._C)._has_storage
 
 
 def run_derived(
-    engine: Engine,
+    backend: Backend,
     inputs: Sequence[Tensor],
     states: Sequence[Tensor],
     memory: Memory = "full",
-    again: "Replay | None" = None,
-) -> Leaves[Tensor]:
-    """A whole sequence; `inputs` are T x ... with T at least 1, `states` the initial ones.
+    replay: "EagerReplay | None" = None,
+) -> SequenceLeaves[Tensor]:
+    """Run a whole sequence; `inputs` are T x ... with T at least 1, `states` the initial ones.
 
-    Where not all states are kept, `states` of the result is empty. Without `again` a gradient of a gradient is refused.
-    Raises UsageError if `memory` is too small.
+    Where not all states are kept, `states` of the result is empty. Without `replay` a gradient of a gradient is
+    refused. Raises UsageError if `memory` is too small.
     """
     steps = len(inputs[0])
-    tracked = torch.is_grad_enabled() and any(
-        each.requires_grad for each in (*inputs, *states, *engine.captured.parameters)
-    )
+    parameters = backend.captured.parameters
+    tracked = torch.is_grad_enabled() and any([each.requires_grad for each in (*inputs, *states, *parameters)])
     if tracked and memory not in ("full", "states"):
-        way = keeping(memory, size_of(engine, steps, states))
+        policy = choose_policy(memory, size_of(backend, steps, states))
     else:
-        way = Keeping(values=tracked and memory == "full")
-    function = ScanFunction(engine, inputs, states, way, tracked, again)
+        policy = MemoryPolicy(values=tracked and memory == "full")
+    function = ScanFunction(backend, inputs, states, parameters, policy, tracked, replay)
     if tracked:
         return function.ends(apply(function, function.tensors))
     with torch.no_grad():
         return function.ends(function.forward()[0])
+
+
+@dataclass
+class Buffers:
+    """Outputs and states over a stretch of steps."""
+
+    outputs: list[Tensor]
+    states: list[Tensor | None]
+    """None for a state that is loop-invariant, or not kept whole."""
+    heads: list[list[Tensor]]
+    """Where states are not kept whole: those that each segment begins with."""
+
+
+class SequenceBuffers:
+    """The memory of one sequence, in chunks. Holds inputs and initial states until `release`."""
+
+    def __init__(self, backend: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        self.inputs = [each.detach().resolve_neg() for each in inputs]
+        self.states = [each.detach().resolve_neg().contiguous() for each in states]
+        self.steps = len(inputs[0])
+        self.device = inputs[0].device
+        one = self.steps <= backend.chunk_steps
+        self.bounds = [0, self.steps] if one else chunk_bounds(self.steps, backend.chunk_steps)
+        self.invariant = backend.captured.invariant
+        self._captured, self._aliases = backend.captured, backend.captured.aliases
+
+    def release(self) -> None:
+        """Drop all references to tensors."""
+        self.inputs.clear()
+        self.states.clear()
+
+    def allocate(self, steps: int, *, whole: bool) -> Buffers:
+        """Buffers for so many steps: all states, or only those that are outputs as well."""
+        rows: list[Tensor | None] = [
+            each.new_empty(steps + 1, *each.shape)
+            if k not in self.invariant and (whole or k in self._aliases.values())
+            else None
+            for k, each in enumerate(self.states)
+        ]
+        outputs: list[Tensor] = []
+        for i, meta in enumerate(self._captured.outputs):
+            state = rows[self._aliases[i]] if i in self._aliases else None
+            outputs.append(meta.over(steps, self.device) if state is None else state[1:])
+        return Buffers(outputs, rows, [])
+
+    def spare(self, buffers: Buffers) -> dict[int, Tensor]:
+        """Rows for one chunk of every state that is not kept whole, by its index.
+
+        Reused for all chunks: blocks of this size, freed and allocated again between small ones, would never fit where
+        the last one was, and the process would grow by one for each chunk.
+        """
+        longest = max(end - start for start, end in pairwise(self.bounds))
+        return {
+            k: each.new_empty(longest + 1, *each.shape)
+            for k, (each, whole) in enumerate(zip(self.states, buffers.states, strict=True))
+            if whole is None and k not in self.invariant
+        }
+
+    def chunk(
+        self,
+        buffers: Buffers,
+        start: int,
+        end: int,
+        first: Sequence[Tensor],
+        spare: Mapping[int, Tensor],
+        offset: int = 0,
+    ) -> Chunk:
+        """A chunk to run. `first` are the states that it begins with; `offset` is the step where `buffers` begin.
+
+        `spare`: rows of the states that have none of their own.
+        """
+        states: list[Tensor] = []
+        for k, (state, whole) in enumerate(zip(first, buffers.states, strict=True)):
+            if k in self.invariant:
+                states.append(self.states[k])
+                continue
+            part = spare[k][: end - start + 1] if whole is None else whole[start - offset : end - offset + 1]
+            part[0].copy_(state)
+            states.append(part)
+        outputs = [
+            states[self._aliases[i]][1:] if i in self._aliases else each[start - offset : end - offset]
+            for i, each in enumerate(buffers.outputs)
+        ]
+        return Chunk(end - start, self._inputs(start, end), states, outputs)
+
+    def chunk_of(self, buffers: Buffers, start: int, end: int) -> Chunk:
+        """A chunk that was run, of which all states were kept."""
+        states = [
+            s if whole is None else whole[start : end + 1] for s, whole in zip(self.states, buffers.states, strict=True)
+        ]
+        return Chunk(end - start, self._inputs(start, end), states, [each[start:end] for each in buffers.outputs])
+
+    def _inputs(self, start: int, end: int) -> list[Tensor]:
+        return [each[start:end].contiguous() for each in self.inputs]
+
+    def after_steps(self, buffers: Buffers, k: int) -> Tensor:
+        """A state after every step."""
+        whole = buffers.states[k]
+        return self.states[k].expand(self.steps, *self.states[k].shape) if whole is None else whole[1:]
+
+    def read_again(self, buffers: Buffers, parameters: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        """Tensors that backward reads and others can write to, each with its name."""
+        parts = {
+            "input": self.inputs,
+            "output": buffers.outputs,
+            "state": [each for each in buffers.states if each is not None],
+            "initial state": [self.states[k] for k in sorted(self.invariant)],
+            "parameter": parameters,
+            "constant": self._captured.constants,
+        }
+        return [(f"{what} {i}", each) for what, values in parts.items() for i, each in enumerate(values)]
 
 
 class ScanFunction:
@@ -99,23 +210,23 @@ class ScanFunction:
 
     def __init__(
         self,
-        engine: Engine,
+        backend: Backend,
         inputs: Sequence[Tensor],
         states: Sequence[Tensor],
-        way: Keeping,
+        parameters: Sequence[Tensor],
+        policy: MemoryPolicy,
         tracked: bool,
-        again: "Replay | None",
+        replay: "EagerReplay | None",
     ) -> None:
-        self.tensors = [*inputs, *states, *engine.captured.parameters]
-        self._engine = engine
-        self._roles = engine.captured.roles
-        self._buffers = SequenceBuffers(engine, inputs, states)
+        self.tensors = [*inputs, *states, *parameters]
+        self._backend = backend
+        self._buffers = SequenceBuffers(backend, inputs, states)
         self._counts = len(inputs), len(states)
-        self._way, self._tracked = way, tracked
+        self._policy, self._tracked = policy, tracked
         self._made: Buffers | None = None
         self._kept: list[Any] = []
         self._read: list[Read] = []
-        self._again = again
+        self._replay = replay
         begun = states if tracked else ()
         self._begun: list[Read] = [(f"initial state {i}", each, _mark(each)) for i, each in enumerate(begun)]
 
@@ -123,28 +234,30 @@ class ScanFunction:
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """Outputs, states after every step, and the last ones once more: often only these are used."""
-        engine, buffers, marks = self._engine, self._buffers, self._buffers.borders
-        made = buffers.allocate(buffers.steps, whole=self._way.segment is None)
-        constants = engine.begin()
+        backend, buffers, marks = self._backend, self._buffers, self._buffers.bounds
+        made = buffers.allocate(buffers.steps, whole=self._policy.segment is None)
+        constants = backend.begin()
         passed = [each.clone() for each in buffers.states]
-        spare = buffers.spare(made) if self._way.segment else {}
-        length = self._way.segment or len(marks)
+        spare = buffers.spare(made) if self._policy.segment else {}
+        length = self._policy.segment or len(marks)
         for first in range(0, len(marks) - 1, length):
-            made.heads.append([each.clone() for each in passed] if self._way.segment else [])
+            made.heads.append([each.clone() for each in passed] if self._policy.segment else [])
             for i in range(first, min(first + length, len(marks) - 1)):
                 chunk = buffers.chunk(made, marks[i], marks[i + 1], passed, spare)
-                kept = engine.forward(constants, chunk, keep=self._way.values and self._tracked)
-                if self._way.values and self._tracked:
+                kept = backend.forward(constants, chunk, keep=self._policy.values and self._tracked)
+                if self._policy.values and self._tracked:
                     self._kept.append(kept)
                 for k, (state, part) in enumerate(zip(passed, chunk.states, strict=True)):
-                    if k not in buffers.still:
+                    if k not in buffers.invariant:
                         state.copy_(part[-1])
-        every = [] if self._way.segment else [buffers.after_steps(made, k) for k in range(len(passed))]
+        every = [] if self._policy.segment else [buffers.after_steps(made, k) for k in range(len(passed))]
         ends = [*(each.detach() for each in made.outputs), *every, *passed]
         if self._tracked:
             self._made = made
-            self._read = [(name, each, _mark(each)) for name, each in buffers.read_again(made)]
-        return ends, [differentiable(each) for each in ends]
+            self._read = [
+                (name, each, _mark(each)) for name, each in buffers.read_again(made, self.tensors[sum(self._counts) :])
+            ]
+        return ends, [_has_gradient(each) for each in ends]
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -154,25 +267,25 @@ class ScanFunction:
             return self.differentiable_backward(gradients, retain=retain)
         with self._left_by_forward(self._read, retain=retain) as made, torch.no_grad():
             buffers, given = self._buffers, self.ends(gradients)
-            back = _BackwardGradients(self._engine.captured, buffers.states, buffers.steps, buffers.device, given)
-            if self._way.segment:
-                self._by_segments(made, back, self._way.segment)
+            back = _BackwardGradients(self._backend.captured, buffers, self.tensors[sum(self._counts) :], given)
+            if self._policy.segment:
+                self._by_segments(made, back, self._policy.segment)
             else:
                 self._by_chunks(made, back, retain)
             found = back.found()
             pairs = zip(self.tensors, found, strict=True)
-            without_gradient(tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf)
+            without_gradient([tensor for tensor, gradient in pairs if gradient is None and tensor.is_leaf])
         return found
 
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `TwiceDifferentiable`. Raises BackwardTwiceError when the sequence was freed, and DoubleBackwardError."""
         with self._left_by_forward([*self._read, *self._begun], retain=retain):
-            again, given = self._again, self.ends(gradients)
-            if again is None:
+            replay, given = self._replay, self.ends(gradients)
+            if replay is None:
                 raise DoubleBackwardError("a gradient of a gradient was asked for, but this plan came without its cell")
             count, behind = self._counts[0], sum(self._counts)
             return differentiable_gradients(
-                again, self.tensors[:count], self.tensors[count:behind], (given.outputs, given.states, given.last)
+                replay, self.tensors[:count], self.tensors[count:behind], (given.outputs, given.states, given.last)
             )
 
     @contextmanager
@@ -186,7 +299,7 @@ class ScanFunction:
             yield made
         finally:
             if not retain:
-                self._made = self._again = None
+                self._made = self._replay = None
                 self._buffers.release()
                 for each in (self.tensors, self._kept, self._read, self._begun):
                     each.clear()
@@ -202,78 +315,82 @@ class ScanFunction:
         return self._made
 
     def _by_chunks(self, made: Buffers, back: "_BackwardGradients", retain: bool) -> None:
-        engine, buffers, kept = self._engine, self._buffers, self._kept
-        constants = engine.begin()
-        for i in range(len(buffers.borders) - 2, -1, -1):
-            start, end = buffers.borders[i], buffers.borders[i + 1]
+        backend, buffers, kept = self._backend, self._buffers, self._kept
+        constants = backend.begin()
+        for i in range(len(buffers.bounds) - 2, -1, -1):
+            start, end = buffers.bounds[i], buffers.bounds[i + 1]
             chunk = buffers.chunk_of(made, start, end)
-            values = kept[i] if self._way.values else engine.again(constants, chunk)
-            engine.backward(constants, chunk, values, back.chunk(start, end))
-            if not (self._way.values and retain):
-                engine.release(values)
-                if self._way.values:
+            values = kept[i] if self._policy.values else backend.recompute(constants, chunk)
+            backend.backward(constants, chunk, values, back.chunk(start, end))
+            if not (self._policy.values and retain):
+                backend.release(values)
+                if self._policy.values:
                     kept[i] = None
 
     def _by_segments(self, made: Buffers, back: "_BackwardGradients", length: int) -> None:
         """Each segment forward once more, in memory of its own, and back; the last one first."""
-        engine, buffers = self._engine, self._buffers
-        constants = engine.begin()
-        again = buffers.allocate(buffers.borders[min(length, len(buffers.borders) - 1)], whole=True)
+        backend, buffers = self._backend, self._buffers
+        constants = backend.begin()
+        again = buffers.allocate(buffers.bounds[min(length, len(buffers.bounds) - 1)], whole=True)
         for n in range(len(made.heads) - 1, -1, -1):
-            marks = buffers.borders[n * length : (n + 1) * length + 1]
+            marks = buffers.bounds[n * length : (n + 1) * length + 1]
             first: Sequence[Tensor] = made.heads[n]
             run: list[tuple[int, int, Chunk, Any]] = []
             for start, end in pairwise(marks):
                 chunk = buffers.chunk(again, start, end, first, {}, offset=marks[0])
-                run.append((start, end, chunk, engine.forward(constants, chunk, keep=True)))
-                first = [part if k in buffers.still else part[-1] for k, part in enumerate(chunk.states)]
+                run.append((start, end, chunk, backend.forward(constants, chunk, keep=True)))
+                first = [part if k in buffers.invariant else part[-1] for k, part in enumerate(chunk.states)]
             while run:
                 start, end, chunk, values = run.pop()
-                engine.backward(constants, chunk, values, back.chunk(start, end))
-                engine.release(values)
+                backend.backward(constants, chunk, values, back.chunk(start, end))
+                backend.release(values)
 
-    def ends(self, values: Sequence[Value]) -> Leaves[Value]:
+    def ends(self, values: Sequence[Value]) -> SequenceLeaves[Value]:
         """Outputs, states and last states out of one list."""
-        count, width = len(self._roles.outputs), self._counts[1]
-        behind = count if self._way.segment else count + width
-        return Leaves(list(values[:count]), list(values[count:behind]), list(values[behind:]))
+        count, width = len(self._backend.captured.outputs), self._counts[1]
+        behind = count if self._policy.segment else count + width
+        return SequenceLeaves(list(values[:count]), list(values[count:behind]), list(values[behind:]))
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
-    """What changes when a tensor is written to, or given other memory."""
+    """Changes when a tensor is written to, or gets other memory."""
     return tensor._version, tensor.data_ptr()
 
 
 class _BackwardGradients:
-    """The gradients of one backward over a sequence of so many steps, which began with `states`."""
+    """The gradients of one backward over a sequence."""
 
     def __init__(
         self,
-        captured: Captured,
-        states: Sequence[Tensor],
-        steps: int,
-        device: torch.device,
-        given: Leaves[Tensor | None],
+        captured: StepGraph,
+        buffers: SequenceBuffers,
+        parameters: Sequence[Tensor],
+        given: SequenceLeaves[Tensor | None],
     ) -> None:
-        roles = captured.roles
-        self._given, self._device = given, device
-        self._looks = captured.outputs
+        states, self._device = buffers.states, buffers.device
+        self._given, self._outputs = given, captured.outputs
         self._carried = [
             torch.zeros_like(s) if each is None else each.resolve_neg().clone(memory_format=torch.contiguous_format)
             for s, each in zip(states, given.last, strict=True)
         ]
-        self._moving = [differentiable(s) for s in states]
-        self._inputs = [None if look is None else look.over(steps, device) for look in captured.input_gradients]
+        self._moving = [_has_gradient(s) for s in states]
+        self._inputs = [
+            None if meta is None else meta.over(buffers.steps, buffers.device) for meta in captured.input_gradients
+        ]
         self._parameters = [
             None if node is None else torch.zeros_like(p, memory_format=torch.contiguous_format)
-            for node, p in zip(roles.parameter_gradients, captured.parameters, strict=True)
+            for node, p in zip(captured.signature.parameter_gradients, parameters, strict=True)
         ]
 
     def chunk(self, start: int, end: int) -> Gradients:
         """Those of a chunk; chunks are asked for from the last to the first."""
         outputs = [
-            look.over(end - start, self._device).zero_() if each is None else _plain(each[start:end])
-            for look, each in zip(self._looks, self._given.outputs, strict=True)
+            meta.over(end - start, self._device).zero_() if each is None else _plain(each[start:end])
+            for meta, each in zip(self._outputs, self._given.outputs, strict=True)
         ]
         states: list[Tensor | None] = [None] * len(self._carried)
         if self._given.states:
@@ -288,14 +405,14 @@ class _BackwardGradients:
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """As compiled code reads it: contiguous, and negated in memory where autograd only marked it as negative."""
+    """As compiled code reads it: contiguous, and neguarded in memory where autograd only marked it as negative."""
     return gradient.resolve_neg().contiguous()
 
 
 # -- gradients of gradients -------------------------------------------------------------------------------------------
 
 
-def stepwise(captured: Captured, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> Ends:
+def stepwise(captured: StepGraph, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> Ends:
     """The cell that was captured, step by step, in plain autograd. `inputs` are T x ..., T at least 1.
 
     Further inputs, which stand for random numbers, are not looked at: the cell draws.
@@ -313,23 +430,23 @@ def stepwise(captured: Captured, cell: Cell, inputs: Sequence[Tensor], states: S
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What it takes to run a sequence a second time as it was run first."""
+class EagerReplay:
+    """Replays a sequence in the eager loop as it was run by the plan."""
 
-    captured: Captured
+    captured: StepGraph
     cell: Cell
     ambient: ExecutionContext
     random: tuple[tuple[torch.Generator, Tensor], ...]
-    """The generators that the cell draws from, as they were before."""
+    """The generators that the cell draws from, with their states before the sequence."""
     restored: Restore
-    """Inside, the cell reads the tensors that it read then; tells whether it is what was captured in all else."""
+    """Inside, the cell reads the tensors that it read then; yields whether it is unchanged in all else."""
 
     @staticmethod
-    def capture(captured: Captured, cell: Cell, device: torch.device, restored: Restore) -> "Replay":
+    def capture(captured: StepGraph, cell: Cell, device: torch.device, restored: Restore) -> "EagerReplay":
         """Before the sequence runs, and before it draws."""
         sources = generators([device]) if captured.draws else ()
         random = tuple([(each, each.get_state()) for each in sources])
-        return Replay(captured, cell, ExecutionContext.capture([device.type]), random, restored)
+        return EagerReplay(captured, cell, ExecutionContext.capture([device.type]), random, restored)
 
     def run(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> Ends:
         """The sequence in plain autograd; the generators stay as they are. Raises DoubleBackwardError."""
@@ -363,27 +480,27 @@ Given = tuple[Sequence[Tensor | None], Sequence[Tensor | None], Sequence[Tensor 
 
 
 def differentiable_gradients(
-    again: Replay, inputs: Sequence[Tensor], states: Sequence[Tensor], given: Given
+    replay: EagerReplay, inputs: Sequence[Tensor], states: Sequence[Tensor], given: Given
 ) -> list[Tensor | None]:
     """The gradients of inputs, states and parameters, in this order; under grad mode autograd can differentiate them.
 
     `given` are those of outputs, of all states (or none), and of the last states. Raises DoubleBackwardError.
     """
-    door, further = _Gates(), torch.is_grad_enabled()
-    parameters = again.captured.parameters
+    switch, further = _GradientSwitch(), torch.is_grad_enabled()
+    parameters = replay.captured.parameters
     with torch.enable_grad():
-        gated = [door.gate(each) for each in (*inputs, *states)]
-        ends = again.run(gated[: len(inputs)], gated[len(inputs) :])
+        guarded = [switch.guard(each) for each in (*inputs, *states)]
+        ends = replay.run(guarded[: len(inputs)], guarded[len(inputs) :])
         pairs = [
             (end, gradient)
             for values, gradients in zip(ends, given, strict=True)
             for end, gradient in zip(values, gradients, strict=False)
             if gradient is not None and end.requires_grad
         ]
-        asked = [each for each in (*gated, *parameters) if each.requires_grad]
+        asked = [each for each in (*guarded, *parameters) if each.requires_grad]
         if not pairs or not asked:
-            return [None] * (len(gated) + len(parameters))
-        with door.shut(), quiet_hooks(parameters):
+            return [None] * (len(guarded) + len(parameters))
+        with switch.off(), quiet_hooks(parameters):
             found = torch.autograd.grad(
                 [end for end, _ in pairs],
                 asked,
@@ -392,37 +509,37 @@ def differentiable_gradients(
                 allow_unused=True,
             )
     rest = iter(found)
-    return [next(rest) if each.requires_grad else None for each in (*gated, *parameters)]
+    return [next(rest) if each.requires_grad else None for each in (*guarded, *parameters)]
 
 
-class _Gates:
-    """All gates of one sequence. They open and shut together."""
+class _GradientSwitch:
+    """Lets gradients through to the inputs of one sequence, or not."""
 
     def __init__(self) -> None:
-        self.open = True
+        self.on = True
 
-    def gate(self, tensor: Tensor) -> Tensor:
-        """The same values, behind the door."""
-        return cast(Tensor, _Gate.apply(self, tensor)) if tensor.requires_grad else tensor
+    def guard(self, tensor: Tensor) -> Tensor:
+        """The same values, behind the switch."""
+        return cast(Tensor, _SwitchFunction.apply(self, tensor)) if tensor.requires_grad else tensor
 
     @contextmanager
-    def shut(self) -> Generator[None]:
+    def off(self) -> Generator[None]:
         """No gradient passes inside."""
-        self.open = False
+        self.on = False
         try:
             yield
         finally:
-            self.open = True
+            self.on = True
 
 
-class _Gate(torch.autograd.Function):
-    """Use `_Gates.gate`; this is its autograd node."""
+class _SwitchFunction(torch.autograd.Function):
+    """Use `_GradientSwitch.guard`; this is its autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, door: _Gates, tensor: Tensor) -> Tensor:
-        ctx.door = door
+    def forward(ctx: Any, switch: _GradientSwitch, tensor: Tensor) -> Tensor:
+        ctx.switch = switch
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
-        return None, gradients[0] if ctx.door.open else None
+        return None, gradients[0] if ctx.switch.on else None

@@ -28,10 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError
 from weft.core.pytree import Structure, flatten, map_leaves, unflatten
-from weft.recurrent.captured import Captured, roles_of
-from weft.recurrent.passes import make_fx, purified, shorten, writes
+from weft.recurrent.graph import StepGraph, graph_signature
+from weft.recurrent.passes import make_fx, purified, shorten, tidy, writes
 from weft.recurrent.random import bound, lifted, note_strides, tell_apart
-from weft.recurrent.tidy import tidy
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -53,7 +52,7 @@ def capture(
     wanted_inputs: Sequence[bool] | None = None,
     composed: Mapping[Any, Any] | None = None,
     watched: Sequence[Tensor] = (),
-) -> Captured:
+) -> StepGraph:
     """Run the cell once on `x` and `state` (no time axis) and derive its joint graph.
 
     `parameters` are the references that want a gradient; by default those of the module that the cell is.
@@ -84,13 +83,15 @@ def capture(
         _check_pure(forward, (inputs, states))
         raise
     counts = (len(inputs), len(states), len(new_states), len(outputs))
-    roles = roles_of(module, counts)
+    signature = graph_signature(module, counts)
     random, draws = lifted(module)
-    roles.inputs.extend(random)
-    roles.input_gradients.extend([None] * len(random))
+    signature.inputs.extend(random)
+    signature.input_gradients.extend([None] * len(random))
     asked = tuple(wants[: len(inputs)]) + (False,) * len(random)
     given = tuple([each is not None for each in output_leaves])
-    found = Captured(module, roles, wanted, input_structure, state_structure, output_structure, given, asked, draws)
+    found = StepGraph(
+        module, signature, wanted, input_structure, state_structure, output_structure, given, asked, draws
+    )
     if composed is None:
         shorten(found)
     return found

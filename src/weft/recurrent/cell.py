@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from weft.core.errors import SpecError, listed
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
-from weft.recurrent.faults import Faults
-from weft.recurrent.sequence import Inputs
+from weft.core.validation import Validator
+from weft.recurrent.sequence import SequenceInputs
 
 
 class InputWidthError(SpecError, RuntimeError):
@@ -50,15 +50,12 @@ class Cell:
     def __init__(self, function: Callable[..., Any], *, time_step: bool = False) -> None:
         self.function = function
         self.time_step = time_step
+        self.form: Hashable = (type(self), time_step)
+        """What else than the function decides how a step runs."""
 
     def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         """One step. What comes back is checked by the loop."""
         return self.function(x, state, t) if self.time_step else self.function(x, state)
-
-    @property
-    def form(self) -> Hashable:
-        """What else than the function decides how a step runs."""
-        return (type(self), self.time_step)
 
     @property
     def name(self) -> str:
@@ -77,7 +74,7 @@ class Cell:
         method = getattr(self.function, "initial_state", None)
         return method if callable(method) else None
 
-    def enter(self, state: Any, faults: Faults) -> Any:
+    def enter(self, state: Any, check: Validator) -> Any:
         """The user's form of a state into the loop's."""
         return state
 
@@ -135,8 +132,8 @@ def adapt(function: Callable[..., Any], *, time_step: bool = False) -> Cell:
     return Cell(function, time_step=time_step)
 
 
-def spread(state: Any, inputs: Inputs, faults: Faults, *, for_one_row: bool = False) -> Any:
-    """An initial state with one row per row of the inputs. What does not fit goes to ``faults``.
+def spread(state: Any, inputs: SequenceInputs, check: Validator, *, for_one_row: bool = False) -> Any:
+    """An initial state with one row per row of the inputs. What does not fit goes to ``check``.
 
     ``for_one_row``: it was written down before any batch was known, so that a first axis which happens to have
     size N is no batch.
@@ -145,13 +142,13 @@ def spread(state: Any, inputs: Inputs, faults: Faults, *, for_one_row: bool = Fa
     names = structure_paths(structure, "state")
     return unflatten(
         structure,
-        [_spread(name, leaf, inputs, for_one_row, faults) for name, leaf in zip(names, leaves, strict=True)],
+        [_spread(name, leaf, inputs, for_one_row, check) for name, leaf in zip(names, leaves, strict=True)],
     )
 
 
-def _spread(name: str, leaf: Any, inputs: Inputs, for_one_row: bool, faults: Faults) -> Any:
+def _spread(name: str, leaf: Any, inputs: SequenceInputs, for_one_row: bool, check: Validator) -> Any:
     if not isinstance(leaf, Tensor):
-        faults.spec.append(f"{name} is of type {type(leaf).__name__}, wanted a tensor")
+        check.mismatch(f"{name} is of type {type(leaf).__name__}, wanted a tensor")
         return leaf
     rows = inputs.rows
     if rows is None:
@@ -164,11 +161,11 @@ def _spread(name: str, leaf: Any, inputs: Inputs, for_one_row: bool, faults: Fau
     if first == 1 and (with_rows or leaf.dim() > 1):
         return leaf.expand(rows, *leaf.shape[1:])
     if first != rows and (inputs.certain or inputs.axes == leaf.dim() == 2):
-        faults.spec.append(f"{name} has shape {tuple(leaf.shape)}, wanted {rows} rows, or 1 for all of them")
+        check.mismatch(f"{name} has shape {tuple(leaf.shape)}, wanted {rows} rows, or 1 for all of them")
     return leaf
 
 
-class Border:
+class StateSpec:
     """What passes from step to step: the structure, shapes and dtypes of the states, checked at every step."""
 
     def __init__(self, initial: Any, rows: int | None) -> None:

@@ -37,9 +37,9 @@ from weft.core.errors import BackwardTwiceError, UsageError
 from weft.core.pytree import Structure, flatten, map_leaves, unflatten
 from weft.core.segment import differentiable
 from weft.recurrent import eager
-from weft.recurrent.backends import Plans
-from weft.recurrent.guards import Guards
-from weft.recurrent.masking import Rows
+from weft.recurrent.guards import CellGuards
+from weft.recurrent.masking import RowMasks
+from weft.recurrent.plan_cache import PlanCache
 from weft.recurrent.recurrent import NETWORKS, Recurrent, Result
 
 _C = cast(Any, torch._C)
@@ -101,7 +101,7 @@ def _plain(leaf: Any) -> Any:
 def _check_parameters(network: Recurrent) -> None:
     """Raise UsageError if the cell reaches parameters that are not the network's: their gradients would be lost."""
     own = {id(each) for each in network.parameters()}
-    strange = sum(id(each) not in own for each in Guards(network.cell).parameters)
+    strange = sum(id(each) not in own for each in CellGuards(network.cell).parameters)
     if strange:
         raise UsageError(
             f"the cell reads {strange} tensors that want a gradient and are not parameters of the network, so a traced "
@@ -215,15 +215,15 @@ def _called(network: Recurrent, references: Sequence[Tensor], arguments: tuple[A
 # -- shapes of the results, before any number is known --------------------------------------------------------------
 
 
-class OutputMeta(Plans):
+class OutputMeta(PlanCache):
     """Shapes and dtypes of a sequence's results, in place of a network's plans.
 
     The cell runs one step, on fake tensors, in the eager loop; what comes out is stretched to T steps. T and N may be
     symbols. The values that it returns are arbitrary.
     """
 
-    def run(self, job: eager.Job) -> eager.Unrolled:
-        """See `Plans.run`."""
+    def run(self, job: eager.SequenceRun) -> eager.Unrolled:
+        """See `PlanCache.run`."""
         inputs, rows, steps = job.inputs, job.rows, job.inputs.steps
         if not steps:
             return job.run()
@@ -241,7 +241,7 @@ class OutputMeta(Plans):
 
 
 @dataclass(frozen=True)
-class _UnreadRows(Rows):
+class _UnreadRows(RowMasks):
     """Tables whose content cannot be looked at."""
 
     def valid_steps(self, steps: int) -> list[Tensor | None]:

@@ -22,21 +22,21 @@ from torch import Tensor
 
 from weft.core.errors import SpecError, listed
 from weft.core.pytree import Structure, difference, flatten, structure_paths, unflatten
-from weft.recurrent.cell import Border, Cell, InputWidthError, fit, row_faults
-from weft.recurrent.masking import Rows, pick, replaced, stand_ins
-from weft.recurrent.sequence import Inputs
+from weft.recurrent.cell import Cell, InputWidthError, StateSpec, fit, row_faults
+from weft.recurrent.masking import RowMasks, pick, replaced, stand_ins
+from weft.recurrent.sequence import SequenceInputs
 
 Unrolled = tuple[Any, Any, Any]
 """Outputs (T x N x ...), the last state (N x ...), and all states (rows 1 to T, T x N x ...)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class SequenceRun:
     """One sequence to run: what `unroll` takes."""
 
     cell: Cell
-    inputs: Inputs
-    rows: Rows
+    inputs: SequenceInputs
+    rows: RowMasks
     initial: Any
     fresh: Any
     start: int
@@ -51,8 +51,8 @@ class Job:
 
 def unroll(
     cell: Cell,
-    inputs: Inputs,
-    rows: Rows,
+    inputs: SequenceInputs,
+    rows: RowMasks,
     initial: Any,
     fresh: Any = None,
     *,
@@ -72,7 +72,7 @@ def unroll(
     if not inputs.steps:
         return _no_steps(cell, inputs, initial, start)
     chosen = inputs.rows if rows.valid is not None or rows.reset is not None else None
-    border, outputs = Border(initial, chosen), Outputs(chosen)
+    border, outputs = StateSpec(initial, chosen), OutputCollector(chosen)
     again = flatten(initial if fresh is None else fresh)[0]
     state = border.leaves
     states: list[list[Tensor]] = []
@@ -121,7 +121,7 @@ def call(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
     return values[0], values[1]
 
 
-class Outputs:
+class OutputCollector:
     """What the steps returned; every step must return the same kinds of values as the first."""
 
     def __init__(self, rows: int | None) -> None:
@@ -195,9 +195,9 @@ def _stacked(
     )
 
 
-def _no_steps(cell: Cell, inputs: Inputs, initial: Any, start: int) -> Unrolled:
+def _no_steps(cell: Cell, inputs: SequenceInputs, initial: Any, start: int) -> Unrolled:
     """T = 0: the cell runs once, on a blank step, for the looks of its results; random numbers are put back."""
-    border, outputs = Border(initial, None), Outputs(None)
+    border, outputs = StateSpec(initial, None), OutputCollector(None)
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         y, new = call(cell, unflatten(inputs.structure, inputs.blank()), initial, start)

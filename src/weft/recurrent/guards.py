@@ -52,7 +52,7 @@ _PLAIN_SIZE = type("_Plain", (), {}).__basicsize__
 _torch_module = cast(Any, nn.modules.module)
 
 
-class Guards:
+class CellGuards:
     """What a cell reads, looked up now.
 
     Attributes:
@@ -131,7 +131,7 @@ class Guards:
         backward runs the cell again; so it is where a parameter was replaced in between. Flags and attributes are not
         put back.
         """
-        now = Guards(function)
+        now = CellGuards(function)
         if now.key == self.key:
             yield True
             return
@@ -141,7 +141,7 @@ class Guards:
         try:
             for table, name, tensor in slots:
                 table[name] = then.get(id(tensor), tensor)
-            yield Guards(function).key == self.key
+            yield CellGuards(function).key == self.key
         finally:
             for table, name, tensor in slots:
                 table[name] = tensor

@@ -34,12 +34,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.captured import Captured
-from weft.recurrent.code import CompiledLoop, Loop
+from weft.recurrent.backends import Chunk, Gradients
 from weft.recurrent.cpp.compiler import CompileError
-from weft.recurrent.engine import Chunk, Gradients
-from weft.recurrent.plan import Bulk, Plan, Trail
-from weft.recurrent.python_backend import PythonEngine, first_states, state_gradients, take, write
+from weft.recurrent.graph import StepGraph
+from weft.recurrent.plan import BulkEvaluator
+from weft.recurrent.python_backend import (
+    CompiledLoop,
+    Loop,
+    PythonBackend,
+    SavedValues,
+    ScanPlan,
+    first_states,
+    state_gradients,
+    take,
+    write,
+)
 
 Recorder = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Callable[[], None]]]
 """Makes of a function its outputs, in memory that stays theirs, and a way to fill them anew."""
@@ -62,7 +71,7 @@ def cuda_recorder(function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], C
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedFunction:
     """A function with memory of its own for what goes in and what comes out."""
 
     inputs: list[Tensor]
@@ -70,13 +79,15 @@ class Recording:
     replay: Callable[[], None]
 
     @staticmethod
-    def of(record: Recorder, like: Sequence[Tensor], function: Callable[[list[Tensor]], list[Tensor]]) -> "Recording":
+    def of(
+        record: Recorder, like: Sequence[Tensor], function: Callable[[list[Tensor]], list[Tensor]]
+    ) -> "RecordedFunction":
         """Record a function of tensors that look like these. Raises RuntimeError if it cannot be recorded."""
         inputs = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in like]
         for place, each in zip(inputs, like, strict=True):
             place.copy_(each)  # what runs before the recording must see sound numbers
         outputs, replay = record(lambda: function(inputs))
-        return Recording(inputs, outputs, replay)
+        return RecordedFunction(inputs, outputs, replay)
 
     def run(self, values: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for these values, which stay so until the next run."""
@@ -86,13 +97,13 @@ class Recording:
         return self.outputs
 
 
-class Recordings:
+class RecordingCache:
     """The recordings of a plan; the one that was used longest ago goes first."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._known: OrderedDict[Hashable, RecordedFunction] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], Recording]) -> Recording:
+    def get(self, key: Hashable, make: Callable[[], RecordedFunction]) -> RecordedFunction:
         """The one of this key, made if there is none."""
         if key not in self._known:
             self._known[key] = make()
@@ -203,11 +214,11 @@ def _contiguous(rows: Sequence[Tensor]) -> Sequence[Tensor]:
     return rows if not rows or rows[0].is_contiguous() else torch.stack(list(rows)).unbind(0)
 
 
-class InductorPlan(Plan):
+class InductorPlan(ScanPlan):
     """A plan whose steps are compiled."""
 
     def compile(self, loop: Loop) -> CompiledLoop:
-        """See `Plan`."""
+        """See `ScanPlan`."""
         return InductorLoop.of(loop)
 
 
@@ -218,30 +229,27 @@ class _Copied:
     values: dict[fx.Node, Tensor]
 
 
-class InductorEngine:
-    """See `weft.recurrent.engine.Engine`. `record` is how a chunk is recorded; None runs it step by step."""
+class InductorBackend:
+    """See `weft.recurrent.backends.Backend`. `record` is how a chunk is recorded; None runs it step by step."""
 
-    def __init__(self, captured: Captured, record: Recorder | None = None) -> None:
+    def __init__(self, captured: StepGraph, record: Recorder | None = None) -> None:
         self.captured = captured
         self._plan = InductorPlan(captured)
-        self._plain = PythonEngine(captured, self._plan)
+        self._plain = PythonBackend(captured, self._plan)
+        self.chunk_steps = self._plain.chunk_steps
         self._record = cuda_recorder if record is None and _on_cuda(captured) else record
-        self._forwards, self._backwards = Recordings(), Recordings()
-        self._still = captured.passing
-        self._moving = [k for k in range(len(captured.roles.states)) if k not in self._still]
+        self._forwards, self._backwards = RecordingCache(), RecordingCache()
+        self._invariant = captured.invariant
+        self._moving = [k for k in range(len(captured.signature.states)) if k not in self._invariant]
         self._nodes: list[fx.Node] = []
         self._once: list[fx.Node] = []
         self._why_not = ""
 
-    def chunk_steps(self) -> int:
-        """See `Engine`."""
-        return self._plain.chunk_steps()
-
     def begin(self) -> None:
         """Nothing: constants are cheap next to the loop."""
 
-    def forward(self, constants: None, chunk: Chunk, keep: bool) -> "Trail | _Copied":
-        """See `Engine`."""
+    def forward(self, constants: None, chunk: Chunk, keep: bool) -> "SavedValues | _Copied":
+        """See `Backend`."""
         recording = self._forward(chunk)
         if recording is None:
             return self._plain.forward(constants, chunk, keep)
@@ -249,49 +257,49 @@ class InductorEngine:
         write([*chunk.outputs, *(chunk.states[k][1:] for k in self._moving)], found[: self._made(chunk)])
         return self._copied(chunk, found) if keep else _Copied({})
 
-    def again(self, constants: None, chunk: Chunk) -> "Trail | _Copied":
-        """See `Engine`; the chunk's outputs and states are not written to."""
+    def recompute(self, constants: None, chunk: Chunk) -> "SavedValues | _Copied":
+        """See `Backend`; the chunk's outputs and states are not written to."""
         recording = self._forward(chunk)
         if recording is None:
-            return self._plain.again(constants, chunk)
+            return self._plain.recompute(constants, chunk)
         return self._copied(chunk, recording.run(self._given(chunk)))
 
-    def backward(self, constants: None, chunk: Chunk, kept: "Trail | _Copied", gradients: Gradients) -> None:
-        """See `Engine`."""
-        recording = None if isinstance(kept, Trail) else self._backward(chunk, kept, gradients)
-        if recording is None or isinstance(kept, Trail):
-            trail = kept if isinstance(kept, Trail) else self._trail(chunk.steps, self._given(chunk), kept.values)
+    def backward(self, constants: None, chunk: Chunk, kept: "SavedValues | _Copied", gradients: Gradients) -> None:
+        """See `Backend`."""
+        recording = None if isinstance(kept, SavedValues) else self._backward(chunk, kept, gradients)
+        if recording is None or isinstance(kept, SavedValues):
+            trail = kept if isinstance(kept, SavedValues) else self._trail(chunk.steps, self._given(chunk), kept.values)
             self._plain.backward(constants, chunk, trail, gradients)
             return
         found = iter(recording.run(self._given_back(chunk, kept, gradients)))
-        roles = self.captured.roles
-        inputs = [None if node is None else next(found) for node in roles.input_gradients]
+        signature = self.captured.signature
+        inputs = [None if node is None else next(found) for node in signature.input_gradients]
         write(gradients.carried, [next(found) for _ in gradients.carried])
-        parameters = [None if node is None else next(found) for node in roles.parameter_gradients]
+        parameters = [None if node is None else next(found) for node in signature.parameter_gradients]
         take(gradients, inputs, parameters)
 
-    def release(self, kept: "Trail | _Copied") -> None:
+    def release(self, kept: "SavedValues | _Copied") -> None:
         """Its memory goes with it."""
 
     def kept_bytes(self, steps: int) -> int:
-        """See `Engine`."""
+        """See `Backend`."""
         return self._plain.kept_bytes(steps)
 
     def work_bytes(self, steps: int) -> int:
-        """See `Engine`; a recording has its own copy of what is kept, and of what comes in and goes out."""
+        """See `Backend`; a recording has its own copy of what is kept, and of what comes in and goes out."""
         copies = 0 if self._record is None else 2 * self.kept_bytes(steps)
         return self._plain.work_bytes(steps) + copies
 
     def explain(self) -> str:
-        """See `Engine`."""
+        """See `Backend`."""
         how = "step by step" if self._record is None else "a chunk at a time, recorded"
         return f"{self._plain.explain()}\n\nlaunched {how}{self._why_not}"
 
     # -- recordings -------------------------------------------------------------------------------------------------
 
-    def _forward(self, chunk: Chunk) -> Recording | None:
-        roles, count = self.captured.roles, len(chunk.inputs)
-        given = {*roles.inputs, *roles.references, *(roles.states[k] for k in self._still)}
+    def _forward(self, chunk: Chunk) -> RecordedFunction | None:
+        signature, count = self.captured.signature, len(chunk.inputs)
+        given = {*signature.inputs, *signature.references, *(signature.states[k] for k in self._invariant)}
 
         def function(values: list[Tensor]) -> list[Tensor]:
             outputs, states, trail = self._plan.forward(values[:count], values[count:])
@@ -304,7 +312,7 @@ class InductorEngine:
 
         return self._recorded(self._forwards, self._key(chunk), self._given(chunk), function)
 
-    def _backward(self, chunk: Chunk, kept: _Copied, gradients: Gradients) -> Recording | None:
+    def _backward(self, chunk: Chunk, kept: _Copied, gradients: Gradients) -> RecordedFunction | None:
         nodes, steps = list(kept.values), chunk.steps
         with_states = any(each is not None for each in gradients.states)
         sizes = [len(self._given(chunk)), len(nodes), len(gradients.outputs), len(gradients.carried)]
@@ -322,17 +330,17 @@ class InductorEngine:
 
     def _recorded(
         self,
-        known: Recordings,
+        known: RecordingCache,
         key: tuple[int | bool, ...],
         like: list[Tensor],
         function: Callable[[list[Tensor]], list[Tensor]],
-    ) -> Recording | None:
+    ) -> RecordedFunction | None:
         """None where nothing is recorded, or cannot be."""
         record = self._record
         if record is None:
             return None
         try:
-            return known.get(key, lambda: Recording.of(record, like, function))
+            return known.get(key, lambda: RecordedFunction.of(record, like, function))
         except RuntimeError as error:
             self._record, self._why_not = None, f", since it could not be recorded: {error}"
             return None
@@ -340,10 +348,10 @@ class InductorEngine:
     def _key(self, chunk: Chunk) -> tuple[int | bool, ...]:
         """What a recording depends on: its length, and where the cell's tensors lie."""
         captured = self.captured
-        return (chunk.steps, *(captured.reference(node).data_ptr() for node in captured.roles.references))
+        return (chunk.steps, *(captured.reference(node).data_ptr() for node in captured.signature.references))
 
     def _given(self, chunk: Chunk) -> list[Tensor]:
-        return [*chunk.inputs, *first_states(chunk, self._still)]
+        return [*chunk.inputs, *first_states(chunk, self._invariant)]
 
     def _made(self, chunk: Chunk) -> int:
         """How many outputs and states a recorded forward gives, before the trail."""
@@ -358,21 +366,23 @@ class InductorEngine:
         values = zip(self._nodes, found[self._made(chunk) :], strict=True)
         return _Copied({node: value.clone(memory_format=torch.contiguous_format) for node, value in values})
 
-    def _trail(self, steps: int, given: Sequence[Tensor], values: dict[fx.Node, Tensor]) -> Trail:
+    def _trail(self, steps: int, given: Sequence[Tensor], values: dict[fx.Node, Tensor]) -> SavedValues:
         """A trail of these values, as a forward would have left it."""
-        roles = self.captured.roles
-        trail = Trail(Bulk(steps, self._plan.varies), {})
-        count = len(roles.inputs)
+        signature = self.captured.signature
+        trail = SavedValues(BulkEvaluator(steps, self._plan.varies), {})
+        count = len(signature.inputs)
         env = trail.bulk.env
-        env.update(zip(roles.inputs, given[:count], strict=True))
-        env.update({node: self.captured.reference(node).detach() for node in roles.references})
-        env.update({roles.states[k]: given[count + k].expand(steps, *given[count + k].shape) for k in self._still})
+        env.update(zip(signature.inputs, given[:count], strict=True))
+        env.update({node: self.captured.reference(node).detach() for node in signature.references})
+        env.update(
+            {signature.states[k]: given[count + k].expand(steps, *given[count + k].shape) for k in self._invariant}
+        )
         env.update(values)
         trail.bulk.evaluate(self._plan.parts.once, self._once)
         return trail
 
 
-def _on_cuda(captured: Captured) -> bool:
-    nodes = [*captured.roles.inputs, *captured.roles.states]
+def _on_cuda(captured: StepGraph) -> bool:
+    nodes = [*captured.signature.inputs, *captured.signature.states]
     values = [node.meta.get("val") for node in nodes]
     return bool(values) and all(isinstance(each, torch.Tensor) and each.is_cuda for each in values)

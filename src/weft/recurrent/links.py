@@ -14,7 +14,7 @@ has rows like any other state.
 Links with offsets, and windows over a state, are Caffe2's (`recurrent_net`, `link_window`).
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from weft.core.errors import SpecError, listed
 from weft.core.pytree import flatten, map_leaves, structure_paths, unflatten
+from weft.core.validation import Validator
 from weft.recurrent.cell import Cell
-from weft.recurrent.faults import Faults
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,17 @@ class Window:
 Links = Mapping[str, str | Window]
 
 
-def link_faults(links: object) -> list[str]:
-    """What is wrong with links by themselves."""
+def check_links(check: Validator, links: object) -> None:
+    """Validate links by themselves."""
     if not isinstance(links, Mapping):
-        return [f"links is of type {type(links).__name__}, wanted a dict: for every state the output that feeds it"]
-    return [
-        fault for state, link in cast("Mapping[object, object]", links).items() if (fault := _link_fault(state, link))
-    ]
-
-
-def _link_fault(state: object, link: object) -> str | None:
-    if isinstance(link, str) or (isinstance(link, Window) and link.k >= 1):
-        return None
-    if isinstance(link, Window):
-        return f"links[{state!r}] is a window over {link.k} steps, wanted at least 1"
-    return f"links[{state!r}] is of type {type(link).__name__}, wanted the name of an output, or a Window over it"
+        check.add(f"links is of type {type(links).__name__}, wanted a dict: for every state the output that feeds it")
+        return
+    for state, link in cast("Mapping[object, object]", links).items():
+        if isinstance(link, Window):
+            check.that(link.k >= 1, f"links[{state!r}] is a window over {link.k} steps, wanted at least 1")
+        elif not isinstance(link, str):
+            kind = type(link).__name__
+            check.add(f"links[{state!r}] is of type {kind}, wanted the name of an output, or a Window over it")
 
 
 class Linked(Cell):
@@ -78,6 +74,7 @@ class Linked(Cell):
         super().__init__(step, time_step=time_step)
         self.links = links
         self.references = references
+        self.form = (type(self), time_step, *links.items())
 
     def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         extra = () if self.references is None else (self.references,)
@@ -86,29 +83,26 @@ class Linked(Cell):
         self._check(outputs, t)
         return dict(outputs), {name: self._next(name, state[name], outputs) for name in self.links}
 
-    @property
-    def form(self) -> Hashable:
-        """See :meth:`Cell.form`."""
-        return (*cast("tuple[Hashable, ...]", super().form), tuple(self.links.items()))
-
     def bound(self, references: Mapping[str, Any]) -> "Linked":
         """The same step net with other references."""
         return Linked(self.function, self.links, references=references, time_step=self.time_step)
 
-    def enter(self, state: Any, faults: Faults) -> Any:
+    def enter(self, state: Any, check: Validator) -> Any:
         """States by name, windows as tuples, in the order of the links."""
         if not isinstance(state, Mapping):
-            faults.spec.append(f"state is of type {type(state).__name__}, wanted a dict with keys {list(self.links)}")
+            check.mismatch(f"state is of type {type(state).__name__}, wanted a dict with keys {list(self.links)}")
             return state
         named = cast("Mapping[str, Any]", state)
         missing = [name for name in self.links if name not in named]
-        faults.spec.extend(f"state[{name!r}] is missing: links have that state" for name in missing)
-        faults.spec.extend(
-            f"state[{name!r}] is too much: links say not which output feeds it"
-            for name in named
-            if name not in self.links
+        check.mismatch(*(f"state[{name!r}] is missing: links have that state" for name in missing))
+        check.mismatch(
+            *(
+                f"state[{name!r}] is too much: links say not which output feeds it"
+                for name in named
+                if name not in self.links
+            )
         )
-        return {name: self._split(name, named[name], faults) for name in self.links if name in named}
+        return {name: self._split(name, named[name], check) for name in self.links if name in named}
 
     def leave(self, state: Any, axis: int = 0) -> Any:
         """Windows stacked along ``axis``."""
@@ -121,7 +115,7 @@ class Linked(Cell):
             for name, value in state.items()
         }
 
-    def _split(self, name: str, value: Any, faults: Faults) -> Any:
+    def _split(self, name: str, value: Any, check: Validator) -> Any:
         link = self.links[name]
         if not isinstance(link, Window):
             return value
@@ -133,7 +127,7 @@ class Linked(Cell):
             for path, leaf in zip(structure_paths(structure, f"state[{name!r}]"), leaves, strict=True)
             if not isinstance(leaf, Tensor) or leaf.shape[:1] != (link.k,)
         ]
-        faults.spec.extend(wrong)
+        check.mismatch(*wrong)
         if wrong:
             return value
         return tuple(unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(link.k))

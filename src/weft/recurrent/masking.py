@@ -34,16 +34,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
-from weft.core.pytree import flatten, map_leaves, unflatten
+from weft.core.pytree import flatten, map_leaves
+from weft.core.validation import Validator
 from weft.recurrent.capture import CaptureError, present, result_of
 from weft.recurrent.cell import Cell
-from weft.recurrent.faults import Faults
 from weft.recurrent.links import Linked
-from weft.recurrent.sequence import Inputs, some
+from weft.recurrent.sequence import SequenceInputs, some
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowMasks:
     """``valid`` and ``reset``, T x N bool each, or ``None`` where all rows count, or none starts anew."""
 
     valid: Tensor | None = None
@@ -58,30 +58,34 @@ class Rows:
         return _each(self.reset, steps, plain=False)
 
 
+ALL_ROWS = RowMasks()
+"""Every row counts at every step."""
+
+
 def read_rows(
-    inputs: Inputs | None,
+    inputs: SequenceInputs | None,
     lengths: object,
     mask: object,
     reset: object,
     *,
     batch_first: bool,
-    faults: Faults,
-) -> Rows:
+    check: Validator,
+) -> RowMasks:
     """The two tables, out of whatever was given for them.
 
     A reset past a row's length is dropped, since its state must stay; one in a hole counts.
     """
     if lengths is None and mask is None and reset is None:
-        return Rows()
+        return ALL_ROWS
     if inputs is None or inputs.rows is None:
         if inputs is not None:
-            faults.spec.append("lengths, mask and reset speak of rows, but no input has two axes, T x N")
-        return Rows()
-    within = None if lengths is None else _within(lengths, inputs, faults)
-    table = None if mask is None else _table("mask", mask, inputs, batch_first, faults)
-    anew = None if reset is None else _table("reset", reset, inputs, batch_first, faults)
+            check.mismatch("lengths, mask and reset are per row, but no input has two axes, T x N")
+        return ALL_ROWS
+    within = None if lengths is None else _within(lengths, inputs, check)
+    table = None if mask is None else _table("mask", mask, inputs, batch_first, check)
+    anew = None if reset is None else _table("reset", reset, inputs, batch_first, check)
     valid = _both(within, table)
-    return Rows(valid, None if anew is None else _both(within, anew))
+    return RowMasks(valid, None if anew is None else _both(within, anew))
 
 
 def pick(flags: Tensor, yes: Tensor, no: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,7 +93,7 @@ def pick(flags: Tensor, yes: Tensor, no: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(flags.view(-1, *[1] * (yes.dim() - 1)), yes.to(dtype), no.to(dtype))
 
 
-def stand_ins(inputs: Inputs, valid: Tensor) -> list[Any]:
+def stand_ins(inputs: SequenceInputs, valid: Tensor) -> list[Any]:
     """One step of inputs that the cell can bear: each row's first that counts, or another row's, or a blank.
 
     No gradient goes through them. Leaves without rows are left as they are.
@@ -116,41 +120,41 @@ def replaced(step: list[Any], valid: Tensor, stand_in: list[Any]) -> list[Any]:
     ]
 
 
-def _within(lengths: object, inputs: Inputs, faults: Faults) -> Tensor | None:
+def _within(lengths: object, inputs: SequenceInputs, check: Validator) -> Tensor | None:
     """T x N: whether the step is before the row's end."""
     try:
         given = lengths if isinstance(lengths, Tensor) else torch.as_tensor(cast(Any, lengths))
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        faults.spec.append(f"lengths is {lengths!r}, wanted a tensor or a sequence of {inputs.rows} integers")
+        check.mismatch(f"lengths is {lengths!r}, wanted a tensor or a sequence of {inputs.rows} integers")
         return None
     given = given.long() if not given.numel() else given  # an empty list has no dtype of its own
     if given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
-        faults.spec.append(f"lengths has dtype {given.dtype}, wanted integers")
+        check.mismatch(f"lengths has dtype {given.dtype}, wanted integers")
         return None
     if given.shape != (inputs.rows,):
-        faults.spec.append(f"lengths has shape {tuple(given.shape)}, wanted ({inputs.rows},): one for each row")
+        check.mismatch(f"lengths has shape {tuple(given.shape)}, wanted ({inputs.rows},): one for each row")
         return None
     numbers = cast("list[int]", given.tolist())
     wrong = [f"row {row} has {n}" for row, n in enumerate(numbers) if not 0 <= n <= inputs.steps]
     if wrong:
-        faults.spec.append(f"lengths go from 0 to T = {inputs.steps}, but {some(wrong)}")
+        check.mismatch(f"lengths go from 0 to T = {inputs.steps}, but {some(wrong)}")
         return None
     return torch.arange(inputs.steps, device=inputs.device)[:, None] < given.to(inputs.device)
 
 
-def _table(name: str, table: object, inputs: Inputs, batch_first: bool, faults: Faults) -> Tensor | None:
+def _table(name: str, table: object, inputs: SequenceInputs, batch_first: bool, check: Validator) -> Tensor | None:
     """A user's table of truth values, time first."""
     if not isinstance(table, Tensor):
-        faults.spec.append(f"{name} is of type {type(table).__name__}, wanted a tensor of torch.bool")
+        check.mismatch(f"{name} is of type {type(table).__name__}, wanted a tensor of torch.bool")
         return None
     wanted = (inputs.rows, inputs.steps) if batch_first else (inputs.steps, inputs.rows)
     axes = "N x T" if batch_first else "T x N"
     fine = True
     if table.dtype != torch.bool:
-        faults.spec.append(f"{name} has dtype {table.dtype}, wanted torch.bool")
+        check.mismatch(f"{name} has dtype {table.dtype}, wanted torch.bool")
         fine = False
     if tuple(table.shape) != wanted:
-        faults.spec.append(f"{name} has shape {tuple(table.shape)}, wanted {axes} = {wanted}")
+        check.mismatch(f"{name} has shape {tuple(table.shape)}, wanted {axes} = {wanted}")
         fine = False
     if not fine:
         return None
@@ -189,13 +193,12 @@ class Conditions:
     cut: bool
     time: bool
 
-    def step(self, cell: Cell, rows: int | None) -> "Step":
-        """The cell with what they add."""
-        return Step(cell, self, rows)
+
+UNCONDITIONAL = Conditions(valid=False, reset=False, cut=False, time=False)
 
 
 @dataclass(frozen=True)
-class Step:
+class MaskedStep:
     """A step as it is captured: ``((x, more), (state, fresh, references, held)) -> (y, (new, and these))``.
 
     `fresh` is () without resets, `references` () without references, `held` () without rows that do not count.
@@ -263,7 +266,7 @@ def _cut(flag: Tensor, state: Any) -> Any:
     return map_leaves(one, state)
 
 
-def conditions_of(cell: Cell, rows: Rows, truncate: int | None) -> Conditions:
+def conditions_of(cell: Cell, rows: RowMasks, truncate: int | None) -> Conditions:
     """What a call has. Tables that change nothing count as absent, where that can be seen without waiting."""
     return Conditions(
         valid=rows.valid is not None and not _all(rows.valid, True),
@@ -273,7 +276,9 @@ def conditions_of(cell: Cell, rows: Rows, truncate: int | None) -> Conditions:
     )
 
 
-def more_inputs(on: Conditions, inputs: Inputs, rows: Rows, start: int, truncate: int | None) -> list[Tensor]:
+def more_inputs(
+    on: Conditions, inputs: SequenceInputs, rows: RowMasks, start: int, truncate: int | None
+) -> list[Tensor]:
     """The inputs that the conditions add, T x ..."""
     found: list[Tensor] = []
     steps = torch.arange(start, start + inputs.steps, device=inputs.device) if on.cut or on.time else None
@@ -306,15 +311,10 @@ def check_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
         )
 
 
-def held_inputs(inputs: Inputs, valid: Tensor) -> list[Tensor]:
+def held_inputs(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
     """What stands in for padding: for every leaf with rows, the first input of each row that counts, N x ..."""
     found = zip(inputs.leaves, stand_ins(inputs, valid), strict=True)
     return [held for leaf, held in found if isinstance(leaf, Tensor) and leaf.dim() >= 2]
-
-
-def nested(structure: Any, leaves: Sequence[Any], more: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """One step's inputs in the form that a `Step` takes."""
-    return unflatten(structure, leaves), list(more)
 
 
 def _all(table: Tensor, value: bool) -> bool:

@@ -22,14 +22,14 @@ from typing import Literal
 from torch import Tensor
 
 from weft.core.errors import UsageError
-from weft.recurrent.engine import Engine, borders
+from weft.recurrent.backends import Backend
 
 Memory = Literal["full", "states", "sqrt"] | int
 NAMES: tuple[Literal["full", "states", "sqrt"], ...] = ("full", "states", "sqrt")
 
 
 @dataclass(frozen=True)
-class Keeping:
+class MemoryPolicy:
     """How a sequence is kept: in segments of `segment` chunks; without, all states, and all values if `values`."""
 
     values: bool
@@ -42,7 +42,7 @@ class Keeping:
 
 
 @dataclass(frozen=True)
-class Size:
+class SequenceSize:
     """What a sequence takes, in numbers of bytes."""
 
     steps: int
@@ -59,52 +59,54 @@ class Size:
     kept: int
     """What a chunk keeps."""
 
-    def peak(self, keeping: Keeping) -> int:
+    def peak(self, choose_policy: MemoryPolicy) -> int:
         """The most bytes that a call with its backward holds at a time, besides what it was given.
 
         Outputs, states and the gradients that it returns count.
         """
         outputs = (self.steps + 1) * (self.output_row + self.state_row - self.lone_state_row)
         total = outputs + self.steps * self.input_row + self.fixed
-        if keeping.segment is None:
-            chunks = len(borders(self.steps, self.chunk)) - 1
+        if choose_policy.segment is None:
+            chunks = len(chunk_bounds(self.steps, self.chunk)) - 1
             total += (self.steps + 1) * self.lone_state_row
-            return total + (chunks if keeping.values else 1) * self.kept
-        whole = borders(self.steps, self.chunk)
-        segments = math.ceil((len(whole) - 1) / keeping.segment)
-        longest = min(keeping.segment * self.chunk, self.steps)
+            return total + (chunks if choose_policy.values else 1) * self.kept
+        whole = chunk_bounds(self.steps, self.chunk)
+        segments = math.ceil((len(whole) - 1) / choose_policy.segment)
+        longest = min(choose_policy.segment * self.chunk, self.steps)
         inside = longest * (self.state_row + self.output_row) + self.state_row
-        return total + segments * self.state_row + inside + min(keeping.segment, len(whole) - 1) * self.kept
+        return total + segments * self.state_row + inside + min(choose_policy.segment, len(whole) - 1) * self.kept
 
 
-def size_of(engine: Engine, steps: int, states: Sequence[Tensor]) -> Size:
+def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceSize:
     """What a sequence of so many steps takes by this engine."""
-    roles = engine.captured.roles
-    still, same = engine.captured.passing, engine.captured.aliases
-    chunk = max(b - a for a, b in pairwise(borders(steps, engine.chunk_steps())))
-    moving = [each for k, each in enumerate(states) if k not in still]
-    lone = [each for k, each in enumerate(states) if k not in still and k not in same.values()]
-    outputs = [node.meta["val"] for i, node in enumerate(roles.outputs) if node is not None and i not in same]
-    inputs = [node.meta["val"] for node in roles.input_gradients if node is not None]
-    parameters = [node.meta["val"] for node in roles.parameter_gradients if node is not None]
-    drawn = sum(math.prod(each.shape) * each.dtype.itemsize for each in engine.captured.draws)
-    given = [node.meta["val"] for node in roles.outputs if node is not None]  # a chunk of their gradients, contiguous
+    signature = backend.captured.signature
+    invariant, same = backend.captured.invariant, backend.captured.aliases
+    chunk = max(b - a for a, b in pairwise(chunk_bounds(steps, backend.chunk_steps)))
+    moving = [each for k, each in enumerate(states) if k not in invariant]
+    lone = [each for k, each in enumerate(states) if k not in invariant and k not in same.values()]
+    outputs = [node.meta["val"] for i, node in enumerate(signature.outputs) if node is not None and i not in same]
+    inputs = [node.meta["val"] for node in signature.input_gradients if node is not None]
+    parameters = [node.meta["val"] for node in signature.parameter_gradients if node is not None]
+    drawn = sum(math.prod(each.shape) * each.dtype.itemsize for each in backend.captured.draws)
+    given = [
+        node.meta["val"] for node in signature.outputs if node is not None
+    ]  # a chunk of their gradients, contiguous
     # Twice what is carried, and once more what comes in for the state after the last step.
-    fixed = _bytes(parameters) + 4 * _bytes(states) + engine.work_bytes(chunk) + chunk * _bytes(given) + steps * drawn
-    return Size(
-        steps, chunk, _bytes(moving), _bytes(lone), _bytes(outputs), _bytes(inputs), fixed, engine.kept_bytes(chunk)
+    fixed = _bytes(parameters) + 4 * _bytes(states) + backend.work_bytes(chunk) + chunk * _bytes(given) + steps * drawn
+    return SequenceSize(
+        steps, chunk, _bytes(moving), _bytes(lone), _bytes(outputs), _bytes(inputs), fixed, backend.kept_bytes(chunk)
     )
 
 
-def keeping(memory: Memory, size: Size) -> Keeping:
+def choose_policy(memory: Memory, size: SequenceSize) -> MemoryPolicy:
     """How to keep a sequence. Raises UsageError if no way keeps within the bytes."""
     if memory in ("full", "states"):
-        return Keeping(values=memory == "full")
+        return MemoryPolicy(values=memory == "full")
     shortest = min(_segments(size), key=size.peak)
     if memory == "sqrt":
         return shortest
     assert isinstance(memory, int)
-    ways = (Keeping(values=True), Keeping(values=False), shortest)
+    ways = (MemoryPolicy(values=True), MemoryPolicy(values=False), shortest)
     for each in ways:
         if size.peak(each) <= memory:
             return each
@@ -115,16 +117,23 @@ def keeping(memory: Memory, size: Size) -> Keeping:
     )
 
 
-def _segments(size: Size) -> list[Keeping]:
+def chunk_bounds(steps: int, chunk: int) -> list[int]:
+    """Where chunks begin and end: as few as possible, of one length but for the last, which may be shorter."""
+    count = max(1, -(-steps // max(chunk, 1)))
+    length = -(-steps // count)
+    return [*range(0, steps, length), steps] if steps else [0, 0]
+
+
+def _segments(size: SequenceSize) -> list[MemoryPolicy]:
     """Ways to keep heads of segments only, the one with the lowest peak among them.
 
     Heads cost s a segment, and the segment that is run again costs c a chunk: the sum is least at sqrt(chunks s / c).
     """
-    chunks = len(borders(size.steps, size.chunk)) - 1
+    chunks = len(chunk_bounds(size.steps, size.chunk)) - 1
     inside = size.kept + size.chunk * (size.state_row + size.output_row)
     best = math.sqrt(chunks * size.state_row / max(inside, 1))
     near = {min(max(each, 1), chunks) for each in (math.floor(best), math.ceil(best))}
-    return [Keeping(values=False, segment=each) for each in sorted(near)]
+    return [MemoryPolicy(values=False, segment=each) for each in sorted(near)]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

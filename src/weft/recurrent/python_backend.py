@@ -1,73 +1,453 @@
-"""A plan run by Python, as an engine: bulk operators of PyTorch around two minimal loops; it needs no compiler."""
+"""The Python backend: bulk operators of PyTorch around two minimal loops, whose source is generated; no compiler.
 
-from collections.abc import Sequence
+    def loop(T, reference..., row lists..., state..., save...):
+        for step in range(T):
+            v_x = rows_x[step]                computed for all steps before the loop
+            v_h = tanh(addmm(v_x, v_s, v_w))  the operators of this part, by PyTorch's own functions
+            save_h(v_h)                       read after the loop, if it cannot be written in place
+            v_s = v_h                         new state to state
+        return [v_s]
+
+The source is generated once per plan, whatever T. The backward loop comes from the same generator, with `step` running
+down.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.captured import Captured
-from weft.recurrent.engine import Chunk, Gradients, chunk_length
-from weft.recurrent.plan import Plan, Trail
+from weft.recurrent.backends import Chunk, Gradients, chunk_length
+from weft.recurrent.graph import StepGraph, Value
+from weft.recurrent.plan import BulkEvaluator, DependencePartition, dependences, explain, partition
+
+_aten = cast(Any, torch.ops.aten)
+_QUICK: dict[Any, Callable[..., Any]] = {
+    _aten.add.Tensor: torch.add,
+    _aten.sub.Tensor: torch.sub,
+    _aten.mul.Tensor: torch.mul,
+    _aten.div.Tensor: torch.div,
+    _aten.sigmoid.default: torch.sigmoid,
+    _aten.tanh.default: torch.tanh,
+    _aten.exp.default: torch.exp,
+    _aten.neg.default: torch.neg,
+    _aten.rsub.Scalar: torch.rsub,
+    _aten.relu.default: torch.relu,
+    _aten.addmm.default: torch.addmm,
+    _aten.addcmul.default: torch.addcmul,
+    _aten.mm.default: torch.mm,
+    _aten.bmm.default: torch.bmm,
+    _aten.cat.default: torch.cat,
+    _aten.t.default: torch.t,
+    _aten.split.Tensor: torch.unsafe_split,
+}
+"""The same operators by a shorter way: a call through the dispatcher's Python object costs about twice as much."""
+
+_INTO: dict[Any, tuple[Any, str]] = {
+    **{
+        target: (quick, "out")
+        for target, quick in _QUICK.items()
+        if quick not in (torch.relu, torch.t, torch.rsub, torch.unsafe_split)
+    },
+    _aten.sigmoid_backward.default: (_aten.sigmoid_backward.grad_input, "grad_input"),
+    _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
+}
+"""Operators that can write their result into a given tensor: the function, and the argument's name."""
 
 
-class PythonEngine:
-    """See `weft.recurrent.engine.Engine`."""
+@dataclass(frozen=True)
+class Loop:
+    """A loop to be written. Nodes stand for their values in one step.
 
-    def __init__(self, captured: Captured, plan: Plan | None = None) -> None:
+    `rows` come as one list per node with a value per step; `constants` are the same in all steps; `carried` are
+    the values that go from step to step, with `ends` what they become; `saved` are kept for all steps: written into a
+    row of a buffer where the operator can do that, else collected into a list. With `added`
+    every carried value gets a value of the step added to it before it is read.
+    """
+
+    nodes: Sequence[fx.Node]
+    constants: Sequence[fx.Node]
+    rows: Sequence[fx.Node]
+    carried: Sequence[fx.Node]
+    ends: Sequence[fx.Node | None]
+    saved: Sequence[fx.Node]
+    backward: bool
+    added: bool = False
+
+    @property
+    def written(self) -> list[fx.Node]:
+        """The saved nodes whose values are written into rows of a buffer."""
+        made = set(self.nodes)
+        return [node for node in self.saved if node in made and node.target in _INTO and not node.kwargs]
+
+    def compile(self) -> "CompiledLoop":
+        """Write the source and make a function of it."""
+        names: dict[str, Any] = {"zero": torch.zeros_like}
+        lines = [f"    {_name(node)} = rows_{node}[step]" for node in self.rows]
+        if self.added:
+            lines += [f"    {_name(node)} = {_name(node)} + added_{node}[step]" for node in self.carried]
+        written = self.written
+        collected = [node for node in self.saved if node not in written]
+        for index, node in enumerate(self.nodes):
+            if node in written:
+                names[f"op{index}"], into = _INTO[node.target]
+                lines.append(f"    {_name(node)} = rows_{node}[step]")
+                lines.append(f"    op{index}({_arguments(node, names)}, {into}={_name(node)})")
+            else:
+                names[f"op{index}"] = _QUICK.get(node.target, node.target)
+                lines.append(f"    {_name(node)} = op{index}({_arguments(node, names)})")
+        lines += [f"    save_{node}({_name(node)})" for node in collected]
+        carried = [_name(each) for each in self.carried]
+        ends = [f"zero({kept})" if end is None else _name(end) for kept, end in zip(carried, self.ends, strict=True)]
+        if ends:
+            lines.append(f"    {', '.join(carried)}, = {', '.join(ends)},")
+        parameters = [_name(each) for each in self.constants] + carried
+        parameters += [f"rows_{each}" for each in (*self.rows, *written)] + [f"save_{each}" for each in collected]
+        parameters += [f"added_{each}" for each in self.carried] if self.added else []
+        steps = "range(T - 1, -1, -1)" if self.backward else "range(T)"
+        body = "\n".join(lines or ["    pass"])
+        source = (
+            f"def loop(T, {', '.join(parameters)}):\n  for step in {steps}:\n{body}\n  return [{', '.join(carried)}]\n"
+        )
+        exec(compile(source, "<recurrent loop>", "exec"), names)  # the source is made of our own names only
+        return CompiledLoop(self, source, names["loop"])
+
+
+@dataclass(frozen=True)
+class CompiledLoop:
+    """A loop as a function, and the source that it was made of."""
+
+    loop: Loop
+    source: str
+    function: Callable[..., list[Tensor]]
+
+    def run(
+        self,
+        steps: int,
+        constants: Mapping[fx.Node, Any],
+        carried: Sequence[Tensor],
+        rows: Mapping[fx.Node, Sequence[Tensor]],
+        added: Sequence[Sequence[Tensor]] = (),
+    ) -> tuple[list[Tensor], dict[fx.Node, list[Tensor]]]:
+        """What is carried out of the last step, and for every collected node its values in the order of time.
+
+        `rows` hold what is read, and for the written nodes what is written to.
+        """
+        written = self.loop.written
+        saved: dict[fx.Node, list[Tensor]] = {node: [] for node in self.loop.saved if node not in written}
+        last = self.function(
+            steps,
+            *(constants[node] for node in self.loop.constants),
+            *carried,
+            *(rows[node] for node in (*self.loop.rows, *written)),
+            *(each.append for each in saved.values()),
+            *added,
+        )
+        if self.loop.backward:
+            for each in saved.values():
+                each.reverse()
+        return last, saved
+
+
+def _name(node: fx.Node) -> str:
+    """The variable that holds the node's value: a node may be called ``t``, or like a function of ours."""
+    return f"v_{node}"
+
+
+def _arguments(node: fx.Node, names: dict[str, Any]) -> str:
+    """The arguments as source; what is neither node nor plain number gets a name."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return _name(value)
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(text(each) for each in cast("list[Any]", value)) + "]"
+        if value is None or isinstance(value, bool | int):
+            return repr(value)
+        name = f"k{len(names)}"
+        names[name] = value
+        return name
+
+    return ", ".join([*map(text, node.args), *(f"{key}={text(value)}" for key, value in node.kwargs.items())])
+
+
+class SavedValues:
+    """The values of one sequence, stacked (`bulk.env`) and step by step (`rows`): what backward needs of forward."""
+
+    def __init__(self, bulk: BulkEvaluator, rows: dict[fx.Node, Sequence[Tensor]]) -> None:
+        self.bulk = bulk
+        self.rows = rows
+
+    def copy(self) -> "SavedValues":
+        """For one backward, which adds values of its own; the graph may be retained for another."""
+        bulk = BulkEvaluator(self.bulk.steps, self.bulk.varies)
+        bulk.env.update(self.bulk.env)
+        return SavedValues(bulk, dict(self.rows))
+
+    def stacked(self, node: fx.Node) -> Tensor:
+        """The value for all steps, T x ..."""
+        env = self.bulk.env
+        if node not in env:
+            env[node] = torch.stack(list(self.rows[node]))
+        value = env[node]
+        return value if self.bulk.varies(node) else value.expand(self.bulk.steps, *value.shape)
+
+    def in_steps(self, node: fx.Node) -> Sequence[Tensor]:
+        """The value step by step."""
+        if node not in self.rows:
+            self.rows[node] = self.bulk.env[node].unbind(0)
+        return self.rows[node]
+
+
+class ScanPlan:
+    """The parts of a captured step, and the two loops that are left of it."""
+
+    def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
-        self.plan = Plan(captured) if plan is None else plan
-        self._still = captured.passing
-        self._step_bytes = _bytes(self.plan.kept())
-        states = captured.roles.states
-        shape = states[0].meta["val"].shape if states else ()
-        self._chunk = chunk_length(self._step_bytes, shape[0] if shape else 1)
+        self.parts: DependencePartition = partition(captured)
+        self._on = dependences(captured)
 
-    def chunk_steps(self) -> int:
-        """See `Engine`."""
-        return self._chunk
+    def explain(self) -> str:
+        """For a person: what runs step by step, what was moved out of the loops, and the source of the loops."""
+        return "\n\n".join([explain(self.captured), self.loop.source, self.loop_back(False).source])
+
+    @cached_property
+    def loop(self) -> CompiledLoop:
+        """The forward loop. It saves the new states, the outputs, and what backward reads."""
+        parts, signature = self.parts, self.captured.signature
+        later = [*parts.after, *parts.before_back, *parts.loop_back, *parts.after_back]
+        ends = [*signature.outputs, *signature.new_states]
+        saved = _read_by(later, [*parts.loop, *signature.states], ends)
+        return self._compiled(parts.loop, signature.states, signature.new_states, saved, backward=False)
+
+    def loop_back(self, states_have_gradients: bool) -> CompiledLoop:
+        """The backward loop, with or without gradients that come from the states of all steps."""
+        return self._loops_back[states_have_gradients]
+
+    @cached_property
+    def _loops_back(self) -> tuple[CompiledLoop, CompiledLoop]:
+        parts, signature = self.parts, self.captured.signature
+        ends = [*signature.input_gradients, *signature.parameter_gradients]
+        saved = _read_by(parts.after_back, [*parts.loop_back, *signature.new_state_gradients], ends)
+        carried, back = signature.new_state_gradients, signature.state_gradients
+        plain, given = (
+            self._compiled(parts.loop_back, carried, back, saved, backward=True, given=given) for given in (False, True)
+        )
+        return plain, given
+
+    def forward(
+        self, inputs: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], SavedValues]:
+        """Outputs (T x ...), states (T+1 x ..., row 0 the initial one), and what `backward` needs.
+
+        `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
+        """
+        signature, parts = self.captured.signature, self.parts
+        trail = SavedValues(BulkEvaluator(len(inputs[0]), lambda node: bool(self._on[node])), {})
+        env = trail.bulk.env
+        env.update(zip(signature.inputs, inputs, strict=True))
+        for node in signature.references:
+            env[node] = self.captured.reference(node).detach()
+        back = [*parts.before_back, *parts.loop_back, *parts.after_back]
+        backward_ends = [*signature.input_gradients, *signature.state_gradients, *signature.parameter_gradients]
+        ends = [*signature.outputs, *signature.new_states, *backward_ends]
+        later = [*parts.before, *parts.loop, *parts.after, *back]
+        trail.bulk.evaluate(parts.once, _read_by(later, parts.once, ends))
+        trail.bulk.evaluate(parts.before, _read_by([*parts.loop, *parts.after, *back], parts.before, ends))
+        new_states = _nodes(signature.new_states)
+        for k, first in enumerate(states):
+            if new_states[k] is signature.states[k]:  # handed on as it is: one tensor stands for all steps
+                env[signature.states[k]] = first.expand(trail.bulk.steps, *first.shape)
+        buffers = self._buffers(self.loop, trail, dict(zip(reversed(new_states), reversed(list(states)), strict=True)))
+        _, saved = self._run(self.loop, trail, states)
+        trail.rows.update(saved)
+        self._stack_for(parts.after, trail)
+        trail.bulk.evaluate(parts.after, _read_by(back, parts.after, ends))
+        all_states = [
+            buffers[new]
+            if new in buffers and new_states.index(new) == k
+            else first
+            if new is signature.states[k]
+            else torch.cat([first[None], trail.stacked(new)])
+            for k, (first, new) in enumerate(zip(states, new_states, strict=True))
+        ]
+        return [trail.stacked(node) for node in _nodes(signature.outputs)], all_states, trail
+
+    def compile(self, loop: Loop) -> CompiledLoop:
+        """A loop as a function; other engines have other ways."""
+        return loop.compile()
+
+    def varies(self, node: fx.Node) -> bool:
+        """Whether a value may differ from step to step."""
+        return bool(self._on[node])
+
+    def kept(self) -> list[fx.Node]:
+        """The nodes whose values stay from forward to backward, for all steps."""
+        forward = [*self.parts.before, *self.parts.after]
+        return list(dict.fromkeys([*self.loop.loop.saved, *forward]))
+
+    def backward(
+        self, trail: SavedValues, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor | None]]:
+        """The gradients of inputs (T x ...), initial states and parameters, out of those of outputs and states.
+
+        `outputs` are T x ...; `states`, T x ..., are those of the states after every step, or None; `last` are
+        those of the state after the last one.
+        """
+        signature, parts = self.captured.signature, self.parts
+        trail = trail.copy()
+        trail.bulk.env.update(zip(signature.output_gradients, outputs, strict=True))
+        ends = [*signature.state_gradients, *signature.input_gradients, *signature.parameter_gradients]
+        self._stack_for(parts.before_back, trail)
+        trail.bulk.evaluate(parts.before_back, _read_by([*parts.loop_back, *parts.after_back], parts.before_back, ends))
+        loop = self.loop_back(states is not None)
+        self._buffers(loop, trail, {})
+        carried, saved = self._run(loop, trail, last, states)
+        trail.rows.update(saved)
+        self._stack_for(parts.after_back, trail)
+        inside = parts.after_back
+        wanted = [node for node in dict.fromkeys(signature.input_gradients) if node in inside]
+        trail.bulk.evaluate(parts.after_back, wanted)
+        of_inputs = [None if node is None else trail.stacked(node) for node in signature.input_gradients]
+        of_parameters = [self._sum(trail, node, inside) for node in signature.parameter_gradients]
+        return of_inputs, carried, of_parameters
+
+    def _sum(self, trail: SavedValues, node: Value, inside: Sequence[fx.Node]) -> Tensor | None:
+        """A parameter's gradient: the sum over time, by one product or reduction."""
+        if node is None:
+            return None
+        if node not in inside:
+            trail.stacked(node)
+        return trail.bulk.summed(node, inside)
+
+    def _compiled(
+        self,
+        nodes: Sequence[fx.Node],
+        carried: Sequence[fx.Node],
+        ends: Sequence[Value],
+        saved: Sequence[fx.Node],
+        *,
+        backward: bool,
+        given: bool = False,
+    ) -> CompiledLoop:
+        inside = {*nodes, *carried}
+        readers = [each for node in nodes for each in node.all_input_nodes] + [end for end in ends if end is not None]
+        outside = [each for each in dict.fromkeys(readers) if each not in inside]
+        rows = [node for node in outside if self._on[node]]
+        constants = [node for node in outside if not self._on[node]]
+        saved = [node for node in saved if node in inside]
+        return self.compile(Loop(nodes, constants, rows, carried, ends, saved, backward, given))
+
+    def _run(
+        self,
+        compiled: CompiledLoop,
+        trail: SavedValues,
+        carried: Sequence[Tensor],
+        given: Sequence[Tensor] | None = None,
+    ) -> tuple[list[Tensor], dict[fx.Node, list[Tensor]]]:
+        rows = {node: trail.in_steps(node) for node in (*compiled.loop.rows, *compiled.loop.written)}
+        added = [] if given is None else [each.unbind(0) for each in given]
+        return compiled.run(trail.bulk.steps, trail.bulk.env, carried, rows, added)
+
+    def _buffers(
+        self, compiled: CompiledLoop, trail: SavedValues, first: dict[fx.Node, Tensor]
+    ) -> dict[fx.Node, Tensor]:
+        """Storage over time for what the loop writes, allocated once: T rows, or T+1 with a first one given.
+
+        A state's buffer has the initial state as row 0; step t reads row t and writes row t+1 (as Caffe2's
+        ``recurrent_net`` laid them out). The result holds these whole buffers.
+        """
+        whole: dict[fx.Node, Tensor] = {}
+        for node in compiled.loop.written:
+            value = node.meta["val"]
+            initial = first.get(node)
+            device = next(iter(trail.bulk.env[each] for each in self.captured.signature.inputs)).device
+            rows = trail.bulk.steps + (initial is not None)
+            buffer = torch.empty((rows, *value.shape), dtype=value.dtype, device=device)
+            if initial is not None:
+                buffer[0].copy_(initial)
+                whole[node] = buffer
+                buffer = buffer[1:]
+            trail.bulk.env[node] = buffer
+            trail.rows[node] = buffer.unbind(0)
+        return whole
+
+    def _stack_for(self, nodes: Sequence[fx.Node], trail: SavedValues) -> None:
+        """Stack what these nodes read of the loops' values."""
+        inside = set(nodes)
+        for node in nodes:
+            for each in node.all_input_nodes:
+                if each not in inside and each in trail.rows and each not in trail.bulk.env:
+                    trail.stacked(each)
+
+
+def _read_by(readers: Iterable[fx.Node], of: Sequence[fx.Node], ends: Iterable[Value]) -> list[fx.Node]:
+    """The nodes among `of` that some reader reads, or that are an end."""
+    read = {each for reader in readers for each in reader.all_input_nodes} | {end for end in ends if end is not None}
+    return [node for node in of if node in read]
+
+
+def _nodes(values: Sequence[Value]) -> list[fx.Node]:
+    return [value for value in values if value is not None]
+
+
+class PythonBackend:
+    """See `weft.recurrent.backends.Backend`."""
+
+    def __init__(self, captured: StepGraph, plan: ScanPlan | None = None) -> None:
+        self.captured = captured
+        self.plan = ScanPlan(captured) if plan is None else plan
+        self._invariant = captured.invariant
+        self._step_bytes = _bytes(self.plan.kept())
+        states = captured.signature.states
+        shape = states[0].meta["val"].shape if states else ()
+        self.chunk_steps = chunk_length(self._step_bytes, shape[0] if shape else 1)
 
     def begin(self) -> None:
         """Nothing: constants are cheap next to a loop in Python."""
 
-    def forward(self, constants: None, chunk: Chunk, keep: bool) -> Trail:
-        """See `Engine`."""
-        outputs, states, trail = self.plan.forward(chunk.inputs, first_states(chunk, self._still))
+    def forward(self, constants: None, chunk: Chunk, keep: bool) -> SavedValues:
+        """See `Backend`."""
+        outputs, states, trail = self.plan.forward(chunk.inputs, first_states(chunk, self._invariant))
         write(chunk.outputs, outputs)
-        moving = [k for k in range(len(states)) if k not in self._still]
+        moving = [k for k in range(len(states)) if k not in self._invariant]
         write([chunk.states[k][1:] for k in moving], [states[k][1:] for k in moving])
         return trail
 
-    def again(self, constants: None, chunk: Chunk) -> Trail:
-        """See `Engine`; by Python, step by step as before."""
-        return self.plan.forward(chunk.inputs, first_states(chunk, self._still))[2]
+    def recompute(self, constants: None, chunk: Chunk) -> SavedValues:
+        """See `Backend`; by Python, step by step as before."""
+        return self.plan.forward(chunk.inputs, first_states(chunk, self._invariant))[2]
 
-    def backward(self, constants: None, chunk: Chunk, kept: Trail, gradients: Gradients) -> None:
-        """See `Engine`."""
+    def backward(self, constants: None, chunk: Chunk, kept: SavedValues, gradients: Gradients) -> None:
+        """See `Backend`."""
         states = state_gradients(chunk, gradients)
         inputs, carried, parameters = self.plan.backward(kept, gradients.outputs, states, gradients.carried)
         write(gradients.carried, carried)
         take(gradients, inputs, parameters)
 
-    def release(self, kept: Trail) -> None:
+    def release(self, kept: SavedValues) -> None:
         """Its memory goes with it."""
 
     def kept_bytes(self, steps: int) -> int:
-        """See `Engine`."""
+        """See `Backend`."""
         return steps * self._step_bytes
 
     def work_bytes(self, steps: int) -> int:
-        """See `Engine`: values of the backward loop and of what follows it, all steps at once."""
+        """See `Backend`: values of the backward loop and of what follows it, all steps at once."""
         back = [*self.plan.parts.before_back, *self.plan.parts.loop_back, *self.plan.parts.after_back]
         return steps * _bytes([node for node in back if self.plan.varies(node)])
 
     def explain(self) -> str:
-        """See `Engine`."""
+        """See `Backend`."""
         return self.plan.explain()
 
 
-def first_states(chunk: Chunk, still: set[int]) -> list[Tensor]:
+def first_states(chunk: Chunk, invariant: set[int]) -> list[Tensor]:
     """The states that a chunk begins with."""
-    return [each if k in still else each[0] for k, each in enumerate(chunk.states)]
+    return [each if k in invariant else each[0] for k, each in enumerate(chunk.states)]
 
 
 def state_gradients(chunk: Chunk, gradients: Gradients) -> list[Tensor] | None:
@@ -100,5 +480,5 @@ def take(gradients: Gradients, inputs: Sequence[Tensor | None], parameters: Sequ
 
 def _bytes(nodes: Sequence[fx.Node]) -> int:
     values = [node.meta.get("val") for node in nodes]
-    found = [each for each in values if isinstance(each, torch.Tensor)]
+    found = [each for each in values if isinstance(each, Tensor)]
     return sum(each.numel() * each.element_size() for each in found)

@@ -120,8 +120,8 @@ def lifted(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
     return inputs, draws
 
 
-def lies(tensor: Tensor) -> Hashable:
-    """How a new tensor like this one lies in memory, the order of drawing; None for row by row, as nearly all do."""
+def memory_order(tensor: Tensor) -> Hashable:
+    """The memory layout of a new tensor like this one, which is the order of drawing; None for row-major."""
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return None
     like = torch.empty_like(tensor, device="meta")

@@ -27,22 +27,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from html import escape
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from weft.core.errors import SpecError, UsageError, listed
+from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import difference, flatten, map_leaves, unflatten
-from weft.recurrent import backends, eager
-from weft.recurrent.backends import Name, Plans, Verify, settings_faults
+from weft.core.validation import Validator
+from weft.recurrent import eager
 from weft.recurrent.cell import Cell, StoredState, adapt, spread
-from weft.recurrent.faults import Faults, cell_fault, truncate_fault, whole
-from weft.recurrent.links import Linked, Links, link_faults
-from weft.recurrent.masking import Rows, read_rows, replaced, stand_ins
+from weft.recurrent.links import Linked, Links, check_links
+from weft.recurrent.masking import ALL_ROWS, RowMasks, read_rows, replaced, stand_ins
 from weft.recurrent.memory import Memory
-from weft.recurrent.sequence import Inputs, Lengths, batch_first_again, pack_like, read_inputs, unpack
+from weft.recurrent.plan_cache import BackendName, PlanCache, VerifyMode, check_settings
+from weft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, pack_like, read_inputs, unpack
 
 
 class Result(NamedTuple):
@@ -70,7 +71,7 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Initial:
+class InitialState:
     """Where states begin: a function of the first input, and whether it returns the state of a single row."""
 
     make: Callable[[Any], Any]
@@ -78,16 +79,15 @@ class Initial:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RecurrentSettings:
     """How a network runs, whatever it runs on."""
 
-    initial: Initial | None = None
+    initial: InitialState | None = None
     batch_first: bool = False
     truncate: int | None = None
-    plans: Plans | None = None
+    plans: PlanCache | None = None
 
 
-_SETTINGS = "invalid settings of a Recurrent:"
 _handles = itertools.count(1)
 NETWORKS: "weakref.WeakValueDictionary[int, Recurrent]" = weakref.WeakValueDictionary()
 """Networks by the handle that a traced graph knows them by."""
@@ -151,8 +151,8 @@ class Recurrent(nn.Module):
         batch_first: bool = False,
         truncate: int | None = None,
         memory: Memory = "full",
-        backend: backends.Name = "auto",
-        verify: backends.Verify = "first",
+        backend: BackendName = "auto",
+        verify: VerifyMode = "first",
     ) -> None:
         super().__init__()
         _check(cell, links, initial, time_step, truncate, memory, backend, verify)
@@ -162,9 +162,9 @@ class Recurrent(nn.Module):
         self.batch_first = batch_first
         self.truncate = truncate
         self.memory: Memory = memory
-        self.backend: backends.Name = backend
-        self.verify: backends.Verify = verify
-        self._plans = backends.Plans(backend, memory, verify)
+        self.backend: BackendName = backend
+        self.verify: VerifyMode = verify
+        self._plans = PlanCache(backend, memory, verify)
         self.initial = initial if initial is None or callable(initial) else StoredState(initial)
         self._handle = _register(self)
 
@@ -215,7 +215,7 @@ class Recurrent(nn.Module):
         mask: Tensor | None = None,
         reset: Tensor | None = None,
         start: int = 0,
-        plans: backends.Plans | None = None,
+        plans: PlanCache | None = None,
     ) -> Result:
         """As `forward`, whether it is being traced or not; `plans` are others than the network's own."""
         cell = self._adapted()
@@ -229,20 +229,15 @@ class Recurrent(nn.Module):
         """
         cell = self._adapted()
         settings = self._settings(cell)
-        faults = Faults()
         leaves, structure = flatten(x)
         one = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        read = read_inputs(unflatten(structure, one), batch_first=False, certain=False, faults=faults)
-        if state is None and settings.initial is None:
-            faults.usage.append(f"there is no initial state for cell {cell.name}: give state= or initial=")
-        entered = None if state is None else cell.enter(state, faults)
-        if read is not None and state is not None and not faults.spec:
-            entered = spread(entered, read, faults)
-        faults.check(f"cell {cell.name} cannot take a step on these arguments:")
+        with Validator(f"cell {cell.name} cannot take a step on these arguments") as check:
+            read = read_inputs(unflatten(structure, one), batch_first=False, certain=False, check=check)
+            entered = _given(cell, settings, state, read, check)
         assert read is not None
         if settings.initial is not None and state is None:
             entered = initial_state(cell, settings.initial, x, read)
-        border = eager.Border(entered, None)
+        border = eager.StateSpec(entered, None)
         before = [leaf.detach() for leaf in border.leaves] if eager.stops(t, self.truncate) else border.leaves
         y, new = eager.call(cell, x, unflatten(border.structure, before), t)
         return y, cell.leave(unflatten(border.structure, border.accept(new, t)))
@@ -268,7 +263,7 @@ class Recurrent(nn.Module):
         it is an upper bound. Raises as :meth:`forward`, and ``UsageError`` where the eager loop would run the call:
         then autograd keeps everything, and how much that is no plan says.
         """
-        if not whole(steps) or steps < 1:
+        if not _is_integer(steps) or steps < 1:
             raise UsageError(f"steps is {steps!r}, wanted at least 1")
         settings = self._settings(self._adapted())
         job, _ = _job(self._adapted(), settings, inputs, state, lengths, mask, reset, 0)
@@ -289,7 +284,7 @@ class Recurrent(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = backends.Plans(self.backend, self.memory, self.verify)
+        self._plans = PlanCache(self.backend, self.memory, self.verify)
         self._handle = _register(self)
 
     def extra_repr(self) -> str:
@@ -304,26 +299,27 @@ class Recurrent(nn.Module):
             return Linked(self.cell, self.links, time_step=self.time_step)
         return adapt(self.cell, time_step=self.time_step)
 
-    def _current(self) -> backends.Plans:
+    def _current(self) -> PlanCache:
         """The plans; new ones if a setting was changed since they were made."""
         wanted = (self.backend, self.memory, self.verify)
         if self._plans.settings != wanted:
-            faults = backends.settings_faults(self.memory, self.backend, self.verify)
-            if faults:
-                raise UsageError(listed(_SETTINGS, faults))
-            self._plans = backends.Plans(*wanted)
+            with Validator("invalid settings of a Recurrent") as check:
+                check_settings(check, self.memory, self.backend, self.verify)
+            self._plans = PlanCache(*wanted)
         return self._plans
 
-    def _settings(self, cell: Cell, plans: backends.Plans | None = None) -> Settings:
+    def _settings(self, cell: Cell, plans: PlanCache | None = None) -> RecurrentSettings:
         make = cell.own_initial() if self.initial is None else self.initial
-        faults = truncate_fault(self.truncate)
-        if make is not None and not callable(make):
-            kind = type(make).__name__
-            faults.append(f"initial is of type {kind}, wanted a function or module; tensors go to a new Recurrent")
-        if faults:
-            raise UsageError(listed(_SETTINGS, faults))
-        initial = None if make is None else Initial(make, for_one_row=isinstance(make, StoredState))
-        return Settings(initial, self.batch_first, self.truncate, plans)
+        if self.truncate is not None or not (make is None or callable(make)):  # attributes may have been changed
+            with Validator("invalid settings of a Recurrent") as check:
+                _check_truncate(check, self.truncate)
+                kind = type(make).__name__
+                check.that(
+                    make is None or callable(make),
+                    f"initial is of type {kind}, wanted a function or module; tensors go to a new Recurrent",
+                )
+        initial = None if make is None else InitialState(make, for_one_row=isinstance(make, StoredState))
+        return RecurrentSettings(initial, self.batch_first, self.truncate, plans)
 
 
 def _register(network: Recurrent) -> int:
@@ -337,20 +333,42 @@ def _check(
     cell: Any, links: Any, initial: Any, time_step: bool, truncate: Any, memory: Any, backend: Any, verify: Any
 ) -> None:
     """Raise UsageError that lists all that is wrong with the arguments of a network."""
-    faults = [*cell_fault(cell), *([] if links is None else link_faults(links))]
-    torch_cell = isinstance(cell, nn.RNNCellBase)
-    if torch_cell and links is not None:
-        faults.append(f"links want a step net over dicts, but cell is torch's {type(cell).__name__}")
-    if torch_cell and time_step:
-        faults.append(f"time_step=True, but torch's {type(cell).__name__} takes no step number")
-    faults += backends.settings_faults(memory, backend, verify)
-    faults += truncate_fault(truncate)
-    if initial is not None and not callable(initial):
-        kinds = sorted({type(leaf).__name__ for leaf in flatten(initial)[0] if not isinstance(leaf, Tensor)})
-        if kinds:
-            faults.append(f"initial holds {', '.join(kinds)}, wanted nested tensors, or a function of the first input")
-    if faults:
-        raise UsageError(listed("invalid arguments of Recurrent:", faults))
+    with Validator("invalid arguments of Recurrent") as check:
+        _check_cell(check, cell)
+        if links is not None:
+            check_links(check, links)
+        if isinstance(cell, nn.RNNCellBase):
+            kind = type(cell).__name__
+            check.that(links is None, f"links want a step net over dicts, but cell is torch's {kind}")
+            check.that(not time_step, f"time_step=True, but torch's {kind} takes no step number")
+        check_settings(check, memory, backend, verify)
+        _check_truncate(check, truncate)
+        if initial is not None and not callable(initial):
+            kinds = sorted({type(leaf).__name__ for leaf in flatten(initial)[0] if not isinstance(leaf, Tensor)})
+            check.that(
+                not kinds, f"initial holds {', '.join(kinds)}, wanted nested tensors, or a function of the first input"
+            )
+
+
+def _check_cell(check: Validator, cell: object) -> None:
+    if isinstance(cell, nn.RNNBase):
+        kind = cell.mode.partition("_")[0]  # RNN_TANH and RNN_RELU are both an RNN
+        check.add(
+            f"cell is {cell!r}, which runs over time by itself, wanted a module or a function of one time step: "
+            f"nn.{kind}Cell, or weft.recurrent.{kind} in the place of both"
+        )
+    elif not callable(cell):
+        check.add(f"cell is {cell!r}, wanted a module or a function of one time step")
+
+
+def _check_truncate(check: Validator, truncate: Any) -> None:
+    valid = truncate is None or (_is_integer(truncate) and truncate >= 1)
+    check.that(valid, f"truncate is {truncate!r}, wanted at least 1 step, or None")
+
+
+def _is_integer(value: object) -> bool:
+    """Whether it is an integer: Python's, numpy's, or a symbolic one in a graph that is being traced."""
+    return type(value) is not bool and isinstance(value, Integral | torch.SymInt)
 
 
 def recurrent_net(
@@ -367,8 +385,8 @@ def recurrent_net(
     truncate: int | None = None,
     start: int = 0,
     memory: Memory = "full",
-    backend: Name = "auto",
-    verify: Verify = "first",
+    backend: BackendName = "auto",
+    verify: VerifyMode = "first",
 ) -> Result:
     """Run ``step(inputs, states) -> outputs`` over time; every value is a dict by name.
 
@@ -397,7 +415,7 @@ def recurrent_net(
     """
     _check_net(step, inputs, links, truncate, memory, backend, verify)
     cell = Linked(step, links, references=references, time_step=time_step)
-    settings = Settings(truncate=truncate, plans=_plans(backend, memory, verify))
+    settings = RecurrentSettings(truncate=truncate, plans=_plans(backend, memory, verify))
     return run(cell, settings, dict(inputs), states, lengths=lengths, mask=mask, reset=reset, start=start)
 
 
@@ -405,22 +423,24 @@ def _check_net(
     step: object, inputs: object, links: object, truncate: object, memory: object, backend: object, verify: object
 ) -> None:
     """Raise SpecError or UsageError that lists all that is wrong with the arguments."""
-    faults = Faults(usage=[*cell_fault(step), *link_faults(links), *truncate_fault(truncate)])
-    faults.usage.extend(settings_faults(memory, backend, verify))
-    if not isinstance(inputs, Mapping):
-        faults.spec.append(f"inputs is of type {type(inputs).__name__}, wanted a dict of sequences by name")
-    faults.check("invalid arguments of recurrent_net:")
+    with Validator("invalid arguments of recurrent_net") as check:
+        _check_cell(check, step)
+        check_links(check, links)
+        _check_truncate(check, truncate)
+        check_settings(check, memory, backend, verify)
+        if not isinstance(inputs, Mapping):
+            check.mismatch(f"inputs is of type {type(inputs).__name__}, wanted a dict of sequences by name")
 
 
 @lru_cache(maxsize=16)
-def _plans(backend: Name, memory: Memory, verify: Verify) -> Plans:
+def _plans(backend: BackendName, memory: Memory, verify: VerifyMode) -> PlanCache:
     """The plans of this process; as many are kept as by one network."""
-    return Plans(backend, memory, verify)
+    return PlanCache(backend, memory, verify)
 
 
 def run(
     cell: Cell,
-    settings: Settings,
+    settings: RecurrentSettings,
     inputs: Any,
     state: Any,
     *,
@@ -445,58 +465,57 @@ def run(
 
 def _job(
     cell: Cell,
-    settings: Settings,
+    settings: RecurrentSettings,
     inputs: Any,
     state: Any,
     lengths: Lengths | None,
     mask: Tensor | None,
     reset: Tensor | None,
     start: int,
-) -> tuple[eager.Job, Lengths | None]:
+) -> tuple[eager.SequenceRun, Lengths | None]:
     """The arguments of a call, checked and in one form, and the lengths, which a PackedSequence has itself."""
-    faults = Faults()
     packed = inputs if isinstance(inputs, PackedSequence) else None
-    if packed is not None:
-        if lengths is not None:
-            faults.usage.append("lengths were given, but the inputs are a PackedSequence, which has its own")
-        inputs, lengths = unpack(packed)
-    by_row = any(each is not None for each in (lengths, mask, reset))
-    batch_first = settings.batch_first and packed is None
-    read = read_inputs(inputs, batch_first=batch_first, certain=batch_first or by_row, faults=faults)
-    rows = read_rows(read, lengths, mask, reset, batch_first=settings.batch_first, faults=faults)
-    if not whole(start) or start < 0:
-        faults.usage.append(f"start is {start!r}, wanted the number of the first step, 0 or more")
-    begin = _given(cell, settings, state, read, faults)
-    faults.check(f"the recurrent network of cell {cell.name} cannot run on these arguments:")
+    with Validator(f"the recurrent network of cell {cell.name} cannot run on these arguments") as check:
+        if packed is not None:
+            check.that(lengths is None, "lengths were given, but the inputs are a PackedSequence, which has its own")
+            inputs, lengths = unpack(packed)
+        by_row = not (lengths is mask is reset is None)
+        batch_first = settings.batch_first and packed is None
+        read = read_inputs(inputs, batch_first=batch_first, certain=batch_first or by_row, check=check)
+        rows = ALL_ROWS
+        if by_row:
+            rows = read_rows(read, lengths, mask, reset, batch_first=settings.batch_first, check=check)
+        if type(start) is not int or start < 0:
+            valid = _is_integer(start) and start >= 0
+            check.that(valid, f"start is {start!r}, wanted the number of the first step, 0 or more")
+        begin = _given(cell, settings, state, read, check)
     assert read is not None
     fresh = None
     if state is None or (reset is not None and settings.initial is not None):
         fresh = _own(cell, settings, read, rows)
         _alike(cell, begin, fresh)
     begin = fresh if state is None else begin
-    return eager.Job(cell, read, rows, begin, fresh, start, settings.truncate), lengths
+    return eager.SequenceRun(cell, read, rows, begin, fresh, start, settings.truncate), lengths
 
 
-def initial_state(cell: Cell, initial: Initial, x: Any, inputs: Inputs) -> Any:
+def initial_state(cell: Cell, initial: InitialState, x: Any, inputs: SequenceInputs) -> Any:
     """The network's own initial state in the loop's form, for the rows of ``inputs``; ``x`` is its first step."""
-    faults = Faults()
-    state = spread(cell.enter(initial.make(x), faults), inputs, faults, for_one_row=initial.for_one_row)
-    faults.check(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs:")
-    return state
+    with Validator(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs") as check:
+        return spread(cell.enter(initial.make(x), check), inputs, check, for_one_row=initial.for_one_row)
 
 
-def _given(cell: Cell, settings: Settings, state: Any, inputs: Inputs | None, faults: Faults) -> Any:
+def _given(cell: Cell, settings: RecurrentSettings, state: Any, inputs: SequenceInputs | None, check: Validator) -> Any:
     """The state that came with the call, in the loop's form; ``None`` if none came."""
     if state is None:
         if settings.initial is None:
-            faults.usage.append(
+            check.add(
                 f"there is no initial state: give state=, or initial= to the network, or give {cell.name} a method "
                 "initial_state(first input)"
             )
         return None
-    before = len(faults.spec)
-    entered = cell.enter(state, faults)
-    return entered if inputs is None or len(faults.spec) > before else spread(entered, inputs, faults)
+    before = len(check.faults)
+    entered = cell.enter(state, check)
+    return entered if inputs is None or len(check.faults) > before else spread(entered, inputs, check)
 
 
 def _alike(cell: Cell, given: Any, own: Any) -> None:
@@ -506,7 +525,7 @@ def _alike(cell: Cell, given: Any, own: Any) -> None:
         raise SpecError(f"the state given to cell {cell.name} is not nested as its initial state: {fault}")
 
 
-def _own(cell: Cell, settings: Settings, inputs: Inputs, rows: Rows) -> Any:
+def _own(cell: Cell, settings: RecurrentSettings, inputs: SequenceInputs, rows: RowMasks) -> Any:
     """The network's own initial state, made from the first step, in which padding is replaced."""
     assert settings.initial is not None
     step = inputs.first() if inputs.steps else inputs.blank()

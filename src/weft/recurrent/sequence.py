@@ -32,14 +32,14 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from weft.core.errors import UsageError
 from weft.core.pytree import Structure, flatten, map_leaves, structure_paths
-from weft.recurrent.faults import Faults
+from weft.core.validation import Validator
 
 Lengths = Tensor | Sequence[int]
 """Steps of every row, N integers."""
 
 
 @dataclass(frozen=True)
-class Inputs:
+class SequenceInputs:
     """Sequences with time first. ``rows`` is N, or ``None`` where the shapes do not agree on any."""
 
     leaves: list[Any]
@@ -68,8 +68,8 @@ class Inputs:
         return [_bearable(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
 
-def read_inputs(value: Any, *, batch_first: bool, certain: bool, faults: Faults) -> Inputs | None:
-    """Bring ``value`` into one form; what is wrong goes to ``faults``. ``None`` if T or N cannot be told.
+def read_inputs(value: Any, *, batch_first: bool, certain: bool, check: Validator) -> SequenceInputs | None:
+    """Bring ``value`` into one form; what is wrong goes to ``check``. ``None`` if T or N cannot be told.
 
     ``certain``: the caller spoke of rows, so every tensor with two axes has them.
     """
@@ -77,10 +77,10 @@ def read_inputs(value: Any, *, batch_first: bool, certain: bool, faults: Faults)
     names = structure_paths(structure, "inputs")
     tensors = {name: leaf for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)}
     flat = [name for name, leaf in tensors.items() if leaf.dim() == 0]
-    faults.spec.extend(f"{name} has no axes, wanted T x N x ..., time first" for name in flat)
+    check.mismatch(*(f"{name} has no axes, wanted T x N x ..., time first" for name in flat))
     if not tensors:
         kinds = sorted({type(leaf).__name__ for leaf in leaves}) or ["nothing"]
-        faults.spec.append(f"inputs hold no tensor (saw {', '.join(kinds)}), wanted T x N x ..., time first")
+        check.mismatch(f"inputs hold no tensor (saw {', '.join(kinds)}), wanted T x N x ..., time first")
     if flat or not tensors:
         return None
     if batch_first:
@@ -89,14 +89,14 @@ def read_inputs(value: Any, *, batch_first: bool, certain: bool, faults: Faults)
     axes = max(leaf.dim() for leaf in tensors.values()) - 1
     steps = {name: leaf.shape[0] for name, leaf in tensors.items()}
     rows = {name: leaf.shape[1] for name, leaf in tensors.items() if leaf.dim() > 1}
-    agree = _one_size(steps, f"time (axis {int(batch_first)})", faults)
+    agree = _one_size(steps, f"time (axis {int(batch_first)})", check)
     if certain or axes > 1:
-        agree = _one_size(rows, f"the batch (axis {1 - int(batch_first)})", faults) and agree
+        agree = _one_size(rows, f"the batch (axis {1 - int(batch_first)})", check) and agree
     if not agree:
         return None
     known = list(rows.values())
     device = next(iter(tensors.values())).device
-    return Inputs(
+    return SequenceInputs(
         leaves, structure, next(iter(steps.values())), known[0] if _alike(known) else None, certain, axes, device
     )
 
@@ -117,12 +117,12 @@ def _time_first(leaf: Tensor) -> Tensor:
     return leaf.transpose(0, 1) if leaf.dim() > 1 else leaf
 
 
-def _one_size(sizes: dict[str, int], what: str, faults: Faults) -> bool:
+def _one_size(sizes: dict[str, int], what: str, check: Validator) -> bool:
     """Whether all sizes are one; a fault that names every tensor with its size if not."""
     if not sizes or _alike(list(sizes.values())):
         return True
     seen = ", ".join(f"{name} has {size}" for name, size in sizes.items())
-    faults.spec.append(f"{what} must have one size everywhere: {seen}")
+    check.mismatch(f"{what} must have one size everywhere: {seen}")
     return False
 
 
@@ -154,7 +154,7 @@ def pack_like(padded: Tensor | None, lengths: Tensor, packed: PackedSequence) ->
 
 
 @dataclass(frozen=True)
-class Opened:
+class UnpackedInputs:
     """Inputs with time and batch axes, and the lengths of their rows. `packed` is what they came as, if it was that."""
 
     inputs: Any
@@ -174,17 +174,17 @@ class Opened:
         return map_leaves(closed, outputs)
 
 
-def opened(inputs: Any, lengths: Lengths | None, *, batch_first: bool, who: str) -> Opened:
+def unpack_inputs(inputs: Any, lengths: Lengths | None, *, batch_first: bool, who: str) -> UnpackedInputs:
     """Unpack a ``PackedSequence``, with the batch first if the layers want it so. Other inputs stay as they are.
 
     Raises ``UsageError`` if there are lengths besides.
     """
     if not isinstance(inputs, PackedSequence):
-        return Opened(inputs, lengths)
+        return UnpackedInputs(inputs, lengths)
     if lengths is not None:
         raise UsageError(f"{who}: lengths were given, but the inputs are a PackedSequence, which has its own")
     padded, lengths = unpack(inputs)
-    return Opened(_turned(padded, batch_first), lengths, inputs, batch_first)
+    return UnpackedInputs(_turned(padded, batch_first), lengths, inputs, batch_first)
 
 
 def _turned(leaf: Tensor, batch_first: bool) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError, listed
 from weft.core.segment import differentiable
-from weft.recurrent.autograd import Leaves, run_derived, stepwise
+from weft.recurrent.autograd import SequenceLeaves, run_derived, stepwise
+from weft.recurrent.backends import Backend
 from weft.recurrent.capture import Cell
-from weft.recurrent.engine import Engine
 from weft.recurrent.memory import Memory
 from weft.recurrent.random import drawn
 
@@ -31,7 +31,7 @@ class PlanError(WeftError, RuntimeError):
 
 
 def verify(
-    plan: Engine, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor], memory: Memory = "full"
+    plan: Backend, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor], memory: Memory = "full"
 ) -> None:
     """Compare the plan with the eager loop over the first steps of a sequence (inputs T x ..., T at least 1).
 
@@ -46,7 +46,7 @@ def verify(
 
 
 def _faults(
-    plan: Engine, cell: Cell, short: Sequence[Tensor], states: Sequence[Tensor], memory: Memory, every: bool
+    plan: Backend, cell: Cell, short: Sequence[Tensor], states: Sequence[Tensor], memory: Memory, every: bool
 ) -> list[str]:
     way = "states" if isinstance(memory, int) else memory  # it makes use of every routine
     device = short[0].device
@@ -63,26 +63,26 @@ def _faults(
     return [fault for (name, wanted), (_, seen) in pairs if (fault := _difference(name, wanted, seen))]
 
 
-Ends = tuple[Leaves[Tensor], list[Tensor], list[Tensor]]
+Ends = tuple[SequenceLeaves[Tensor], list[Tensor], list[Tensor]]
 """What a way of running gave, and the leaves of inputs and states that it was given."""
 
 
-def _leaves(plan: Engine, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     asked = zip(inputs, plan.captured.wanted_inputs, strict=False)  # draws come last, and the loop has none
     one = [each.detach().clone().requires_grad_(wanted and differentiable(each)) for each, wanted in asked]
     return one, [each.detach().clone().requires_grad_(differentiable(each)) for each in states]
 
 
-def _derived(plan: Engine, memory: Memory, inputs: list[Tensor], states: list[Tensor]) -> Ends:
+def _derived(plan: Backend, memory: Memory, inputs: list[Tensor], states: list[Tensor]) -> Ends:
     return run_derived(plan, inputs, states, memory), inputs, states
 
 
-def _eager(plan: Engine, cell: Cell, inputs: list[Tensor], states: list[Tensor]) -> Ends:
+def _eager(plan: Backend, cell: Cell, inputs: list[Tensor], states: list[Tensor]) -> Ends:
     """The cell, step by step, in plain autograd."""
-    return Leaves(*stepwise(plan.captured, cell, inputs, states)), inputs, states
+    return SequenceLeaves(*stepwise(plan.captured, cell, inputs, states)), inputs, states
 
 
-def _values(plan: Engine, ends: Ends, every: bool) -> list[tuple[str, Tensor]]:
+def _values(plan: Backend, ends: Ends, every: bool) -> list[tuple[str, Tensor]]:
     """Outputs and states, and, where gradients are on, those of everything, each with its name; zeros for none."""
     leaves, inputs, states = ends
     parameters = plan.captured.parameters
@@ -91,7 +91,7 @@ def _values(plan: Engine, ends: Ends, every: bool) -> list[tuple[str, Tensor]]:
     sources += [(f"initial state {i}", each) for i, each in enumerate(states)]
     sources += [(f"parameter {i}", each) for i, each in enumerate(parameters)]
     asked = [(name, each) for name, each in sources if each.requires_grad]
-    read = named if every else Leaves(leaves.outputs, [], leaves.last).named()
+    read = named if every else SequenceLeaves(leaves.outputs, [], leaves.last).named()
     roots = [end for _, end in read if end.requires_grad]
     if not roots or not asked or not torch.is_grad_enabled():
         return [(name, end.detach()) for name, end in named]

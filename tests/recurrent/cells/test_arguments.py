@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.recurrent.recurrent_cases import told
+from tests.recurrent.recurrent_cases import at_once, told
 from weft.core.errors import UsageError
 from weft.recurrent import cells
 
@@ -23,7 +23,7 @@ def test_all_faults_of_a_constructor_are_told_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@at_once(
     "make",
     [
         lambda: cells.LSTMCell(3, 4, recurrent_dropout=1.5),

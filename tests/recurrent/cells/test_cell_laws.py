@@ -7,15 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.recurrent.cells.zoo_cases import ZOO, ZooCase
+from tests.recurrent.cells.zoo_cases import ZOO, ZooCase, every_cell, sampled
 from tests.recurrent.recurrent_cases import close, equal, floats, gradients, learned, per_row
 from weft.core.pytree import flatten, map_leaves
 from weft.recurrent import Recurrent
-from weft.recurrent.capture import capture
 
 STEPS, ROWS = 5, 3
-everyone = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
-deterministic = pytest.mark.parametrize("case", [each for each in ZOO if not each.random], ids=lambda case: case.name)
+deterministic = sampled([each for each in ZOO if not each.random])
 
 
 def begun(case: ZooCase, cell: Any, x: Tensor) -> Any:
@@ -25,7 +23,7 @@ def begun(case: ZooCase, cell: Any, x: Tensor) -> Any:
     return map_leaves(lambda leaf: learned(leaf.detach().clone()), state)
 
 
-@everyone
+@every_cell
 def test_gradients_are_those_of_finite_differences(case: ZooCase) -> None:
     cell, x = case.cell(), case.inputs(3, 2)
     net = Recurrent(cell)
@@ -41,7 +39,7 @@ def test_gradients_are_those_of_finite_differences(case: ZooCase) -> None:
     assert torch.autograd.gradcheck(run, (x, *floats(state), *cell.parameters()), fast_mode=True)
 
 
-@everyone
+@sampled()
 def test_steps_give_the_bits_of_the_whole(case: ZooCase) -> None:
     cell, x = case.cell(), case.inputs(STEPS, ROWS)
     net = Recurrent(cell, backend="eager")  # a plan gives the same but for rounding
@@ -69,19 +67,7 @@ def test_rows_of_different_length_are_as_if_alone(case: ZooCase) -> None:
     close(gradients(tuple(seen), wrt), gradients(wanted, wrt), 1e-10)
 
 
-@deterministic
-def test_a_step_can_be_captured_and_its_plan_gives_the_numbers_of_the_loop(case: ZooCase) -> None:
-    cell, x = case.cell(), case.inputs(STEPS, ROWS)
-    state = begun(case, cell, x)
-    assert capture(cell, x[0], state).nodes
-    wanted = Recurrent(cell)(x, state)
-    seen = Recurrent(cell, backend="python")(x, state)
-    close(seen, wanted, 1e-11)
-    wrt = [x, *floats(state), *cell.parameters()]
-    close(gradients(seen[:2], wrt), gradients(wanted[:2], wrt), 1e-10)
-
-
-@everyone
+@sampled()
 def test_a_cell_can_be_copied_saved_and_loaded(case: ZooCase) -> None:
     cell, x = case.cell(), case.inputs(STEPS, ROWS)
     other = copy.deepcopy(cell)
@@ -96,8 +82,8 @@ def test_a_cell_can_be_copied_saved_and_loaded(case: ZooCase) -> None:
     assert equal(tuple(results[0]), tuple(results[1]))
 
 
-@everyone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@sampled()
 def test_a_cell_keeps_to_the_dtype_of_its_weights(case: ZooCase, dtype: torch.dtype) -> None:
     cell, x = case.cell(dtype), case.inputs(STEPS, ROWS, dtype)
     leaves = flatten(Recurrent(cell)(x, case.state(cell, x))[:2])[0]
@@ -107,7 +93,7 @@ def test_a_cell_keeps_to_the_dtype_of_its_weights(case: ZooCase, dtype: torch.dt
 
 # The loop may run instead: in bfloat16 a plan may round beyond what the first check allows.
 @pytest.mark.filterwarnings("ignore::weft.recurrent.NoPlanWarning")
-@everyone
+@sampled()
 def test_under_autocast_a_cell_runs_and_its_state_goes_round(case: ZooCase) -> None:
     cell, x = case.cell(torch.float32), case.inputs(STEPS, ROWS, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

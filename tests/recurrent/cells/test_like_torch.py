@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from tests.recurrent.cells.references import scattered
-from tests.recurrent.recurrent_cases import close, gradients
+from tests.recurrent.recurrent_cases import at_once, close, gradients, grid
 from weft.recurrent import Recurrent, cells
 
 PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -18,8 +17,7 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", PAIRS)
+@grid(name=list(PAIRS), bias=[True, False])
 def test_weights_load_both_ways_and_give_the_same_numbers(name: str, bias: bool) -> None:
     mine, theirs, options = PAIRS[name]
     one, other = (scattered(make(3, 4, bias, **options)) for make in (mine, theirs))
@@ -34,7 +32,7 @@ def test_weights_load_both_ways_and_give_the_same_numbers(name: str, bias: bool)
             next(source.parameters()).mul_(2.0)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@at_once("name", PAIRS)
 def test_cells_begin_at_random_as_pytorchs_do(name: str) -> None:
     mine, theirs, options = PAIRS[name]
     drawn = []

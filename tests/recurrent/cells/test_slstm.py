@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from tests.recurrent.cells.references import by_hand, scattered
-from tests.recurrent.recurrent_cases import close, gradients
+from tests.recurrent.recurrent_cases import close, gradients, grid
 from weft.recurrent import Recurrent, cells
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 2])
 def test_the_slstm_follows_its_formula(heads: int) -> None:
     cell = scattered(cells.SLSTMCell(3, 4, heads))
     width = 4 // heads
@@ -39,8 +39,7 @@ def test_the_slstm_follows_its_formula(heads: int) -> None:
     close(gradients(seen.outputs, everything), gradients(wanted, everything), 1e-10)
 
 
-@pytest.mark.parametrize("shift", [-1e4, -200.0, 200.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@grid(shift=[-1e4, -200.0, 200.0, 1e4], dtype=[torch.float32, torch.float64])
 def test_an_input_gate_out_of_range_changes_nothing(shift: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     cell = cells.SLSTMCell(3, 4, 2).to(dtype)

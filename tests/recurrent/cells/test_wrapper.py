@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.recurrent.cells.references import equal_leaves
-from tests.recurrent.recurrent_cases import close
+from tests.recurrent.recurrent_cases import close, grid
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent, cells
 
@@ -26,8 +26,7 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell, cells.SLSTMCell])
+@grid(wrap=WRAPPERS, make=[nn.LSTMCell, nn.GRUCell, cells.SLSTMCell])
 def test_any_cell_can_be_wrapped_and_keeps_its_keys(wrap: Any, make: Any) -> None:
     cell = make(4, 4).double()
     x = torch.randn(5, 2, 4).double()

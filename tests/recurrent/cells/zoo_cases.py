@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -85,3 +86,12 @@ ZOO: list[ZooCase] = [
     ),
     ZooCase("torch's LSTM, residual", lambda: cells.Residual(nn.LSTMCell(HIDDEN, HIDDEN)), shape=(HIDDEN,)),
 ]
+
+SAMPLE = ("Elman", "layer norm LSTM", "GRU recurrent dropout", "ConvLSTM", "sLSTM two heads", "zoneout of attention")
+every_cell = pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+
+
+def sampled(cases: list[ZooCase] = ZOO) -> pytest.MarkDecorator:
+    """A few cells that differ most, for laws that depend little on what a cell computes; the others are `long`."""
+    rows = [pytest.param(case, id=case.name, marks=[] if case.name in SAMPLE else [pytest.mark.long]) for case in cases]
+    return pytest.mark.parametrize("case", rows)

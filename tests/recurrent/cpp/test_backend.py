@@ -9,11 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.recurrent.recurrent_cases import close, eagerly, equal, floats, gradients, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import (
+    close,
+    eagerly,
+    equal,
+    floats,
+    gradients,
+    grid,
+    needs_compiler,
+    planned,
+    run_by,
+)
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent, cells
-from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.cpp import backend
+from weft.recurrent.plan_cache import NoPlanWarning
 
 pytestmark = needs_compiler
 
@@ -87,8 +97,7 @@ def test_little_work_is_done_by_one_thread(threads: Callable[[int], None], used:
     assert set(used) == {1}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@grid(bad=[torch.nan, torch.inf, -torch.inf], dtype=[torch.float32, torch.float64])
 def test_nan_and_infinity_go_where_the_eager_loop_sends_them(bad: float, dtype: torch.dtype) -> None:
     cell = nn.LSTMCell(3, 4).to(dtype)
     x = torch.randn(6, 3, 3, dtype=dtype)
@@ -154,7 +163,7 @@ def test_the_worth_of_threads_is_that_of_a_chunk_not_of_a_step() -> None:
     net(torch.randn(2, 16, 64))
     (choice,) = net._plans._known.values()
     work = choice.engine.compiled.forward.work
-    assert work < backend.MIN_PARALLEL_OPERATIONS < work * choice.engine.chunk_steps()
+    assert work < backend.MIN_PARALLEL_OPERATIONS < work * choice.engine.chunk_steps
 
 
 GUARD, MARK = 256, 0xA5
@@ -179,8 +188,7 @@ class Guarded:
         return all(bool((each == MARK).all()) for each in marks)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("make", [cells.LSTMCell, cells.LayerNormLSTMCell], ids=lambda make: make.__name__)
+@grid(make=[cells.LSTMCell, cells.LayerNormLSTMCell], threads=[1, 3])
 def test_nothing_is_written_beyond_the_memory_that_was_asked_for(
     make: type[torch.nn.Module], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +212,7 @@ def test_a_program_is_explained_as_a_table_of_phases_passes_and_formulas() -> No
     text = text[
         re.search(r"^chunks of \d+ steps; kept for backward: 5 values, 600 bytes a step$", text, re.M).start() :
     ]  # type: ignore[union-attr]
-    forward, again, backward = re.split(r"\n\n(?=\w+: )", text)[1:]
+    forward, recompute, backward = re.split(r"\n\n(?=\w+: )", text)[1:]
     assert forward.splitlines()[:5] == [
         "forward: 2 passes over memory and 480 bytes of workspace a step",
         "  bulk, all steps at once",
@@ -214,7 +222,7 @@ def test_a_program_is_explained_as_a_table_of_phases_passes_and_formulas() -> No
     ]
     assert "    pass       6 x 5         z3 = z0[6 x 5]+z1[6 x 5]" in forward
     assert "h0' = v3*v4" in forward and "h1' = z9+z11" in forward
-    assert "main loop" not in again and "loop, steps in any order, shared by threads" in again
+    assert "main loop" not in recompute and "loop, steps in any order, shared by threads" in recompute
     assert "main loop, step by step, last one first" in backward
     assert "    total      20 x 3        dp0 += z13[20 x 6] @ x0, over all steps" in backward
     assert max(map(len, text.splitlines())) <= 120

@@ -201,7 +201,7 @@ def test_a_weights_gradient_is_one_product_over_all_steps_after_the_loop(make: C
 
 @pytest.mark.parametrize("make", CLASSIC.values(), ids=CLASSIC)
 def test_what_is_made_again_from_known_states_carries_nothing(make: Callable[[], Case]) -> None:
-    text = function(engine_of("c", make()), "again")
+    text = function(engine_of("c", make()), "recompute")
     assert UP not in text and DOWN not in text, "threads take steps, since steps are apart"
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from tests.recurrent.recurrent_cases import close, eagerly, needs_compiler
 from weft.core.errors import UsageError
 from weft.recurrent import Recurrent
-from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.cpp import backend, compiler
 from weft.recurrent.cpp.compiler import CompileError, folder, load
+from weft.recurrent.plan_cache import NoPlanWarning
 
 TEXT = 'extern "C" int answer() { return 42; }'
 KNOWN = (compiler.compiler, compiler.folder, compiler._version, compiler._processor, backend.kernels)

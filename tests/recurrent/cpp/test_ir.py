@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.recurrent.recurrent_cases import at_once
 from weft.recurrent.cpp.ir import C_TYPES, MemoryLayout, Row, Unsupported, check_dtype
 from weft.recurrent.cpp.loop_nests import converted, literal
 
@@ -30,7 +31,7 @@ def test_what_is_no_number_has_a_name() -> None:
     assert literal(-math.inf, torch.float64) == "(double)-INFINITY"
 
 
-@pytest.mark.parametrize("value", [True, 2, -1, 0.5, math.nan])
+@at_once("value", [True, 2, -1, 0.5, math.nan])
 def test_a_truth_value_is_0_or_1_whatever_it_is_made_of(value: float) -> None:
     assert literal(value, torch.bool) == "(boolean)1"
     assert literal(False, torch.float32) == "(float)0"
@@ -58,7 +59,7 @@ ROWS: dict[Row, tuple[str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("row", ROWS)
+@at_once("row", ROWS)
 def test_a_row_is_found_in_any_step_and_in_the_first(row: Row) -> None:
     here, first = ROWS[row]
     place = MemoryLayout("a", row, 6, (3, 1), 2)

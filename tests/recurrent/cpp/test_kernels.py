@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.recurrent.recurrent_cases import needs_compiler
+from tests.recurrent.recurrent_cases import grid, needs_compiler
 from weft.recurrent.cpp.backend import kernels, panel_width
 
 pytestmark = needs_compiler
@@ -71,8 +71,7 @@ def test_a_product_is_pytorchs(
     near(c, a @ b + start if begins else a @ b, inner)
 
 
-@everywhere
-@pytest.mark.parametrize("columns", [1, 37, 64, 200])
+@grid(dtype=list(LETTER), columns=[1, 37, 64, 200])
 def test_a_row_has_the_same_bits_alone_and_among_others_and_however_panels_are_shared(
     dtype: torch.dtype, columns: int
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.recurrent.recurrent_cases import needs_compiler
+from tests.recurrent.recurrent_cases import grid, needs_compiler
 from weft.recurrent.cpp import compiler
 from weft.recurrent.cpp.compiler import load
 
@@ -91,8 +91,7 @@ TRUE: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("name", TRUE)
+@grid(name=list(TRUE), dtype=list(KINDS))
 def test_the_functions_of_gates_are_right_to_a_few_units_in_the_last_place(name: str, dtype: torch.dtype) -> None:
     true, limit = TRUE[name]
     x = wide(dtype)
@@ -102,8 +101,7 @@ def test_the_functions_of_gates_are_right_to_a_few_units_in_the_last_place(name:
     assert ulps(ours(name, x), wanted) <= limit + (1.0 if dtype == torch.float64 else 0.0)  # torch errs as well
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-@pytest.mark.parametrize("name", [*TRUE, "sqrt", "abs", "log", "expm1", "log1p"])
+@grid(name=[*TRUE, "sqrt", "abs", "log", "expm1", "log1p"], dtype=list(KINDS))
 def test_special_numbers_go_where_pytorch_sends_them(name: str, dtype: torch.dtype) -> None:
     x = torch.tensor(SPECIAL, dtype=torch.float64).to(dtype)
     wanted = getattr(torch, name)(x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.recurrent.recurrent_cases import close, eagerly, gradients, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import at_once, close, eagerly, gradients, needs_compiler, planned, run_by
 from weft.recurrent import Recurrent
 from weft.recurrent.capture import capture
 from weft.recurrent.cpp.decompositions import decomposition_table
@@ -68,7 +68,7 @@ def test_a_reshape_that_needs_a_copy_makes_one() -> None:
     assert context.view(end).value is copy and copy.shape == (4, 3)
 
 
-@pytest.mark.parametrize(
+@at_once(
     ("function", "name"),
     [
         (lambda x: x.cumprod(0), "aten.cumprod"),
@@ -97,7 +97,7 @@ def test_arguments_have_the_names_and_defaults_of_the_schema() -> None:
     assert (given["min"], given["max"]) == (None, 2.0)
 
 
-@pytest.mark.parametrize(
+@at_once(
     ("one", "other", "wanted"),
     [
         (torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.float32),

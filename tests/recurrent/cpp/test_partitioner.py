@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import close, eagerly, gradients, needs_compiler, planned, run_by
 from weft.recurrent import Recurrent, cells
-from weft.recurrent.backends import NoPlanWarning
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit
 from weft.recurrent.plan import summed_at_once
+from weft.recurrent.plan_cache import NoPlanWarning
 
 pytestmark = needs_compiler
 
@@ -117,7 +117,7 @@ def test_what_c_does_not_know_runs_beside_the_loops(name: str, lengths: tuple[in
 
 @pytest.mark.parametrize("name", ["both ends", "a tied embedding"])
 def test_every_memory_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CppBackend, "chunk_steps", lambda self: 2)
+    monkeypatch.setattr("weft.recurrent.cpp.backend.chunk_length", lambda *_: 2)
     cell = Beside(AROUND[name])
     full, *others = (
         results(planned(cell, "c", verify="never", memory=memory), *sequence(name))

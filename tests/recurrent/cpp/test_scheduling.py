@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.recurrent.cells_for_tests import Told
-from tests.recurrent.recurrent_cases import eagerly, needs_compiler, planned, run_by
+from tests.recurrent.recurrent_cases import at_once, eagerly, needs_compiler, planned, run_by
 from weft.recurrent import cells
 from weft.recurrent.capture import capture
 from weft.recurrent.cpp.decompositions import decomposition_table
@@ -47,7 +47,7 @@ CELLS = {
     "zoo's GRU": (lambda: cells.GRUCell(INPUT, HIDDEN), 4),
     "layer norm LSTM": (lambda: cells.LayerNormLSTMCell(INPUT, HIDDEN), 3),
 }
-every = pytest.mark.parametrize("name", CELLS)
+every = at_once("name", CELLS)
 
 
 def products(values: Sequence[Value]) -> int:
@@ -81,9 +81,9 @@ def test_a_weights_gradient_is_a_product_and_a_biass_a_sum_of_rows(name: str) ->
 
 @every
 def test_where_all_states_are_known_no_loop_carries(name: str) -> None:
-    again = built(CELLS[name][0]()).again
-    assert not any(each.main for each in again.phases.phases)
-    assert products([value for each in again.phases.phases for value in each.bulk]) == products(again.values)
+    recompute = built(CELLS[name][0]()).recompute
+    assert not any(each.main for each in recompute.phases.phases)
+    assert products([value for each in recompute.phases.phases for value in each.bulk]) == products(recompute.values)
 
 
 @every
@@ -185,7 +185,7 @@ def test_the_row_axis_of_a_view_is_where_the_rows_are(data: Any) -> None:
         assert is_row_axis(labels, found)
 
 
-@pytest.mark.parametrize(
+@at_once(
     ("view", "axis"),
     [
         (lambda at: at, 1),
@@ -210,7 +210,7 @@ X = whole_view(Value("x", (BATCH, BATCH), torch.float32))
 TURNED = View(H, contiguous_meta((BATCH, BATCH), torch.float32).t())
 
 
-@pytest.mark.parametrize(
+@at_once(
     ("made", "shape", "axis"),
     [
         (Elementwise("{0}", [whole_view(H)], torch.float32), (2, BATCH, BATCH), 1),

@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.layers.layer_cases import HIDDEN, WIDTH, pair
-from tests.recurrent.recurrent_cases import told
+from tests.recurrent.recurrent_cases import at_once, told
 from weft.core.errors import SpecError
 from weft.recurrent.layers.rnn import LayerInputError
 
@@ -23,7 +23,7 @@ def test_all_faults_are_told_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [SpecError, TypeError, ValueError, RuntimeError])
+@at_once("kind", [SpecError, TypeError, ValueError, RuntimeError])
 def test_the_error_is_what_torch_would_raise(kind: type[Exception]) -> None:
     with pytest.raises(kind, match="wanted T x N x D, or T x D for one row"):
         pair("GRU")[1](torch.zeros(2, 2, 2, WIDTH).double())

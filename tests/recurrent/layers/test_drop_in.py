@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.recurrent.layers.layer_cases import DROP_INS, HIDDEN, WIDTH, agree, everything, first_state, pair
+from tests.recurrent.recurrent_cases import grid
 from weft.core.errors import UsageError
 
 KINDS = sorted(DROP_INS)
@@ -66,8 +67,7 @@ def test_a_plan_gives_the_same(kind: str) -> None:
     assert ours.explain().count("loop_back") == 4
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@grid(kind=KINDS, packed=[False, True])
 def test_dropout_between_layers_draws_the_numbers_that_torch_draws(kind: str, packed: bool) -> None:
     theirs, ours = pair(kind, num_layers=3, dropout=0.4, bidirectional=True)
     x: Any = torch.randn(6, 3, WIDTH).double()
@@ -125,10 +125,9 @@ def assigned(layer: nn.Module) -> nn.Module:
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x)), "cast": cast, "assign": assigned}
 
 
-@pytest.mark.parametrize("backend", ["eager", "python"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_copy_computes_with_its_own_weights(kind: str, way: str, backend: str) -> None:
+@grid(way=list(WAYS), kind_and_backend=[("LSTM", "eager"), ("GRU", "python"), ("RNN", "eager")])
+def test_a_copy_computes_with_its_own_weights(way: str, kind_and_backend: tuple[str, str]) -> None:
+    kind, backend = kind_and_backend
     _, ours = pair(kind, {"backend": backend})
     x = torch.randn(4, 2, WIDTH).double()
     ours(x)
@@ -170,8 +169,7 @@ def test_a_functional_call_uses_the_weights_that_it_is_given(kind: str) -> None:
     agree([seen], [theirs(x)[0]])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chosen", [{}, {"num_layers": 2, "batch_first": True}, {"bidirectional": True}], ids=str)
+@grid(kind=KINDS, chosen=[{}, {"num_layers": 2, "batch_first": True}, {"bidirectional": True}])
 def test_the_output_and_the_last_state_may_be_written_to(kind: str, chosen: dict[str, Any]) -> None:
     theirs, ours = pair(kind, {"backend": "python", "verify": "never"}, **chosen)
     x = torch.randn(4, 2, WIDTH).double().requires_grad_()

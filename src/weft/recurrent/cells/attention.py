@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.core.validation import Validator
 from weft.recurrent.cell import adapt
 from weft.recurrent.cells.gated import Device, refuse, size_faults
-from weft.recurrent.faults import Faults
 from weft.recurrent.masking import read_rows
 from weft.recurrent.sequence import Lengths, read_inputs
 
@@ -141,16 +141,15 @@ class AttentionCell(nn.Module):
 
         Raises ``SpecError`` or ``UsageError`` that lists all that is wrong.
         """
-        faults = Faults()
-        if memory.dim() != 3 or memory.shape[-1] != self.weight_key.shape[1]:
-            axes = "N x S" if batch_first else "S x N"
-            faults.spec.append(f"memory has shape {tuple(memory.shape)}, wanted {axes} x {self.weight_key.shape[1]}")
-        source = read_inputs(memory, batch_first=batch_first, certain=True, faults=faults)
-        rows = read_rows(source, lengths, mask, None, batch_first=batch_first, faults=faults)
-        own = adapt(self.cell).own_initial()
-        if state is None and own is None:
-            faults.usage.append(f"{type(self.cell).__name__} has no initial state of its own: give state=")
-        faults.check("AttentionCell cannot begin with these arguments:")
+        with Validator("AttentionCell cannot begin with these arguments") as check:
+            if memory.dim() != 3 or memory.shape[-1] != self.weight_key.shape[1]:
+                axes = "N x S" if batch_first else "S x N"
+                check.mismatch(f"memory has shape {tuple(memory.shape)}, wanted {axes} x {self.weight_key.shape[1]}")
+            source = read_inputs(memory, batch_first=batch_first, certain=True, check=check)
+            rows = read_rows(source, lengths, mask, None, batch_first=batch_first, check=check)
+            own = adapt(self.cell).own_initial()
+            if state is None and own is None:
+                check.add(f"{type(self.cell).__name__} has no initial state of its own: give state=")
         memory = memory if batch_first else memory.transpose(0, 1)
         valid = torch.ones(memory.shape[:2], dtype=torch.bool, device=memory.device)
         if rows.valid is not None:

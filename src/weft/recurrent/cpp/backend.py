@@ -8,6 +8,10 @@ once; partitioner.py decides on what.
 """
 
 import ctypes
+import mmap
+import os
+import threading
+import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,8 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.buffers import pool, rounded
-from weft.recurrent.captured import Captured
+from weft.recurrent.backends import Chunk, Gradients, chunk_length
 from weft.recurrent.cpp import compiler
 from weft.recurrent.cpp.codegen import Emitter, explain_function
 from weft.recurrent.cpp.gemm import ALIGN, aligned
@@ -28,8 +31,8 @@ from weft.recurrent.cpp.ir import REDUCED_PRECISION, Product, TimeReduction
 from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
 from weft.recurrent.cpp.scheduling import LoopFunction
-from weft.recurrent.engine import Chunk, Gradients, chunk_length
-from weft.recurrent.plan import Bulk, explain, leading_to, summed_at_once
+from weft.recurrent.graph import StepGraph
+from weft.recurrent.plan import BulkEvaluator, explain, leading_to, summed_at_once
 
 _HERE = Path(__file__).parent
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -97,7 +100,7 @@ class CompiledFunction:
 class CompiledStep:
     """The three functions of a captured step. Raises Unsupported and CompileError."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: StepGraph) -> None:
         self.lowered: Lowered = lower(captured)
         width = panel_width()
         emitters = [Emitter(each, width) for each in self.lowered.functions]
@@ -107,7 +110,7 @@ class CompiledStep:
             library = compiler.load(self.text, exact=True)
             table = [_address(products.result(), f"weft_{name}") for name in _KERNELS]
         library.weft_bind((ctypes.c_void_p * len(table))(*table))
-        self.forward, self.again, self.backward = (CompiledFunction(each, library) for each in emitters)
+        self.forward, self.recompute, self.backward = (CompiledFunction(each, library) for each in emitters)
 
     def explain(self, steps: int) -> str:
         """For a person: what each function does when, and what it keeps, with chunks of so many steps."""
@@ -115,7 +118,8 @@ class CompiledStep:
         kept = sum(each.numel() * each.element_size() for each in saved)
         head = f"chunks of {steps} steps; kept for backward: {len(saved)} values, {kept} bytes a step"
         parts = [
-            explain_function(each.function, each.emitter.schedule) for each in (self.forward, self.again, self.backward)
+            explain_function(each.function, each.emitter.schedule)
+            for each in (self.forward, self.recompute, self.backward)
         ]
         return "\n\n".join([head, *parts, *self._outside()])
 
@@ -183,7 +187,7 @@ class TorchStage:
         self.wanted = [node for node in nodes if node in readers and isinstance(node.meta["val"], Tensor)]
         self._nodes = [*views, *nodes]
 
-    def run(self, bulk: Bulk) -> None:
+    def run(self, bulk: BulkEvaluator) -> None:
         """Make them."""
         if not self.wanted:
             return
@@ -196,12 +200,12 @@ class TorchStages:
 
     def __init__(self, split: ForwardBackwardSplit, lowered: Lowered) -> None:
         self._split = split
-        roles = split.captured.roles
+        signature = split.captured.signature
         self.works = bool(split.torch or split.sums)
-        outputs = [(i, node) for i, node in enumerate(roles.outputs) if i not in split.captured.aliases]
+        outputs = [(i, node) for i, node in enumerate(signature.outputs) if i not in split.captured.aliases]
         self.outputs = [(i, node) for i, node in outputs if node is not None and split.outside(node)]
         """Outputs that PyTorch writes, with their numbers."""
-        gradients = enumerate(roles.input_gradients)
+        gradients = enumerate(signature.input_gradients)
         self._gradients = [(i, node) for i, node in gradients if node is not None and split.outside(node)]
         views = [node for node in split.captured.nodes if node in split.torch_views]
         summed = split.summed
@@ -209,7 +213,7 @@ class TorchStages:
         back = {node for _, node in self._gradients}
         self.before = TorchStage(split.before, views, given | ends | inputs_of([*views, *split.after]))
         self.after = TorchStage(split.after, views, given | ends)
-        self.after_again = TorchStage(split.after, views, given)
+        self.after_recompute = TorchStage(split.after, views, given)
         self.before_back = TorchStage(split.before_back, views, given | back | inputs_of([*split.after_back, *summed]))
         self.after_back = TorchStage(split.after_back, views, back)
         self._inside = [*views, *split.before_back, *split.after_back, *summed]
@@ -225,7 +229,7 @@ class TorchStages:
         """What it takes for so many steps, besides what is kept."""
         return steps * self.step_bytes + self._fixed
 
-    def finish(self, bulk: Bulk, gradients: Gradients) -> None:
+    def finish(self, bulk: BulkEvaluator, gradients: Gradients) -> None:
         """After the loop backward: gradients of inputs, and those of parameters that PyTorch sums."""
         self.after_back.run(bulk)
         for i, node in self._gradients:
@@ -241,9 +245,9 @@ class TorchStages:
 
 
 class CppBackend:
-    """See `weft.recurrent.engine.Engine`. Raises Unsupported and CompileError when it is made."""
+    """See `weft.recurrent.backends.Backend`. Raises Unsupported and CompileError when it is made."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
         self.compiled = CompiledStep(captured)
         self._lowered, self._split = self.compiled.lowered, self.compiled.lowered.split
@@ -251,36 +255,31 @@ class CppBackend:
         """By steps and threads."""
         self._saved = [_size(each) for each in self._lowered.saved]
         self._outside = TorchStages(self._split, self._lowered)
-        routines = (self.compiled.forward, self.compiled.again, self.compiled.backward)
+        routines = (self.compiled.forward, self.compiled.recompute, self.compiled.backward)
         stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in routines)
-        states = captured.roles.states
+        states = captured.signature.states
         shape = states[0].meta["val"].shape if states else ()
-        self._chunk = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, shape[0] if shape else 1)
+        self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, shape[0] if shape else 1)
         self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
         self._made_once = [each for each in self._constants if each.op == "call_function"]
         once = leading_to(self._made_once)
         self._once = [node for node in captured.nodes if node in once]
         wanted = {*self._constants, *(each for node in self._once for each in node.all_input_nodes)}
-        self._references = [node for node in captured.roles.references if node in wanted]
-
-    def chunk_steps(self) -> int:
-        """See `Engine`."""
-        return self._chunk
+        self._references = [node for node in captured.signature.references if node in wanted]
 
     def begin(self) -> Constants:
-        """See `Engine`."""
-        captured = self.captured
-        bulk = Bulk(1, lambda node: False)
-        bulk.env.update({node: captured.reference(node).detach() for node in self._references})
+        """See `Backend`."""
+        values: dict[fx.Node, Any] = {**self.captured.referred(self._references)}
         if self._once:
+            bulk = BulkEvaluator(1, lambda node: False, values)
             with _plainly():
                 bulk.evaluate(self._once, self._made_once)
-        constants = [bulk.env[node] for node in self._lowered.constants]
+        constants = [values[node] for node in self._lowered.constants]
         tensors = [_plain(each.float() if each.dtype in REDUCED_PRECISION else each) for each in constants]
-        return Constants(tensors, {node: bulk.env[node] for node in self._outside.constants})
+        return Constants(tensors, {node: values[node] for node in self._outside.constants})
 
     def forward(self, constants: Constants, chunk: Chunk, keep: bool) -> SavedChunk | None:
-        """See `Engine`."""
+        """See `Backend`."""
         kept, made = self._forward(self.compiled.forward, constants, chunk, self._outside.after)
         for i, node in self._outside.outputs:
             chunk.outputs[i].copy_(made.env[node])
@@ -289,13 +288,13 @@ class CppBackend:
         self.release(kept)
         return None
 
-    def again(self, constants: Constants, chunk: Chunk) -> SavedChunk:
-        """See `Engine`."""
-        return self._forward(self.compiled.again, constants, chunk, self._outside.after_again)[0]
+    def recompute(self, constants: Constants, chunk: Chunk) -> SavedChunk:
+        """See `Backend`."""
+        return self._forward(self.compiled.recompute, constants, chunk, self._outside.after_recompute)[0]
 
     def _forward(
         self, routine: CompiledFunction, constants: Constants, chunk: Chunk, after: TorchStage
-    ) -> tuple[SavedChunk, Bulk]:
+    ) -> tuple[SavedChunk, BulkEvaluator]:
         outside = self._given(constants, chunk)
         self._outside.before.run(outside)
         kept = SavedChunk(pool.take(self._kept_bytes(chunk.steps)), {})
@@ -307,7 +306,7 @@ class CppBackend:
         return kept, outside
 
     def backward(self, constants: Constants, chunk: Chunk, kept: SavedChunk, gradients: Gradients) -> None:
-        """See `Engine`. A carried gradient has two rows, of which a step reads one and writes the other."""
+        """See `Backend`. A carried gradient has two rows, of which a step reads one and writes the other."""
         carried = [each.new_empty(2, *each.shape) if each.is_floating_point() else each for each in gradients.carried]
         for pair, given in zip(carried, gradients.carried, strict=True):
             if given.is_floating_point():
@@ -315,7 +314,7 @@ class CppBackend:
         held = Gradients(gradients.outputs, gradients.states, carried, gradients.inputs, gradients.parameters)
         outside = self._given(constants, chunk)
         if self._outside.works:
-            outside.env.update(zip(self.captured.roles.output_gradients, gradients.outputs, strict=True))
+            outside.env.update(zip(self.captured.signature.output_gradients, gradients.outputs, strict=True))
             outside.env.update(kept.values)
             self._take_made(outside, chunk, kept)
         self._outside.before_back.run(outside)
@@ -329,18 +328,18 @@ class CppBackend:
                 given.copy_(pair[0])
 
     def release(self, kept: SavedChunk) -> None:
-        """See `Engine`."""
+        """See `Backend`."""
         pool.give(kept.buffer)
 
     def kept_bytes(self, steps: int) -> int:
-        """See `Engine`."""
+        """See `Backend`."""
         return self._kept_bytes(steps) + steps * sum(map(_size, self._split.kept))
 
     def _kept_bytes(self, steps: int) -> int:
         return rounded(sum(aligned(each * steps) for each in self._saved) + ALIGN)
 
     def work_bytes(self, steps: int) -> int:
-        """See `Engine`."""
+        """See `Backend`."""
         return self._workspace(steps) + self._outside.bytes(steps)
 
     def _workspace(self, steps: int) -> int:
@@ -348,31 +347,31 @@ class CppBackend:
         key = steps, torch.get_num_threads()
         if key not in self._workspaces:
             step = self.compiled
-            sizes = [each.emitter.workspace(*key) for each in (step.forward, step.again, step.backward)]
+            sizes = [each.emitter.workspace(*key) for each in (step.forward, step.recompute, step.backward)]
             self._workspaces[key] = rounded(max(sizes))
         return self._workspaces[key]
 
-    def _given(self, constants: Constants, chunk: Chunk) -> Bulk:
+    def _given(self, constants: Constants, chunk: Chunk) -> BulkEvaluator:
         """What PyTorch may read before the loops: constants, inputs, and states before each step."""
-        bulk, roles = Bulk(chunk.steps, self._split.varies), self.captured.roles
+        bulk, signature = BulkEvaluator(chunk.steps, self._split.varies), self.captured.signature
         if self._outside.works:
             bulk.env.update(constants.values)
-            bulk.env.update(zip(roles.inputs, chunk.inputs, strict=True))
-            for k, (node, state) in enumerate(zip(roles.states, chunk.states, strict=True)):
-                passing = k in self.captured.passing
-                bulk.env[node] = state.expand(chunk.steps, *state.shape) if passing else state[:-1]
+            bulk.env.update(zip(signature.inputs, chunk.inputs, strict=True))
+            for k, (node, state) in enumerate(zip(signature.states, chunk.states, strict=True)):
+                invariant = k in self.captured.invariant
+                bulk.env[node] = state.expand(chunk.steps, *state.shape) if invariant else state[:-1]
         return bulk
 
-    def _take_made(self, bulk: Bulk, chunk: Chunk, kept: SavedChunk) -> None:
+    def _take_made(self, bulk: BulkEvaluator, chunk: Chunk, kept: SavedChunk) -> None:
         """What C made forward: what it saved, new states and outputs."""
         front, steps = self._split.front, chunk.steps
         for node, start in zip(self._lowered.saved, self._starts(kept.buffer, steps), strict=True):
             value = node.meta["val"]
             rows = kept.buffer[start : start + _size(node) * steps].view(value.dtype)
             bulk.env[node] = rows.view(steps, *value.shape)
-        states = [each[1:] for k, each in enumerate(chunk.states) if k not in self.captured.passing]
-        moving = [each for k, each in enumerate(self.captured.roles.new_states) if k not in self.captured.passing]
-        results = zip([*self.captured.roles.outputs, *moving], [*chunk.outputs, *states], strict=True)
+        states = [each[1:] for k, each in enumerate(chunk.states) if k not in self.captured.invariant]
+        moving = [each for k, each in enumerate(self.captured.signature.new_states) if k not in self.captured.invariant]
+        results = zip([*self.captured.signature.outputs, *moving], [*chunk.outputs, *states], strict=True)
         bulk.env.update({node: each for node, each in results if node in front})
 
     def _starts(self, buffer: Tensor, steps: int) -> list[int]:
@@ -383,8 +382,8 @@ class CppBackend:
         return found[:-1]
 
     def explain(self) -> str:
-        """See `Engine`."""
-        return explain(self.captured) + "\n\n" + self.compiled.explain(self._chunk)
+        """See `Backend`."""
+        return explain(self.captured) + "\n\n" + self.compiled.explain(self.chunk_steps)
 
     def _call(
         self,
@@ -392,7 +391,7 @@ class CppBackend:
         constants: Constants,
         chunk: Chunk,
         kept: Tensor,
-        outside: Bulk,
+        outside: BulkEvaluator,
         gradients: Gradients | None = None,
         made: Sequence[Tensor] = (),
     ) -> None:
@@ -446,3 +445,133 @@ def _size(node: fx.Node) -> int:
     value: Any = node.meta["val"]
     values = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
     return sum(each.numel() * each.element_size() for each in values if isinstance(each, Tensor))
+
+
+_OWN_PAGES = 1 << 18
+"""Bytes from which a buffer is mapped by itself."""
+_SHARE = 8
+"""The pool holds at most this fraction of the free memory."""
+_WASTE = 2
+"""A buffer may be so many times larger than requested: a last, shorter chunk takes those of the others."""
+_ASK_AGAIN = 0.5
+"""Seconds for which a reading of free memory is valid."""
+
+
+class WorkspacePool:
+    """Byte buffers on the CPU, reused from call to call by all networks and threads of a process.
+
+    Reused because fresh memory costs a page fault for every 4 KiB. The pool holds at most an eighth of the memory that
+    the machine has free, read anew from time to time; anything more goes back to the system at once. A buffer that
+    its owner does not give back is simply collected.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[tuple[str, int], list[Tensor]] = {}
+        self._held = 0
+        self._limit = 0
+        self._asked = float("-inf")
+        self._reused = 0
+        self._made = 0
+
+    def take(self, size: int, kind: str = "") -> Tensor:
+        """A buffer of at least `size` bytes, its content arbitrary; of those that were given back as of this kind."""
+        size = rounded(size)
+        with self._lock:
+            fitting = min((n for like, n in self._free if like == kind and size <= n <= _WASTE * size), default=None)
+            if fitting is not None:
+                return self._out(kind, fitting)
+            self._made += 1
+        try:
+            return _fresh(size)
+        except (RuntimeError, OSError):  # out of memory: give up what is idle, and try once more
+            self.release()
+            return _fresh(size)
+
+    def give(self, buffer: Tensor, kind: str = "") -> None:
+        """The buffer is read no more. Kinds are apart, so that what is kept long does not take what is used often."""
+        size = buffer.numel()
+        with self._lock:
+            now = time.monotonic()
+            if now - self._asked > _ASK_AGAIN:
+                self._asked, self._limit = now, _free_memory() // _SHARE
+                if self._held > self._limit:
+                    self._drop()
+            if self._held + size <= self._limit:
+                self._free.setdefault((kind, size), []).append(buffer)
+                self._held += size
+
+    def release(self) -> None:
+        """Let go of every buffer that is idle."""
+        with self._lock:
+            self._drop()
+
+    def forked(self) -> None:
+        """In a child: another thread may have held the lock, and the parent's buffers are not needed."""
+        self._lock = threading.Lock()
+        self._drop()
+
+    def statistics(self) -> dict[str, int]:
+        """Bytes held idle, and how many buffers were made and used again."""
+        with self._lock:
+            return {"held_bytes": self._held, "limit_bytes": self._limit, "made": self._made, "reused": self._reused}
+
+    def _out(self, kind: str, size: int) -> Tensor:
+        buffers = self._free[kind, size]
+        buffer = buffers.pop()
+        if not buffers:
+            del self._free[kind, size]
+        self._held -= size
+        self._reused += 1
+        return buffer
+
+    def _drop(self) -> None:
+        self._free.clear()
+        self._held = 0
+
+
+def rounded(size: int) -> int:
+    """What a buffer for so many bytes takes: up to 1/8 of a power of two, so that sizes which differ a little share."""
+    size = max(size, 1)
+    grain = max(64, 1 << max(size.bit_length() - 4, 0))
+    return -(-size // grain) * grain
+
+
+def _fresh(size: int) -> Tensor:
+    """Memory of the system's own; a large one in pages of its own, which go back to the system when it is collected.
+
+    An allocator would keep them, so that a byte budget were exceeded by what nobody uses.
+    """
+    if size < _OWN_PAGES:
+        return torch.empty(size, dtype=torch.uint8)
+    # Private: shared pages would be the same memory in a forked child. By an operator in the end, so that who counts
+    # the memory of PyTorch's tensors sees this one too.
+    return torch.frombuffer(
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+    ).detach()
+
+
+def _free_memory() -> int:
+    """Bytes that new allocations could get without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+pool = WorkspacePool()
+"""The pool of this process."""
+os.register_at_fork(after_in_child=pool.forked)
+
+
+def release() -> None:
+    """Give the idle workspaces of recurrent networks back to the system.
+
+    Example:
+        >>> weft.recurrent.release()
+    """
+    pool.release()

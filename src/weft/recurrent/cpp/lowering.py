@@ -1,7 +1,7 @@
 """Lowering of a captured step to its three functions: forward, backward, and forward again where all states are known.
 
     forward    x, h (rows t)           ->  h (rows t + 1), y, and what backward reads (saved)
-    again      x, h (rows t and t+1)   ->  saved             nothing is carried, so products are of all steps at once
+    recompute  x, h (rows t and t+1)   ->  saved             nothing is carried, so products are of all steps at once
     backward   x, h, y, saved, dy, dh  ->  dx, dh, and added to the parameters' gradients
 
 What depends on the references only (`constants`) is computed by PyTorch, once for each call; what C does not know, for
@@ -19,7 +19,6 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.captured import Captured
 from weft.recurrent.cpp.expressions import is_view
 from weft.recurrent.cpp.ir import (
     LoweringContext,
@@ -37,6 +36,7 @@ from weft.recurrent.cpp.ir import (
 from weft.recurrent.cpp.operators import lower_node
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, ReductionPattern
 from weft.recurrent.cpp.scheduling import Argument, LoopFunction
+from weft.recurrent.graph import StepGraph
 
 
 @dataclass
@@ -51,16 +51,16 @@ class Lowered:
     made: list[fx.Node] = field(default_factory=list[fx.Node])
     """What `backward` makes and PyTorch reads."""
     forward: LoopFunction = field(default_factory=partial(LoopFunction, "forward"))
-    again: LoopFunction = field(default_factory=partial(LoopFunction, "again"))
+    recompute: LoopFunction = field(default_factory=partial(LoopFunction, "recompute"))
     backward: LoopFunction = field(default_factory=partial(LoopFunction, "backward", backward=True))
 
     @property
     def functions(self) -> tuple[LoopFunction, LoopFunction, LoopFunction]:
-        """Forward, again, backward."""
-        return self.forward, self.again, self.backward
+        """Forward, recompute, backward."""
+        return self.forward, self.recompute, self.backward
 
 
-def lower(captured: Captured) -> Lowered:
+def lower(captured: StepGraph) -> Lowered:
     """Settle the three functions of a captured step. Raises Unsupported."""
     written = [str(node.target) for node in captured.nodes if _writes(node)]
     if written:
@@ -86,7 +86,7 @@ class _FunctionLowering:
     def __init__(self, lowered: Lowered) -> None:
         self.split, self.lowered = lowered.split, lowered
         self.captured = captured = lowered.split.captured
-        self.roles, self.passing = captured.roles, captured.passing
+        self.signature, self.invariant = captured.signature, captured.invariant
         """The states that a step hands on as they are."""
         self.views: dict[fx.Node, View] = {}
         """What the function is given."""
@@ -104,22 +104,22 @@ class _FunctionLowering:
         return value
 
     def give_inputs(self) -> None:
-        for i, node in enumerate(self.roles.inputs):
+        for i, node in enumerate(self.signature.inputs):
             if not self.split.outside(node):
                 self.given(f"x{i}", node, "step")
 
     def give_states(self) -> list[Value]:
         """The states before the step; of those that change from step to step, the values."""
         made = [
-            self.given(f"h{k}", node, "same" if k in self.passing else "step")
-            for k, node in enumerate(self.roles.states)
+            self.given(f"h{k}", node, "same" if k in self.invariant else "step")
+            for k, node in enumerate(self.signature.states)
         ]
-        return [value for k, value in enumerate(made) if k not in self.passing]
+        return [value for k, value in enumerate(made) if k not in self.invariant]
 
     def give_new_states(self, known: set[fx.Node]) -> None:
         """The states after the step, where they are known: the next rows of what holds the states."""
-        for k, node in enumerate(self.roles.new_states):
-            if node in known and k not in self.passing and node not in self.views:
+        for k, node in enumerate(self.signature.new_states):
+            if node in known and k not in self.invariant and node not in self.views:
                 shape, dtype = _meta(node, self.captured)
                 value = Value(f"n{k}", shape, dtype)
                 self.function.allocate(value, f"h{k}", "next")
@@ -192,13 +192,13 @@ class _ForwardLowering(_FunctionLowering):
         self.function.carried = [(value, value) for value in self.give_states()]
         self.run(self.split.front)
         same = self.captured.aliases
-        for k, node in enumerate(self.roles.new_states):
-            if k not in self.passing:
-                old = self.roles.states[k]
+        for k, node in enumerate(self.signature.new_states):
+            if k not in self.invariant:
+                old = self.signature.states[k]
                 shape, dtype = _meta(old, self.captured)
                 argument = Argument(f"h{k}", dtype, torch.Size(shape).numel(), "next")
                 self.function.wanted.append((self.end(cast(fx.Node, node)), argument))
-        for i, node in enumerate(self.roles.outputs):
+        for i, node in enumerate(self.signature.outputs):
             output = cast(fx.Node, node)
             if i not in same and not self.split.outside(output):  # one that is a new state as well is stored once
                 self.want(f"y{i}", output)
@@ -208,7 +208,7 @@ class _ForwardLowering(_FunctionLowering):
 
 class _AgainLowering(_FunctionLowering):
     def make(self) -> None:
-        self.function = self.lowered.again
+        self.function = self.lowered.recompute
         self.give_inputs()
         self.give_states()
         self.give_new_states(self.split.front)
@@ -226,7 +226,7 @@ class _BackwardLowering(_FunctionLowering):
         carried = self._give_gradients()
         self.run(self.split.back | self.split.views)
         self._want_carried(carried)
-        for i, node in enumerate(self.roles.input_gradients):
+        for i, node in enumerate(self.signature.input_gradients):
             if node is not None and not self.split.outside(node):
                 self.want(f"dx{i}", node)
         for j, node in enumerate(self.lowered.made):
@@ -238,7 +238,7 @@ class _BackwardLowering(_FunctionLowering):
         """What forward left behind: states, outputs, and what was saved."""
         bases = {*self.split.bases}
         self.give_new_states(bases)
-        for i, node in enumerate(self.roles.outputs):
+        for i, node in enumerate(self.signature.outputs):
             if node in bases and node not in self.views:
                 self.given(f"y{i}", node, "step")
         for j, node in enumerate(self.lowered.saved):
@@ -246,12 +246,12 @@ class _BackwardLowering(_FunctionLowering):
 
     def _give_gradients(self) -> list[tuple[int, Value]]:
         """Gradients of outputs, and of the states after the step: the carried ones, with their numbers."""
-        for i, node in enumerate(self.roles.output_gradients):
+        for i, node in enumerate(self.signature.output_gradients):
             if not self.split.outside(node):
                 self.given(f"dy{i}", node, "step")
         carried: list[tuple[int, Value]] = []
-        for k, node in enumerate(self.roles.new_state_gradients):
-            _, dtype = _meta(self.roles.states[k], self.captured)
+        for k, node in enumerate(self.signature.new_state_gradients):
+            _, dtype = _meta(self.signature.states[k], self.captured)
             if dtype.is_floating_point:
                 value = self.given(f"dh{k}", node, "in")
                 argument = self.function.argument(f"a{k}", dtype, value.size, "step")
@@ -262,7 +262,7 @@ class _BackwardLowering(_FunctionLowering):
     def _want_carried(self, carried: list[tuple[int, Value]]) -> None:
         """What the carried gradients become."""
         for k, value in carried:
-            node = self.roles.state_gradients[k]
+            node = self.signature.state_gradients[k]
             end = None if node is None else self.end(node)
             self.function.carried.append((value, None if end is None else end.value))
             if end is not None:
@@ -272,7 +272,7 @@ class _BackwardLowering(_FunctionLowering):
         """The parameters' gradients, piece by piece."""
         made: list[Value] = []
         for j, pieces in enumerate(self.split.totals):
-            node = self.roles.parameter_gradients[j]
+            node = self.signature.parameter_gradients[j]
             if node is not None and pieces:
                 shape, dtype = _meta(node, self.captured)
                 into = self.function.given(f"dp{j}", shape, dtype, "same")
@@ -294,7 +294,7 @@ class _BackwardLowering(_FunctionLowering):
                 return sides[0]
 
 
-def _meta(node: fx.Node, captured: Captured) -> tuple[tuple[int, ...], torch.dtype]:
+def _meta(node: fx.Node, captured: StepGraph) -> tuple[tuple[int, ...], torch.dtype]:
     """Shape and dtype of a node's value; a reference's is that of the tensor behind it."""
     value: Tensor = captured.value(node)
     return tuple(value.shape), value.dtype

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.captured import Captured
 from weft.recurrent.cpp.expressions import (
     ARITHMETIC,
     COMPARISON,
@@ -45,6 +44,7 @@ from weft.recurrent.cpp.ir import (
     schema_arguments,
     whole_view,
 )
+from weft.recurrent.graph import StepGraph
 from weft.recurrent.plan import leading_to
 
 Handler = Callable[[LoweringContext, fx.Node], View | list[View]]
@@ -563,7 +563,7 @@ def _viewed(context: LoweringContext, node: fx.Node) -> View | list[View]:
     return seen
 
 
-def refusal(node: fx.Node, captured: Captured, varies: Callable[[fx.Node], bool]) -> str | None:
+def refusal(node: fx.Node, captured: StepGraph, varies: Callable[[fx.Node], bool]) -> str | None:
     """Why an operator cannot be lowered, whatever it reads; None if it can."""
     if node.target is operator.getitem:
         return None

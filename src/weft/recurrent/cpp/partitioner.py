@@ -49,7 +49,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.captured import Captured, alike
 from weft.recurrent.cpp.expressions import FILL, RESHAPES, aten, is_view
 from weft.recurrent.cpp.ir import (
     C_TYPES,
@@ -62,6 +61,7 @@ from weft.recurrent.cpp.ir import (
     shares_storage,
 )
 from weft.recurrent.cpp.operators import refusal
+from weft.recurrent.graph import StepGraph, alike
 from weft.recurrent.plan import CARRIED, INPUT, STATE, dependences, leading_to
 
 _TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
@@ -178,12 +178,14 @@ class MaskSparsity:
     totals: set[fx.Node] = field(default_factory=set[fx.Node])
 
 
-def mask_sparsity(captured: Captured, varies: Callable[[fx.Node], bool]) -> MaskSparsity:
+def mask_sparsity(captured: StepGraph, varies: Callable[[fx.Node], bool]) -> MaskSparsity:
     """What may be skipped, by the mask that allows most; nothing where float16 could turn what is finite infinite."""
     if any(isinstance(v := node.meta["val"], Tensor) and v.dtype == torch.float16 for node in captured.nodes):
         return MaskSparsity()
     masks = [
-        each for each in captured.roles.inputs if meta_value(each).dtype == torch.bool and meta_value(each).dim() == 1
+        each
+        for each in captured.signature.inputs
+        if meta_value(each).dtype == torch.bool and meta_value(each).dim() == 1
     ]
     found = [_Rows(captured, mask).found(varies) for mask in masks]
     return max(found, key=lambda each: len(each.products) + len(each.totals), default=MaskSparsity())
@@ -192,7 +194,7 @@ def mask_sparsity(captured: Captured, varies: Callable[[fx.Node], bool]) -> Mask
 class _Rows:
     """What is known of the rows where one mask is false."""
 
-    def __init__(self, captured: Captured, mask: fx.Node) -> None:
+    def __init__(self, captured: StepGraph, mask: fx.Node) -> None:
         self._mask, self._rows = mask, meta_value(mask).shape[0]
         self._nodes = captured.nodes
         self._zero: set[fx.Node] = set()
@@ -338,16 +340,16 @@ def _axis(node: fx.Node) -> int:
 class ForwardBackwardSplit:
     """A captured step, cut in two. Raises Unsupported if what is carried needs an operator that C does not know."""
 
-    def __init__(self, captured: Captured) -> None:
+    def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
-        self._on = dependences(captured, passing=INPUT)
-        roles, nodes = captured.roles, captured.nodes
-        ends = [each for each in (*roles.outputs, *roles.new_states) if each is not None]
-        front = self.ancestors(ends, {*roles.inputs, *roles.states})
-        pieces = [self._pieces(node, front) for node in roles.parameter_gradients]
-        gradients = [each for each in (*roles.input_gradients, *roles.state_gradients) if each is not None]
+        self._on = dependences(captured, invariant=INPUT)
+        signature, nodes = captured.signature, captured.nodes
+        ends = [each for each in (*signature.outputs, *signature.new_states) if each is not None]
+        front = self.ancestors(ends, {*signature.inputs, *signature.states})
+        pieces = [self._pieces(node, front) for node in signature.parameter_gradients]
+        gradients = [each for each in (*signature.input_gradients, *signature.state_gradients) if each is not None]
         wanted = {*gradients, *(each for some in pieces for piece in some for each in piece.read)}
-        given = {*roles.inputs, *roles.states, *roles.new_state_gradients, *roles.output_gradients}
+        given = {*signature.inputs, *signature.states, *signature.new_state_gradients, *signature.output_gradients}
         back = self.ancestors(wanted, given | front)
         results = {user for node in front for user in node.users if user in back and _is_result(user)}
         front, back = front | results, back - results  # what one operator yields is made at one time
@@ -377,7 +379,7 @@ class ForwardBackwardSplit:
         """Of what PyTorch makes forward, what backward reads."""
         self._read(wanted)
         self.sparsity = mask_sparsity(captured, self.varies)
-        stored = {*roles.new_states, *roles.outputs}
+        stored = {*signature.new_states, *signature.outputs}
         self.saved = [node for node in self.bases if node not in stored]
 
     def varies(self, node: fx.Node) -> bool:
@@ -403,9 +405,9 @@ class ForwardBackwardSplit:
 
     def _unknown(self, front: set[fx.Node], back: set[fx.Node]) -> set[fx.Node]:
         """Operators that C does not know. Raises Unsupported if what is carried needs one."""
-        roles, on = self.captured.roles, self._on
-        carried = {node for node in leading_to(roles.new_states) if STATE in on[node]}
-        carried |= {node for node in leading_to(roles.state_gradients) if CARRIED in on[node]}
+        signature, on = self.captured.signature, self._on
+        carried = {node for node in leading_to(signature.new_states) if STATE in on[node]}
+        carried |= {node for node in leading_to(signature.state_gradients) if CARRIED in on[node]}
         needed = [node for node in self.captured.nodes if node in front or node in back]
         reasons = {node: why for node in needed if (why := refusal(node, self.captured, self.varies)) is not None}
         stuck = dict.fromkeys(why for node, why in reasons.items() if node in carried)
@@ -430,7 +432,7 @@ class ForwardBackwardSplit:
         """What PyTorch reads of what C makes backward, or carries there."""
         last = [*self.after_back, *(node for node in self.summed if node not in self.torch)]
         read = inputs_of(last) | {node for node in self.summed if node in self.back}
-        carried = [node for node in self.captured.roles.new_state_gradients if node in read]
+        carried = [node for node in self.captured.signature.new_state_gradients if node in read]
         return [*carried, *(node for node in self.captured.nodes if node in read and node in self.back)]
 
     def outside(self, node: fx.Node) -> bool:

@@ -319,11 +319,11 @@ def _copy(name: str, view: View) -> Value:
     return Value(name, view.shape, view.value.dtype, Elementwise("{0}", [view], view.value.dtype))
 
 
-Axes = Mapping[Value, int | None]
+SequenceAxes = Mapping[Value, int | None]
 """The row axis of each value of a loop; None for one that every thread computes for itself."""
 
 
-def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> Axes | None:
+def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> SequenceAxes | None:
     """The row axis of every value in the loop, or None if the rows cannot be parted."""
     if not carried or any(not each.shape or each.shape[0] != carried[0].shape[0] for each in carried):
         return None
@@ -395,7 +395,7 @@ def _axis_in_product(made: Product, view: View, axis: int) -> int | None:
     return axis if axis == (rows if view is made.left else columns) else None
 
 
-def fuse(loop: Sequence[Value], axes: Axes | None) -> list[list[Value]]:
+def fuse(loop: Sequence[Value], axes: SequenceAxes | None) -> list[list[Value]]:
     """The values of one loop in an order in which they can be made, elementwise ones in groups."""
     pending: list[Value] = list(loop)
     found: list[list[Value]] = []
@@ -410,7 +410,7 @@ def fuse(loop: Sequence[Value], axes: Axes | None) -> list[list[Value]]:
     return found
 
 
-def _group(pending: Sequence[Value], waiting: set[Value], first: Value, axes: Axes | None) -> list[Value]:
+def _group(pending: Sequence[Value], waiting: set[Value], first: Value, axes: SequenceAxes | None) -> list[Value]:
     """All that can be made in one pass with `first`."""
     members: list[Value] = []
     inside: set[Value] = set()
@@ -444,7 +444,7 @@ class LoopSchedule:
     """All phases that do something; `axes` is given if rows are split in the main loop."""
 
     steps: Sequence[PhaseSchedule]
-    axes: Axes | None
+    axes: SequenceAxes | None
     rows: int
 
 

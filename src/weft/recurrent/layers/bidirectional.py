@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from weft.core.errors import SpecError, UsageError, listed
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths
 from weft.recurrent.recurrent import FoldedText, Result
-from weft.recurrent.sequence import Lengths, opened
+from weft.recurrent.sequence import Lengths, unpack_inputs
 
 Merge = Literal["cat", "sum"] | Callable[[Any, Any], Any]
 
@@ -88,10 +88,10 @@ class Bidirectional(nn.Module):
                 f"{type(cast(object, state)).__name__}; give (state, None) for one of them alone"
             )
         ahead, back = (None, None) if state is None else cast("tuple[Any, Any]", state)
-        given = opened(inputs, lengths, batch_first=self.batch_first, who="Bidirectional")
+        given = unpack_inputs(inputs, lengths, batch_first=self.batch_first, who="Bidirectional")
         inputs, lengths = given.inputs, given.lengths
         one: Result = self.forward_net(inputs, ahead, lengths=lengths, mask=mask, reset=reset, start=start)
-        axes = Axes.of(inputs, self.batch_first)  # the forward network has found all of it right
+        axes = SequenceAxes.of(inputs, self.batch_first)  # the forward network has found all of it right
         device = next(leaf.device for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor))
         mask, reset = reverse_rows(axes, lengths, mask, reset, device)
         try:
@@ -178,7 +178,7 @@ def _check(forward_net: nn.Module, backward_net: nn.Module, merge: Any) -> None:
         raise UsageError(listed("invalid arguments of Bidirectional:", faults))
 
 
-class Axes(NamedTuple):
+class SequenceAxes(NamedTuple):
     """Where time is: how many steps and rows a call has (rows None: unknown), and which of both comes first.
 
     `deep`: an input has three axes, so there are rows for sure.
@@ -190,15 +190,15 @@ class Axes(NamedTuple):
     deep: bool = False
 
     @staticmethod
-    def of(inputs: Any, batch_first: bool) -> "Axes":
+    def of(inputs: Any, batch_first: bool) -> "SequenceAxes":
         """Those of nested inputs that have been found right."""
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
         deepest = max([leaf.dim() for leaf in tensors])  # no max(key=...), at which torch.compile breaks the graph
         most = next(leaf for leaf in tensors if leaf.dim() == deepest)
         if most.dim() < 2:
-            return Axes(len(most), None, batch_first)
+            return SequenceAxes(len(most), None, batch_first)
         time = int(batch_first)
-        return Axes(most.shape[time], most.shape[1 - time], batch_first, most.dim() > 2)
+        return SequenceAxes(most.shape[time], most.shape[1 - time], batch_first, most.dim() > 2)
 
     def time_of_input(self, leaf: Tensor) -> int:
         """The time axis of an input: all that have two axes have rows."""
@@ -210,7 +210,7 @@ class Axes(NamedTuple):
         return int(self.batch_first and leaf.dim() > 1 and tuple(leaf.shape[:2]) == (self.rows, whole))
 
 
-def reverse_inputs(inputs: Any, axes: Axes) -> Any:
+def reverse_inputs(inputs: Any, axes: SequenceAxes) -> Any:
     """Nested inputs from the last step to the first; what is no tensor stays."""
 
     def reverse(leaf: Any) -> Any:
@@ -219,7 +219,7 @@ def reverse_inputs(inputs: Any, axes: Axes) -> Any:
     return map_leaves(reverse, inputs)
 
 
-def reverse_results(results: Any, axes: Axes) -> Any:
+def reverse_results(results: Any, axes: SequenceAxes) -> Any:
     """Outputs or states of a reversed sequence, at the places of the steps that they belong to."""
 
     def reverse(leaf: Any) -> Any:
@@ -229,7 +229,7 @@ def reverse_results(results: Any, axes: Axes) -> Any:
 
 
 def reverse_rows(
-    axes: Axes, lengths: Lengths | None, mask: Tensor | None, reset: Tensor | None, device: torch.device
+    axes: SequenceAxes, lengths: Lengths | None, mask: Tensor | None, reset: Tensor | None, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Mask and reset of the reversed sequence, for tables that have been found right, with the batch where it was."""
     time = int(axes.batch_first)

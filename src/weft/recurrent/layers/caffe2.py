@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from weft.core.errors import UsageError, listed
-from weft.recurrent.faults import Faults
+from weft.core.validation import Validator
 from weft.recurrent.layers.rnn import LayerStep, State, WeightKeyedCache, call_with
 from weft.recurrent.masking import read_rows
 from weft.recurrent.recurrent import Recurrent
@@ -140,12 +140,12 @@ class Caffe2LSTM(nn.Module):
 
         Raises ``SpecError`` that lists all that is wrong with the arguments.
         """
-        faults = Faults()
-        read = read_inputs(input, batch_first=False, certain=True, faults=faults)
-        valid = read_rows(read, seq_lengths, None, None, batch_first=False, faults=faults).valid
-        self._check(input, faults)
-        state = self._state(input, initial, faults)
-        faults.check("Caffe2LSTM cannot run on these arguments:")
+        with Validator("Caffe2LSTM cannot run on these arguments") as check:
+            read = read_inputs(input, batch_first=False, certain=True, check=check)
+            rows = read_rows(read, seq_lengths, None, None, batch_first=False, check=check)
+            self._check(input, check)
+            state = self._state(input, initial, check)
+        valid = rows.valid
         if valid is not None:
             input = torch.where(valid.unsqueeze(-1), input, 0)  # NaN times a gradient of zero would be NaN
         gates = linear(input, self.i2h_w, self.i2h_b)
@@ -210,22 +210,22 @@ class Caffe2LSTM(nn.Module):
 
         return self._net.get(list(weights.values()), make) if lasting else make()
 
-    def _check(self, input: Tensor, faults: Faults) -> None:
+    def _check(self, input: Tensor, check: Validator) -> None:
         if input.dim() != 3 or input.shape[-1] != self.dim_in:
-            faults.spec.append(f"input has shape {tuple(input.shape)}, wanted T x N x {self.dim_in} (dim_in)")
+            check.mismatch(f"input has shape {tuple(input.shape)}, wanted T x N x {self.dim_in} (dim_in)")
         if input.dtype != self.i2h_w.dtype and not torch.is_autocast_enabled(input.device.type):
-            faults.spec.append(f"input is {input.dtype}, the parameters are {self.i2h_w.dtype}; convert one with .to()")
+            check.mismatch(f"input is {input.dtype}, the parameters are {self.i2h_w.dtype}; convert one with .to()")
         if input.device != self.i2h_w.device:
-            faults.spec.append(f"input is on {input.device}, the parameters are on {self.i2h_w.device}")
+            check.mismatch(f"input is on {input.device}, the parameters are on {self.i2h_w.device}")
 
-    def _state(self, input: Tensor, initial: tuple[Tensor, Tensor] | None, faults: Faults) -> tuple[Tensor, ...]:
+    def _state(self, input: Tensor, initial: tuple[Tensor, Tensor] | None, check: Validator) -> tuple[Tensor, ...]:
         wanted = (input.shape[1] if input.dim() > 1 else 0, self.dim_out)
         if initial is None:
             return (input.new_zeros(wanted),) * 2
         parts = tuple(part.squeeze(0) if part.dim() == 3 and len(part) == 1 else part for part in initial)
         for name, part in zip(("hidden", "cell"), parts, strict=True):
             if tuple(part.shape) != wanted:
-                faults.spec.append(f"initial {name} state has shape {tuple(part.shape)}, wanted N x H = {wanted}")
+                check.mismatch(f"initial {name} state has shape {tuple(part.shape)}, wanted N x H = {wanted}")
         return parts
 
 

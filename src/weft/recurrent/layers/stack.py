@@ -16,7 +16,7 @@ from weft.core.errors import SpecError, UsageError, listed
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths
 from weft.recurrent.layers.bidirectional import told
 from weft.recurrent.recurrent import Result
-from weft.recurrent.sequence import Lengths, opened
+from weft.recurrent.sequence import Lengths, unpack_inputs
 
 
 class Stack(nn.Module):
@@ -71,7 +71,7 @@ class Stack(nn.Module):
         be added to an output.
         """
         states = self._each(state)
-        given = opened(inputs, lengths, batch_first=self.batch_first, who="Stack")
+        given = unpack_inputs(inputs, lengths, batch_first=self.batch_first, who="Stack")
         x = given.inputs
         last: list[Any] = []
         histories: list[Any] = []

@@ -1,15 +1,15 @@
-"""What a captured step is: its joint graph, what the ends of the graph mean, and how its values look."""
+"""The joint graph of one step, forward and backward, with its signature and the metadata of its values."""
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from weft.core.pytree import Structure, unflatten
+from weft.core.pytree import Structure
 from weft.recurrent.random import Draw
 
 Value = fx.Node | None
@@ -17,8 +17,8 @@ Value = fx.Node | None
 
 
 @dataclass(frozen=True)
-class Roles:
-    """What the ends of the graph mean. Lists run parallel to the flat leaves of inputs, states and outputs."""
+class GraphSignature:
+    """The meaning of the graph's inputs and outputs, parallel to the flat leaves of inputs, states and outputs."""
 
     inputs: list[fx.Node]
     states: list[fx.Node]
@@ -32,46 +32,25 @@ class Roles:
     parameter_gradients: list[Value]
 
 
-class Look(NamedTuple):
-    """Shape and dtype of one step's value. Quicker to ask at every call than the graph's tensors without memory."""
+class TensorMeta(NamedTuple):
+    """Shape and dtype of one step's value. Faster to read at every call than the fake tensors of the graph."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def over(self, steps: int, device: torch.device) -> Tensor:
-        """Room for so many steps."""
+        """An uninitialised tensor for this many steps."""
         return torch.empty((steps, *self.shape), dtype=self.dtype, device=device)
 
 
-class Lent(Collection[Tensor]):
-    """Tensors that are not kept alive here; who asks for them has them."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._refs = [weakref.ref(each) for each in tensors]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(_lent, self._refs)
-
-    def __len__(self) -> int:
-        return len(self._refs)
-
-    def __contains__(self, tensor: object) -> bool:
-        return any(each is tensor for each in self)
-
-
-def _lent(ref: "weakref.ref[Tensor]") -> Tensor:
-    tensor = ref()
-    assert tensor is not None
-    return tensor
-
-
 @dataclass(frozen=True)
-class Captured:
+class StepGraph:
     """The joint graph of one step."""
 
     module: fx.GraphModule
-    roles: Roles
-    parameters: Collection[Tensor]
+    signature: GraphSignature
+    held: Sequence["Tensor | weakref.ref[Tensor]"]
+    """The references that want a gradient."""
     input_structure: Structure
     state_structure: Structure
     output_structure: Structure
@@ -80,12 +59,12 @@ class Captured:
     wanted_inputs: tuple[bool, ...]
     """Which inputs want a gradient."""
     draws: list[Draw]
-    """What a step draws; these are further inputs, behind those of the cell."""
+    """Random numbers of a step; they are further inputs, after those of the cell."""
 
-    def nested(self, outputs: Sequence[Tensor]) -> Any:
-        """Outputs as the cell nests them."""
-        rest = iter(outputs)
-        return unflatten(self.output_structure, [next(rest) if given else None for given in self.given])
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The references that want a gradient."""
+        return [_alive(each) for each in self.held]
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -94,50 +73,61 @@ class Captured:
 
     def reference(self, node: fx.Node) -> Tensor:
         """The tensor behind one of the references."""
-        found = getattr(self.module, str(node.target))
-        return _lent(cast("weakref.ref[Tensor]", found)) if type(found) is weakref.ref else found
+        return _alive(getattr(self.module, str(node.target)))
+
+    def referred(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
+        """The tensors behind some of the references, detached."""
+        return {node: self.reference(node).detach() for node in nodes}
 
     def value(self, node: fx.Node) -> Any:
-        """What a node yielded when the step was captured; of a reference, the tensor behind it."""
+        """The value of a node when the step was captured; of a reference, the tensor behind it."""
         found = node.meta.get("val")
         return self.reference(node) if node.op == "get_attr" and not isinstance(found, Tensor) else found
 
     @property
     def constants(self) -> list[Tensor]:
         """The references that want no gradient: frozen parameters and buffers."""
-        return [each for each in map(self.reference, self.roles.references) if not each.requires_grad]
+        return [each for each in map(self.reference, self.signature.references) if not each.requires_grad]
 
-    def lent(self, owned: Iterable[Tensor]) -> "Captured":
-        """The same, which keeps none of these alive: a plan is kept for long, and they are its cell's."""
+    def weakly_bound(self, owned: Iterable[Tensor]) -> "StepGraph":
+        """The same graph, with weak references to these tensors: a plan outlives calls, and they are its cell's."""
         mine = {id(each) for each in owned}
-        for node in self.roles.references:
+        for node in self.signature.references:
             name, tensor = str(node.target), self.reference(node)
             if id(tensor) in mine and hasattr(self.module, name):
                 delattr(self.module, name)
                 setattr(self.module, name, weakref.ref(tensor))
-        return replace(self, parameters=Lent(self.parameters))
+        return replace(self, held=[weakref.ref(each) for each in self.parameters])
 
     @cached_property
-    def outputs(self) -> list[Look]:
-        """How the outputs look."""
-        return [_looks(node) for node in self.roles.outputs if node is not None]
+    def outputs(self) -> list[TensorMeta]:
+        """Metadata of the outputs."""
+        return [_meta(node) for node in self.signature.outputs if node is not None]
 
     @cached_property
-    def input_gradients(self) -> list[Look | None]:
-        """How the gradients of inputs look, None where there is none."""
-        return [None if node is None else _looks(node) for node in self.roles.input_gradients]
+    def input_gradients(self) -> list[TensorMeta | None]:
+        """Metadata of the gradients of inputs, None where there is none."""
+        return [None if node is None else _meta(node) for node in self.signature.input_gradients]
 
     @cached_property
-    def passing(self) -> set[int]:
-        """The states that every step hands on as they are: constants of the call, such as an encoded source."""
-        return {k for k, new in enumerate(self.roles.new_states) if new is self.roles.states[k]}
+    def invariant(self) -> set[int]:
+        """The states that every step passes on unchanged: constants of the call, such as an encoded source."""
+        return {k for k, new in enumerate(self.signature.new_states) if new is self.signature.states[k]}
 
     @cached_property
     def aliases(self) -> dict[int, int]:
-        """For each output that is a new state as well, the number of that state: both are stored once."""
-        nodes = [new for new in self.roles.new_states if new is not None and new.op == "call_function"]
-        moving = {new: self.roles.new_states.index(new) for new in nodes}
-        return {i: moving[node] for i, node in enumerate(self.roles.outputs) if node is not None and node in moving}
+        """For each output that is also a new state, the index of that state: both are stored once."""
+        nodes = [new for new in self.signature.new_states if new is not None and new.op == "call_function"]
+        moving = {new: self.signature.new_states.index(new) for new in nodes}
+        return {i: moving[node] for i, node in enumerate(self.signature.outputs) if node is not None and node in moving}
+
+
+def _alive(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
+    if isinstance(held, Tensor):
+        return held
+    tensor = held()
+    assert tensor is not None
+    return tensor
 
 
 def alike(node: fx.Node) -> bool:
@@ -147,19 +137,19 @@ def alike(node: fx.Node) -> bool:
     return len(seen) == 1 and None not in seen
 
 
-def _looks(node: fx.Node) -> Look:
+def _meta(node: fx.Node) -> TensorMeta:
     value: Tensor = node.meta["val"]
-    return Look(tuple(value.shape), value.dtype)
+    return TensorMeta(tuple(value.shape), value.dtype)
 
 
-def roles_of(module: fx.GraphModule, counts: tuple[int, int, int, int]) -> Roles:
-    """What the ends of a joint graph mean, by how many inputs, states, new states and outputs there are."""
+def graph_signature(module: fx.GraphModule, counts: tuple[int, int, int, int]) -> GraphSignature:
+    """The signature of a joint graph, from the numbers of inputs, states, new states and outputs."""
     inputs, states, new_states, outputs = counts
     nodes = list(module.graph.nodes)
     starts = _parts([n for n in nodes if n.op == "placeholder"], [inputs, states, new_states, outputs])
     ends = list(next(n for n in nodes if n.op == "output").args[0])
     found = _parts(ends, [new_states, outputs, inputs, states, len(ends)])
-    return Roles(
+    return GraphSignature(
         inputs=starts[0],
         states=starts[1],
         new_state_gradients=starts[2],
