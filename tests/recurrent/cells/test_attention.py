@@ -124,11 +124,11 @@ def test_all_that_is_wrong_with_a_source_is_told_at_once() -> None:
     with pytest.raises(SpecError, match="AttentionCell cannot begin") as caught:
         cell.begin(torch.ones(5, 4, 3), [5, 6, 0, 1], mask=torch.ones(4, 5))
     assert told(caught) == [
-        "Homeless has no initial state of its own: give state=",
         "memory has shape (5, 4, 3), wanted S x N x 2",
         "lengths go from 0 to T = 5, but row 1 has 6",
         "mask has dtype torch.float32, wanted torch.bool",
         "mask has shape (4, 5), wanted T x N = (5, 4)",
+        "Homeless has no initial state of its own: give state=",
     ]
     with pytest.raises(UsageError, match="no initial state"):
         cell.begin(torch.ones(5, 4, 2))
