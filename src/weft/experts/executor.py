@@ -376,7 +376,7 @@ class BatchExecutor:
 
     def _outputs_of(self, context: MicroBatchContext, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Flat inputs to flat outputs: each is a value of the segment by itself, and nothing is nested but here."""
-        seed, rows = context.context
+        seed, rows = context.random
         return tuple(self.outputs.tensors(self.effects.run(seed, self._apply_module, inputs), rows))
 
     def _apply_module(self, inputs: Sequence[Tensor]) -> Any:
