@@ -468,7 +468,7 @@ def replay(backend: "ExpertBackend", entries: Iterable[Entry], fetch: Fetch) -> 
         >>> other = weft.ExpertBackend("ffn.0", copy.deepcopy(expert.module), torch.optim.SGD, args_schema=rows)
         >>> with weft.Runtime([expert]):
         ...     gradients = expert.get_pools()[1].submit_task(torch.ones(4, 8), torch.ones(4, 8)).result(10)
-        >>> weft.experts.replay(other, journal.entries(), lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
+        >>> weft.experts.journal(other, journal.entries(), lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
         1
         >>> torch.equal(other.module.weight, expert.module.weight)
         True
