@@ -12,7 +12,7 @@ client can make another one's retry step twice. A key beyond a principal's own s
 full table forgets the oldest key of its largest holder once no retry of that request can come any more, and refuses
 newcomers until then. Within these bounds no optimizer step is applied twice, whatever the network loses or repeats.
 
-A key takes 48 bytes in a saved state and about 500 in memory: requests and principals are stored as digests. Of the
+A key takes 48 bytes in a saved state and about 400 in memory: requests and principals are stored as digests. Of the
 results, which a retry seldom asks for after a restart, the newest go into a saved state, up to `SAVED_RESULT_BYTES`.
 """
 
@@ -21,11 +21,10 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, islice
 from typing import Any, Literal
 from zlib import crc32
 
@@ -43,12 +42,11 @@ MiniBatch = tuple[str | None, str]
 
 SAVED_RESULT_BYTES = 1_000_000
 """Of results in a saved state, which is written again and again: exactly-once needs keys and steps alone there."""
-_PART = 4096  # keys that are put together at a time
-_PAUSE = 0.0005  # seconds after them
 _RESULT_OVERHEAD = 512  # bytes of a result in a file, besides its tensors
 
 _VALUE = struct.Struct("<8sqQd")  # digest of the principal, step, fingerprint, time of recording
-_ROW = struct.Struct(f"<16s{_VALUE.size}s")  # digest of the request, and the value
+_DIGEST = 16  # bytes, of a request
+_ROW = struct.Struct(f"<{_DIGEST}s{_VALUE.size}s")  # digest of the request, and the value
 _DROPPED = -1  # in place of a step, for the name of a mini-batch that must not be continued
 
 
@@ -111,6 +109,67 @@ class _Share:
     deadlines: dict[bytes, float] = field(default_factory=dict[bytes, float])
 
 
+class _PackedKeys:
+    """Keys as rows of one block of memory, which a saved state copies without holding the interpreter.
+
+    A row is the digest of a request and its packed value; the rows of a table are in no order.
+    """
+
+    def __init__(self, rows: bytearray | None = None) -> None:
+        self._memory = bytearray(64 * _ROW.size) if rows is None else rows
+        starts = range(0, 0 if rows is None else len(rows), _ROW.size)
+        self._starts = {bytes(self._memory[start : start + _DIGEST]): start for start in starts}
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._starts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._starts)
+
+    def principal(self, digest: bytes) -> bytes:
+        """Digest of the principal that holds this key."""
+        start = self._starts[digest] + _DIGEST
+        return bytes(self._memory[start : start + 8])
+
+    def recorded_at(self, digest: bytes) -> float:
+        """Time of recording of this key."""
+        return _VALUE.unpack_from(self._memory, self._starts[digest] + _DIGEST)[3]
+
+    def get(self, digest: bytes) -> tuple[bytes, int, int, float] | None:
+        """Principal, step, fingerprint and time of recording."""
+        start = self._starts.get(digest)
+        return None if start is None else _VALUE.unpack_from(self._memory, start + _DIGEST)
+
+    def put(self, digest: bytes, principal: bytes, step: int, fingerprint: int, recorded_at: float) -> None:
+        """Add a key, or replace its value."""
+        start = self._starts.setdefault(digest, len(self._starts) * _ROW.size)
+        if start == len(self._memory):
+            self._memory = self._memory + bytes(len(self._memory) or 64 * _ROW.size)
+        _ROW.pack_into(self._memory, start, digest, _VALUE.pack(principal, step, fingerprint, recorded_at))
+
+    def remove(self, digest: bytes) -> None:
+        """Remove a key; the last row takes its place."""
+        start, last = self._starts.pop(digest), len(self._starts) * _ROW.size
+        if start != last:
+            row = self._memory[last : last + _ROW.size]
+            self._memory[start : start + _ROW.size] = row
+            self._starts[bytes(row[:_DIGEST])] = start
+
+    def rows(self, without: Iterable[bytes]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy of all rows, and which of them count: not those of the digests ``without``."""
+        count = len(self._starts)
+        rows = torch.empty(count, _ROW.size, dtype=torch.uint8, device="cpu")
+        counts = torch.ones(count, dtype=torch.bool, device="cpu")
+        if count:
+            rows.view(-1).copy_(torch.frombuffer(self._memory, dtype=torch.uint8, count=count * _ROW.size))
+            out = [self._starts[digest] // _ROW.size for digest in without if digest in self._starts]
+            counts[torch.tensor(out, dtype=torch.int64, device="cpu")] = False
+        return rows, counts
+
+
 class IdempotencyTable:
     """Requests that one expert has applied or is applying. Thread-safe."""
 
@@ -120,7 +179,7 @@ class IdempotencyTable:
         self._offset = 0.0  # so that ages go on where a loaded state was saved
         self._lock = threading.Lock()
         self._running: dict[bytes, Task] = {}
-        self._applied: dict[bytes, bytes] = {}  # digest of the request -> packed value
+        self._applied = _PackedKeys()
         self._shares: dict[bytes, _Share] = {}  # by digest of the principal
         self._uncommitted: dict[MiniBatch, dict[bytes, None]] = {}
         # Part of no step yet, hence of no saved state: uncommitted requests, and (None) names of dropped mini-batches.
@@ -199,8 +258,8 @@ class IdempotencyTable:
         """Mark the requests accumulated in a mini-batch as part of optimizer step ``step``."""
         with self._lock:
             for digest in self._uncommitted.pop((client, mini_batch), ()):
-                principal, _, fingerprint, recorded_at = _VALUE.unpack(self._applied[digest])
-                self._applied[digest] = _VALUE.pack(principal, step, fingerprint, recorded_at)
+                if (value := self._applied.get(digest)) is not None:
+                    self._applied.put(digest, value[0], step, *value[2:])
                 del self._unsaved[digest]
 
     def forget_mini_batch(self, client: str | None, mini_batch: str) -> None:
@@ -232,12 +291,12 @@ class IdempotencyTable:
         return self.snapshot()()
 
     def snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Return what makes the `state_dict` of this moment later: that takes ten times as long, and holds no lock."""
+        """Return a function that makes the `state_dict` of this moment later, without a lock."""
         with self._lock:
             self._expire(at_once=True)
-            now, applied, unsaved = self._now(), self._applied.copy(), dict(self._unsaved)
-            results = [item for share in self._shares.values() for item in _newest(share.results, unsaved)]
-        return partial(_state, now, applied, unsaved, results)
+            now, (rows, counts) = self._now(), self._applied.rows(self._unsaved)
+            results = [item for share in self._shares.values() for item in _newest(share.results, self._unsaved)]
+        return partial(_state, now, rows, counts, results)
 
     def load_state_dict(self, state: Any) -> None:
         """Replace all that is known by a `state_dict`, except the names of dropped mini-batches.
@@ -249,7 +308,7 @@ class IdempotencyTable:
             keys, now = state["keys"], float(state["now"])
             if keys.dtype != torch.uint8 or keys.ndim != 2 or keys.shape[1] != _ROW.size:
                 raise ValueError(f"keys of {keys.dtype} and shape {tuple(keys.shape)}")
-            applied: dict[bytes, bytes] = dict(_ROW.iter_unpack(_bytes(keys)))
+            applied = _PackedKeys(bytearray(_bytes(keys)))
             results = [
                 (bytes.fromhex(digest), float(seconds), list[torch.Tensor](tensors))
                 for digest, seconds, tensors in state["results"]
@@ -258,22 +317,24 @@ class IdempotencyTable:
             raise UsageError(f"this is no state of an idempotency table: {type(error).__name__}: {error}") from error
         with self._lock:
             dropped = {
-                digest: self._applied[digest][:8] for digest, mini_batch in self._unsaved.items() if mini_batch is None
+                digest: self._applied.principal(digest)
+                for digest, mini_batch in self._unsaved.items()
+                if mini_batch is None
             }
             self._applied = applied
             self._uncommitted.clear()
             self._unsaved = dict.fromkeys(dropped)
             self._result_bytes, self._next_expiry, self._offset = 0, 0.0, now - self._clock()
             held: dict[bytes, list[bytes]] = {}
-            for digest, value in applied.items():
-                held.setdefault(value[:8], []).append(digest)
+            for digest in applied:
+                held.setdefault(applied.principal(digest), []).append(digest)
             self._shares = {principal: _Share(OrderedDict.fromkeys(digests)) for principal, digests in held.items()}
             for digest, principal in dropped.items():
                 self._insert(digest, principal, _DROPPED, 0)
             for digest, seconds, tensors in results:
                 if digest in applied:
                     nbytes = sum(tensor.nbytes for tensor in tensors)
-                    self._store(digest, applied[digest][:8], _Result(tensors, nbytes, now + seconds))
+                    self._store(digest, applied.principal(digest), _Result(tensors, nbytes, now + seconds))
             self._expire(at_once=True)
 
     def statistics(self) -> RecordsStatistics:
@@ -293,12 +354,7 @@ class IdempotencyTable:
     def _entry(self, digest: bytes) -> tuple[bytes, int, int, float] | None:
         """Principal, step, fingerprint and time of a key that is not too old."""
         value = self._applied.get(digest)
-        if value is None:
-            return None
-        principal, step, fingerprint, recorded_at = _VALUE.unpack(value)
-        if recorded_at <= self._now() - self.options.max_age:
-            return None
-        return principal, step, fingerprint, recorded_at
+        return None if value is None or value[3] <= self._now() - self.options.max_age else value
 
     def _insert(self, digest: bytes, principal: bytes, step: int, fingerprint: int) -> None:
         self._forget(digest)
@@ -310,7 +366,7 @@ class IdempotencyTable:
             # Without one the table grows by this key, the first of its principal: `start` admitted it.
             if victim is not None:
                 self._forget(victim)
-        self._applied[digest] = _VALUE.pack(principal, step, fingerprint, self._now())
+        self._applied.put(digest, principal, step, fingerprint, self._now())
         self._shares.setdefault(principal, _Share()).keys[digest] = None
         self._expire()
 
@@ -318,7 +374,7 @@ class IdempotencyTable:
         """The key that a full table forgets for a new one of a principal; None if it must not forget any."""
         largest = max(self._shares.values(), key=lambda share: len(share.keys))
         oldest = next(iter(largest.keys))
-        recorded_at: float = _VALUE.unpack(self._applied[oldest])[3]
+        recorded_at = self._applied.recorded_at(oldest)
         expected_until = largest.deadlines.get(oldest, recorded_at + self.options.max_result_age)
         if expected_until <= self._now():
             return oldest
@@ -347,20 +403,21 @@ class IdempotencyTable:
                 self._evict_result(share, next(iter(share.results)))
             while share.keys:
                 digest = next(iter(share.keys))
-                if _VALUE.unpack(self._applied[digest])[3] > oldest_allowed:
+                if self._applied.recorded_at(digest) > oldest_allowed:
                     break
                 self._forget(digest)
 
     def _forget(self, digest: bytes) -> None:
-        value = self._applied.pop(digest, None)
-        if value is None:
+        if digest not in self._applied:
             return
-        share = self._shares[value[:8]]
+        principal = self._applied.principal(digest)
+        self._applied.remove(digest)
+        share = self._shares[principal]
         self._evict_result(share, digest)
         share.deadlines.pop(digest, None)
         del share.keys[digest]
         if not share.keys:
-            del self._shares[value[:8]]
+            del self._shares[principal]
         mini_batch = self._unsaved.pop(digest, None)
         if mini_batch is not None:
             del self._uncommitted[mini_batch][digest]
@@ -429,16 +486,12 @@ def _newest(results: "OrderedDict[bytes, _Result]", unsaved: Container[bytes]) -
 
 
 def _state(
-    now: float, applied: dict[bytes, bytes], unsaved: Iterable[bytes], results: list[tuple[bytes, _Result]]
+    now: float, rows: torch.Tensor, counts: torch.Tensor, results: list[tuple[bytes, _Result]]
 ) -> dict[str, Any]:
-    """See `IdempotencyTable.state_dict`. ``applied`` is the caller's no more."""
-    for digest in unsaved:
-        applied.pop(digest, None)
-    rows, items = bytearray(), iter(applied.items())
-    while part := b"".join(chain.from_iterable(islice(items, _PART))):
-        rows += part
-        time.sleep(_PAUSE)  # who saves is in no hurry, and must not make every other thread wait for the interpreter
-    keys = torch.frombuffer(rows, dtype=torch.uint8) if rows else torch.empty(0, dtype=torch.uint8)
+    """See `IdempotencyTable.state_dict`."""
+    rows = rows[counts]
+    times = rows[:, -8:].contiguous().view(torch.float64).view(-1)
+    keys = rows[torch.argsort(times, stable=True)]
     saved: list[tuple[str, float, Results]] = []
     room = SAVED_RESULT_BYTES
     for digest, result in sorted(results, key=lambda item: item[1].expires_at, reverse=True):
@@ -446,7 +499,7 @@ def _state(
         if room < 0:
             break
         saved.append((digest.hex(), result.expires_at - now, result.tensors))
-    return {"now": now, "keys": keys.view(-1, _ROW.size), "results": saved[::-1]}
+    return {"now": now, "keys": keys, "results": saved[::-1]}
 
 
 def _request(kind: RequestKind, task: Task) -> bytes:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,12 @@ from torch.optim.lr_scheduler import (
 from tests.experts.crashing_disk import CrashingDisk
 from weft.core.errors import UsageError
 from weft.experts import ExpertBackend
-from weft.experts.checkpoint import CheckpointStore
+from weft.experts.checkpoint import CheckpointStore, EncodedCheckpoint
 from weft.experts.client.status import shown
 from weft.experts.errors import CheckpointError
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
+from weft.experts.server.hosted_expert import HostedExpert, save_all
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -254,3 +256,18 @@ def test_a_second_server_on_the_folder_of_one_that_runs_is_refused_by_name(tmp_p
             pass
     with Server([expert()], checkpoints=CheckpointStore(tmp_path)):
         pass
+
+
+def test_a_periodic_save_rests_for_as_long_as_it_worked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, rests = [0.0], list[float]()
+
+    class Slow(CheckpointStore):
+        def write(self, encoded: EncodedCheckpoint) -> Path:
+            now[0] += 0.125
+            return super().write(encoded)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append)
+    monkeypatch.setattr("weft.experts.server.hosted_expert.time", clock)
+    served = [HostedExpert(expert(name=name), Slow(tmp_path), 1) for name in ("a", "b")]
+    assert save_all(served, pause=True) == 2 and rests == [0.125, 0.125]
+    assert save_all(served, pause=True) == 0 and rests[2:] == [0.0, 0.0]  # nothing has stepped: nothing is written

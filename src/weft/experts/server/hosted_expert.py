@@ -15,6 +15,7 @@ Hyperparameters of a checkpoint win over the configured ones; where they differ,
 import inspect
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from weft.experts.wire import LIMITS, Header, Kind, Limits
 from weft.experts.wire.service import Description, Receipt, describe, read_description, read_receipt
 
 _LOG = logging.getLogger("weft.experts.checkpoints")
+_LONGEST_PAUSE = 0.2  # seconds between the saves of two experts
 
 
 class HostedExpert:
@@ -125,19 +127,19 @@ class HostedExpert:
         if self.replica is not None:
             self.replica.restored(token)
 
-    def save(self, patience: float = LONGEST) -> bool:
+    def save(self, max_wait: float = LONGEST) -> bool:
         """Make what was reached durable; False if it is already, or is another server's to do.
 
         Raises what `CheckpointStore.save` raises, and ``ExpertError`` if the module holds its expert for longer than
-        ``patience`` seconds.
+        ``max_wait`` seconds.
         """
         store, uid = self._store, self.backend.name
         if store is None:
             return False
-        with _held(self._saving, patience, uid):
+        with _held(self._saving, max_wait, uid):
             if not self._owns or (self.durable == self.backend.steps and store.has(uid, self.backend.steps)):
                 return False
-            with _held(self.backend.executor.lock, patience, uid):
+            with _held(self.backend.executor.lock, max_wait, uid):
                 state, keys = self.backend.state_dict(), self.backend.records.snapshot()
                 token = 0 if self.replica is None else self.replica.version.token
             step: int = state["steps"]
@@ -207,27 +209,31 @@ def restore_all(experts: Iterable[HostedExpert]) -> None:
         raise UsageError(listed("the server cannot start:", faults)) from cause
 
 
-def save_all(experts: Iterable[HostedExpert], patience: float = LONGEST) -> int:
+def save_all(experts: Iterable[HostedExpert], max_wait: float = LONGEST, *, pause: bool = False) -> int:
     """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong.
 
-    ``patience``: see `HostedExpert.save`.
+    ``max_wait``: see `HostedExpert.save`. ``pause``: after each save, rest for as long as it took, so that calls have
+    half of the processor at least.
     """
     saved, failure = 0, None
-    for served in experts:
+    for hosted in experts:
+        start = time.monotonic()
         try:
-            saved += served.save(patience)
+            saved += hosted.save(max_wait)
         except Exception as error:  # the others are to be saved all the same
             failure = error
+        if pause:
+            time.sleep(min(_LONGEST_PAUSE, time.monotonic() - start))
     if failure is not None:
         raise failure
     return saved
 
 
 @contextmanager
-def _held(lock: "threading.Lock | threading.RLock", patience: float, uid: str) -> Generator[None]:
-    """Hold a lock of an expert. Raises ``ExpertError`` if another holds it for longer than ``patience`` seconds."""
-    if not lock.acquire(timeout=patience):
-        raise ExpertError(f"expert {uid!r} was not saved: its module ran for longer than {patience:g} s")
+def _held(lock: "threading.Lock | threading.RLock", max_wait: float, uid: str) -> Generator[None]:
+    """Hold a lock of an expert. Raises ``ExpertError`` if another holds it for longer than ``max_wait`` seconds."""
+    if not lock.acquire(timeout=max_wait):
+        raise ExpertError(f"expert {uid!r} was not saved: its module ran for longer than {max_wait:g} s")
     try:
         yield
     finally:

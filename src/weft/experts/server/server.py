@@ -182,6 +182,9 @@ class Server:
         """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong."""
         return save_all(self._dispatcher.experts().values())
 
+    def _checkpoint_in_turns(self) -> None:
+        save_all(self._dispatcher.experts().values(), pause=True)
+
     def drain(self, why: str = "it is shutting down") -> bool:
         """Leave the directory, refuse new work, and finish what was accepted; whether that ended in time.
 
@@ -277,7 +280,7 @@ class Server:
         self._listen.port = self._loop.run(self._grpc_server.start(self._listen.wanted, self._tls), _START)
         self._reporter.began, self._running = time.monotonic(), True
         if self._store is not None:
-            self._tasks.begin("checkpoints", self.options.checkpoint_seconds, self.checkpoint)
+            self._tasks.begin("checkpoints", self.options.checkpoint_seconds, self._checkpoint_in_turns)
         if self._directory is not None:
             ttl = self.options.lease_seconds
             here = self._listen.listed
