@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import weft
 from weft.core.errors import UsageError
-from weft.pipeline.costs import Sizes, costs_from
 from weft.pipeline.schedule import Action, build
+from weft.pipeline.simulate import Sizes, costs_from
 from weft.pipeline.step import Watcher
 from weft.pipeline.tracing import ActionEvent, Recorder
 

@@ -1,25 +1,21 @@
-"""Ways to differentiate that PyTorch puts around a call, and that see nothing of what is cut out of autograd.
-
-forward mode (dual numbers)          a tangent of an input, or of a parameter, would be dropped in silence
-torch.func: grad, vjp, jvp, vmap     a cut detaches from the graph that the transform follows
-batched gradients                    ``jacobian(vectorize=True)`` sends a stack of gradients back as one
-
-So do programs that record a call, to run it elsewhere (`forbid_tracing`, `forbid_exporting`).
-
-The one door between PyTorch's autograd and a run.
-
-For autograd a whole step is a single node, whose inputs are the tensors that go in and *all parameters*:
+"""A step as a single node of autograd, and the refusal of what a node cannot do.
 
     inputs, parameters --> [ Boundary: function.forward ] --> outputs --> the user's loss
     their gradients    <-- [           function.backward ] <-- gradients of the outputs
 
-So ``loss.backward()`` stays plain, every parameter gets its gradient once per step (its hooks fire once, which
-DistributedDataParallel relies on), and ``torch.autograd.grad(loss, parameters)`` works whatever the stages keep.
-The price: no gradient of a gradient, unless the function knows another way to its gradients (`TwiceDifferentiable`).
+The inputs of the node are the tensors that go in and *all parameters*. So ``loss.backward()`` stays plain, every
+parameter gets its gradient once per step (its hooks fire once, which DistributedDataParallel relies on), and
+``torch.autograd.grad(loss, parameters)`` works whatever the stages keep. The price: no gradient of a gradient, unless
+the function knows another way to its gradients (`TwiceDifferentiable`).
 
-What cannot be compiled, such as threads and connections, amid a model that `torch.compile` compiles: a break there.
+Other ways to differentiate see nothing of what is cut out, and are refused:
 
-compiled graph ──> graph_break(function, ...) runs as it is ──> compiled graph
+    forward mode (dual numbers)          a tangent of an input, or of a parameter, would be dropped in silence
+    torch.func: grad, vjp, jvp, vmap     a cut detaches from the graph that the transform follows
+    batched gradients                    ``jacobian(vectorize=True)`` sends a stack of gradients back as one
+
+So are programs that record a call to run it elsewhere (`forbid_tracing`, `forbid_exporting`). Under `torch.compile`
+threads and connections cannot be compiled: `graph_break` lets them run as they are, between two compiled graphs.
 """
 
 import threading

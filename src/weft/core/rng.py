@@ -1,44 +1,32 @@
-"""Who may draw: turns at the random generators of the process.
+"""Random numbers that do not depend on who runs first, drawn from the process-wide generators.
 
-PyTorch has one default generator per device and process. Whoever needs numbers of his own takes a turn:
-
-    thread A   ──[ turn: seed, draw, put back ]─────────────────[ turn ...
-    thread B            (waits)                [ turn: ... ]
-
-A stage may itself contain a pipe. Its workers then take turns inside the turn of that stage, not against it, so a
-turn is known to what runs inside of it in whichever thread: by a context variable, which executors carry along.
-A stage that waits for somebody else, such as a remote expert, lets go meanwhile (`waiting`): who answers may be in
-this process and draw, or in one that waits for this one.
-
-Threads that are not weft's take no turns. `GeneratorWatch` and `weft.core.rng` say what is noticed of them.
-
-Layers that run again inside of a backward, because they checkpoint themselves.
-
-    forward     torch.utils.checkpoint: hooks pack what operators save, the state of the generators is kept
-    backward    the first hook that unpacks puts the generators into that state, and runs the layers again
-
-No state of a generator tells of it: it is put back afterwards. So one looks for such hooks in the graph.
-
-Random numbers that do not depend on who runs first.
-
-PyTorch has one default generator per device and process. Two stages that draw from it at the same time mix
-their streams: a recomputation then replays other numbers than its forward drew, and dropout gradients are
-silently wrong. Here every (stage, micro-batch) draws from a seed of its own, and a stage that draws has a turn at the
-generator while it runs (see `weft.core.rng`):
+PyTorch has one default generator per device and process. Two stages that draw from it at the same time mix their
+streams: a recomputation then replays other numbers than its forward drew, and dropout gradients are silently wrong.
+Here every (stage, micro-batch) draws from a seed of its own, and holds the generators' lock while it runs:
 
     caller's generator --one draw--> seed of the step --mix(stage, micro-batch)--> seed of the action
 
-So results are bit-equal between the serial executor, threads and recomputation. A model that draws nothing
-leaves the caller's generator as it was, and its stages never wait for each other.
+    thread A   --[ lock: seed, draw, restore ]--------------[ lock ...
+    thread B           (waits)             [ lock: ... ]
 
-Whether a stage draws is observed, not declared: in its first run it has a turn, and the state before is compared with
-the one after. The verdict is kept per *configuration* of the stage (its `training` flags and every float
-and bool attribute of its modules, such as a dropout probability); a new configuration is observed again.
-A stage that was seen to draw nothing and then draws all the same (a branch on data, say) is noticed by the
-state of the generator; the step is run again, all stages by turns. It goes unnoticed only while another stage
-has its turn. Then that one's numbers are not those of other executors, but a recomputation must not go wrong
-in silence: it compares where the generator ends with where it ended in the forward. That also fails where a thread
-of the user's drew meanwhile, who takes no turns; so the recomputation is made again before it counts as a failure.
+So results are bit-equal between the serial executor, threads and recomputation. A model that draws nothing leaves the
+caller's generator as it was, and its stages never wait for each other. A stage may itself contain a pipe: its workers
+then lock inside the lock of that stage, which they know by a context variable that executors carry along. A stage that
+waits for another party, such as a remote expert, releases the lock meanwhile (`waiting`): that may be in this process
+and draw, or in one that waits for this one. After a fork the child starts with free locks.
+
+Whether a stage draws is observed, not declared: its first run holds the lock, and the state before is compared with the
+one after. The result is kept per *configuration* of the stage (its `training` flags and every float and bool attribute
+of its modules, such as a dropout probability); a new configuration is observed again. A stage that was seen to draw
+nothing and then draws all the same (a branch on data, say) is noticed by the state of the generator, and the step runs
+again under locks. It goes unnoticed only while another stage holds the lock. Then that one's numbers are not those of
+other executors, but a recomputation must not go wrong in silence: it compares where the generator ends with where it
+ended in the forward. That also fails where a thread of the user's drew meanwhile, without the lock; so the
+recomputation is made again before it counts as a failure.
+
+Layers that checkpoint themselves (`torch.utils.checkpoint`) run again inside of a backward: the first hook that unpacks
+sets the generators to the state of the forward. No state of a generator tells of it afterwards, so the graph is
+searched for such hooks.
 """
 
 import os
@@ -59,35 +47,37 @@ from weft.core.errors import RandomnessError
 from weft.core.segment import children_first
 
 
-class _Turns:
-    """The turns of one process. A forked child begins anew: who has a turn in the parent is not there to end it."""
+class _ProcessLock:
+    """The lock of one process. A forked child, which has no thread to release it, starts with a new one."""
 
-    here: ClassVar["_Turns"]
+    here: ClassVar["_ProcessLock"]
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.changes = 0
-        """How often a turn has begun or ended; odd while one lasts."""
+        """How often it was taken or released; odd while it is held."""
 
     @classmethod
     def begin(cls) -> None:
         cls.here = cls()
 
 
-_Turns.begin()
+_ProcessLock.begin()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Turns.begin)
+    os.register_at_fork(after_in_child=_ProcessLock.begin)
 
 
 class GeneratorLock:
-    """One turn, which began with the generators in the states `before`.
+    """One holding of the lock, taken with the generators in the states `before`.
 
-    What runs inside it, in whichever thread, takes turns by `inside`.
+    What runs inside of it, in whichever thread, is kept apart by `inside`.
     """
 
-    def __init__(self, turns: _Turns, around: "GeneratorLock | None", sources: Sequence[torch.Generator]) -> None:
-        self.turns = turns
-        self.around = around
+    def __init__(
+        self, process: _ProcessLock, outer: "GeneratorLock | None", sources: Sequence[torch.Generator]
+    ) -> None:
+        self.process = process
+        self.outer = outer
         self.sources = sources
         self.before = states(sources)
         self.inside = threading.RLock()
@@ -96,94 +86,94 @@ class GeneratorLock:
 
     @property
     def lasts(self) -> bool:
-        return not self.over and self.turns is _Turns.here
+        return not self.over and self.process is _ProcessLock.here
 
 
-_turn: ContextVar[GeneratorLock | None] = ContextVar("weft_turn", default=None)
+_held: ContextVar[GeneratorLock | None] = ContextVar("weft_generator_lock", default=None)
 
 
-def _present() -> GeneratorLock | None:
-    """The innermost turn around this call. A worker's context may remember some that are over."""
-    turn = _turn.get()
-    while turn is not None and not turn.lasts:
-        turn = turn.around
-    return turn
+def _innermost() -> GeneratorLock | None:
+    """The innermost lock that is held around this call. A worker's context may remember some that were released."""
+    held = _held.get()
+    while held is not None and not held.lasts:
+        held = held.outer
+    return held
 
 
 def carry_lock() -> Callable[[], object]:
-    """To be called in the thread, or the context, where work goes on: then it is inside the turn that this call is."""
-    return partial(_turn.set, _present())
+    """A call for the thread, or the context, where work goes on: makes it run inside the lock that is held here."""
+    return partial(_held.set, _innermost())
 
 
 @contextmanager
 def lock_generators(sources: Sequence[torch.Generator]) -> Generator[GeneratorLock]:
-    """Nobody else has a turn meanwhile; but whoever has one already may take further ones inside."""
-    around, turns = _present(), _Turns.here
-    with turns.lock if around is None else around.inside:
-        turn = GeneratorLock(turns, around, sources)
-        token = _turn.set(turn)
-        turns.changes += around is None
+    """Hold the generators' lock. A holder may lock again inside."""
+    outer, process = _innermost(), _ProcessLock.here
+    with process.lock if outer is None else outer.inside:
+        held = GeneratorLock(process, outer, sources)
+        token = _held.set(held)
+        process.changes += outer is None
         try:
-            yield turn
+            yield held
         finally:
-            turn.over = True
-            _turn.reset(token)
-            turns.changes += around is None
+            held.over = True
+            _held.reset(token)
+            process.changes += outer is None
 
 
 @contextmanager
 def seeded(sources: Sequence[torch.Generator], seed: int) -> Generator[list[Tensor]]:
-    """A turn with this seed; gives the states then. Afterwards the generators are as they were before."""
-    with lock_generators(sources) as turn:
+    """Hold the lock with this seed; gives the states then. Afterwards the generators are as they were before."""
+    with lock_generators(sources) as held:
         try:
             for source in sources:
                 source.manual_seed(seed)
             yield states(sources)
         finally:
-            restore(sources, turn.before)
+            restore(sources, held.before)
 
 
 @contextmanager
 def waiting() -> Generator[None]:
-    """Surrounds waiting for somebody else. If this thread has a turn, others may take theirs meanwhile.
+    """Surround waiting for another party. If this thread holds the lock, it is released meanwhile.
 
     Where the stage goes on afterwards, it draws what it would have drawn. A worker of a pipe inside of a stage does
-    not let go, since the turn is not its own.
+    not release it, since the lock is not its own.
     """
-    turn = _present()
-    while turn is not None and turn.around is not None and turn.around.lasts:
-        turn = turn.around
-    if turn is None or turn.thread != threading.get_ident():
+    held = _innermost()
+    while held is not None and held.outer is not None and held.outer.lasts:
+        held = held.outer
+    if held is None or held.thread != threading.get_ident():
         yield
         return
-    mine = states(turn.sources)
-    restore(turn.sources, turn.before)
-    turn.turns.changes += 1
-    turn.turns.lock.release()
-    token = _turn.set(None)  # this thread has none meanwhile
+    mine = states(held.sources)
+    restore(held.sources, held.before)
+    held.process.changes += 1
+    held.process.lock.release()
+    token = _held.set(None)  # this thread has none meanwhile
     try:
         yield
     finally:
-        _turn.reset(token)
-        turn.turns.lock.acquire()
-        turn.turns.changes += 1
-        turn.before = states(turn.sources)
-        restore(turn.sources, mine)
+        _held.reset(token)
+        held.process.lock.acquire()
+        held.process.changes += 1
+        held.before = states(held.sources)
+        restore(held.sources, mine)
 
 
 class GeneratorWatch:
-    """Sees whether the generators move without a turn. Where somebody has a turn meanwhile, nothing can be told."""
+    """Detects that generators move without their lock. While another thread holds it, nothing can be told."""
 
     def __init__(self, sources: Sequence[torch.Generator]) -> None:
         self.sources = sources
-        self._turns = _Turns.here
-        self._changes = self._turns.changes
+        self._process = _ProcessLock.here
+        self._changes = self._process.changes
         self.before = states(sources)
 
     def moved(self) -> bool:
         """Whether they were moved since, as far as can be told."""
         moved = not same(self.before, states(self.sources))
-        return moved and self._changes == self._turns.changes and not self._changes % 2
+        return moved and self._changes == self._process.changes and not self._changes % 2
 
     def put_back(self) -> None:
         """The generators as they were."""
@@ -303,7 +293,7 @@ class RngStreams:
 
     @contextmanager
     def scope(self, stage: int, micro_batch: int) -> Generator[None]:
-        """Surround one forward of one stage: a turn at the generators, unless it is known to draw nothing."""
+        """Surround one forward of one stage: the generators locked and seeded, unless it is known to draw nothing."""
         use = self._uses[stage]
         if self._known[stage] is False:
             watch = GeneratorWatch(use.sources)
@@ -339,7 +329,7 @@ class RngStreams:
         """Surround one walk back through the graph of a stage that begins at `roots`.
 
         Where layers run again in it (`torch.utils.checkpoint` in a layer), they set the generators to what they were
-        in their forward: then it takes a turn. A step that is `quiet` needs none.
+        in their forward: then they are locked. A step that is `quiet` needs none.
         """
         repeats = self._repeats[stage]
         if repeats is None:
@@ -352,8 +342,8 @@ class RngStreams:
     def settle(self) -> bool:
         """After the forward of the step: record who drew, and put the caller's generator right.
 
-        False means that a stage drew without a turn: its numbers cannot be replayed, and the step must run again.
-        All stages take turns then, so the second run cannot fail in the same way.
+        False means that a stage drew without the lock: its numbers cannot be replayed, and the step must run again.
+        All stages lock then, so the second run cannot fail in the same way.
         """
         uses = list(zip(self._uses, self._configurations, self._drew, strict=True))
         if self._surprised or (self.quiet and self._watch.moved()):

@@ -1,29 +1,4 @@
-"""The leaves that stand at a cut, where one reader's graph begins.
-
-    [ graph of stage 0 ] --> y   cut   leaf --> [ graph of stage 1 ] --> output
-                                        |
-                                        +--> a tensor that leaves by another door, and its gradient ends at the leaf
-
-A walk asks `torch.autograd.grad` for the gradient of a leaf, which accumulates nothing into it. Whatever does, came
-from a tensor that left the stage in another way than as a result, and would not go on to the stages before. What hides
-tensors from `weft.core.pytree` would come to its reader uncut, with the same end.
-
-Sums of gradients, over readers and over micro-batches.
-
-Backward in two parts: the gradients that others wait for now (I), those of the parameters later (W).
-
-Zero-bubble schedules (Qi et al., arXiv 2401.10241) fill idle time with W. The graph says where to part it: at the
-*frontier*, the nodes that lie on a way to the inputs and have an edge into a part that leads to parameters only.
-
-    root --- N2 --------- N1 --------- input         I: walk to the inputs; catch what arrives at N2 and N1
-              |            |
-              M2 = p2      M1 -- p1                  W: from each N over its edge to M, then on to the parameters
-
-So no operator works twice: an addmm computes its input's gradient in I and its weight's in W. A Python autograd
-function computes all its gradients whenever it is called, so what it has for the parameters is caught in I.
-Where one M hangs on several N (a weight that is used twice), the same way would be walked twice; then I does all.
-
-A segment: a part of the model, cut out of autograd. It runs forward now and backward later.
+"""A part of a model, cut out of autograd: it runs forward now and backward later.
 
     values in --> leaves --> [ function ] --> values out --> cut --> leaves for the readers
                     ^             |                             |
@@ -31,10 +6,25 @@ A segment: a part of the model, cut out of autograd. It runs forward now and bac
                                   |
                                   +--> gradients of the parameters, to a `GradientSum`
 
-What a forward leaves behind for its backward is a `Tape`. With ``keep="graph"`` that is the graph. With
-``keep="inputs"`` only the inputs, and `Tape.prepare` makes the graph by running the function again
-(checkpointing; Chen et al., arXiv 1604.06174); it needs no gradient, so a worker may start it before one
-arrives. With ``keep="nothing"`` there is no tape: the segment runs without gradients.
+A forward leaves a `Tape` for its backward. With ``keep="graph"`` that holds the graph; with ``keep="inputs"`` only the
+inputs, and `Tape.prepare` makes the graph by running the function again (checkpointing; Chen et al., arXiv 1604.06174).
+That needs no gradient, so a worker may start it before one arrives. With ``keep="nothing"`` there is no tape.
+
+At a cut every reader gets a leaf of its own. A walk asks `torch.autograd.grad` for the gradient of a leaf, which
+accumulates nothing into it. What does accumulate there came from a tensor that left the stage other than as a result,
+and its gradient would be lost for the stages before: leaves refuse it.
+
+`SplitBackward` does a backward in two parts: the gradients that other stages wait for (I), those of the parameters
+later (W), with which zero-bubble schedules fill idle time (Qi et al., arXiv 2401.10241). The graph is parted at its
+*frontier*, the nodes on a way to the inputs with an edge into a part that leads to parameters only:
+
+    root --- N2 --------- N1 --------- input         I: walk to the inputs; catch what arrives at N2 and N1
+              |            |
+              M2 = p2      M1 -- p1                  W: from each N over its edge to M, then on to the parameters
+
+No operator runs twice: an addmm computes its input's gradient in I and its weight's in W. A Python autograd function
+computes all its gradients whenever it is called, so what it has for the parameters is caught in I. Where one M hangs on
+several N (a weight that is used twice), the same way would be walked twice; then I does all.
 """
 
 from collections import OrderedDict, deque

@@ -10,11 +10,13 @@ beyond some three hundred years, fail much later, in a thread that works for oth
 gRPC's clock. True is an int, but nobody's number of anything.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from weft.core.errors import SpecError, UsageError, WeftError, listed
+
+Result = TypeVar("Result")
 
 LONGEST = 1e9
 """Seconds, about thirty years: stands for "for ever"."""
@@ -28,13 +30,15 @@ class Validator:
         error: class of the error.
 
     Each check returns whether the value is valid, for checks that depend on others. An exception raised inside of the
-    block passes through, and the faults with it are dropped. Raises ``error`` that lists all faults, if there are any.
+    block passes through, and the faults with it are dropped. Raises ``error`` that lists all faults, if there are any;
+    if all are errors that `call` has caught, one alone as it is, and several of one class as that class.
     """
 
     def __init__(self, title: str, error: type[WeftError] = UsageError) -> None:
         self.title = title
         self.error = error
         self.faults: list[str] = []
+        self.errors: list[WeftError] = []
 
     def __enter__(self) -> "Validator":
         return self
@@ -42,8 +46,21 @@ class Validator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None and self.faults:
-            raise self.error(listed(f"{self.title}:", self.faults))
+        if error is not None or not (self.faults or self.errors):
+            return
+        if len(self.errors) == 1 and not self.faults:
+            raise self.errors[0]
+        kinds = {*map(type, self.errors), *([self.error] if self.faults else [])}
+        faults = [*self.faults, *(str(each).replace("\n", "\n    ") for each in self.errors)]
+        raise (kinds.pop() if len(kinds) == 1 else self.error)(listed(f"{self.title}:", faults))
+
+    def call(self, check: Callable[..., Result], *args: Any) -> Result | None:
+        """What ``check(*args)`` returns; None if it raised a `WeftError`, which is noted."""
+        try:
+            return check(*args)
+        except WeftError as error:
+            self.errors.append(error)
+            return None
 
     def add(self, *faults: str) -> None:
         """Note faults that were found elsewhere."""

@@ -1,16 +1,18 @@
-"""Across devices: a sequential model in stages, micro-batches in a pipeline, skip connections of any length.
+"""Across devices: a model in stages, micro-batches in a pipeline, skip connections of any length.
 
-pipe.py       Pipe, what users see        plan.py, runtime.py   how it is laid out and run
-skip/         layers that stash and pop   step.py, cargo.py     one mini-batch's way through
-partition.py  which layers to which stage schedules.py          what runs when
+pipe, config        Pipe and its arguments            schedule     what runs when
+engine, autotune    which way a step runs             executor     one thread, or one per stage
+step, microbatch    one mini-batch's way through      routing      where values and gradients go
+stage, plan         layers, skips and their wiring    recompute    what a second forward must find
+partition           which layers to which stage       simulate     time and memory before running
+skip/               layers that stash and pop         split/       models that are no nn.Sequential
 """
 
 from weft.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
-from weft.pipeline.costs import Costs, Sizes, costs_from
 from weft.pipeline.partition import balance_by_parameters, balance_by_size, balance_by_time
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import SCHEDULES, gpipe, one_f_one_b
-from weft.pipeline.simulate import Forecast
+from weft.pipeline.simulate import Costs, Forecast, Sizes, costs_from
 
 __all__ = [
     "SCHEDULES",

@@ -1,25 +1,22 @@
-"""Choosing between ways of running the same step by measuring them on the user's own steps.
-
-Threads pay when the operators are long and cost when they are short: under the interpreter lock, two threads
-that both launch operators of 10 us run slower than one. No property of a model tells which it is, so the
-first steps of each kind try the candidates in turn, and the fastest is kept:
-
-    step      1        2        3        4        ...      11       12       13     ...
-    runs      serial   threads  serial   threads  ...      serial   threads  the faster one
-              warm-up  warm-up  '------------ measured -------------'
-
-All candidates give the same numbers, so nobody notices but the clock. Afterwards one step of eight is timed. When five
-of these in a row took half as long again as the winner did when it was chosen, all is measured anew.
-
-How the next step of a pipe is run: a table with three rows for ``executor="auto"``.
+"""The choice of how the next step of a pipe runs, for ``executor="auto"``, by measuring the user's own steps.
 
     serial    every stage a segment, in the caller's thread
     threads   every stage a segment, in a thread of its own
     uncut     plain autograd over all micro-batches, in the caller's thread
 
-(`executor="graph"` is uncut as well, and has gradients of gradients.) "auto" measures them on the first steps of each
-kind, and again when its choice has become slow. "uncut" costs least where operators are small.
-It needs one device and no recomputation, and is left out where it would not do the same:
+Threads pay when the operators are long and cost when they are short: under the interpreter lock, two threads that both
+launch operators of 10 us run slower than one. No property of a model tells which it is, so the first steps of each kind
+try the candidates in turn, and the fastest is kept:
+
+    step      1        2        3        4        ...      11       12       13     ...
+    runs      serial   threads  serial   threads  ...      serial   threads  the faster one
+              warm-up  warm-up  '------------ measured -------------'
+
+All candidates give the same numbers. Afterwards one step of eight is timed. When five of these in a row took half as
+long again as the winner did when it was chosen, all is measured anew.
+
+"uncut" costs least where operators are small. It leaves the whole graph visible to autograd, is serial, and ignores the
+schedule. It needs one device and no recomputation, and is left out where it would not do the same:
 
     the schedule begins backward early     it would hold all micro-batches at once
     anomaly detection; autograd functions  an error in backward could not be told with its stage and micro-batch
@@ -27,11 +24,7 @@ It needs one device and no recomputation, and is left out where it would not do 
     DistributedDataParallel                must find the same graph at every step and in every process: a parameter that
                                            got no gradient is in that of a step that was cut, and not in this
 
-The same micro-batches and stages with the whole graph left visible to autograd.
-
-Nothing is cut out, so gradients of gradients work (``executor="graph"``), and nothing is paid for cuts where none is
-needed (see `weft.pipeline.autotune`). It is serial, and a schedule means nothing to it: autograd decides the order
-of backward. Random numbers and results are those of the other executors.
+``executor="graph"`` runs uncut too, and has gradients of gradients.
 """
 
 import math
@@ -136,7 +129,7 @@ class Autotuner:
 
 
 class TimedCall:
-    """A function that reports what its forward and first backward took together, or its forward if that is all."""
+    """A `CutFunction` that reports what its forward and first backward took together, or its forward if that is all."""
 
     def __init__(
         self, function: CutFunction, choice: Autotuner, kind: Hashable, candidate: int, *, with_backward: bool

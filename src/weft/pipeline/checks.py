@@ -1,17 +1,16 @@
-"""Parameters that a segment reads and does not have.
+"""Refusals of what a cut model would get wrong in silence: foreign parameters, collectives, cached weights.
 
-A segment asks autograd for the gradients of its own parameters, those of its layers and of a loss module. What else
-its code gets hold of, as a penalty on weights in a loss function does, is in the graph all the same:
+A segment asks autograd for the gradients of its own parameters, those of its layers and of a loss module. What else its
+code uses, as a penalty on weights in a loss function does, is in the graph all the same:
 
     own parameter ------> [ graph of the segment ] ---> output
     another stage's ----> [                      ]             never asked for: its gradient would be lost in silence
 
 So the graphs of every segment are searched for them in steps 1, 2, 4, 8 and so on.
 
-Layers that talk to other processes: those with tensor-parallel weights, and `nn.SyncBatchNorm`.
-
-All processes must ask for the collectives of a group in one order; else they hang, or get the numbers of another layer.
-In the caller's thread the schedule says that order. With a worker per stage the clock does:
+Layers with tensor-parallel weights and `nn.SyncBatchNorm` communicate with other processes. All processes must ask for
+the collectives of a group in one order; else they hang, or get the numbers of another layer. In the caller's thread the
+schedule says that order. With a worker per stage the clock does:
 
     process 0    stage 0 for micro-batch 1, then stage 1 for micro-batch 0  --+
     process 1    stage 1 for micro-batch 0, then stage 0 for micro-batch 1  --+--> each gets a sum of both

@@ -1,15 +1,14 @@
-"""The axis that holds the rows: where a Pipe cuts its arguments and joins its outputs, and who disagrees with it.
+"""The arguments of a Pipe: axes, layers, balance, devices, checkpointing, schedule, loss. Checked all at once.
 
-A recurrent network or an attention without ``batch_first=True`` has time on axis 0. Cut there, it would compute
-something else without any error, so a Pipe with such a module is refused unless it was told about axes.
-
-The arguments of a Pipe, checked all at once and brought into one form.
+`BatchDims` says which axis holds the rows, where a Pipe cuts its arguments and joins its outputs. A recurrent network
+or an attention without ``batch_first=True`` has time on axis 0. Cut there, it would compute something else without any
+error, so a Pipe with such a module is refused unless it was told about axes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from operator import index
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -17,9 +16,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, WeftError, listed
+from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, listed
 from weft.core.pytree import nested_flatten
-from weft.core.validation import is_whole
+from weft.core.validation import Validator, is_whole
 from weft.pipeline.loss import own_reduction
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
 from weft.pipeline.schedule import SCHEDULES, Schedule, build
@@ -189,8 +188,6 @@ def _words(name: str, module: nn.Module, axis: int | None) -> str:
     return f"{name} ({type(module).__name__}) has its batch on axis {axis}"
 
 
-Result = TypeVar("Result")
-
 Checkpoint = Literal["always", "except_last", "never"]
 CheckpointRule = Callable[[int, int, int], bool]
 """``rule(stage, micro_batch, micro_batches)``: whether this forward keeps only its inputs and is recomputed."""
@@ -201,30 +198,6 @@ _RULES: dict[str, CheckpointRule] = {
     "except_last": lambda stage, micro_batch, micro_batches: micro_batch < micro_batches - 1,
     "never": lambda stage, micro_batch, micro_batches: False,
 }
-
-
-class Faults:
-    """All that is wrong with the arguments of one call, to be raised together: no fault hides another one."""
-
-    def __init__(self) -> None:
-        self._errors: list[WeftError] = []
-
-    def of(self, check: Callable[..., Result], *args: Any) -> Result | None:
-        """What the check returns; None if it raised, which is noted."""
-        try:
-            return check(*args)
-        except WeftError as error:
-            self._errors.append(error)
-            return None
-
-    def raise_all(self) -> None:
-        """Raise what was noted: one error as it is; several as one of their class, or as UsageError."""
-        if len(self._errors) == 1:
-            raise self._errors[0]
-        if self._errors:
-            kinds = {type(error) for error in self._errors}
-            faults = [str(error).replace("\n", "\n    ") for error in self._errors]
-            raise (kinds.pop() if len(kinds) == 1 else UsageError)(listed("this Pipe cannot be used:", faults))
 
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -317,7 +290,7 @@ def check_arguments(
 
 
 def check_settings(
-    faults: Faults,
+    check: Validator,
     stages: int,
     chunks: Any,
     executor: Any,
@@ -328,11 +301,11 @@ def check_settings(
     deferred_batch_norm: Any = False,
 ) -> None:
     """Note all that is wrong with these, as far as it can be told; `stages` is 0 where their number is not known."""
-    faults.of(check_arguments, chunks, executor, loss, reduction, schedule, deferred_batch_norm)
+    check.call(check_arguments, chunks, executor, loss, reduction, schedule, deferred_batch_norm)
     if stages:
-        faults.of(checkpoint_rules, checkpoint, stages)
+        check.call(checkpoint_rules, checkpoint, stages)
         if isinstance(schedule, str | Schedule):
-            faults.of(check_schedule, schedule, stages, chunks if is_whole(chunks) and chunks > 0 else 1, loss)
+            check.call(check_schedule, schedule, stages, chunks if is_whole(chunks) and chunks > 0 else 1, loss)
 
 
 def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any) -> None:

@@ -20,15 +20,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import PartitionError, UsageError, listed
+from weft.core.errors import PartitionError, listed
 from weft.core.pytree import flatten, map_leaves
-from weft.core.validation import count_fault, is_number, is_whole, kind_fault, seconds_fault
+from weft.core.validation import Validator, is_number, is_whole
 from weft.pipeline.microbatch import NoChunk, split
 from weft.pipeline.skip.namespace import Key, Namespace
 from weft.pipeline.skip.tracker import SkipTracker, use_skip_tracker
@@ -51,7 +50,9 @@ def profile_times(
     Layers keep their training flag; weights on the meta device count as zeros. Errors of layers get a note
     that names the layer. Raises ``UsageError`` for arguments of another kind.
     """
-    check_measured(module, seconds_fault("timeout", timeout, zero=True), _device_fault(device))
+    with _checked(module) as check:
+        check.seconds("timeout", timeout, zero=True)
+        check.add(*_device_fault(device))
     where = _device(sample, device)
 
     def measure(trial: _Trial) -> tuple[Any, float]:
@@ -83,9 +84,11 @@ def profile_sizes(
     Raises ``BatchError`` if ``input`` cannot be cut, ``UsageError`` for arguments of another kind. Errors of layers
     get a note that names the layer.
     """
-    scales = is_number(param_scale) and 0 <= param_scale < math.inf
-    wrong = [] if scales else [f"param_scale is {param_scale!r}, wanted a number from 0 up"]
-    check_measured(module, count_fault("chunks", chunks), wrong, _device_fault(device))
+    with _checked(module) as check:
+        check.count("chunks", chunks)
+        scales = is_number(param_scale) and 0 <= param_scale < math.inf
+        check.that(scales, f"param_scale is {param_scale!r}, wanted a number from 0 up")
+        check.add(*_device_fault(device))
 
     def measure(trial: _Trial) -> tuple[Any, float]:
         parameters, buffers = list(trial.layer.parameters()), list(trial.layer.buffers())
@@ -104,11 +107,11 @@ def profile_sizes(
     return _layer_by_layer(module, split(input, chunks)[0], _device(input, device), measure)
 
 
-def check_measured(module: Any, *faults: Sequence[str]) -> None:
-    """Raise one UsageError with these faults, and with what is wrong with a model that is to be measured."""
-    found = [*kind_fault("module", module, nn.Sequential, "an nn.Sequential"), *chain(*faults)]
-    if found:
-        raise UsageError(listed("layers cannot be measured so:", found))
+def _checked(module: Any) -> Validator:
+    """A validator for the arguments of a measurement, with what is wrong with the model noted."""
+    check = Validator("layers cannot be measured so")
+    check.instance("module", module, nn.Sequential, "an nn.Sequential")
+    return check
 
 
 def parameter_bytes(module: nn.Sequential) -> list[float]:
@@ -348,7 +351,8 @@ def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
 
 def _check_parts(partitions: Any, module: nn.Sequential) -> None:
     """Before anything is measured: whether there can be so many parts. Raises UsageError, PartitionError."""
-    check_measured(module)
+    with _checked(module):
+        pass
     _check([0] * len(module), partitions, ())
 
 

@@ -19,13 +19,13 @@ from torch import nn
 
 from weft.core.autograd import forbid_exporting, forbid_tracing, graph_break
 from weft.core.errors import UsageError, shorten_traceback
+from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import (
     BatchDim,
     BatchDims,
     Checkpoint,
     CheckpointRule,
-    Faults,
     OutputBatchDim,
     check_batch_dims,
     check_settings,
@@ -44,6 +44,8 @@ from weft.pipeline.schedule import SCHEDULES, Schedule, build
 from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import CallArguments, Stage
 from weft.pipeline.tracing import Watcher
+
+_INVALID = "this Pipe cannot be used"
 
 
 class Pipe(nn.Module):
@@ -144,17 +146,16 @@ class Pipe(nn.Module):
         verify: bool = True,
     ) -> None:
         super().__init__()
-        faults = Faults()
-        dims = faults.of(BatchDims, batch_dim, output_batch_dim)
-        stages = self._lay_out(faults, module, dims, balance, devices, sample, split, verify)
-        check_settings(
-            faults, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
-        )
         reduction = None
-        if loss_reduction in (None, "mean", "sum"):
-            reduction = faults.of(reduction_of, loss, loss_reduction, loss_weight)
-        scale = faults.of(LossScale, loss_scale, loss)
-        faults.raise_all()
+        with Validator(_INVALID) as check:
+            dims = check.call(BatchDims, batch_dim, output_batch_dim)
+            stages = self._lay_out(check, module, dims, balance, devices, sample, split, verify)
+            check_settings(
+                check, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
+            )
+            if loss_reduction in (None, "mean", "sum"):
+                reduction = check.call(reduction_of, loss, loss_reduction, loss_weight)
+            scale = check.call(LossScale, loss_scale, loss)
         assert dims is not None and reduction is not None and scale is not None  # else there was a fault
         self._dims = dims
         self.chunks = chunks
@@ -174,7 +175,7 @@ class Pipe(nn.Module):
 
     def _lay_out(
         self,
-        faults: Faults,
+        check: Validator,
         module: nn.Module,
         dims: BatchDims | None,
         balance: Any,
@@ -185,16 +186,16 @@ class Pipe(nn.Module):
     ) -> int:
         """Set `balance` and `devices`, and note what is wrong with these or the model. How many stages there are, 0 if
         that is not known."""
-        layers = faults.of(layers_of, module)
+        layers = check.call(layers_of, module)
         if layers is not None:
-            faults.of(verify_skippables, cast(nn.Sequential, module))
+            check.call(verify_skippables, cast(nn.Sequential, module))
             if dims is not None:
-                faults.of(check_batch_dims, layers, dims)
-        sizes = None if balance is None else faults.of(sizes_of, balance)
-        places = None if devices is None else faults.of(places_of, devices)
+                check.call(check_batch_dims, layers, dims)
+        sizes = None if balance is None else check.call(sizes_of, balance)
+        places = None if devices is None else check.call(places_of, devices)
         layout = None
         if layers is not None and (sizes is None) == (balance is None) and (places is None) == (devices is None):
-            layout = faults.of(resolve_layout, cast(nn.Sequential, module), sizes, places, sample)
+            layout = check.call(resolve_layout, cast(nn.Sequential, module), sizes, places, sample)
         self.balance, self.devices = layout or ([], [])
         return len(self.balance or sizes or places or ())
 
@@ -348,10 +349,9 @@ class Pipe(nn.Module):
         """The runtime for the settings as they are now. Raises what the constructor raises if they do not fit."""
         if self._runtime is not None and self._checked == self._settings():
             return self._runtime
-        faults = Faults()
-        stages = self._check_layout(faults)
-        check_settings(faults, stages, self.chunks, self.executor, *self._loss, self.schedule, self.checkpoint)
-        faults.raise_all()
+        with Validator(_INVALID) as check:
+            stages = self._check_layout(check)
+            check_settings(check, stages, self.chunks, self.executor, *self._loss, self.schedule, self.checkpoint)
         settings = self._settings()
         splits = build(self.schedule, stages, self.chunks).splits
         recipe = (*settings[1:], splits)  # another number of chunks needs no other threads
@@ -368,11 +368,11 @@ class Pipe(nn.Module):
         self._checked, self._recipe = settings, recipe
         return self._runtime
 
-    def _check_layout(self, faults: Faults) -> int:
+    def _check_layout(self, check: Validator) -> int:
         """Note what is wrong with `balance` and `devices` as they are now; the number of stages."""
-        sizes, places = faults.of(sizes_of, self.balance), faults.of(places_of, self.devices)
+        sizes, places = check.call(sizes_of, self.balance), check.call(places_of, self.devices)
         if sizes is not None and places is not None:
-            layout = faults.of(checked_layout, sizes, places, len(self._layers()))
+            layout = check.call(checked_layout, sizes, places, len(self._layers()))
             self.balance, self.devices = layout or (self.balance, self.devices)
         return len(sizes or ())
 

@@ -1,4 +1,4 @@
-"""A recomputation finds in its stage's modules what its forward found there, and leaves no trace.
+"""What a recomputation in backward must find as its forward did: buffers, generators, weights, modes.
 
     forward of micro-batch 0    note buffers and generators     run: the modules write into them
     forward of micro-batch 1    note ...                        run
@@ -12,13 +12,13 @@ read them: any copy does. Every other module with buffers is watched in its firs
 each; if it wrote, all its buffers are copied before every forward, else only their versions are noted. A module that
 begins to write later is an error at the recomputation that would read something else, and is copied from then on.
 
-What must not change between the forward of a step and the recomputations in its backward.
+Weights and training modes must not change between the forward of a step and its recomputations (`Unchanged`):
 
     forward ... seal()     the caller's code: optimizers, eval(), the end of a functional_call     check() ... backward
 
-Weights and training modes are looked at twice per step, between the walks, not around every micro-batch. So what a
-layer does to its own weights while it runs, as ``Embedding(max_norm=...)`` does, goes unnoticed. Other attributes are
-left out, since a layer may keep there what it likes, such as its last loss. Buffers: see `replay.py`.
+They are compared twice per step, between the walks, not around every micro-batch. So what a layer does to its own
+weights while it runs, as ``Embedding(max_norm=...)`` does, goes unnoticed. Other attributes are left out, since a layer
+may keep there what it likes, such as its last loss.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -86,13 +86,13 @@ class StageReplay:
         self._holders: list[nn.Module] = []
         self._sources: list[torch.Generator] = []
         self._shared: frozenset[object] = frozenset()
-        self._turns: AbstractContextManager[object] = nullcontext()
+        self._lock: AbstractContextManager[object] = nullcontext()
         self.idle = self._alone = True
         """Idle: the modules hold nothing but weights, so nothing has to surround a run of the stage."""
 
-    def serialize(self, shared: Iterable[object], turns: AbstractContextManager[object]) -> None:
+    def serialize(self, shared: Iterable[object], lock: AbstractContextManager[object]) -> None:
         """These modules and generators are those of other stages too: one stage at a time may write to them."""
-        self._shared, self._turns = frozenset(shared), turns
+        self._shared, self._lock = frozenset(shared), lock
 
     def scan(self, norms: list[nn.Module], holders: list[nn.Module], sources: Iterable[torch.Generator]) -> None:
         """Before every step: norms that only write, other modules with buffers, generators that modules hold.
@@ -113,7 +113,7 @@ class StageReplay:
 
     @contextmanager
     def _surrounded(self, context: MicroBatchContext) -> Generator[None]:
-        with nullcontext() if self._alone else self._turns:
+        with nullcontext() if self._alone else self._lock:
             if is_checkpointing():
                 yield from self._noted(context)
             elif is_recomputing() and self.index in context.notes:

@@ -1,47 +1,38 @@
-"""One unit of work, what it has to wait for, and the walk that honours this.
-
-The stages form a chain. Forward runs down it, backward runs up again, and no micro-batch waits for another:
-
-    0F0 ──> 1F0 ──> 2F0          F   forward
-     │       │       │           B   the whole backward, or in two parts
-     v       v       v           I     the gradients of the stage's inputs
-    0B0 <── 1B0 <── 2B0          W     the gradients of its weights: after I, and nobody waits for it
-
-Skip routes add no arrow, because the chain between their source and their destination already implies it.
-What binds micro-batches to each other is only the list of each worker. This file knows no more than that, so
-the checks, the serial order and the forecast all stand on one definition of "may start now".
-
-What can be wrong with a table, all of it at once.
-
-Each check below looks for one kind of fault and returns sentences. Later checks forgive what earlier ones
-reported: an action that is missing holds nobody up, and one that stands too early on its own worker is not
-called a deadlock as well. So every cause is named once, and what remains stuck is a circle between workers.
-
-Schedules as text, readable by people and by ``torch.distributed.pipelining``.
-
-One line per worker, its actions separated by commas. Empty cells are bubbles and only please the eye:
-
-    0F0,0F1,   ,0B0,0B1            stage 0 on worker 0
-       ,1F0,1B0,1F1,1B1            stage 1 on worker 1
-
-This is the format of PyTorch's CSV tables, both "compute_only" and "compute_comms". Two things of theirs are
-simplified: ``(0F0;1B0)OVERLAP_F_B`` becomes its parts, one after the other; and sends, receives, (un)sharding,
-reduction of gradients, and (from PyTorch 2.15 on) waits for them are dropped, because weft derives transfers from the
-routes.
-
-A schedule is data: for every worker, the ordered list of its actions.
+"""Schedules: for every worker, the ordered list of its actions. What can be wrong with one, its text form, the built-in
+ones.
 
     worker 0   0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3        1F1B, two stages, four micro-batches
     worker 1   1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
-Nothing else decides what runs when. Executors walk a schedule, the forecast predicts it, the report draws it,
-and a user may write one by hand or take it from ``torch.distributed.pipelining``. A worker holds one stage or
-several.
+Nothing else decides what runs when: executors walk a schedule, the simulation predicts it, the report draws it, and a
+user may write one by hand or take it from ``torch.distributed.pipelining``. A worker holds one stage or several.
 
-The schedules that come with weft, and the door through which a user's own one enters.
+The stages form a chain. Forward runs down it, backward runs up again, and no micro-batch waits for another:
 
-Both have one stage per worker. They take the same time and differ in what is alive; here three stages and
-four micro-batches:
+    0F0 --> 1F0 --> 2F0          F   forward
+     |       |       |           B   the whole backward, or in two parts
+     v       v       v           I     the gradients of the stage's inputs
+    0B0 <-- 1B0 <-- 2B0          W     the gradients of its weights: after I, and no other action waits for it
+
+Skip routes add no arrow, since the chain between their source and their destination implies it. What binds
+micro-batches to each other is only the list of each worker. `needs` defines this once, for the checks, the serial order
+and the simulation.
+
+A check returns sentences. Later checks forgive what earlier ones reported: an action that is missing holds no other up,
+and one that stands too early on its own worker is not called a deadlock as well. So every cause is named once, and what
+remains stuck is a cycle between workers.
+
+As text a schedule has one line per worker, its actions separated by commas; empty cells are bubbles:
+
+    0F0,0F1,   ,0B0,0B1            stage 0 on worker 0
+       ,1F0,1B0,1F1,1B1            stage 1 on worker 1
+
+This is the format of PyTorch's CSV tables, both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes
+its parts, one after the other; sends, receives, (un)sharding, reduction of gradients, and (from PyTorch 2.15 on) waits
+for them are dropped, because weft derives transfers from the routes.
+
+The built-in schedules have one stage per worker. They take the same time and differ in what is alive; here with three
+stages and four micro-batches:
 
     gpipe   F0 F1 F2 F3             B3 B2 B1 B0
                F0 F1 F2 F3       B3 B2 B1 B0           every stage holds all four
@@ -51,8 +42,8 @@ four micro-batches:
                F0 F1    B0 F2 B1 F3 B2    B3           at most 2
                   F0 B0 F1 B1 F2 B2 F3 B3              at most 1
 
-gpipe can be cut between forward and backward, so the loss may be computed outside. 1f1b cannot: its last
-stage computes the loss of each micro-batch.
+gpipe can be cut between forward and backward, so the loss may be computed outside. 1f1b cannot: its last stage computes
+the loss of each micro-batch.
 """
 
 import re

@@ -234,6 +234,6 @@ def serialize_shared(stages: Sequence[Stage]) -> None:
         owners.update(modules)
         owners.update({x for module in modules for x in vars(module).values() if type(x) is torch.Generator})
     shared = [each for each, count in owners.items() if count > 1]
-    turns = RLock()
+    lock = RLock()
     for stage in stages:
-        stage.replay.serialize(shared, turns)
+        stage.replay.serialize(shared, lock)

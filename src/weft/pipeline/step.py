@@ -199,7 +199,7 @@ class Run:
             _total([each.value if place is None else place.arrive(each) for each in of_readers], len(edges))
             for of_readers, edges in zip(messages, tape.edges or (), strict=True)
         ]
-        with self._turn(stage, tape):
+        with self._walking_back(stage, tape):
             if action.kind == "I" and not self.retain:
                 inputs, self._pending[stage, index] = tape.backward_inputs(gradients)
                 self._tapes[stage][index] = None
@@ -214,7 +214,7 @@ class Run:
         """Add up the parameters' gradients that I has left. (Where the graph is retained, I has left none.)"""
         split = self._pending.pop((action.stage, action.micro_batch), None)
         if split is not None:
-            with self._turn(action.stage):
+            with self._walking_back(action.stage):
                 found = split.parameter_gradients()
             self._add(action.stage, found)
         if not self.retain:
@@ -226,7 +226,7 @@ class Run:
             sums = self.sums[stage] = GradientSum(len(gradients))
         sums.add(gradients)
 
-    def _turn(self, stage: int, tape: Tape | None = None) -> AbstractContextManager[Any]:
+    def _walking_back(self, stage: int, tape: Tape | None = None) -> AbstractContextManager[Any]:
         """For a walk back through the graph of the stage: see `RngStreams.backward`."""
         if self._rng is None or not self._repeats:
             return _FREE

@@ -91,8 +91,8 @@ def test_a_gradient_that_is_missing_is_sent_as_zeros_like_its_output() -> None:
             return list(inputs)
 
     inputs = [torch.empty(0) for _ in NESTED.inputs.names]
-    journey = RemoteFunction(Fake(), NESTED, inputs, torch.empty(0), IdempotencyKey(), 0.0)
-    assert journey.forward() == (outputs, NESTED.tracked)
-    assert journey.backward([None, rows(3, 0), None], retain=False)[-1] is not None, "autograd finds the anchor by it"
+    function = RemoteFunction(Fake(), NESTED, inputs, torch.empty(0), IdempotencyKey(), 0.0)
+    assert function.forward() == (outputs, NESTED.tracked)
+    assert function.backward([None, rows(3, 0), None], retain=False)[-1] is not None, "autograd finds the anchor by it"
     assert torch.equal(sent[0], torch.zeros_like(outputs[0])) and torch.equal(sent[1], rows(3, 0))
     assert sent[2].dtype == torch.int64

@@ -457,13 +457,13 @@ def test_backward_may_come_again_only_if_the_graph_was_kept_and_has_no_gradient_
         y.backward()
         z = mixture(x)
         nodes = [z.grad_fn]
-        while not hasattr(nodes[-1], "journey"):
+        while not hasattr(nodes[-1], "function"):
             node = nodes.pop()
             nodes = [each for each, _ in node.next_functions if each is not None] + nodes
-        journey = nodes[-1].journey
+        function = nodes[-1].function
         z.sum().backward()
         with pytest.raises(BackwardTwiceError):
-            journey.backward([torch.ones(3, 2, WIDTH, dtype=torch.float64)], retain=False)
+            function.backward([torch.ones(3, 2, WIDTH, dtype=torch.float64)], retain=False)
 
 
 @pytest.mark.parametrize("grad", [True, False])

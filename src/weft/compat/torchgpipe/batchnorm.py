@@ -15,8 +15,8 @@ Module = TypeVar("Module", bound=nn.Module)
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
-    """`weft.DeferredBatchNorm` with torchgpipe's arguments.
+class CountingBatchNorm(batchnorm.DeferredBatchNorm):
+    """`weft.DeferredBatchNorm` with torchgpipe's arguments, which calls it `DeferredBatchNorm`.
 
     In a pipe it updates its running statistics once per mini-batch. Elsewhere it does so after every `chunks` calls in
     training. Raises UsageError if `chunks` is no whole number from 1 up.
@@ -57,16 +57,19 @@ class DeferredBatchNorm(batchnorm.DeferredBatchNorm):
         Returns `module`, or its replacement if it is a batch norm itself. Parameters and buffers are kept, not copied.
         """
         counted = _counted(chunks)
-        if isinstance(module, DeferredBatchNorm):
+        if isinstance(module, CountingBatchNorm):
             module.chunks = counted
         elif type(module) in _PLAIN and getattr(module, "running_mean", None) is not None:
-            made = batchnorm._with_state_of(module, DeferredBatchNorm)
-            assert isinstance(made, DeferredBatchNorm)
+            made = batchnorm._with_state_of(module, CountingBatchNorm)
+            assert isinstance(made, CountingBatchNorm)
             made.chunks = counted
             return made
         for name, child in module.named_children():
-            module._modules[name] = DeferredBatchNorm.convert_deferred_batch_norm(child, counted)
+            module._modules[name] = CountingBatchNorm.convert_deferred_batch_norm(child, counted)
         return module
+
+
+DeferredBatchNorm = CountingBatchNorm
 
 
 def _counted(chunks: object) -> int:

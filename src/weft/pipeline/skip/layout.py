@@ -1,27 +1,16 @@
-"""Finds the skippable layers of a model in the order in which they run.
-
-    Sequential            '0' Stash
-    ├── 0 Stash           '1.0' Pop
-    └── 1 Sequential  ──> '1.1' Pop     a layer that stands twice is found twice
-        ├── 0 Pop
-        └── 1 Pop
-
-An `nn.Sequential` runs its layers in order, and those below it likewise. Of any other module only the order
-of registration is known, so its skippable layers are taken to run in that order, once each.
-
-Checks the wiring of skips before anything runs.
-
-A wrong skip would otherwise show as an error in the middle of a step, or as a tensor that is kept for
-nobody. One walk over the layers finds every fault, and one error reports them all.
-
-From where to where the skips of a partitioned model go.
+"""The skips of a model: from which partition to which, and whether their wiring is right.
 
     partition      0            1            2            3
-                 stash a ─────────────────> pop a ──────> pop a        routes[None, "a"] = (0, (2, 3))
+                 stash a -----------------> pop a ------> pop a        routes[None, "a"] = (0, (2, 3))
                               stash b
                               pop b                                    routes[None, "b"] = (1, (1,)), no copy
 
-A tensor goes straight from its source to each reading partition; those between see nothing of it.
+A tensor goes straight from its source to each reading partition; those between see nothing of it. A wrong skip would
+show as an error in the middle of a step, or as a tensor that is kept for no reader: one walk over the layers finds
+every fault, and one error reports them all.
+
+An `nn.Sequential` runs its layers in order, and those below it likewise; a layer that stands twice is found twice. Of
+any other module only the order of registration is known, so its skippable layers are taken to run in that order.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

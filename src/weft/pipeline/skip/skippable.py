@@ -1,52 +1,28 @@
-"""A layer keeps its state-dict keys when it becomes skippable.
+"""Skippable layers: modules that stash tensors for later layers, and pop those of earlier ones.
 
-The user's module hangs below the skippable layer as ``.module``, which would put ``module.`` into every
-key. Two hooks take it out on saving and put it in on loading, so the wrapped and the bare model load into
-each other:
+    @skippable(stash=["early"], pop=["far"])
+    class Layer(nn.Module):
+        def forward(self, x):
+            yield stash("early", x)          # gets None
+            far = yield pop("far")           # gets the tensor, or None if None was stashed
+            return self.conv(x) + far
 
-    bare model          0.weight     <──load──>     wrapped model    0.weight
-    older checkpoint    0.module.weight  ──load──>  wrapped model
+The class becomes a class of shells around the user's module, so a model reads as before. Outside of such a ``forward``
+the two commands do nothing. A shell is an ordinary `nn.Module`: hooks, ``.train()``, `copy.deepcopy` and pickling work.
 
-Only state dicts are changed. `named_parameters` tells where the parameters really are (``0.module.weight``).
+    Sequential --calls--> Skippable --calls--> the user's module      a generator
+                              | <--yields commands--+
+                              +--save, load--> current skip tracker
 
-The two commands that a skippable layer yields, and what each gets in return.
+Every command is checked against the declarations. A fault is thrown into the generator at its ``yield``, so that the
+traceback ends in the line of the user's layer.
 
-    def forward(self, x):
-        yield stash("early", x)          # gets None
-        far = yield pop("far")           # gets the tensor, or None if None was stashed
-        return self.conv(x) + far
+The user's module hangs below the shell as ``.module``. Two hooks take that out of state-dict keys on saving and put it
+in on loading, so the wrapped and the bare model load into each other; `named_parameters` has the real names
+(``0.module.weight``):
 
-Outside of the ``forward`` of a skippable layer they do nothing.
-
-One forward of a skippable layer: the talk between its generator and the tracker.
-
-    generator                Exchange                        tracker
-    yield stash(name, t) ──> declared? not twice? ──save──>  keeps t
-                         <── None
-    yield pop(name)      ──> declared?            ──load──>  gives t
-                         <── t (a second pop of one name is answered from here)
-    return output        ──> all declarations kept?
-
-A fault is thrown into the generator at its ``yield``, so that the traceback ends in the line of the user's
-layer.
-
-The layer that may stash and pop: a shell around the user's module.
-
-    Sequential ──calls──> Skippable ──calls──> the user's module
-                              │ <──yields commands──┘
-                              └──save, load──> current skip tracker
-
-The shell is an ordinary `nn.Module`: hooks, ``.train()``, `copy.deepcopy` and pickling work on it as on any
-other.
-
-`skippable`: from a user's module class to a class of layers that stash and pop.
-
-    class Encoder(nn.Module): ...              skippable(stash=["early"])
-              │                                          │
-              └──────────────> Skippable subclass <──────┘
-                               module_cls, stashable_names, poppable_names
-
-The class is changed into a class and not the instance into an instance, so a model reads as before.
+    bare model          0.weight     <--load-->     wrapped model    0.weight
+    older checkpoint    0.module.weight  --load-->  wrapped model
 """
 
 import sys

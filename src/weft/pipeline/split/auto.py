@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import PartitionError
 from weft.core.pytree import flatten, unflatten
-from weft.pipeline.costs import Costs, Sizes, costs_from
 from weft.pipeline.partition import partition, synchronize
 from weft.pipeline.pipe import Pipe
 from weft.pipeline.schedule import Action
+from weft.pipeline.simulate import Costs, Sizes, costs_from
 from weft.pipeline.split.record import ForwardRecorder, undisturbed
 from weft.pipeline.tracing import Recorder
 

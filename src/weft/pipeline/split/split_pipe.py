@@ -25,8 +25,9 @@ from torch.nn.parameter import is_lazy
 from weft.core.autograd import forbid_tracing
 from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, UsageError, listed
 from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
+from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.config import BatchDims, Faults, check_batch_dims, places_of
+from weft.pipeline.config import BatchDims, check_batch_dims, places_of
 from weft.pipeline.engine import PipeCall
 from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
 from weft.pipeline.pipe import Pipe, allocate, frozen
@@ -50,7 +51,7 @@ class SplitPipe(Pipe):
 
     def _lay_out(
         self,
-        faults: Faults,
+        check: Validator,
         module: nn.Module,
         dims: BatchDims | None,
         balance: Any,
@@ -59,11 +60,11 @@ class SplitPipe(Pipe):
         split: Any,
         verify: Any,
     ) -> int:
-        faults.of(_check_model, module, split, balance, verify)
+        check.call(_check_model, module, split, balance, verify)
         if isinstance(cast(Any, module), nn.Module) and dims is not None and dims.assumed:
-            faults.of(check_batch_dims, list(module.named_children()), dims)
+            check.call(check_batch_dims, list(module.named_children()), dims)
         self.split, self.verify = split, verify
-        self.devices = [] if devices is None else faults.of(places_of, devices) or []
+        self.devices = [] if devices is None else check.call(places_of, devices) or []
         return 0
 
     def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
@@ -86,9 +87,9 @@ class SplitPipe(Pipe):
         if call is not None:
             self._cut().choose(*call, 1, 0, check=False, graph=False)
 
-    def _check_layout(self, faults: Faults) -> int:
+    def _check_layout(self, check: Validator) -> int:
         stages = len(self.split) + 1
-        self.devices = faults.of(_stage_devices, stages, self.devices) or self.devices
+        self.devices = check.call(_stage_devices, stages, self.devices) or self.devices
         self.balance = [1] * stages
         return stages
 
