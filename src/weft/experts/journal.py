@@ -463,12 +463,13 @@ def replay(backend: "ExpertBackend", entries: Iterable[Entry], fetch: Fetch) -> 
 
     Example:
         >>> import copy
+        >>> from weft.experts import replay
         >>> rows, journal = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.Journal()
         >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, journal=journal)
         >>> other = weft.ExpertBackend("ffn.0", copy.deepcopy(expert.module), torch.optim.SGD, args_schema=rows)
         >>> with weft.Runtime([expert]):
         ...     gradients = expert.get_pools()[1].submit_task(torch.ones(4, 8), torch.ones(4, 8)).result(10)
-        >>> weft.experts.journal(other, journal.entries(), lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
+        >>> replay(other, journal.entries(), lambda member: (torch.ones(4, 8), torch.ones(4, 8)))
         1
         >>> torch.equal(other.module.weight, expert.module.weight)
         True
