@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fnmatch import fnmatchcase
+from functools import cached_property
 from ipaddress import IPv6Network
 from typing import Any
 from urllib.parse import unquote
@@ -76,7 +77,7 @@ class Caller:
     trace: str = ""
     stream: CallerStream = field(default_factory=CallerStream, repr=False, compare=False)
 
-    @property
+    @cached_property  # asked several times for each call
     def principal(self) -> str:
         """Whose quotas and shares its calls count against: what is proven, else the host of the address."""
         return self.name or f"{_PEER}{_host(self.peer)}"
