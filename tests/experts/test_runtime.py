@@ -1,9 +1,12 @@
-"""One thread works on the oldest task of all pools, and outlives neither its block nor its shutdown."""
+"""One thread works on the oldest task of all pools, and nothing that a process or a callback does ends it."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +14,12 @@ from torch import Tensor
 
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.gate import Gate, X, same
+from tests.experts.waiting import until
 from weft.core.errors import UsageError
-from weft.experts.errors import ClosedError
+from weft.experts.errors import ClosedError, ExpertError, RefusedError
 from weft.experts.runtime import Runtime
-from weft.experts.task import Answer, Task
-from weft.experts.task_pool import PoolOptions, TaskPool
+from weft.experts.task import Answer, Task, answer
+from weft.experts.task_pool import PoolOptions, TaskPool, validate_metadata
 
 
 def noting(order: list[str], name: str) -> Callable[[Sequence[Task]], list[Answer]]:
@@ -154,3 +158,210 @@ def test_two_experts_share_a_runtime_and_many_clients_an_expert() -> None:
                 assert torch.allclose(future.result(30)[0], expert.module(rows(1 + i % 3, i)), atol=1e-12)
         stats = runtime.statistics()
         assert stats.pools == 6 and stats.batches <= 40 and 0 < stats.busy <= stats.seconds
+
+
+ROW = torch.ones(1)
+
+
+class Stopped(BaseException):
+    """What some libraries end their threads with."""
+
+
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, Stopped, ValueError])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_callback_raises_ends_nothing_and_keeps_no_other_from_its_answer(
+    kind: type[BaseException], fails: bool
+) -> None:
+    def boom(tasks: Sequence[Task]) -> Any:
+        raise SystemExit
+
+    called: list[object] = []
+    gate = Gate(boom if fails else same)
+    pool = TaskPool("p", gate, X)
+
+    def callback(future: object) -> None:
+        called.append(future)
+        raise kind
+
+    with Runtime([pool]) as runtime:
+        futures = [pool.submit_task(ROW)]
+        assert gate.entered.acquire(timeout=30)
+        futures += [pool.submit_task(ROW) for _ in range(3)]
+        for future in futures:
+            future.add_done_callback(callback)
+            future.add_done_callback(callback)
+        gate.go.release(9)
+        assert [future.exception(30) is not None for future in futures] == [fails] * 4
+        gate.answers = same
+        assert pool.submit_task(ROW).result(30)
+        assert runtime.statistics().alive
+    assert len(called) == 8, "also the second callback of each"
+    expired = pool.statistics()
+    assert expired.waiting_tasks == expired.running_tasks == 0
+
+
+def test_a_callback_of_an_answer_that_is_there_is_no_other() -> None:
+    pool = TaskPool("p", same, X)
+    future = pool.submit_task(ROW)
+    pool.work(pool.take())
+    seen: list[object] = []
+    future.add_done_callback(seen.append)
+    assert seen == [future]
+
+
+SHORT: dict[str, Callable[[Sequence[Task]], Any]] = {
+    "none of 2": lambda tasks: [],
+    "one too few": lambda tasks: same(tasks)[1:],
+    "one too many": lambda tasks: [*same(tasks), [ROW]],
+    "None": lambda tasks: None,
+    "a generator": lambda tasks: (answer for answer in same(tasks)),
+}
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_process_that_does_not_answer_everyone_fails_its_batch_and_nothing_else(kind: str) -> None:
+    gate = Gate()
+    pool, other = TaskPool("p", gate, X), TaskPool("other", same, X)
+    with Runtime([pool, other]) as runtime:
+        first = pool.submit_task(ROW)
+        assert gate.entered.acquire(timeout=30)
+        waiting = [pool.submit_task(ROW) for _ in range(2)]
+        gate.go.release()
+        assert first.result(30)
+        gate.answers = SHORT[kind]
+        gate.go.release()
+        for future in waiting:
+            with pytest.raises(ExpertError, match=r"pool 'p' gave .* for a batch of 2 tasks, wanted one for each"):
+                future.result(30)
+        gate.answers = same
+        gate.go.release()
+        assert pool.submit_task(ROW).result(30) and other.submit_task(ROW).result(30)
+        assert runtime.statistics().alive
+    assert pool.statistics().failed == {"expert": 2}
+
+
+def test_who_sets_his_own_future_gets_nothing_else_and_disturbs_nobody() -> None:
+    gate = Gate()
+    pool = TaskPool("p", gate, X)
+    mine = [ROW]
+    with Runtime([pool]):
+        running = pool.submit_task(ROW)
+        assert gate.entered.acquire(timeout=30)
+        waiting, other = pool.submit_task(ROW), pool.submit_task(ROW)
+        for future in (running, waiting):
+            future.set_result(mine)
+        gate.go.release(9)
+        assert other.result(30)
+        assert pool.submit_task(ROW).result(30)
+    assert running.result(0) is mine and waiting.result(0) is mine
+
+
+def test_a_future_that_is_set_a_moment_before_its_answer_keeps_what_it_has() -> None:
+    late, other = Future[Any](), Future[Any]()
+    late.set_result([])
+    late.running = lambda: True  # type: ignore[method-assign]  # as it was that moment before
+    answer([late, other], [ROW])
+    assert late.result(0) == [] and other.result(0) == [ROW]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("step", ["urgency", "take", "work"])
+def test_if_the_thread_ends_all_the_same_everyone_is_told_and_it_may_be_started_again(step: str) -> None:
+    gate = Gate()
+    pool = TaskPool("p", gate, X, PoolOptions(max_client_tasks=9))
+    other = TaskPool("other", same, X, PoolOptions(min_batch_size=9, timeout=1000.0))
+    original = getattr(pool, step)
+
+    def fails(*arguments: Any) -> Any:
+        if step == "take":
+            original()
+        raise MemoryError("none left")
+
+    runtime = Runtime([pool, other])
+    runtime.start()
+    waits: list[Future[Any]] = [other.submit_task(ROW)]
+    done = pool.submit_task(ROW)
+    assert gate.entered.acquire(timeout=30)
+    setattr(pool, step, fails)
+    waits += [pool.submit_task(ROW, client="ann") for _ in range(2)]
+    gate.go.release(9)
+    assert done.result(30)
+    for future in waits:
+        error = future.exception(30)
+        assert isinstance(error, ExpertError) and "MemoryError: none left" in str(error)
+        assert isinstance(error, RefusedError) == (future is waits[0] or step == "urgency"), "else it may have run"
+    for each in (pool, other):
+        with pytest.raises(ClosedError, match="the thread of runtime 'cpu' ended with MemoryError"):
+            each.submit_task(ROW)
+        assert each.drained(30.0)
+    with pytest.raises(UsageError, match="shut it down and start it again"):
+        runtime.add(TaskPool("new", same, X))
+    setattr(pool, step, original)
+    assert runtime.shutdown() and not runtime.statistics().alive
+    with runtime:
+        assert pool.submit_task(ROW, client="ann").result(30)
+    assert pool.statistics().running_tasks == 0 and not pool._quotas.tasks
+
+
+def test_a_pool_is_worked_on_by_one_runtime_which_no_other_disturbs() -> None:
+    pool, own = TaskPool("p", same, X), TaskPool("own", same, X)
+    first, second = Runtime([pool], name="first"), Runtime([pool, own], name="second")
+    with first:
+        for refused in (second.start, lambda: Runtime([pool]), lambda: Runtime().add(own, pool)):
+            with pytest.raises(UsageError, match="'p' is in runtime 'first'"):
+                refused()
+        assert second.shutdown() and pool.submit_task(ROW).result(30)
+    with second:
+        assert pool.submit_task(ROW).result(30) and own.submit_task(ROW).result(30)
+        assert first.shutdown() and first.remove(pool)
+        assert pool.submit_task(ROW).result(30)
+        assert second.remove(pool)
+        with Runtime([pool]):
+            assert pool.submit_task(ROW).result(30)
+
+
+def test_what_cannot_be_added_as_a_whole_is_not_added_in_part() -> None:
+    pool, held = TaskPool("p", same, X), TaskPool("held", same, X)
+    with Runtime([held]), Runtime() as runtime:
+        for pools in ((pool, held), (pool, pool)):
+            with pytest.raises(UsageError):
+                runtime.add(*pools)
+        assert runtime.statistics().pools == 0
+        runtime.add(pool)
+        assert pool.submit_task(ROW).result(30)
+
+
+def test_of_two_who_remove_a_pool_one_does_and_the_other_is_told() -> None:
+    gate = Gate()
+    pool = TaskPool("p", gate, X)
+    removed: list[bool] = []
+    with Runtime([pool]) as runtime:
+        future = pool.submit_task(ROW)
+        assert gate.entered.acquire(timeout=30)
+        remover = threading.Thread(target=lambda: removed.append(runtime.remove(pool)))
+        remover.start()
+        until(lambda: pool in runtime._leaving)
+        with pytest.raises(UsageError, match=r"has no pools \['p'\], or they are being removed"):
+            runtime.remove(pool)
+        gate.go.release()
+        remover.join(30)
+        assert removed == [True] and future.result(0)
+        runtime.add(pool)
+        with pytest.raises(UsageError, match="more than once"):
+            runtime.remove(pool, pool)
+        gate.go.release()
+        assert pool.submit_task(ROW).result(30)
+        assert runtime.remove(pool)
+
+
+@pytest.mark.parametrize("deadline", ["soon", True, float("nan"), [1.0], torch.tensor(1e18)])
+def test_a_deadline_that_is_no_time_is_refused(deadline: Any) -> None:
+    with pytest.raises(UsageError, match=r"pool 'p':\n  - deadline is .*, wanted None or a time"):
+        validate_metadata("p", None, None, None, deadline, splits=False)
+
+
+def test_a_deadline_may_be_any_number_and_all_wrong_words_are_told_at_once() -> None:
+    for deadline in (None, 1, 1.5, float("inf"), 10**400):
+        validate_metadata("p", "ann", "k", None, deadline, splits=False)
+    with pytest.raises(UsageError, match=r"(?s)client is '', .*\n  - key is 5, .*\n  - deadline is 'soon', "):
+        validate_metadata("p", "", 5, None, "soon", splits=False)

@@ -1,0 +1,442 @@
+"""Between gradients and weights: fused optimizers, gradients in memory of their own, hooks, and what is held."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, parametrizations
+from torch.optim.lr_scheduler import StepLR
+
+from tests.experts.expert_cases import fussy_backend, rows, seeded, work
+from weft.core.errors import UsageError
+from weft.experts import ExpertBackend, Runtime, TensorSpec
+from weft.experts.errors import StepError
+from weft.experts.optimizer_step import make_optimizer, make_schedule, nbytes, private_gradients
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def sent(backend: ExpertBackend, mini_batch: bool) -> list[Any]:
+    """Two micro-batches of one mini-batch and their commit, or one batch."""
+    name = "m" if mini_batch else None
+    futures = [
+        backend.backward_pool.submit_task(rows(2, seed), rows(2, seed + 9), client="ann", mini_batch=name)
+        for seed in range(2 if mini_batch else 1)
+    ]
+    work(backend)
+    futures += [backend.commit("m", client="ann")] if mini_batch else []
+    work(backend)
+    return futures
+
+
+def steps_itself(parameter: Tensor) -> None:
+    """An optimizer step within backward, as is done to save memory."""
+    assert parameter.grad is not None and not torch.is_grad_enabled()
+    parameter.sub_(parameter.grad, alpha=0.3)
+    parameter.grad = None
+
+
+def scales(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("mini_batch", [False, True])
+@pytest.mark.parametrize("hooks", [[steps_itself], [scales, scales], [scales, steps_itself]])
+def test_hooks_of_parameters_are_called_once_a_step_with_their_whole_gradient(
+    hooks: list[Any], mini_batch: bool
+) -> None:
+    backend = fussy_backend(optimizer=sgd)
+    plain = copy.deepcopy(backend.module)
+    for module in (backend.module, plain):
+        for layer in (module.first, module.side):
+            layer.bias.requires_grad_(False)  # no gradient, and so no call
+        for parameter in module.parameters():
+            for hook in hooks if parameter.requires_grad else []:
+                parameter.register_post_accumulate_grad_hook(hook)
+    assert all(future.result(0) for future in sent(backend, mini_batch))
+    joined = [torch.cat([rows(2, seed + more) for seed in range(2 if mini_batch else 1)]) for more in (0, 9)]
+    plain(joined[0]).backward(joined[1])
+    sgd(plain.parameters()).step()
+    for one, other in zip(backend.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mini_batch", [False, True])
+def test_a_hook_that_raises_is_told_as_a_step_that_failed(mini_batch: bool) -> None:
+    def fails(parameter: Tensor) -> None:
+        raise ZeroDivisionError("mine")
+
+    backend = fussy_backend(optimizer=sgd)
+    parameters: list[nn.Parameter] = list(backend.module.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    parameters[0].register_post_accumulate_grad_hook(fails)
+    failed = sent(backend, mini_batch)[-1].exception(0)
+    assert isinstance(failed, StepError) and "ZeroDivisionError: mine" in str(failed)
+    assert backend.steps == 0 and all(parameter.grad is None for parameter in parameters)
+    assert all(torch.equal(one, other) for one, other in zip(parameters, before, strict=True))
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2, dtype=dtype))]
+
+
+@pytest.mark.parametrize(
+    ("factory", "fused"),
+    [
+        (torch.optim.Adam, True),
+        (partial(torch.optim.SGD, lr=0.1), True),
+        (partial(torch.optim.AdamW, fused=False), False),
+        (lambda given: torch.optim.Adam(list(given)), False),
+        (torch.optim.RMSprop, False),
+    ],
+)
+def test_a_factory_is_fused_where_it_can_be(factory: Any, fused: bool) -> None:
+    made = make_optimizer(factory, parameters())
+    assert bool(made.defaults.get("fused")) == fused
+
+
+def test_an_option_without_a_fused_step_falls_back() -> None:
+    made = make_optimizer(partial(torch.optim.Adam, foreach=True), parameters())
+    assert not made.defaults["fused"] and made.defaults["foreach"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3,), torch.complex64), ((), torch.complex64), ((3, 4), torch.float32), ((3,), torch.int64)]
+)
+def test_what_no_fused_step_can_walk_is_not_fused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    plain = nn.Parameter(torch.ones(2))
+    strange = torch.ones(*shape, 4, dtype=dtype)[..., ::2] if dtype is torch.float32 else torch.ones(shape, dtype=dtype)
+    made = make_optimizer(torch.optim.Adam, [plain, nn.Parameter(strange, requires_grad=False)])
+    assert bool(made.defaults["fused"]) == (dtype is torch.int64), "a frozen parameter of integers is never stepped"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("factory", [partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adagrad])
+def test_at_the_first_sparse_gradient_the_step_is_fused_no_more_and_right(factory: Any) -> None:
+    dense = torch.tensor([[0.0, 3.0], [0.0, -1.0]], dtype=torch.float64)
+    stepped: list[list[nn.Parameter]] = []
+    for make in (make_optimizer, lambda made, given: made(given)):
+        given = [nn.Parameter(torch.ones(2, 2, dtype=torch.float64)) for _ in range(2)]
+        optimizer = make(factory, given)
+        for sparse in (False, True, False):
+            given[0].grad, given[1].grad = dense.clone(), dense.to_sparse(1) if sparse else dense.clone()
+            optimizer.step()
+        assert not optimizer.param_groups[0]["fused"]
+        stepped.append(given)
+    for one, other in zip(*stepped, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_momentum_may_begin_later_for_some_and_the_step_is_fused_again() -> None:
+    stepped: list[list[nn.Parameter]] = []
+    for make in (make_optimizer, lambda made, given: made(given)):
+        given = [nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
+        optimizer = make(partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1), given)
+        for used in (1, 2, 2):
+            for parameter in given[:used]:
+                parameter.grad = torch.tensor([1.0, 2.0], dtype=torch.float64)
+            optimizer.step()
+        stepped.append(given)
+        assert bool(optimizer.param_groups[0]["fused"]) == (make is make_optimizer)
+    for one, other in zip(*stepped, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("factory", [torch.optim.Adam, partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad])
+def test_an_expert_with_complex_parameters_steps(factory: Any) -> None:
+    module = nn.Linear(4, 4, dtype=torch.complex128)
+    spec = TensorSpec((None, 4), torch.complex128)
+    plain = copy.deepcopy(module)
+    backend = ExpertBackend("complex", module, factory, args_schema=(spec,))
+    x, gradient = torch.randn(3, 4, dtype=torch.complex128), torch.randn(3, 4, dtype=torch.complex128)
+    answered = backend.backward_pool.submit_task(x, gradient)
+    work(backend)
+    assert answered.result(0)
+    plain(x).backward(gradient)
+    factory(plain.parameters()).step()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_an_optimizer_that_was_given_stays() -> None:
+    given = torch.optim.Adam(parameters())
+    assert make_optimizer(given, []) is given
+
+
+def test_what_makes_no_optimizer_or_no_schedule_is_told() -> None:
+    wrong: Any = lambda given: 3  # noqa: E731
+    with pytest.raises(UsageError, match="optimizer made a int"):
+        make_optimizer(wrong, parameters())
+    optimizer = torch.optim.Adam(parameters())
+    with pytest.raises(UsageError, match="schedule made a int"):
+        make_schedule(wrong, optimizer)
+    with pytest.raises(UsageError, match="no optimizer"):
+        make_schedule(wrong, None)
+    with pytest.raises(UsageError, match="another optimizer"):
+        make_schedule(StepLR(torch.optim.Adam(parameters()), 1), optimizer)
+    schedule = StepLR(optimizer, 1)
+    assert make_schedule(schedule, optimizer) is schedule and make_schedule(None, None) is None
+
+
+D = torch.float64
+
+
+class Formula(nn.Module):
+    """A function of parameters, by their shapes, and of layers."""
+
+    def __init__(self, formula: Callable[..., Tensor], layer: nn.Module | None = None, **shapes: Any) -> None:
+        super().__init__()
+        self.formula = formula
+        self.layer = layer
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, dtype=D)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.formula(self, x)
+
+
+class Returns(torch.autograd.Function):
+    """``x + p``; the gradient of p is the very tensor ``given``, whosever it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor, given: Tensor) -> Tensor:
+        ctx.given = given
+        return x + p
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], ctx.given, None
+
+
+class Constant(nn.Module):
+    """Its parameter's gradient is its buffer, which has to stay as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(4, dtype=D))
+        self.register_buffer("given", torch.randn(4, dtype=D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Returns.apply(x, self.p, self.given)
+
+
+def transposed() -> nn.Module:
+    """Its parameter is no contiguous one."""
+    module = Formula(lambda s, x: x @ s.w.exp() + s.w.sum(), w=())
+    module.w = nn.Parameter(torch.randn(5, 4, dtype=D).t())
+    return module
+
+
+def channels_last(parameters: bool) -> nn.Module:
+    """Activations in that layout, and maybe the weights as well."""
+    conv = nn.Conv2d(3, 5, 3, dtype=D)
+    module = Formula(lambda s, x: s.layer(x.to(memory_format=torch.channels_last)), conv)
+    return module.to(memory_format=torch.channels_last) if parameters else module
+
+
+def encoder() -> nn.Module:
+    """Attention, norms and a feed-forward net over three tokens."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True, bias=False, dtype=D)
+    return Formula(lambda s, x: s.layer(x.unsqueeze(1) + s.p).flatten(1), layer, p=(3, 4))
+
+
+def sparse() -> nn.Module:
+    """A sparse gradient that looks into the answer's memory, and a parameter without any."""
+    table = nn.Embedding(9, 4, sparse=True, dtype=D)
+    return Formula(lambda s, x: (x + s.layer((x[:, 0] > 0).long())) * 2, table, unused=(2,))
+
+
+WIDE: dict[str, Callable[[], nn.Module]] = {
+    "sum of two": lambda: Formula(lambda s, x: x @ (s.a + s.b), a=(4, 4), b=(4, 4)),
+    "sum of two and its sum": lambda: Formula(lambda s, x: x @ (s.a + s.b) + s.a.sum(), a=(4, 4), b=(4, 4)),
+    "bias of one row": lambda: Formula(lambda s, x: (x + s.p) * 2, p=(1, 4)),
+    "bias": lambda: Formula(lambda s, x: x + s.p, p=(4,)),
+    "expanded vector": lambda: Formula(lambda s, x: x + s.b.sum(), b=(4,)),
+    "expanded by one axis": lambda: Formula(lambda s, x: x @ s.w.sum(0), w=(3, 4, 4)),
+    "scalar": lambda: Formula(lambda s, x: (x * s.t.exp()).log_softmax(1), t=()),
+    "cat": lambda: Formula(lambda s, x: x @ torch.cat([s.u, s.v], 1), u=(4, 2), v=(4, 2)),
+    "flat cat": lambda: Formula(lambda s, x: x * torch.cat([s.u, s.v]), u=(2,), v=(2,)),
+    "stack": lambda: Formula(lambda s, x: x @ torch.stack([s.u, s.v], 1), u=(4,), v=(4,)),
+    "einsum": lambda: Formula(lambda s, x: torch.einsum("bi,hio->bho", x, s.w).flatten(1), w=(2, 4, 3)),
+    "permuted": lambda: Formula(lambda s, x: torch.einsum("bi,oji->bjo", x, s.w).flatten(1), w=(3, 2, 4)),
+    "transposed": lambda: Formula(lambda s, x: (x.unsqueeze(1) * s.w.t().tanh()).sum(-1), w=(4, 5)),
+    "transposed parameter": transposed,
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(4, 3, dtype=D)),
+    "encoder": encoder,
+    "gradient is a buffer": Constant,
+}
+IMAGES: dict[str, Callable[[], nn.Module]] = {
+    "channels last": lambda: channels_last(False),
+    "channels last, also weights": lambda: channels_last(True),
+    "pointwise": lambda: nn.Conv2d(3, 5, 1, dtype=D).to(memory_format=torch.channels_last),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
+    "AdamW": partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+    "unfused Adam": partial(torch.optim.Adam, lr=0.1, fused=False),
+}
+
+
+def plain(make: Callable[..., torch.optim.Optimizer], module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer without any fused step."""
+    optimizer = make(module.parameters())
+    for group in optimizer.param_groups:
+        assert not group.get("fused")
+    return optimizer
+
+
+def assert_steps_as_in_plain_pytorch(
+    make: Callable[[], nn.Module],
+    optimizer: Callable[..., torch.optim.Optimizer],
+    shape: tuple[int, ...],
+    clip: float | None,
+    mini_batch: bool,
+) -> None:
+    """Two steps here and in plain PyTorch: weights and answers are the same, and answers stay."""
+    module = seeded(make)
+    other = copy.deepcopy(module)
+    steps = plain(optimizer, other)
+    backend = ExpertBackend("e", module, optimizer, args_schema=(TensorSpec((None, *shape), D),), clip_grad_norm=clip)
+    random = torch.Generator().manual_seed(1)
+    for step in range(2):
+        steps.zero_grad()
+        for part in range(2 if mini_batch else 1):
+            x = torch.randn(1 + step, *shape, dtype=D, generator=random).requires_grad_()
+            y = other(x)
+            gradient = torch.randn(y.shape, dtype=D, generator=random)
+            y.backward(gradient)
+            name = f"m{step}" if mini_batch else None
+            sent = {"client": "ann", "key": f"{step} {part}", "mini_batch": name}
+            answers = [backend.backward_pool.submit_task(x.detach(), gradient, **sent) for _ in range(2)]
+            work(backend)
+            answers.append(backend.backward_pool.submit_task(x.detach(), gradient, **sent))
+            for answer in answers:
+                torch.testing.assert_close(answer.result(0)[0], x.grad, rtol=0, atol=1e-12)
+        if clip is not None:
+            clip_grad_norm_(other.parameters(), clip)
+        steps.step()
+        if mini_batch:
+            committed = backend.commit(f"m{step}", client="ann")
+            work(backend)
+            assert committed.result(0)
+    assert backend.steps == 2
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-12, msg=lambda s, n=name: n + s)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("module", "optimizer"),
+    [(m, o) for i, m in enumerate([*WIDE, *IMAGES]) for j, o in enumerate(OPTIMIZERS) if (i + j) % 3 == 0],
+)
+def test_weights_and_answers_are_those_of_plain_pytorch(module: str, optimizer: str) -> None:
+    make, shape = (WIDE[module], (4,)) if module in WIDE else (IMAGES[module], (3, 8, 8))
+    for clip, mini_batch in product((None, 0.1), (False, True)):
+        assert_steps_as_in_plain_pytorch(make, OPTIMIZERS[optimizer], shape, clip, mini_batch)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])  # the others take no sparse gradients, nor does clipping
+@pytest.mark.parametrize("mini_batch", [False, True])
+def test_sparse_gradients_step_as_those_of_plain_pytorch(optimizer: str, mini_batch: bool) -> None:
+    assert_steps_as_in_plain_pytorch(sparse, OPTIMIZERS[optimizer], (4,), None, mini_batch)
+
+
+def test_only_what_has_to_be_is_copied() -> None:
+    matrix = nn.Parameter(torch.zeros(3, 4))
+    whole, other, flat = torch.ones(3, 4), torch.ones(3, 4), torch.ones(24)
+    parts = [flat[:12].view(3, 4), flat[12:].view(3, 4)]
+    held = {other.untyped_storage().data_ptr()}
+    gradients = [whole, whole, other, *parts, torch.ones(4, 3).t(), torch.ones(()).expand(3, 4), None]
+    found = private_gradients([matrix] * len(gradients), gradients, held)
+    assert [one is given for one, given in zip(found, gradients, strict=True)] == [
+        *(True, False, False),  # nobody else's; the same again; held
+        *(True, False),  # two halves of one memory
+        *(False, False, True),  # other layouts; none
+    ]
+    assert all(one is None or (one.is_contiguous() and one.equal(torch.ones(3, 4))) for one in found)
+    addresses = [one.untyped_storage().data_ptr() for one in found if one is not None]
+    assert len(set(addresses)) == len(addresses) and not held & set(addresses)
+
+
+def test_a_sparse_gradient_is_copied_where_its_numbers_are_others() -> None:
+    values = torch.ones(2, 4, dtype=D)
+    gradient = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3, 4), check_invariants=True)
+    parameter = nn.Parameter(torch.zeros(3, 4, dtype=D))
+    for held, copied in ((set[int](), False), ({values.untyped_storage().data_ptr()}, True)):
+        one, other = private_gradients([parameter] * 2, [gradient] * 2, held)
+        assert one is not None and other is not None and (one is not gradient) == copied and other is not gradient
+        other._values().zero_()
+        assert values.equal(torch.ones(2, 4, dtype=D)) and one.to_dense().sum() == 8
+
+
+def test_a_gradient_gets_the_layout_of_its_parameter() -> None:
+    one = torch.randn(2, 3, 4, 5)
+    for parameter in (one, one.transpose(0, 2), one.to(memory_format=torch.channels_last), one[:, :, :, ::2]):
+        state = torch.zeros_like(parameter)
+        for gradient in (torch.randn(parameter.shape), torch.ones(()).expand(parameter.shape)):
+            (found,) = private_gradients([nn.Parameter(parameter)], [gradient], set())
+            assert found is not None and found.equal(gradient) and found.stride() == state.stride()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_the_memory_of_any_tensor_is_counted(layout: Any) -> None:
+    dense = torch.eye(4, dtype=D)
+    found = nbytes(dense.to_sparse(layout=layout) if layout is not torch.strided else dense)
+    assert found >= 4 * 8 and (layout is not torch.strided or found == 16 * 8)
+
+
+LARGE = (2**9, 2**9)  # a weight of 1 MB; its bias is small
+
+
+class Watch(torch.optim.SGD):
+    """Sees every gradient that it steps with, and keeps none."""
+
+    def __init__(self, parameters: Any, seen: list["list[weakref.ref[Tensor]]"]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._seen = seen
+
+    def step(self, closure: Any = None) -> None:
+        self._seen.append([weakref.ref(p.grad) for group in self.param_groups for p in group["params"]])
+        super().step(closure)
+
+
+def test_large_gradients_are_held_until_the_next_ones_are_there() -> None:
+    seen: list[list[weakref.ref[Tensor]]] = []
+
+    def living() -> list[list[torch.Size]]:
+        return [[found.shape for ref in each if (found := ref()) is not None] for each in seen]
+
+    spec = TensorSpec((None, LARGE[0]), torch.float32)
+    backend = ExpertBackend("e", nn.Linear(*LARGE), lambda given: Watch(given, seen), args_schema=(spec,))
+    with Runtime([backend]):
+        for _ in range(3):
+            backend.backward_pool.submit_task(torch.randn(2, LARGE[0]), torch.randn(2, LARGE[1])).result(30)
+    assert living() == [[], [], [LARGE]]
+
+
+def test_sparse_gradients_step_as_dense_ones_do() -> None:
+    table = torch.randn(5, 4, dtype=torch.float64)
+    words, gradient = torch.tensor([3, 1, 3]), torch.randn(3, 4, dtype=torch.float64)
+    stepped: list[Tensor] = []
+    for sparse in (False, True):
+        module = nn.Embedding.from_pretrained(table.clone(), freeze=False, sparse=sparse)
+        sgd = torch.optim.SGD(module.parameters(), lr=0.5)
+        backend = ExpertBackend("e", module, sgd, args_schema=(TensorSpec((None,), torch.int64),))
+        with Runtime([backend]):
+            backend.backward_pool.submit_task(words, gradient).result(30)
+        stepped.append(module.weight.detach())
+    assert not torch.equal(stepped[0], table)
+    torch.testing.assert_close(*stepped, rtol=0, atol=1e-12)  # word 3 is there twice: its gradients are added elsewhere
