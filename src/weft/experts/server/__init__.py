@@ -14,7 +14,7 @@ from weft.experts.server.dispatcher import RequestDispatcher
 from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 from weft.experts.server.options import ServerOptions
-from weft.experts.server.reporter import KeepingStatistics, ServerStatistics
+from weft.experts.server.reporter import CheckpointStatistics, ServerStatistics
 from weft.experts.server.server import Server
 from weft.experts.status_page.http import PanelOptions
 from weft.experts.tls import ServerTls
@@ -23,9 +23,9 @@ __all__ = [
     "Access",
     "Audit",
     "Caller",
+    "CheckpointStatistics",
     "Grant",
     "HostedExpert",
-    "KeepingStatistics",
     "PanelOptions",
     "Refusal",
     "RequestDispatcher",

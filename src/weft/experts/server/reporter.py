@@ -27,7 +27,7 @@ from weft.experts.statistics import BackendStatistics, RuntimeStatistics
 
 
 @dataclass(frozen=True)
-class KeepingStatistics:
+class CheckpointStatistics:
     """``durable``: the step on the disk (None: no checkpoints). ``restored``: the step that this start went on from.
 
     ``notes``: where the checkpoint it went on from says something else than the configuration.
@@ -64,7 +64,7 @@ class ServerStatistics:
     failures: Mapping[str, str]
     listed: tuple[str, ...]
     experts: Mapping[str, BackendStatistics]
-    keeping: Mapping[str, KeepingStatistics]
+    keeping: Mapping[str, CheckpointStatistics]
     runtimes: Mapping[str, RuntimeStatistics]
     directory: DirectoryStatistics | None = None
     lease: LeaseStatistics | None = None
@@ -120,7 +120,7 @@ class Reporter:
             failures=failures,
             listed=() if self.heartbeat is None else self.heartbeat.listed,
             experts=dict(self._last),
-            keeping={uid: KeepingStatistics(one.durable, one.restored, one.notes) for uid, one in served.items()},
+            keeping={uid: CheckpointStatistics(one.durable, one.restored, one.notes) for uid, one in served.items()},
             runtimes={name: runtime.statistics() for name, runtime in dict(self._runtimes).items()},
             directory=None if self.peers is None else self.peers.statistics(),
             lease=None if self.heartbeat is None else self.heartbeat.statistics(),

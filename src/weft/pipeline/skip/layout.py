@@ -23,7 +23,7 @@ from weft.pipeline.skip.namespace import Key, Namespace, describe, order_of
 from weft.pipeline.skip.skippable import Skippable
 
 
-class Found(NamedTuple):
+class SkippableLayer(NamedTuple):
     """A skippable layer and its place in the model, as in `named_modules`."""
 
     place: str
@@ -34,11 +34,11 @@ class Found(NamedTuple):
         return f"{place}({self.layer.module_cls.__name__})"
 
 
-def skippables(module: nn.Module | Iterable[nn.Module], place: str = "") -> Iterator[Found]:
+def skippables(module: nn.Module | Iterable[nn.Module], place: str = "") -> Iterator[SkippableLayer]:
     """All skippable layers of a module, itself included, or of several modules in a row."""
     children = _children(module)
     if isinstance(module, Skippable):
-        yield Found(place, cast("Skippable[..., Any]", module))
+        yield SkippableLayer(place, cast("Skippable[..., Any]", module))
     for name, child in children:
         yield from skippables(child, f"{place}.{name}" if place else name)
 
@@ -80,11 +80,11 @@ def verify_skippables(module: nn.Module, *, one_to_one: bool = False) -> None:
         )
 
 
-def wiring_faults(layers: Iterable[Found], *, one_to_one: bool = False) -> Iterator[str]:
+def wiring_faults(layers: Iterable[SkippableLayer], *, one_to_one: bool = False) -> Iterator[str]:
     """One line for each fault among layers that run in this order."""
-    stashed: dict[Key, Found] = {}
-    popped: dict[Key, Found] = {}
-    early: list[tuple[Key, Found]] = []  # pops that found no stash before them
+    stashed: dict[Key, SkippableLayer] = {}
+    popped: dict[Key, SkippableLayer] = {}
+    early: list[tuple[Key, SkippableLayer]] = []  # pops that found no stash before them
     for found in layers:
         layer = found.layer
         for name in sorted(layer.stashable_names & layer.poppable_names):
@@ -160,6 +160,6 @@ def inspect_skip_layout(partitions: Sequence[nn.Module | Iterable[nn.Module]]) -
     return SkipLayout(len(found), {key: (sources[key], tuple(readers[key])) for key in sources})
 
 
-def _in_partition(j: int, partition: nn.Module | Iterable[nn.Module]) -> Iterator[Found]:
+def _in_partition(j: int, partition: nn.Module | Iterable[nn.Module]) -> Iterator[SkippableLayer]:
     """The skippable layers of one partition; messages name the partition before the place in it."""
     return skippables(partition, f"partition {j}")

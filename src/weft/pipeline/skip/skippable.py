@@ -115,7 +115,7 @@ class pop:
 Talk: TypeAlias = Generator[Any, Any, Any]  # whatever the user's forward yields and returns
 
 
-class Exchange:
+class CommandHandler:
     """Answers the commands of one forward and remembers them."""
 
     def __init__(
@@ -272,14 +272,16 @@ class Skippable(nn.Module, Generic[P, M]):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module, answer the commands that it yields, and return what it returns."""
         tracker = current_skip_tracker()
-        exchange = Exchange(self.module_cls.__name__, self._keys, self.stashable_names, self.poppable_names, tracker)
+        handler = CommandHandler(
+            self.module_cls.__name__, self._keys, self.stashable_names, self.poppable_names, tracker
+        )
         output: Any = self.module(*args, **kwargs)
         if isinstance(output, Generator):
             try:
-                output = exchange.drive(cast(Talk, output))
+                output = handler.drive(cast(Talk, output))
             finally:
-                tracker.stashed_by(self, [self._keys[name] for name in exchange.stashed])
-        exchange.finish()
+                tracker.stashed_by(self, [self._keys[name] for name in handler.stashed])
+        handler.finish()
         return output
 
     def __getattr__(self, name: str) -> Any:
