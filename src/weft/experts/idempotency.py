@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -117,17 +117,22 @@ class _PackedKeys:
 
     def __init__(self, rows: bytearray | None = None) -> None:
         self._memory = bytearray(64 * _ROW.size) if rows is None else rows
-        starts = range(0, 0 if rows is None else len(rows), _ROW.size)
-        self._starts = {bytes(self._memory[start : start + _DIGEST]): start for start in starts}
+        digests = [] if rows is None else [digest for digest, _ in _ROW.iter_unpack(rows)]
+        self._starts = dict(zip(digests, range(0, len(self._memory), _ROW.size), strict=False))
+
+    def principals(self) -> dict[bytes, list[bytes]]:
+        """The keys of each principal, by their digests, in the order in which they were added or loaded."""
+        found: dict[bytes, list[bytes]] = {}
+        memory = self._memory
+        for digest, start in self._starts.items():
+            found.setdefault(bytes(memory[start + _DIGEST : start + _DIGEST + 8]), []).append(digest)
+        return found
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._starts
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._starts)
 
     def principal(self, digest: bytes) -> bytes:
         """Digest of the principal that holds this key."""
@@ -325,9 +330,7 @@ class IdempotencyTable:
             self._uncommitted.clear()
             self._unsaved = dict.fromkeys(dropped)
             self._result_bytes, self._next_expiry, self._offset = 0, 0.0, now - self._clock()
-            held: dict[bytes, list[bytes]] = {}
-            for digest in applied:
-                held.setdefault(applied.principal(digest), []).append(digest)
+            held = applied.principals()
             self._shares = {principal: _Share(OrderedDict.fromkeys(digests)) for principal, digests in held.items()}
             for digest, principal in dropped.items():
                 self._insert(digest, principal, _DROPPED, 0)

@@ -1,4 +1,4 @@
-"""TLS and tokens: how each end of a connection proves itself, and whom it believes.
+"""TLS and tokens: how each end of a connection proves itself, and which peers it trusts.
 
     Certificates   of a client: of experts (`ClientTls`) or of etcd; checked when its channel is made
     ServerTls      of a server: checked before it listens, and read again when its files have changed
@@ -8,7 +8,7 @@
                                       '── a fault: logged, and the old ones stay (half of the files may be new)
 
 gRPC checks that a server's certificate is for the host of its address (or for ``server_name``). That host comes from a
-directory, and so from whoever can write there. Hence the host has to be one of ``servers`` as well: then the
+directory, and so from everyone who can write there. Hence the host has to be one of ``servers`` as well: then the
 certificate is that of a server, and not that of any client which the same authority has signed.
 """
 
@@ -45,7 +45,7 @@ class Certificates:
     """Certificates of a client, as PEM bytes or paths.
 
     Args:
-        authority: who has signed the other end's certificate; None: those that the system trusts.
+        authority: signer of the other end's certificate; None: those that the system trusts.
         key, certificate: one's own, if the other end asks for it; both or neither.
         server_name: what the other end's certificate says, where that is not the name in the address.
     """
@@ -101,8 +101,8 @@ class ClientTls(Certificates):
 class ServerTls:
     """Certificates of a server, as PEM: bytes, or the path of a file.
 
-    With ``authority``, clients must show a certificate that it has signed (mutual TLS); its common name is who they
-    are. Files are read again when they have changed. One that has expired, or is not valid yet, is refused, since
+    With ``authority``, clients must show a certificate that it has signed (mutual TLS); its common name is their
+    name. Files are read again when they have changed. One that has expired, or is not valid yet, is refused, since
     clients would refuse it; ``allow_expired`` serves with it all the same. Raises ``UsageError`` for files that cannot
     be read.
     """
@@ -179,7 +179,7 @@ def _check_server(pems: _Pems, allow_expired: bool) -> None:
         _LOG.warning("clients will refuse the certificate of this server: %s", why)
 
 
-# Whom a client speaks to.
+# Servers that a client may call.
 
 
 def way_faults(tls: Any, token: Any) -> list[str]:

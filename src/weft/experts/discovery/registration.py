@@ -32,7 +32,7 @@ PATIENCE = 0.5
 
 @dataclass(frozen=True)
 class LeaseStatistics:
-    """``seconds`` that a lease lasts, ``left`` of them for who steps, counted by this server's clock.
+    """``seconds`` that a lease lasts, ``left`` of them for steps, counted by this server's clock.
 
     ``late``: seconds by which the last renewal was answered after it was due, at a third of the lease; ``latest``: the
     worst of all.
@@ -47,9 +47,9 @@ class LeaseStatistics:
 class LeaseHeartbeat:
     """Lists experts at an address. Thread-safe.
 
-    ``uids`` is asked at every turn: experts may be added and removed while the server runs. ``moved`` is told of a
-    new lease while the one before it still lasts: what was claimed under that is to be claimed under this.
-    ``replicated`` tells which experts several servers may list.
+    ``uids`` is called at every turn: experts may be added and removed while the server runs. ``moved`` is called with
+    a new lease while the one before it still lasts: claims under that one are to be moved to this one.
+    ``replicated``: whether several servers may list an expert.
     """
 
     def __init__(
@@ -156,21 +156,21 @@ class LeaseHeartbeat:
         thread.join(patience)
 
     def _declared_elsewhere(self, uids: Sequence[str]) -> str | None:
-        """What is wrong if another server lists experts of these that are no replicas; None if none does."""
+        """The fault if another server lists one of these experts that is no replica; None if none does."""
         alone = [uid for uid in uids if not self._replicated(uid)]
         known = self._directory.get() if alone else None
         others = {uid: set(known.addresses(uid)) - {self.address} for uid in alone} if known is not None else {}
-        told = [f"{uid!r} at {', '.join(sorted(found))}" for uid, found in others.items() if found]
-        if not told:
+        faults = [f"{uid!r} at {', '.join(sorted(found))}" for uid, found in others.items() if found]
+        if not faults:
             return None
         return listed(
             f"the server at {self.address} cannot list experts that other servers list: clients might move between "
             "different weights. Give them other names, or say replicas= at every server that has them:",
-            told,
+            faults,
         )
 
     def _renewed(self, start: float, lease: Lease) -> None:
-        """The directory has answered what it was asked at ``start``."""
+        """The directory has answered a call that began at ``start``."""
         self._late = max(0.0, time.monotonic() - self._due) if self._due > float("-inf") else 0.0
         self._latest = max(self._late, self._latest)
         self._until, self._due = start + lease.ttl * (1 - _MARGIN), start + lease.ttl / 3
@@ -193,7 +193,7 @@ class PeerStatistics:
 
 @dataclass(frozen=True)
 class DirectoryStatistics:
-    """``servers`` whose leases last, by address; ``here`` is the address of the one that tells.
+    """``servers`` whose leases last, by address; ``here`` is the address of this one.
 
     ``away_seconds``: since when the directory has not answered; 0 while it does.
     """
@@ -204,7 +204,7 @@ class DirectoryStatistics:
 
 
 class Peers:
-    """Looks when it is told to, and tells what it saw. `statistics` may be called in any thread."""
+    """The other servers of the directory, as of the last `look`. `statistics` may be called in any thread."""
 
     def __init__(self, directory: Directory, here: str) -> None:
         self._directory = directory
@@ -215,7 +215,7 @@ class Peers:
         self._snapshot = Snapshot()
 
     def look(self) -> None:
-        """See who else is there; where the directory does not answer, the renewal of the own lease tells."""
+        """Update; where the directory does not answer, the renewal of the own lease reports it."""
         with suppress(AwayError):
             self._look()
 

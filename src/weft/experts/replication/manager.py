@@ -289,7 +289,7 @@ class ReplicationManager:
         return self._claim(replica, snapshot, lease)
 
     def _claim(self, replica: Replica, snapshot: Snapshot, lease: Lease) -> bool:
-        """Claim it, and lead if nobody of before may step it any more; whether that came about."""
+        """Claim it, and take over unless a previous owner may still step it; whether that came about."""
         try:
             ownership = self._directory.claim(replica.uid, lease)
         except OwnedError as error:
@@ -318,7 +318,7 @@ class ReplicationManager:
                     with suppress(WeftError):  # that replica does not answer
                         self._stream(address).newest(replica, ownership.token, _ASKED)
             replica.restore()
-        except Exception as error:  # also what module and optimizer raise: nobody else could claim it meanwhile
+        except Exception as error:  # also what module and optimizer raise: no other server could claim it meanwhile
             failure = error
         if replica.broken:
             replica.failure = failure

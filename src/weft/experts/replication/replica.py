@@ -199,7 +199,7 @@ class Replica:
         self._token, self.has_state = token, True
 
     def follow(self, owner: Ownership | None) -> None:
-        """Another owns it, or nobody."""
+        """Another server owns it, or none."""
         with self.lock:
             if self.leadership.role != "follower":
                 self._token = self.version.token
@@ -209,7 +209,7 @@ class Replica:
             self.leadership.follow(owner)
 
     def claimed(self, ownership: Ownership, lease: Lease) -> None:
-        """It is ours, but not ready; from now on no older owner's state is let in, nor one of an earlier life."""
+        """This server owns it, but is not ready; no state of an older owner or epoch is loaded any more."""
         with self.lock:
             self._token = self.version.token
             self.leadership.claim(ownership, lease, "taking over")
@@ -217,7 +217,7 @@ class Replica:
                 self._anew = time.monotonic()
 
     def quiet(self, lease: Lease) -> float:
-        """Seconds for which nobody may lead it yet, under this lease.
+        """Seconds for which no server may lead it yet, under this lease.
 
         A directory that began anew grants what the owner of before may still believe to own: until its lease, which
         is as long as this one, has surely ended.
@@ -225,13 +225,13 @@ class Replica:
         return max(0.0, self._anew + lease.ttl - time.monotonic())
 
     def failed(self, error: Exception) -> None:
-        """Following went wrong. It matters no more to who owns it by now."""
+        """Following failed. Ignored if this server owns it by now."""
         with self.lock:
             if self.leadership.role == "follower":
                 self.failure = error
 
     def lead(self, ownership: Ownership, lease: Lease) -> None:
-        """It is ours and ready. Mini-batches that were open under an earlier owner do not go on."""
+        """This server owns it and is ready. Mini-batches that were open under an earlier owner do not go on."""
         with self.lock:
             self.has_state, self.failure = True, None
             self.incarnation = secrets.randbits(63)
@@ -254,7 +254,7 @@ class Replica:
         """Load the state that an owner has sent; False if it is not wanted any more.
 
         Raises ``FencedError`` for the state of an owner that was replaced, ``DamagedError`` for bytes that are no
-        state, and what module and optimizer raise; then nobody makes this replica the owner any more.
+        state, and what module and optimizer raise; then this replica never becomes the owner.
         """
         value = deserialize(data)
         with self.lock:

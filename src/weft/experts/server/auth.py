@@ -67,7 +67,7 @@ OPEN = (Grant("*", role=Role.ADMIN),)
 
 @dataclass(frozen=True)
 class Caller:
-    """The client of a connection: a proven ``name`` (empty: nobody proved anything), and ``peer``, an address.
+    """The client of a connection: a proven ``name`` (empty without proof), and ``peer``, an address.
 
     ``trace``: the W3C traceparent that its connection came with; empty without one. ``stream``: by which it calls.
     """
@@ -79,11 +79,11 @@ class Caller:
 
     @cached_property  # asked several times for each call
     def principal(self) -> str:
-        """Whose quotas and shares its calls count against: what is proven, else the host of the address."""
+        """The name under which quotas and shares count its calls: the proven one, else the host of the address."""
         return self.name or f"{_PEER}{_host(self.peer)}"
 
     def owner(self, client: str, mini_batch: str | None) -> tuple[str, str | None]:
-        """Who owns keys and mini-batches of a call that says that it is from ``client``.
+        """Owner of the keys and mini-batches of a call that claims to be from ``client``.
 
         Proven names and others never meet. Several processes may share a proven name: within it, the name that the
         call says keeps their mini-batches apart; keys are random, and so apart anyway. Unproven names do not go by
@@ -99,7 +99,7 @@ class Access:
     """Grants and tokens of a server.
 
     Args:
-    grants: what is allowed; by default everything, to everybody who can connect.
+    grants: what is allowed; by default everything, to every client that can connect.
     tokens: secret -> client name. A token that is not in it is refused.
 
     Raises ``UsageError`` for an empty token or name, for a token that no client can show, and for tokens without
@@ -124,10 +124,10 @@ class Access:
             raise UsageError(listed("no client can show these tokens:", faults))
         if self.tokens and self.grants is OPEN:
             raise UsageError(
-                "there are tokens and no grants, so that who shows no token might do everything; say by grants= who "
-                "may do what"
+                "there are tokens and no grants, so that a client without a token might do everything; give grants= as "
+                "well"
             )
-        object.__setattr__(self, "grants", tuple(self.grants))  # roles are remembered: nobody changes them later
+        object.__setattr__(self, "grants", tuple(self.grants))  # roles are cached, so grants must not change later
 
     def named(self, token: str) -> str | None:
         """The client whose token this is. Takes the same time whichever it is."""
@@ -170,7 +170,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One refusal: seconds since the epoch, who, what, and why."""
+    """One refusal: seconds since the epoch, the client, the expert, what was asked for, and why it was refused."""
 
     time: float
     client: str
@@ -183,7 +183,7 @@ class Refusal:
 class Audit:
     """Writes refusals to the logger ``weft.experts.audit`` and remembers the last ones. Thread-safe.
 
-    Whoever is refused chooses names and pace: names are escaped and cut, and of more than a few lines a second only the
+    Refused clients choose names and pace: names are escaped and cut, and of more than a few lines a second only the
     number is written. ``counts`` has them all.
     """
 

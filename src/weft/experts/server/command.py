@@ -1,4 +1,4 @@
-"""``weft serve``: a server in a process of its own, until it is told to end.
+"""``weft serve``: a server in a process of its own, until a signal ends it.
 
 SIGTERM, SIGINT, SIGHUP ──> drain: accepted work is answered, new work is sent elsewhere ── save ── exit 0
     during the start    ──> the start is given up ── exit 0
@@ -25,7 +25,7 @@ _FROZEN = 10_000
 
 
 class _Stop:
-    """Notes that a signal asked for the end. Until the server serves, it also gives up what the main thread does."""
+    """Signal handler that notes the end. Until the server serves, it also interrupts the main thread."""
 
     def __init__(self) -> None:
         self.serving = False
@@ -48,7 +48,7 @@ class _Stop:
 
 
 def serve(config: Mapping[str, Any]) -> None:
-    """Serve what the configuration says until SIGTERM, SIGINT or SIGHUP. In the main thread of the process.
+    """Serve as configured until SIGTERM, SIGINT or SIGHUP. In the main thread of the process.
 
     SIGHUP is left alone where it is ignored (``nohup``). Prints one line with the address when it listens. Raises what
     `weft.experts.server.config.build` and `Server.start` raise, ``SystemExit`` for a signal before it listens, and
@@ -109,7 +109,7 @@ def _until(stop: _Stop, server: Server) -> None:
 
 
 def _say(line: str) -> None:
-    """One line for whoever reads it. Who reads no more, such as ``| head -1``, does not end the server."""
+    """Print one line. A reader that has gone, such as ``| head -1``, does not end the server."""
     try:
         print(line, flush=True)
     except OSError:  # what is still in the buffer would be tried again when the interpreter ends

@@ -27,9 +27,10 @@
     [tokens]    secret = "client"     [[grants]]  client, expert, role = "forward" | "train" | "admin"
 
 With neither tokens nor grants everybody may do everything: beyond 127.0.0.1 that wants ``insecure = true``, or [tls]
-with an authority. With ``grants = []`` nobody may do anything; a grant without ``client`` is for all who proved a name.
+with an authority. With ``grants = []`` nobody may do anything; a grant without ``client`` is for all clients with a
+proven name.
 
-Whoever writes this file runs the server: it may name any module to import.
+The author of this file runs the server: it may name any module to import.
 """
 
 import tomllib
@@ -199,7 +200,7 @@ class ExpertTable(_Table):
 
 
 class GrantTable(_Table):
-    """An entry of ``[[grants]]``; without a client it is for all who proved a name."""
+    """An entry of ``[[grants]]``; without a client it is for all with a proven name."""
 
     client: str = Grant.client
     expert: str = Grant.expert
@@ -207,7 +208,7 @@ class GrantTable(_Table):
 
 
 class PanelTable(_Table):
-    """Address of the status page, and who may read it. The token stands in a file of its own."""
+    """Address of the status page, and its readers. The token stands in a file of its own."""
 
     address: str
     allowed_hosts: list[_Text] = []
@@ -427,7 +428,7 @@ def _relation_faults(table: Mapping[str, Any]) -> list[str]:
 
 
 def _open_faults(table: Mapping[str, Any]) -> list[str]:
-    """Whether everybody on a network could do everything, which nobody has said in so many words."""
+    """Refuse access for everybody on a network, unless the file asks for it."""
     address, tls = table.get("address", "127.0.0.1"), table.get("tls")
     named = isinstance(tls, dict) and "authority" in tls
     if table.get("insecure") is True or "grants" in table or named or address_fault("address", address, free=True):

@@ -5,7 +5,7 @@
       '───────┴──────────┴───────────┴──────────┴────────────┴─────────────┴────────────> ERROR, to its author only
 
 Everything that can be refused is refused before a tensor is made. A task takes its call's deadline along, and is
-dropped if its turn comes later. `ObservedDispatcher` tells an observer of it, see `weft.experts.telemetry`:
+dropped if its turn comes later. `ObservedDispatcher` reports to an observer, see `weft.experts.telemetry`:
 
     dispatch ── weft.receive ──> future, and the trace it belongs to ──┐
     batch of tasks, whose waiters are such futures <───────────────────┘ ── weft.queue each ── weft.batch ── weft.step
@@ -60,8 +60,8 @@ class RequestDispatcher:
     """The experts of one server, and access to them.
 
     Args:
-        access: who may do what.
-        audit: hears of every refusal.
+        access: roles of clients for experts.
+        audit: notes every refusal.
         longest: seconds that a call may have at most.
     """
 
@@ -100,7 +100,7 @@ class RequestDispatcher:
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         """Answer a call, now or later, through ``reply``. Never raises.
 
-        The future, if there is one, may be cancelled when nobody waits any more; then no answer comes.
+        The future, if there is one, may be cancelled when its client has gone; then no answer comes.
         """
         header = call.header
         self._counts[header.kind.name] += 1
@@ -211,7 +211,7 @@ class RequestDispatcher:
         reply(result(header, done.result(), served.backend.steps, served.receipt(), flags))
 
     def _unknown(self, uid: str, client: str | None) -> UnknownExpertError:
-        """``client`` hears only the names that it may use; None hears all."""
+        """The error names experts only that ``client`` may use; None: all."""
         known = [each for each in sorted(self._experts) if client is None or self.access.role(client, each) > Role.NONE]
         some = ", ".join(known[:5]) + (f" and {len(known) - 5} more" if len(known) > 5 else "")
         return UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
@@ -251,7 +251,7 @@ def make_dispatcher(
     observer: Observer | None,
     own: Callable[[Callable[[], None]], None],
 ) -> RequestDispatcher:
-    """The dispatcher of a server; an observed one is to be released at its end, which ``own`` is told."""
+    """The dispatcher of a server; an observed one is given to ``own`` to be released at the server's end."""
     if observer is None:
         return RequestDispatcher(access, audit, longest)
     dispatcher = ObservedDispatcher(SafeObserver(observer), access, audit, longest)
@@ -265,7 +265,7 @@ class ObservedDispatcher(RequestDispatcher):
     def __init__(self, observer: Observer, access: Access | None, audit: Audit, longest: float) -> None:
         super().__init__(access, audit, longest)
         self._observer = observer
-        self._taking = threading.RLock()  # a batch waits until the trace of what it holds is known
+        self._lock_traces = threading.RLock()  # a batch waits until the traces of its tasks are known
         self._traces: dict[Future[Results], str] = {}
         self._undo: dict[str, list[Callable[[], object]]] = {}
 
@@ -289,10 +289,10 @@ class ObservedDispatcher(RequestDispatcher):
 
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         """See `RequestDispatcher.dispatch`."""
-        told = {"weft.expert": call.header.uid, "weft.direction": call.header.kind.name.lower()}
-        told["weft.client"] = caller.name or call.header.client
+        attributes = {"weft.expert": call.header.uid, "weft.direction": call.header.kind.name.lower()}
+        attributes["weft.client"] = caller.name or call.header.client
         parents = (caller.trace,) if caller.trace else ()
-        with self._taking, self._observer.span("weft.receive", told, parents=parents):
+        with self._lock_traces, self._observer.span("weft.receive", attributes, parents=parents):
             future = super().dispatch(call, caller, reply)
             trace = self._observer.current()
             if future is not None and trace is not None and not future.done():
@@ -324,15 +324,15 @@ class ObservedDispatcher(RequestDispatcher):
         return partial(held.pop, "apply_gradients") if before is None else partial(held.update, apply_gradients=before)
 
     def _batch(self, expert: str, direction: str, process: Process, tasks: Sequence[Task]) -> Sequence[Answer]:
-        told = {"weft.expert": expert, "weft.direction": direction}
-        with self._taking:
+        attributes = {"weft.expert": expert, "weft.direction": direction}
+        with self._lock_traces:
             traces = [[self._traces[each] for each in task.waiters if each in self._traces] for task in tasks]
         now = time.monotonic()
         for task, known in zip(tasks, traces, strict=True):
-            rows = {**told, "weft.rows": task.rows}
+            rows = {**attributes, "weft.rows": task.rows}
             with self._observer.span("weft.queue", rows, parents=known[:1], waited=max(0.0, now - task.arrival)):
                 pass
         size: dict[str, str | int] = {"weft.tasks": len(tasks), "weft.rows": sum(task.rows for task in tasks)}
         parents = [trace for known in traces for trace in known]
-        with self._observer.span("weft.batch", {**told, **size}, parents=parents):
+        with self._observer.span("weft.batch", {**attributes, **size}, parents=parents):
             return process(tasks)

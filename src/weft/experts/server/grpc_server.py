@@ -5,12 +5,12 @@
     Info     frame of INFO calls -> frame of answers
     Status   -> JSON, for those with role ADMIN; reads nothing
     State    states of experts, for followers with role ADMIN; see `weft.experts.replication.LeaderStreams`
-    grpc.reflection.v1alpha.ServerReflection    as published, for those who are admitted
+    grpc.reflection.v1alpha.ServerReflection    as published, for admitted clients
     grpc.health.v1.Health                       for everybody; answers for the whole server, and reads nothing
 
 Every method is a stream to gRPC, also those that clients call as unary: of a unary request gRPC holds the whole before
-its handler runs. So of strangers only headers are held, and of a client no more than the budget has room for. What is
-sent is decoded with the server's limits, and nothing that anybody can send reaches another stream.
+its handler runs. So of unknown callers only headers are held, and of a client no more than the budget has room for.
+Frames are decoded with the server's limits, and nothing that one client sends reaches another stream.
 """
 
 import asyncio
@@ -159,7 +159,7 @@ class GrpcServer:
         try:
             while True:
                 changed = self._health_changed
-                await context.write(self._status_now)  # who reads nothing blocks here, and nobody else
+                await context.write(self._status_now)  # a client that reads nothing blocks only itself
                 await changed.wait()
         finally:
             self._watchers -= 1
@@ -233,7 +233,7 @@ class GrpcServer:
             return None
         size = frame_size(memoryview(part), self._options.limits)
         if len(part) != MESSAGE_BYTES or size <= MESSAGE_BYTES:
-            return part  # decoding it tells if it is cut off
+            return part  # decoding detects if it is cut off
         await self.budget.reserve(size, client, _ROOM_SECONDS)
         try:
             frame, have = np.empty(size, np.uint8).data, 0  # not zeroed: no page is there before its bytes are
@@ -312,7 +312,7 @@ class GrpcServer:
 
     @asynccontextmanager
     async def _admitted(self, context: Any, what: str) -> AsyncGenerator[Caller]:
-        """Who calls; strangers are refused here, before anything of theirs is read, and so is what finds no room."""
+        """The caller. Unknown ones, and those that find no room, are refused before anything of theirs is read."""
         try:
             caller = authenticate(
                 self._dispatcher.access, context.auth_context(), context.invocation_metadata(), context.peer()

@@ -1,4 +1,4 @@
-"""One expert of a server: restored at the start, saved now and then, with the step that a crash cannot take back.
+"""A hosted expert: restored at the start, saved periodically, with the step that a crash cannot take back.
 
     restore   newest whole checkpoint ──> weights, optimizer, schedule, steps, idempotency keys
     save      the same, all of one step, under the expert's lock; written outside of it
@@ -77,7 +77,7 @@ class HostedExpert:
         return describe(self.backend.get_info(), self.durable, self.incarnation)
 
     def receipt(self) -> bytes:
-        """What goes with every result."""
+        """The receipt that goes with every result."""
         token = 0 if self.replica is None else self.replica.leadership.token
         return Receipt(self.durable, self.incarnation, token).to_bytes()
 
@@ -147,7 +147,7 @@ class HostedExpert:
             if not self._owns or self._store is None:  # the lease may have lapsed meanwhile, or the server ended
                 return False
             if self._folder is not None:
-                self._folder.hold()  # somebody may have removed it, and another server begun in its place
+                self._folder.hold()  # it may have been removed, and another server begun in its place
             store.write(encoded)
             self.durable = step
             return True
@@ -159,11 +159,11 @@ class HostedExpert:
             self._folder.release()
 
     def statistics(self) -> dict[str, Any]:
-        """What the checkpoints of this expert are at."""
+        """The step that is durable, and the one restored from."""
         return {"durable": self.durable, "restored": self.restored}
 
     def _tell(self, skipped: Sequence[str], changes: Sequence[str]) -> None:
-        """In the log and in the status: what an operator has to know of this start."""
+        """Report in the log and in the status what an operator has to know of this start."""
         uid = self.backend.name
         if skipped:
             self.failure = listed(
@@ -179,11 +179,11 @@ class HostedExpert:
         return self.replica is None or self.replica.leadership.may_step
 
     def _replaced(self) -> None:
-        """Another server's state was loaded: what is on the disk is not of it."""
+        """Another server's state was loaded: no checkpoint of it is on the disk."""
         self.durable = None
 
     def _check(self, limits: Limits) -> None:
-        """What cannot be told to a client, or asked for by one, had better be known before one asks."""
+        """Refuse schemas and names that no client could receive or call."""
         found: Description = read_description(self.describe())
         if found.name != self.backend.name:
             raise UsageError(f"expert {self.backend.name!r} has a name that does not survive the wire")

@@ -45,7 +45,7 @@ class ServerStatistics:
     ``turned_away`` clients found the server full, ``broken`` ones sent what is no frame, ``refusals`` were forbidden;
     all by kind of call, ``errors`` by reason. ``seconds`` since the start. ``failures``: what last went wrong with
     the directory or the checkpoints, empty if nothing does now; and damaged checkpoints that the start passed over.
-    ``directory``: who else is alive; ``lease``: how its renewals keep up. None without one.
+    ``directory``: the live servers; ``lease``: how its renewals keep up. None without one.
     """
 
     address: str
@@ -76,7 +76,7 @@ class ServerStatistics:
 
 
 class Reporter:
-    """Asks the parts of one server. Thread-safe; never waits for a module, a disk or a network."""
+    """Collects the numbers of one server. Thread-safe; never waits for a module, a disk or a network."""
 
     def __init__(
         self,

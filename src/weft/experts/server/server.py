@@ -54,7 +54,7 @@ class Server:
         experts: more may be added and removed while it runs.
         address: host and port to listen at; port 0 takes a free one, see `address` afterwards.
         advertise: the address that the directory lists; by default the one where it listens, if others can call that.
-        access: who may do what; see `Access`. By default everybody who can connect may do everything.
+        access: roles of clients; see `Access`. By default every client that can connect may do everything.
         tls: certificates. Without, nothing is encrypted.
         directory: where the experts are listed.
         checkpoints: where they are saved, and restored from at the start.
@@ -63,11 +63,11 @@ class Server:
             None: none. See `weft.experts.replication`.
         panel: host and port of a status page and metrics, see `weft.experts.status_page`; port 0 takes a free one, see
             `panel_url`. Beyond loopback it wants `PanelOptions`, with a token. None: no panel.
-        observer: hears of calls, queues, batches and steps; see `weft.experts.telemetry`.
+        observer: receives spans of calls, queues, batches and steps; see `weft.experts.telemetry`.
 
-    Raises ``UsageError`` for two experts of one name, schemas that cannot be told, replicas without a directory, and
-    addresses that are none, that the directory would list and nobody could call (0.0.0.0 without ``advertise``), or
-    that no directory would list (``advertise`` without one).
+    Raises ``UsageError`` for two experts of one name, schemas that cannot be sent, replicas without a directory, and
+    addresses that are invalid, that the directory would list and no client could call (0.0.0.0 without
+    ``advertise``), or that no directory would list (``advertise`` without one).
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -223,7 +223,7 @@ class Server:
             try:
                 if self._store is not None and finished:
                     self.checkpoint()
-                elif self._store is not None:  # what no module holds; the caller hears of the rest
+                elif self._store is not None:  # what no module holds; the result reports the rest
                     _attempt("saving", lambda: save_all(self._dispatcher.experts().values(), _LEAST))
                 self._replication.raise_failure()
             finally:
@@ -249,7 +249,7 @@ class Server:
         return self
 
     def own(self, close: Callable[[], None]) -> None:
-        """What to call when all has ended; for what was made for this server alone."""
+        """Call ``close`` when all has ended; for what was made for this server alone."""
         self._owned.append(close)
 
     def __exit__(self, *exception: object) -> None:
@@ -299,16 +299,16 @@ class Server:
             self._panel.start()
 
     def _give_up(self) -> None:
-        """End what a failed start has begun."""
+        """End the threads that a failed start has begun."""
         if self._running:  # it listened already: what came meanwhile is not lost
-            with suppress(WeftError):  # why it failed to start is told, and nothing else
+            with suppress(WeftError):  # the caller gets the error of the start, and no other
                 self.shutdown()
         else:
             self._ended = True
             self._close(_LAST)
 
     def _announce(self) -> None:
-        """Tell the directory now; if it is away, the lease thread goes on trying.
+        """Be listed now; if the directory is away, the lease thread goes on trying.
 
         Raises ``UsageError`` for experts that another server lists, for longer than the lease of a dead one lasts.
         """

@@ -105,7 +105,7 @@ class ByteBudget:
 
 
 class ServerStream:
-    """Made in the loop's thread; `answer` may be called in any, all else belongs to the loop.
+    """A client's stream. `answer` may be called in any thread, all else belongs to the loop.
 
     ``budget`` is shared by all connections of a server.
     """
@@ -132,7 +132,7 @@ class ServerStream:
         self._futures: dict[int, Future[Results]] = {}
 
     def take(self, call: Received) -> None:
-        """Have a call answered."""
+        """Dispatch a call, and send its answer."""
         cost = sum(max(one.nbytes, one.decoded_bytes) for one in call.descriptors)
         self.calls += 1
         try:
@@ -188,7 +188,7 @@ class ServerStream:
         self._wake.set()
 
     def abandon(self) -> None:
-        """Nobody is there any more to answer to: let what still waits leave the queues."""
+        """The client has gone: remove its waiting calls from the queues."""
         self.caller.stream.ended_at = time.monotonic()
         for future in list(self._futures.values()):
             future.cancel()

@@ -74,7 +74,7 @@ class PeriodicTask:
 
 
 class PeriodicTasks(dict[str, PeriodicTask]):
-    """What one server repeats, by name."""
+    """Periodic tasks of one server, by name."""
 
     def begin(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
         """One more, and start it."""
@@ -148,6 +148,6 @@ class Runtimes(dict[str, Runtime]):
         return all([each.shutdown(timeout=max(0.0, end - time.monotonic())) for each in self.values()])
 
     def stop(self, left: Callable[[], float]) -> None:
-        """End the threads; ``left`` tells how many seconds each may take now."""
+        """End the threads; ``left`` returns how many seconds each may take now."""
         for each in self.values():
             each.shutdown(drain=False, timeout=left())
