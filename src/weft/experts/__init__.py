@@ -13,7 +13,7 @@ graph_cache.py       graphs and inputs kept from forward to backward
 journal.py           the log of batches, its files, and the replay from it
 state.py             what a state holds, and loading it   checkpoint.py  what survives the process
 serialization.py     state dicts as safetensors files
-statistics.py, errors.py, telemetry.py                    plain numbers, what can go wrong, what tools see
+telemetry.py         statistics and spans                 errors.py  what can go wrong
 wire/, compression.py, protobuf.py                        tensors as bytes, behind a checked header
 discovery/, replication/, mixture/                        who serves what; one expert at several servers; the best k
 server/, client/, service/, panel/                        over gRPC: Server, RemoteExpert, what both know, status page

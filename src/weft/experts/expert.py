@@ -32,9 +32,9 @@ from weft.experts.optimizer_step import OptimizerLike, ScheduleLike, Stepper, ma
 from weft.experts.schema import FlatSchema, call_schema
 from weft.experts.side_effects import SideEffects
 from weft.experts.state import check_state, load, state_of
-from weft.experts.statistics import BackendStatistics
 from weft.experts.task import Results
 from weft.experts.task_pool import CallerGroup, PoolOptions, TaskPool
+from weft.experts.telemetry import BackendStatistics
 
 
 class ExpertBackend:

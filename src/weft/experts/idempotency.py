@@ -33,8 +33,8 @@ import torch
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.experts.errors import KeyReusedError, OverloadError, ResultEvictedError
-from weft.experts.statistics import RecordsStatistics
 from weft.experts.task import Results, Task
+from weft.experts.telemetry import RecordsStatistics
 
 RequestKind = Literal["backward", "commit"]
 MiniBatch = tuple[str | None, str]

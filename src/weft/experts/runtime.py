@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 from weft.core.errors import UsageError
 from weft.core.validation import LONGEST
 from weft.experts.errors import ExpertError
-from weft.experts.statistics import RuntimeStatistics
 from weft.experts.task_pool import TaskPool
+from weft.experts.telemetry import RuntimeStatistics
 
 _holders: "WeakKeyDictionary[TaskPool, Runtime]" = WeakKeyDictionary()  # which runtime that runs has which pool
 _holding = threading.Lock()

@@ -45,8 +45,8 @@ from weft.experts.errors import (
 )
 from weft.experts.idempotency import IdempotencyTable, RequestKind, fingerprint
 from weft.experts.schema import FlatSchema
-from weft.experts.statistics import PoolStatistics
 from weft.experts.task import Answer, BatchQueue, CallerStream, Results, Task, answer
+from weft.experts.telemetry import PoolStatistics
 
 
 @dataclass(frozen=True)

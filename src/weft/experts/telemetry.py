@@ -1,4 +1,7 @@
-"""Telemetry: spans for the work of a server, told to an `Observer`, such as OpenTelemetry's API.
+"""Telemetry: statistics as plain numbers, and spans for the work of a server, told to an `Observer`.
+
+Every long-lived object here has ``statistics()`` (trio's custom), which returns one of these classes: values taken at
+one moment, which change no more and hold no tensor.
 
     client          | network thread        | runtime thread
     trace ──────────┼─> weft.receive ───────┼─> weft.queue (arrival to now) ─> weft.batch ── weft.step within it
@@ -16,6 +19,7 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 from weft.core.errors import UsageError
@@ -136,3 +140,74 @@ class OpenTelemetryObserver:
 def _extracted(traceparent: str) -> Any:
     """The context that a traceparent names; an empty one if it names none."""
     return _propagate.extract({"traceparent": traceparent}, context=_context.Context())
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """``merged`` counts batches by how many tasks they joined, up to the next power of two. Ages are seconds, and so is
+    ``waited``: how long batches that could have begun have waited for others, in all."""
+
+    name: str
+    submitted: int
+    answered: int
+    failed: Mapping[str, int]
+    refused: Mapping[str, int]
+    cancelled: int
+    expired: int
+    joined: int
+    batches: int
+    rows: int
+    merged: Mapping[int, int]
+    waited: float
+    waiting_tasks: int
+    waiting_rows: int
+    running_tasks: int
+    oldest_age: float
+
+
+@dataclass(frozen=True)
+class RecordsStatistics:
+    """The memory of idempotency keys: ``results`` are still held, ``keys`` are known to be applied."""
+
+    running: int
+    keys: int
+    results: int
+    result_bytes: int
+    repeated: int
+
+
+@dataclass(frozen=True)
+class BackendStatistics:
+    """One expert: optimizer ``steps``, batches run, refusals of gradients by reason, graphs kept and used.
+
+    ``kept_graph_bytes`` count inputs that are kept for their backward as well.
+    """
+
+    name: str
+    steps: int
+    forward_batches: int
+    backward_batches: int
+    retried_batches: int
+    refused_gradients: Mapping[str, int]
+    open_mini_batches: int
+    open_mini_batch_bytes: int
+    kept_graphs: int
+    kept_graph_bytes: int
+    used_graphs: int
+    journal_failures: int
+    buffer_bytes: int
+    records: RecordsStatistics
+    pools: Mapping[str, PoolStatistics]
+
+
+@dataclass(frozen=True)
+class RuntimeStatistics:
+    """One device: ``busy`` of its ``seconds`` since the start it worked on batches."""
+
+    name: str
+    alive: bool
+    pools: int
+    batches: int
+    busy: float
+    seconds: float
+    working_on: str | None

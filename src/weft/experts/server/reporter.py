@@ -23,7 +23,7 @@ from weft.experts.runtime import Runtime
 from weft.experts.server.dispatcher import RequestDispatcher
 from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.server.threads import PeriodicTask
-from weft.experts.statistics import BackendStatistics, RuntimeStatistics
+from weft.experts.telemetry import BackendStatistics, RuntimeStatistics
 
 
 @dataclass(frozen=True)
