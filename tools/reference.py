@@ -14,7 +14,12 @@ import pdoc
 
 LOADED = ("weft", "weft.errors")
 """Packages that load their names when they are touched; pdoc sees only what has been loaded."""
-PAGES = ("weft", "weft.recurrent.cells", "weft.recurrent.layers")
+PAGES = (
+    "weft",
+    "weft.recurrent.cells",
+    "weft.recurrent.layers",
+    *(f"weft.experts.{name}" for name in ("client", "discovery", "mixture", "replication", "server")),
+)
 """A package brings along those modules that its `__all__` names; the others are named here."""
 
 
