@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,22 +48,27 @@ def test_a_renewal_does_not_wait_behind_a_look_at_the_directory() -> None:
         directory.gate.set()
 
 
-def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginning() -> None:
-    times: list[float] = []
+def test_a_failed_renewal_is_tried_again_soon_and_turns_count_from_their_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, pauses = [0.0], list[float]()
+
+    class Waits(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0.0)
+            return len(pauses) > 5  # the end
 
     def act() -> None:
-        times.append(time.monotonic())
-        if len(times) in (1, 2):
+        if len(pauses) in (1, 2):
             raise AwayError("away")
-        time.sleep(0.1)
+        now[0] += 0.125
 
-    repeat = PeriodicTask("lease", 0.2, act, urgent=True)
-    repeat.start()
-    until(lambda: len(times) >= 5)
-    repeat.stop(5.0)
-    assert times[1] - times[0] < 0.15  # a tenth; a loaded machine may add to it
-    assert times[4] - times[3] >= 0.19  # not oftener than asked
-    assert repeat.last_failure is None and repeat.failures == 2
+    monkeypatch.setattr("weft.experts.server.threads.time", SimpleNamespace(monotonic=lambda: now[0]))
+    task = PeriodicTask("lease", 0.5, act, urgent=True)
+    task._stop = Waits()
+    task._run()
+    assert pauses == pytest.approx([0.5, 0.05, 0.05, 0.375, 0.375, 0.375])  # a tenth after a failure
+    assert task.last_failure is None and task.failures == 2
 
 
 def test_an_owner_stops_before_its_lease_ends_and_tells_how_late_renewals_were() -> None:

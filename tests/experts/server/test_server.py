@@ -19,7 +19,7 @@ from weft.experts import ExpertBackend
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.client import LocalTransport, RemoteExpert
 from weft.experts.client.status import shown
-from weft.experts.discovery import DeclaredError, LocalDirectory, Snapshot
+from weft.experts.discovery import DeclaredError, Lease, LocalDirectory, Snapshot
 from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.errors import ClosedError, CommitError
 from weft.experts.replication import ReplicaOptions
@@ -88,11 +88,18 @@ def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path: Path, monkeypat
 
 
 def test_it_is_listed_as_long_as_it_takes_work() -> None:
-    directory = LocalDirectory()
-    with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.3)) as server:
+    renewals = list[Lease]()
+
+    class Counting(LocalDirectory):
+        def renew(self, lease: Lease) -> None:
+            super().renew(lease)
+            renewals.append(lease)
+
+    directory = Counting()
+    with Server([fussy_backend()], directory=directory, options=ServerOptions(lease_seconds=0.5)) as server:
         assert directory.get().addresses("fussy") == (server.address,)
-        time.sleep(0.8)  # longer than the lease
-        assert server.statistics().listed == ("fussy",) and "fussy" in directory.get()
+        until(lambda: len(renewals) >= 4)  # for longer than the lease
+        until(lambda: server.statistics().listed == ("fussy",) and "fussy" in directory.get())
         server.drain()
         assert "fussy" not in directory.get()
 
