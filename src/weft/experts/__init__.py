@@ -16,7 +16,7 @@ serialization.py     state dicts as safetensors files
 telemetry.py         statistics and spans                 errors.py  what can go wrong
 wire/, compression.py, protobuf.py                        tensors as bytes, behind a checked header
 discovery/, replication/, mixture/                        who serves what; one expert at several servers; the best k
-server/, client/, service/, panel/                        over gRPC: Server, RemoteExpert, what both know, status page
+server/, client/, status_page/                            over gRPC: Server, RemoteExpert; the status page
 extras.py            what more than torch is needed, and how to install it
 """
 

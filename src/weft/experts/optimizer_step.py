@@ -39,7 +39,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError
+from weft.core.validation import Validator
 from weft.experts.errors import StepError
 from weft.experts.idempotency import RequestKind
 from weft.experts.journal import Entry, Journal, Member
@@ -135,20 +136,17 @@ def make_stepping(
     could = [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
     made = None if optimizer is None else make_optimizer(optimizer, could)
     steered = make_schedule(schedule, made)
-    faults: list[str] = []
-    if made is not None:
+    with Validator(f"expert {name!r} cannot take steps") as check:
         own = {id(parameter) for parameter in parameters}
-        if not any(id(each) in own for group in made.param_groups for each in group["params"]):
-            faults.append("optimizer has none of the module's parameters; make it of module.parameters()")
-    for word, part in (("optimizer", made), ("schedule", steered)):
-        wanted = _wanted(type(part).step) if part is not None and plainly else []
-        if wanted:
-            faults.append(
+        if made is not None and not any(id(each) in own for group in made.param_groups for each in group["params"]):
+            check.add("optimizer has none of the module's parameters; make it of module.parameters()")
+        for word, part in (("optimizer", made), ("schedule", steered)):
+            wanted = _wanted(type(part).step) if part is not None and plainly else []
+            check.that(
+                not wanted,
                 f"{word} is a {type(part).__name__}, whose step wants {', '.join(wanted)}, and nobody gives that; take "
-                "another, or override apply_gradients in a class of your own"
+                "another, or override apply_gradients in a class of your own",
             )
-    if faults:
-        raise UsageError(listed(f"expert {name!r} cannot take steps:", faults))
     return made, steered
 
 

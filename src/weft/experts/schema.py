@@ -22,6 +22,7 @@ from torch import Tensor
 from weft.core.errors import SpecError, UsageError, listed
 from weft.core.pytree import difference, flatten, map_leaves, paths, structure_paths, unflatten
 from weft.core.spec import TensorSpec
+from weft.core.validation import Validator
 
 _BRIEF = 80  # characters of a constant that an error shows
 
@@ -206,20 +207,14 @@ def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
             f"expert {name!r} has neither args_schema nor kwargs_schema: give a tuple (or dict) of TensorSpec, one for "
             "each argument that its module takes"
         )
-    faults: list[str] = []
-    if args is not None and not isinstance(args, list | tuple):
-        faults.append(f"args_schema is of type {type(args).__name__}, wanted a tuple with one entry per argument")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        faults.append(f"kwargs_schema is of type {type(kwargs).__name__}, wanted a dict by the names of the arguments")
-    if faults:
-        raise UsageError(listed(f"the schemas of expert {name!r} cannot be used:", faults))
+    with Validator(f"the schemas of expert {name!r} cannot be used") as check:
+        check.instance("args_schema", args, (list, tuple), "a tuple with one entry per argument", optional=True)
+        check.instance("kwargs_schema", kwargs, Mapping, "a dict by the names of the arguments", optional=True)
     given = cast("tuple[Sequence[Any], Mapping[str, Any]]", (args or (), kwargs or {}))
     tree = _as_specs((tuple(given[0]), dict(given[1])))
     names = [*paths(tree[0], "args"), *paths(tree[1], "kwargs")]
     nest = NestedSchema(tree, "call", names)
-    faults = _batch_faults(nest)
-    if faults:
-        raise UsageError(listed(f"the schemas of expert {name!r} cannot be used:", faults))
+    _check_batch_axis(f"the schemas of expert {name!r} cannot be used", nest)
     explicit = any(spec.requires_grad for spec in nest.specs)
     specs = [replace(s, requires_grad=_differentiable(s) and (s.requires_grad or not explicit)) for s in nest.specs]
     found = NestedSchema(nest.pack(specs), "call", names)
@@ -231,21 +226,17 @@ def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
 def output_schema(name: str, outputs: Any) -> NestedSchema:
     """A schema of outputs that the user gave, as a nest. Raises ``UsageError`` that lists all that is wrong."""
     nest = NestedSchema(_as_specs(outputs), "output")
-    faults = _batch_faults(nest)
-    if faults:
-        raise UsageError(listed(f"the outputs_schema of expert {name!r} cannot be used:", faults))
+    _check_batch_axis(f"the outputs_schema of expert {name!r} cannot be used", nest)
     return nest
 
 
-def _batch_faults(nest: NestedSchema) -> list[str]:
-    """Which specs have no free axis 0."""
-    if not nest.specs:
-        return ["there is no tensor in them, wanted at least one TensorSpec"]
-    return [
-        f"{name} has shape {spec.shape}, wanted None as size of axis 0, the batch"
-        for name, spec in zip(nest.names, nest.specs, strict=True)
-        if not spec.shape or spec.shape[0] is not None
-    ]
+def _check_batch_axis(title: str, nest: NestedSchema) -> None:
+    """Raise ``UsageError`` that lists which specs have no free axis 0."""
+    with Validator(title) as check:
+        check.that(bool(nest.specs), "there is no tensor in them, wanted at least one TensorSpec")
+        for name, spec in zip(nest.names, nest.specs, strict=True):
+            valid = spec.shape[:1] == (None,)
+            check.that(valid, f"{name} has shape {spec.shape}, wanted None as size of axis 0, the batch")
 
 
 def _same(constant: Any, leaf: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from weft.core.errors import UsageError, listed
-from weft.core.validation import count_fault
+from weft.core.validation import Validator
 from weft.experts.optimizer_step import laid_out
 
 _KINDS = {"optimizer": "optimizer_class", "schedule": "schedule_class"}
@@ -46,29 +46,24 @@ def state_of(
 
 def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None, schedule: LRScheduler | None) -> None:
     """Raise ``UsageError`` that lists why this is no state of the expert of this name, with these parts."""
-    faults = [f"{each!r} is missing" for each in sorted((_TABLES | _COUNTS | _WORDS) - state.keys())]
-    faults += [f"{each!r} is not known" for each in sorted(state.keys() - _TABLES - _COUNTS - _WORDS)]
-    faults += [
-        f"there is {'no' if state[each] is None else 'a'} state of the {each}, but this expert has "
-        f"{'none' if part is None else 'one'}"
-        for each, part in (("optimizer", optimizer), ("schedule", schedule))
-        if each in state and (state[each] is None) != (part is None)
-    ]
-    for each in sorted(_COUNTS & state.keys()):
-        faults += count_fault(each, state[each], zero=True)
-    faults += [
-        f"{each} is of type {type(state[each]).__name__}, wanted a dict"
-        for each in sorted(_TABLES & state.keys())
-        if not isinstance(state[each], Mapping) and (each == "module" or state[each] is not None)
-    ]
-    if not isinstance(state.get("branch", ""), str):
-        faults.append(f"'branch' is {state['branch']!r}, wanted a str")
-    for each, part in (("optimizer", optimizer), ("schedule", schedule)):
-        kind, mine = state.get(_KINDS[each]), type(part).__name__
-        if not faults and part is not None and kind != mine:
-            faults.append(f"the state is of {each} {kind}, but this expert has {mine}")
-    if faults:
-        raise UsageError(listed(f"this is no state of expert {name!r}:", faults))
+    parts = {"optimizer": optimizer, "schedule": schedule}
+    with Validator(f"this is no state of expert {name!r}") as check:
+        check.add(*(f"{each!r} is missing" for each in sorted((_TABLES | _COUNTS | _WORDS) - state.keys())))
+        check.add(*(f"{each!r} is not known" for each in sorted(state.keys() - _TABLES - _COUNTS - _WORDS)))
+        for each in sorted(_COUNTS & state.keys()):
+            check.count(each, state[each], least=0)
+        for each in sorted(_TABLES & state.keys()):
+            check.instance(each, state[each], Mapping, "a dict", optional=each != "module")
+        check.instance("branch", state.get("branch", ""), str, "a str")
+        for each, part in parts.items():
+            here, there = state.get(each), state.get(_KINDS[each])
+            if each in state and (here is None) != (part is None):
+                check.add(
+                    f"there is {'no' if here is None else 'a'} state of the {each}, but this expert has "
+                    f"{'none' if part is None else 'one'}"
+                )
+            elif part is not None and there is not None and there != type(part).__name__:
+                check.add(f"the state is of {each} {there}, but this expert has {type(part).__name__}")
 
 
 def load(
