@@ -105,7 +105,7 @@ def backward(x: Tensor, gradient: Tensor, key: str = "") -> Call:
 
 def message(*calls: Call) -> bytes:
     """One frame."""
-    return b"".join(encode(calls))
+    return encode(calls)
 
 
 class Raw:
@@ -163,7 +163,7 @@ class Beside:
 def goes_on(transport: GrpcTransport) -> Generator[Beside]:
     """A good client makes the same call again and again in a thread of its own, until the block ends."""
     call, stop, seen = forward(rows(1)), threading.Event(), Beside()
-    (wanted,) = transport.submit(call, PATIENCE).result(PATIENCE).tensors(copy=True)
+    (wanted,) = transport.submit(call, PATIENCE).result(PATIENCE).tensors()
 
     def go_on() -> None:
         while not stop.is_set():

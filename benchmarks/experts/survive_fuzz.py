@@ -6,7 +6,7 @@
     spliced       the beginning of one message, the end of another    their lengths no longer agree
     swapped       two stretches of one message change places          calls, descriptors, tensors out of order
 
-Of every second frame the sums in its preamble are mended, so that what is broken lies deeper.
+Of every second frame only the header is changed, and its length fits, so that what is broken lies deeper.
 """
 
 import resource
@@ -24,6 +24,7 @@ from benchmarks.experts.survive_common import UID, WIDTH, Verdict, backward, for
 from weft.experts import ExpertBackend, TensorSpec
 from weft.experts.compression import Compression
 from weft.experts.errors import GradientError
+from weft.experts.protobuf import load_messages
 from weft.experts.replication.messages import (
     PullRequest,
     PullResponse,
@@ -33,12 +34,12 @@ from weft.experts.replication.messages import (
     read_response,
 )
 from weft.experts.wire import Call, Header, Kind, WireError, decode, read_fault, write_fault
-from weft.experts.wire.header import PREAMBLE
 from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
 
 SEED = 7
 WANTED_MB = 64.0
 _HEAD = 160
+_FRAME = load_messages("weft.experts.wire", "experts", "Frame.header")["Frame"]
 _EXTREMES = (0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 _WIDTHS = ((8, "<Q"), (8, "<Q"), (4, "<I"), (2, "<H"))
 
@@ -51,9 +52,7 @@ def fuzzed(times: int, seed: int = SEED) -> Verdict:
     before = _peak()
     for turn in range(times):
         if turn % 5:
-            broken = _broken(draw.choice(frames), draw.choice(frames), draw)
-            if turn & 1:
-                _mend(broken)
+            broken = (_deeply_broken if turn & 1 else _broken)(draw.choice(frames), draw.choice(frames), draw)
             tally.count(_decoded, bytes(broken))
         else:
             read, samples = draw.choice(others)
@@ -140,13 +139,11 @@ def _broken(one: bytes, other: bytes, draw: Random) -> bytearray:
     return made
 
 
-def _mend(frame: bytearray) -> None:
-    """No padding, and a body as long as the preamble says."""
-    if len(frame) >= PREAMBLE.size:
-        frame[-8:] = bytes(8)
-        (header,) = struct.unpack_from("<I", frame, 8)
-        start = -(-(PREAMBLE.size + header) // 16) * 16
-        struct.pack_into("<Q", frame, PREAMBLE.size - 8, max(0, len(frame) - start))
+def _deeply_broken(one: bytes, other: bytes, draw: Random) -> bytearray:
+    """One frame, whose header is changed in one to four ways, and as long as the frame says."""
+    frame, rest = _FRAME.FromString(one), _FRAME.FromString(other)
+    frame.header = bytes(_broken(frame.header, rest.header, draw))
+    return bytearray(frame.SerializeToString())
 
 
 def _at(made: bytearray, draw: Random) -> int:

@@ -4,7 +4,6 @@ offender   frame cut off, frame that says 2**63, wrong shape, dtype, name ...  �
 good one   the same call, again and again, meanwhile                           ──> the same bits, always
 """
 
-import struct
 import time
 from collections import Counter
 
@@ -31,6 +30,7 @@ from benchmarks.experts.survive_common import (
 from weft.core.errors import SpecError
 from weft.experts.client import GrpcTransport
 from weft.experts.errors import GradientError, TooManyRowsError
+from weft.experts.protobuf import load_messages
 from weft.experts.server import Server
 from weft.experts.wire import (
     Call,
@@ -43,15 +43,16 @@ from weft.experts.wire import (
     UnknownExpertError,
     read_fault,
 )
-from weft.experts.wire.header import CALL, PREAMBLE, TENSOR
 
 WANTED_MS = 50.0
 _GOOD = message(forward(rows(0)))
-_AXIS = PREAMBLE.size + CALL.size + len(UID) + TENSOR.size  # where the first axis of the first tensor stands
 
 
-def _with_axis(size: int) -> bytes:
-    return _GOOD[:_AXIS] + struct.pack("<Q", size) + _GOOD[_AXIS + 8 :]
+def _with_rows(count: int) -> bytes:
+    """The good frame, whose tensor says that it has so many rows."""
+    frame = load_messages("weft.experts.wire", "experts")["Frame"].FromString(_GOOD)
+    frame.header.calls[0].tensors[0].shape[0] = count
+    return frame.SerializeToString()
 
 
 FRAMES: list[tuple[bytes, type[Exception]]] = [
@@ -59,9 +60,9 @@ FRAMES: list[tuple[bytes, type[Exception]]] = [
     (_GOOD[:11], TruncatedError),
     (_GOOD + b"x", TruncatedError),
     (b"GET " + _GOOD[4:], MalformedError),
-    (PREAMBLE.pack(b"WEFT", 1, 0, 1, 64, 1 << 63) + bytes(64), LimitError),
-    (_with_axis(1 << 63), MalformedError),  # negative, as the format reads it
-    (_with_axis((1 << 63) - 1), LimitError),
+    (_with_rows(ROWS - 1), MalformedError),
+    (_with_rows(ROWS + 1), TruncatedError),
+    (_with_rows((1 << 63) - 1), LimitError),
 ]
 """They end their stream."""
 CALLS: list[tuple[Call, type[Exception]]] = [

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from weft.core.errors import SpecError, UsageError, WeftError
 from weft.experts.errors import ExpertError, OverloadError, TooManyRowsError
+from weft.experts.protobuf import load_messages
 from weft.experts.wire import (
     RETRYABLE,
     ExpertFailedError,
@@ -19,7 +20,7 @@ from weft.experts.wire import (
     register_fault,
     write_fault,
 )
-from weft.experts.wire.fault import FAULTS, MOST_TEXT
+from weft.experts.wire.faults import FAULTS, MOST_TEXT
 
 
 @pytest.mark.parametrize("kind", FAULTS.values(), ids=lambda kind: kind.__name__)
@@ -69,9 +70,9 @@ def test_notes_tell_the_details_of_errors_that_hold_none() -> None:
 
 
 def test_a_code_of_a_newer_peer_is_a_remote_error_that_says_so() -> None:
-    data = bytearray(write_fault(OverloadError("full")))
-    data[:2] = (60000).to_bytes(2, "little")
-    seen = read_fault(bytes(data))
+    seen = read_fault(
+        load_messages("weft.experts.wire", "experts")["Fault"](code=60000, message="full").SerializeToString()
+    )
     assert type(seen) is RemoteError and seen.details["code"] == "60000" and str(seen) == "full"
 
 

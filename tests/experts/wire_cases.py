@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.experts.compression import Compression
-from weft.experts.wire.dtypes import CODES
-from weft.experts.wire.frame import Call, encode
-from weft.experts.wire.header import NO_DEADLINE, WITH_TENSORS, Flags, Header, Kind
+from weft.experts.wire.frame import WITH_TENSORS, Call, Header, Kind, encode
+from weft.experts.wire.tensors import CODES
 
 SHAPES = ((), (0,), (1,), (3,), (0, 4), (4, 0), (2, 3), (5, 1, 7), (1, 2, 1, 3))
 FORMS = ("plain", "transposed", "strided", "expanded")
@@ -63,8 +62,9 @@ def headers(draw: st.DrawFn) -> Header:
         key=draw(words),
         client=draw(words),
         mini_batch=draw(words),
-        deadline_ms=draw(st.none() | st.integers(0, NO_DEADLINE - 1)),
-        flags=draw(st.sampled_from(Flags)),
+        deadline_ms=draw(st.none() | st.integers(0, (1 << 32) - 1)),
+        keep=draw(st.booleans()),
+        evaluation=draw(st.booleans()),
         reply=draw(st.sampled_from(Compression)),
         step=draw(wide),
         data=draw(st.binary(max_size=20)),
@@ -82,4 +82,4 @@ def calls(draw: st.DrawFn, compressed: bool = False) -> Call:
 
 def frames() -> st.SearchStrategy[bytes]:
     """Valid frames, compressed or not."""
-    return st.lists(calls(compressed=True), min_size=1, max_size=3).map(lambda some: b"".join(encode(some)))
+    return st.lists(calls(compressed=True), min_size=1, max_size=3).map(encode)

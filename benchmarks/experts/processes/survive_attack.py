@@ -15,12 +15,12 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+import torch
 from words import Answer, answer_until_the_end, take_stdout_aside
 
 from weft.experts.client import GrpcTransport
-from weft.experts.wire import Call, Header, Kind
-from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION
-from weft.experts.wire.service import INFO, MESSAGE_BYTES, STREAM
+from weft.experts.wire import Call, Header, Kind, encode_parts
+from weft.experts.wire.service import INFO, STREAM
 
 PAUSE = 0.05  # seconds between two attacks of a kind: the processor is shared with those who are attacked
 SILENT, HALVES = 200, 8
@@ -73,7 +73,8 @@ class Attack:
 
     def half(self, channel: Any) -> None:
         """Frames of 60 MiB, of which the neighbour sends the first part."""
-        frame = PREAMBLE.pack(MAGIC, VERSION, 0, 1, 1 << 10, 60 << 20) + bytes(MESSAGE_BYTES - PREAMBLE.size)
+        call = Call(Header(kind=Kind.FORWARD, call_id=1, uid=self._uid), [torch.zeros(60 << 20, dtype=torch.uint8)])
+        frame = next(encode_parts([call]))
 
         def once() -> Any:
             yield frame

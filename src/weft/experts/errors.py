@@ -438,7 +438,7 @@ class WireError(WeftError, ValueError):
         ...     decode(b"GET / HTTP/1.1")
         ... except weft.errors.WireError as error:
         ...     print(error.reason)
-        length
+        field
     """
 
     def __init__(self, message: str, *, reason: str = "unspecified", call_id: int | None = None) -> None:

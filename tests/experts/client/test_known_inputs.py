@@ -14,7 +14,7 @@ from weft.experts.client import RemoteExpert, Retry
 from weft.experts.compression import Compression, Policy
 from weft.experts.errors import InputsGoneError
 from weft.experts.server import Server
-from weft.experts.wire import Call, Flags, Header, Kind, Received
+from weft.experts.wire import Call, Header, Kind, Received
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 Served = tuple[Server, FakeTransport, ExpertBackend]
@@ -146,10 +146,10 @@ def test_nobody_gets_at_what_is_not_there_or_another_s(served: Served, client: s
     _, transport, backend = served
 
     def ask(kind: Kind, client: str, key: str, x: Tensor) -> Received:
-        header = Header(kind, 0, "fussy", key=key, client=client, flags=Flags.KEEP)
+        header = Header(kind, 0, "fussy", key=key, client=client, keep=True)
         return transport.submit(Call(header, [x]), 5.0).result(5.0)
 
-    assert Flags.KEEP in ask(Kind.FORWARD, "ann", "mine", rows(2, 0)).header.flags
+    assert ask(Kind.FORWARD, "ann", "mine", rows(2, 0)).header.keep
     with pytest.raises(InputsGoneError, match="'fussy' does not hold the inputs"):
         ask(Kind.BACKWARD, client, key, rows(2, 1))
     assert backend.steps == 0

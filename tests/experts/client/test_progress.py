@@ -80,7 +80,7 @@ class Owned:
 
 
 def accepted(resolver: Resolver, data: bytes) -> ExpertProgress:
-    (received,) = decode(b"".join(encode([Call(Header(kind=Kind.RESULT, call_id=1, uid="a", data=data))])))
+    (received,) = decode(encode([Call(Header(kind=Kind.RESULT, call_id=1, uid="a", data=data))]))
     progress = ExpertProgress("a", resolver)
     progress.accept(received)
     return progress

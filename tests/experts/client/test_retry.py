@@ -32,7 +32,7 @@ from weft.experts.wire import (
 
 pytestmark = pytest.mark.timeout(20)
 CALL = Call(Header(kind=Kind.PING, call_id=1))
-(ANSWER,) = decode(b"".join(encode([CALL])))
+(ANSWER,) = decode(encode([CALL]))
 
 
 class Scripted:

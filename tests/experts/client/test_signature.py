@@ -29,7 +29,7 @@ NESTED = signature(ExpertBackend("nested", seeded(Nested), **NESTED_SCHEMAS))
 
 
 def answer(*tensors: Tensor) -> Received:
-    (received,) = decode(b"".join(encode([Call(Header(kind=Kind.RESULT, call_id=1), tensors)])))
+    (received,) = decode(encode([Call(Header(kind=Kind.RESULT, call_id=1), tensors)]))
     return received
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from weft.experts import ExpertBackend
 from weft.experts.client import GrpcTransport, LocalTransport, Transport, TransportStatistics
 from weft.experts.server import Access, Server, ServerOptions
-from weft.experts.wire import Call, LostError, Received, decode, encode, read_fault
-from weft.experts.wire.header import Kind
+from weft.experts.wire import Call, Kind, LostError, Received, decode, encode, read_fault
 
 WAYS = ("grpc", "local", "fake")
 
@@ -43,10 +42,11 @@ class FakeTransport:
         if fate == "request":
             future.set_exception(LostError("the request was dropped"))
             return future
-        (received,) = decode(b"".join(encode([call.addressed(number, int(timeout * 1000))])))
+        header = call.header._replace(call_id=number, deadline_ms=int(timeout * 1000))
+        (received,) = decode(encode([call._replace(header=header)]))
 
         def reply(answer: Call) -> None:
-            (back,) = decode(b"".join(encode([answer])))
+            (back,) = decode(encode([answer]))
             if fate == "reply":
                 future.set_exception(LostError("the reply was dropped"))
             elif back.header.kind is Kind.ERROR:

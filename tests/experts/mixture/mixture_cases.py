@@ -87,7 +87,8 @@ class Servers:
         header = call.header
         fault = self.faults.get(header.uid, lambda _, answer: answer)
         try:
-            found = fault(header, [] if header.kind is Kind.INFO else self._work(header, call.tensors(copy=True)))
+            copies = [tensor.clone() for tensor in call.tensors()]
+            found = fault(header, [] if header.kind is Kind.INFO else self._work(header, copies))
         except Exception as error:
             reply(Call(Header(kind=Kind.ERROR, call_id=header.call_id, data=write_fault(error))))
             return

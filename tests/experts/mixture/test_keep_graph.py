@@ -24,7 +24,7 @@ from weft import Pipe
 from weft.core.context import phase
 from weft.experts.client import NEVER
 from weft.experts.mixture import RemoteMixtureOfExperts
-from weft.experts.wire import Flags, Kind
+from weft.experts.wire import Kind
 
 
 @pytest.mark.parametrize("switch", [False, True])
@@ -35,7 +35,7 @@ def test_outputs_gradients_and_steps_are_those_without_and_every_backward_saves_
     experts, used = compared(work, {"switch": switch, "accumulate": False})
     assert used == len(experts.called(Kind.BACKWARD)) == sum(experts.steps().values()) > 2 * len(UIDS)
     forward = headers(experts, Kind.FORWARD)
-    assert all(Flags.KEEP in header.flags for header in forward)
+    assert all(header.keep for header in forward)
     assert sorted(keys(experts, Kind.FORWARD)) == sorted(keys(experts, Kind.BACKWARD))
     assert len(set(keys(experts, Kind.FORWARD))) == len(forward)
 
@@ -89,7 +89,7 @@ def test_of_what_is_not_walked_back_nothing_is_kept(mode: Callable[[], Any]) -> 
         with mode():
             mixture(numbers(16, WIDTH))
         assert graphs(experts) == (0, 0)
-        assert {header.flags for header in headers(experts, Kind.FORWARD)} == {Flags.NONE}
+        assert not any(header.keep for header in headers(experts, Kind.FORWARD))
         mixture.requires_grad_(False)(numbers(16, WIDTH))
         assert graphs(experts) == (0, 0)
         mixture.anchor.requires_grad_(True)
@@ -138,7 +138,7 @@ def test_a_stage_that_is_recomputed_asks_for_no_graph(checkpoint: Any) -> None:
         step_here(experts, twin, x)
         assert_same_weights(experts)
         torch.testing.assert_close(model[0].weight.grad, twin[0].weight.grad, rtol=0, atol=1e-12)
-        asked = [header for header in headers(experts, Kind.FORWARD) if Flags.KEEP in header.flags]
+        asked = [header for header in headers(experts, Kind.FORWARD) if header.keep]
         calls = len(experts.called(Kind.BACKWARD))
         assert graphs(experts) == (0, len(asked)) and len(experts.called(Kind.FORWARD)) == calls
         least, most = {"always": (0, 0), "except_last": (1, calls - 1), "never": (calls, calls)}[checkpoint]
@@ -195,7 +195,7 @@ def test_only_gradients_are_sent_back_or_all_where_the_inputs_are_gone() -> None
         return [*torch.autograd.grad(loss, x), *turn(mixture, 1)]
 
     experts, used = compared(work, {"accumulate": False})
-    sent = [(each.uid, Flags.KEEP in each.flags) for each in headers(experts, Kind.BACKWARD)]
+    sent = [(each.uid, each.keep) for each in headers(experts, Kind.BACKWARD)]
     assert used == 2 * len(UIDS) - 1 and sum(experts.steps().values()) == 2 * len(UIDS)
     assert [each for each in sent if not each[1]] == [("ffn.1", False)] and len(sent) == 2 * len(UIDS) + 1
 

@@ -19,8 +19,7 @@ from tests.experts.waiting import until
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.errors import QuotaError
 from weft.experts.server import Access, Grant, Server, ServerOptions
-from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode, read_fault
-from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION
+from weft.experts.wire import Call, Header, Kind, Limits, TruncatedError, encode_parts, read_fault
 from weft.experts.wire.service import INFO, MESSAGE_BYTES, STATE, STATUS, STREAM
 
 pytestmark = [
@@ -75,9 +74,8 @@ class RawHttp2Closing(RawHttp2):
 @pytest.mark.long
 def test_half_sent_frames_of_clients_stay_within_total_bytes(tmp_path: Path) -> None:
     most, of_grpc = 32 * MB, 16 * MB
-    frame = PREAMBLE.pack(MAGIC, VERSION, 0, 1, 1 << 10, 24 * MB) + bytes(20 * MB)
-    whole = range(0, len(frame) - MESSAGE_BYTES, MESSAGE_BYTES)
-    parts = b"".join(framed(frame[start : start + MESSAGE_BYTES]) for start in whole)
+    call = Call(Header(kind=Kind.FORWARD, call_id=1, uid="f"), [torch.zeros(24 * MB // 32, 8)])
+    parts = b"".join(framed(part) for part in list(encode_parts([call]))[:-8])
     unfinished = framed(bytes(MESSAGE_BYTES - 1), MESSAGE_BYTES)
     with served(tmp_path, f"options = {{ total_bytes = {most} }}") as server, ExitStack() as stack:
         before = server.resident
@@ -129,21 +127,22 @@ def test_a_frame_of_several_messages_is_one_call() -> None:
         until(lambda: server._grpc_server.budget.held == 0)
 
 
-def long_frame() -> bytes:
-    x = rows(40_000, 0)
-    return b"".join(encode([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [x])]))
+def long_frame() -> list[bytes]:
+    return list(encode_parts([Call(Header(kind=Kind.FORWARD, call_id=1, uid="fussy"), [rows(40_000, 0)])]))
+
+
+FIRST, SECOND, LAST = long_frame()
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (
-            [long_frame()[:MESSAGE_BYTES], long_frame()[MESSAGE_BYTES : MESSAGE_BYTES + 10]],
-            "no part of it but one of 10 bytes",
-        ),
-        ([long_frame()[:MESSAGE_BYTES], b""], "no part of it but one of 0 bytes"),
-        ([long_frame()[: MESSAGE_BYTES - 1]], "its header says"),
-        ([long_frame()[:MESSAGE_BYTES], None], "no part of it but none"),
+        ([FIRST, b"\x12\x0a0123456789"], "then comes a part of 10 bytes"),
+        ([FIRST, b""], "then comes a part of 0 bytes"),
+        ([FIRST, FIRST], "then comes another frame"),
+        ([FIRST, SECOND, SECOND], "then comes a part of"),
+        ([FIRST[: MESSAGE_BYTES - 1]], "the frame ends at byte"),
+        ([FIRST, None], "the body of a frame ends after"),
     ],
 )
 def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: list[bytes | None], words: str) -> None:
@@ -162,7 +161,7 @@ def test_parts_that_are_none_end_their_stream_and_give_their_room_back(parts: li
 def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.server.grpc_server._PART_SECONDS", 0.05)
     with Server([fussy_backend()]) as server, raw(server.address) as stream:
-        stream.send(long_frame()[:MESSAGE_BYTES])
+        stream.send(FIRST)
         (answer,) = stream.receive()
         assert "not sent to its end in time" in str(read_fault(answer.header.data))
         until(lambda: server._grpc_server.budget.held == 0)
@@ -170,13 +169,12 @@ def test_a_frame_that_is_not_continued_is_given_up(monkeypatch: pytest.MonkeyPat
 
 def test_half_sent_frames_of_one_client_leave_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.experts.server.grpc_server._ROOM_SECONDS", 0.05)
-    first = long_frame()[:MESSAGE_BYTES]  # of 1.3 MB
     with Server([fussy_backend()], options=ServerOptions(total_bytes=13 * MB)) as server, ExitStack() as stack:
         streams = [stack.enter_context(raw(server.address)) for _ in range(8)]
         for stream in streams[:7]:
-            stream.send(first)
+            stream.send(FIRST)
         until(lambda: server._grpc_server.budget.held > 8 * MB)  # of seven; one more is beyond three quarters
-        streams[7].send(first)
+        streams[7].send(FIRST)
         (answer,) = streams[7].receive()
         assert isinstance(read_fault(answer.header.data), QuotaError)
     until(lambda: server._grpc_server.budget.held == 0)

@@ -28,7 +28,7 @@ class Raw:
 
     def send(self, *messages: bytes | Call) -> None:
         for message in messages:
-            self._queue.put(message if isinstance(message, bytes) else b"".join(encode([message])))
+            self._queue.put(message if isinstance(message, bytes) else encode([message]))
 
     def receive(self) -> list[Received]:
         """The answers of the next frame."""

@@ -16,7 +16,7 @@ from weft.experts.errors import OverloadError
 from weft.experts.server import Server, ServerOptions
 from weft.experts.server.server_stream import ByteBudget
 from weft.experts.wire import Kind
-from weft.experts.wire.service import MESSAGE_BYTES
+from weft.experts.wire.frame import MESSAGE_BYTES
 
 pytestmark = pytest.mark.timeout(30)
 BYTES = rows(2, 0).nbytes

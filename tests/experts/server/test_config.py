@@ -18,7 +18,7 @@ from weft.experts.registry import Blueprint, register_expert
 from weft.experts.replication import ReplicaOptions
 from weft.experts.server.auth import Role
 from weft.experts.server.config import ExpertTable, GrantTable, JournalTable, PanelTable, ServeConfig, build
-from weft.experts.wire.limits import MOST_FRAME, Limits
+from weft.experts.wire.frame import MOST_FRAME_BYTES, Limits
 
 pytestmark = pytest.mark.timeout(60)
 EXPERT: dict[str, Any] = {"name": "a", "kind": "ffn", "arguments": {"hidden": 8}}
@@ -262,7 +262,7 @@ def test_misuse_of_the_command_line_ends_with_2(
 
 
 def test_limits_end_where_grpc_counts_no_further() -> None:
-    assert Limits(frame_bytes=MOST_FRAME).frame_bytes + (1 << 16) == (1 << 31) - 1
-    for wrong in (MOST_FRAME + 1, True, 0):
+    assert Limits(frame_bytes=MOST_FRAME_BYTES).frame_bytes + (1 << 16) == (1 << 31) - 1
+    for wrong in (MOST_FRAME_BYTES + 1, True, 0):
         with pytest.raises(UsageError, match="frame_bytes is"):
             Limits(frame_bytes=wrong)

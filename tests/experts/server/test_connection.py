@@ -111,7 +111,7 @@ def test_a_call_is_under_way_until_its_answer_has_left() -> None:
         one = ServerStream(
             Caller("", "test"), RequestDispatcher(), ServerOptions(connection_calls=2), ByteBudget(1 << 30)
         )
-        (question,) = decode(b"".join(encode([ping(7)])))
+        (question,) = decode(encode([ping(7)]))
         seen = list[tuple[int, bool]]()
         for _ in range(2):
             one.take(question)

@@ -111,7 +111,7 @@ def test_a_key_that_the_old_owner_recorded_is_not_stepped_again() -> None:
     first.start()
     with make(directory, expert()) as second:
         with LocalTransport(first.handler()) as transport:
-            answer = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors(copy=True)
+            answer = transport.submit(backward("once"), PATIENCE).result(PATIENCE).tensors()
         until(lambda: same(first, second))
         die(first)
         until(lambda: role(second) == "owner")

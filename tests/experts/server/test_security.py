@@ -176,7 +176,7 @@ def test_the_status_is_for_admins(by_token: Server) -> None:
     for token, allowed in (("b-token", True), ("t-token", False), (None, False)):
         with GrpcTransport(by_token.address, token=token) as transport:
             if allowed:
-                assert b'"experts"' in transport.status()
+                assert '"experts"' in transport.status()
             else:
                 with pytest.raises(ForbiddenError):
                     transport.status()

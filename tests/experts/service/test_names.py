@@ -4,8 +4,6 @@ import threading
 from contextlib import ExitStack
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.experts.bad_network import CALM, BadNetwork, Weather
 from tests.experts.expert_cases import fussy_backend
@@ -15,12 +13,11 @@ from weft.experts.client.connections import FixedResolver
 from weft.experts.client.retry import RetryingCaller
 from weft.experts.server import Server
 from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
+from weft.experts.wire.frame import MESSAGE_BYTES
 from weft.experts.wire.service import (
-    MESSAGE_BYTES,
     Options,
     client_options,
     common_options,
-    messages,
     server_options,
 )
 
@@ -71,15 +68,6 @@ def test_a_client_may_get_frames_whole_and_a_server_in_parts() -> None:
     assert all(number(each, "max_send_message_length") >= 12_345_678 for each in (client, server))
     assert number(client, "max_receive_message_length") >= 12_345_678
     assert MESSAGE_BYTES <= number(server, "max_receive_message_length") < 2 * MESSAGE_BYTES
-
-
-@given(st.integers(0, 40))
-def test_the_messages_of_a_frame_are_parts_of_one_size_and_a_rest(size: int) -> None:
-    frame = bytes(range(size))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.experts.wire.service.MESSAGE_BYTES", 8)
-        cut = list(messages(frame))
-    assert b"".join(cut) == frame and all(len(each) == 8 for each in cut[:-1]) and len(cut[-1]) <= 8
 
 
 def test_a_connection_that_swallows_everything_is_given_up_under_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,8 @@ from weft.experts.errors import (
     UnreachableError,
     WireError,
 )
-from weft.experts.wire import Call, Kind, Limits, Received, decode, encode, read_fault
-from weft.experts.wire.service import COALESCED, FRAME_BYTES, messages
+from weft.experts.wire import Call, Kind, Limits, Received, decode, encode_parts, read_fault
+from weft.experts.wire.service import COALESCED, FRAME_BYTES
 
 TICK = 0.02
 """Seconds by which a deadline may be noticed late."""
@@ -250,7 +250,7 @@ class Stream:
         if not calls:
             return
         try:
-            yield from messages(b"".join(encode([call for _, call in calls], self._limits)))
+            yield from encode_parts([call for _, call in calls], self._limits)
             return
         except Exception as error:
             if len(calls) == 1:
@@ -258,11 +258,9 @@ class Stream:
                 return
         for entry, call in calls:
             try:
-                message = b"".join(encode([call], self._limits))
+                yield from encode_parts([call], self._limits)
             except Exception as error:
                 self._pending.settle(entry.number, error)
-                continue
-            yield from messages(message)
 
     # The reader, in its own thread.
 
@@ -329,7 +327,8 @@ def named(call: Call) -> str:
 def _addressed(entry: PendingCall) -> Call:
     """The call with its number, and what is left of its time now."""
     left = max(0, int((entry.deadline - time.monotonic()) * 1000))
-    return entry.call.addressed(entry.number, left)
+    call = entry.call
+    return call._replace(header=call.header._replace(call_id=entry.number, deadline_ms=left))
 
 
 def _size(call: Call) -> int:

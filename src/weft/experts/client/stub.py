@@ -34,7 +34,7 @@ from weft.experts.compression import Policy
 from weft.experts.discovery.fencing import number_of, replaced
 from weft.experts.errors import CommitError, DeadlineError, InputsGoneError, NotOwnerError, StepsLostWarning
 from weft.experts.task import REPEATED
-from weft.experts.wire import Call, Flags, Header, Kind, Received
+from weft.experts.wire import Call, Header, Kind, Received
 from weft.experts.wire.service import Description, Receipt, read_description, read_receipt
 
 _PAST_INCARNATIONS = 16  # whose late answers are recognised
@@ -234,7 +234,7 @@ class IdempotencyKey:
 
     def on_response(self, answer: Received) -> None:
         """Note whether the server kept what the forward asked it to keep."""
-        self.kept = Flags.KEEP in answer.header.flags
+        self.kept = answer.header.keep
 
     def again(self) -> "IdempotencyKey":
         """The key of one more backward of the same forward."""
@@ -264,14 +264,14 @@ class RequestBuilder:
 
     def forward(self, uid: str, inputs: Sequence[Tensor], key: IdempotencyKey) -> Call:
         """Request flat outputs."""
-        mode = Flags.EVALUATION if key.evaluation else Flags.NONE
         header = Header(
             kind=Kind.FORWARD,
             call_id=0,
             uid=uid,
             client=self.client,
             key=key.text,
-            flags=mode | Flags.KEEP if key.keep else mode,
+            keep=key.keep,
+            evaluation=key.evaluation,
             reply=self.compression.choose("outputs", 1)[0],
         )
         return Call(header, inputs, self.compression.choose("inputs", len(inputs)))
@@ -289,14 +289,13 @@ class RequestBuilder:
 
         The expert steps, once for this key; or adds to its ``mini_batch``, if that is not empty.
         """
-        mode = Flags.EVALUATION if key.evaluation else Flags.NONE
         header = Header(
             kind=Kind.BACKWARD,
             call_id=0,
             uid=uid,
             client=self.client,
             key=key.text,
-            flags=mode,
+            evaluation=key.evaluation,
             mini_batch=mini_batch,
             reply=self.compression.choose("input_gradients", 1)[0],
             data=Receipt(None, 0, token).to_bytes(),
@@ -305,7 +304,7 @@ class RequestBuilder:
         whole = Call(header, [*inputs, *gradients], [*self.compression.choose("inputs", len(inputs)), *ways])
         if not key.kept:
             return whole, whole
-        return Call(header._replace(flags=mode | Flags.KEEP), gradients, ways), whole
+        return Call(header._replace(keep=True), gradients, ways), whole
 
     def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
         """Request one step with the sum of a mini-batch, which a server has if it is still of this incarnation."""

@@ -38,7 +38,16 @@ from weft.experts.errors import CertificateError, DeadlineError, DrainingError, 
 from weft.experts.fork_guard import GrpcThreads, check_fork, finalizer
 from weft.experts.tls import ClientTls, check_address, pair_faults, read_pem, way_faults
 from weft.experts.wire import LIMITS, Call, Header, Kind, Limits, Received, decode, encode, read_fault
-from weft.experts.wire.service import AUTHORIZATION, BEARER, INFO, STATUS, STREAM, TRACEPARENT, client_options
+from weft.experts.wire.service import (
+    AUTHORIZATION,
+    BEARER,
+    INFO,
+    STATUS,
+    STREAM,
+    TRACEPARENT,
+    client_options,
+    read_status,
+)
 
 _grpc = cast("Any", grpc)
 _REFUSED = (_grpc.StatusCode.UNAUTHENTICATED, _grpc.StatusCode.PERMISSION_DENIED)
@@ -188,10 +197,10 @@ class GrpcTransport(_BaseTransport):
                 break
         return entry.future
 
-    def status(self, timeout: float = 10.0) -> bytes:
+    def status(self, timeout: float = 10.0) -> str:
         """The server's status, as JSON. Raises ``ForbiddenError``, ``UnreachableError`` or ``DeadlineError``."""
         try:
-            return self._channel.unary_unary(STATUS)(b"", timeout=timeout, metadata=self._metadata)
+            return read_status(self._channel.unary_unary(STATUS)(b"", timeout=timeout, metadata=self._metadata))
         except _grpc.RpcError as error:
             raise _failure(error, self.address, "status", self._explain) from None
 
@@ -215,7 +224,7 @@ class GrpcTransport(_BaseTransport):
         """A unary call for the description of an expert."""
         header = Header(kind=Kind.INFO, call_id=entry.number, uid=entry.call.header.uid)
         try:
-            message = b"".join(encode([Call(header)], self._limits))
+            message = encode([Call(header)], self._limits)
             request = self._channel.unary_unary(INFO).future
             future = self._threads.begin(lambda: request(message, timeout=entry.timeout, metadata=self._metadata))
         except (WeftError, ValueError) as error:
@@ -242,8 +251,8 @@ class LocalTransport(_BaseTransport):
         """See `Transport.submit`."""
         entry = self._pending.open(call, timeout)
         try:
-            message = b"".join(encode([call.addressed(entry.number, int(timeout * 1000))], self._limits))
-            (received,) = decode(message, self._limits)
+            header = call.header._replace(call_id=entry.number, deadline_ms=int(timeout * 1000))
+            (received,) = decode(encode([call._replace(header=header)], self._limits), self._limits)
         except WeftError as error:
             self._pending.settle(entry.number, error)
             return entry.future
@@ -266,7 +275,7 @@ def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
 
 def _answered(pending: PendingCalls, limits: Limits, number: int, answer: Call) -> None:
     try:
-        outcome = _outcome(b"".join(encode([answer], limits)), limits)
+        outcome = _outcome(encode([answer], limits), limits)
     except WeftError as error:
         outcome = error
     pending.settle(number, outcome)

@@ -204,7 +204,7 @@ class FollowerStream:
 
     def _encode(self, call_id: int, uid: str, request: PullRequest) -> bytes:
         header = Header(kind=Kind.STATE, call_id=call_id, uid=uid, client=self._here, data=request.to_bytes())
-        return b"".join(encode([Call(header)], self._limits))
+        return encode([Call(header)], self._limits)
 
     # The reader, in its own thread.
 

@@ -76,7 +76,7 @@ class _Stream:
         await self.send(Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error))))
 
     async def send(self, call: Call) -> None:
-        await self.write(b"".join(encode([call], self.limits)))
+        await self.write(encode([call], self.limits))
 
 
 class LeaderStreams:

@@ -41,7 +41,6 @@ from weft.experts.wire import (
     WireError,
     write_fault,
 )
-from weft.experts.wire.header import Flags
 from weft.experts.wire.service import read_receipt
 
 Reply = Callable[[Call], None]
@@ -162,18 +161,17 @@ class RequestDispatcher:
             self._check_incarnation(served, client, name, header.data)
             return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
         tensors, key = call.tensors(), header.key or None
-        keep, evaluation = Flags.KEEP in header.flags, Flags.EVALUATION in header.flags
         if header.kind is Kind.FORWARD:
             return backend.forward_pool.submit_task(
                 *tensors,
                 deadline=deadline,
                 client=client,
                 key=key,
-                evaluation=evaluation,
-                keep=keep,
+                evaluation=header.evaluation,
+                keep=header.keep,
                 principal=caller.principal,
             )
-        if keep:
+        if header.keep:
             tensors = [*_kept(served, client, header.key), *tensors]
         return backend.backward_pool.submit_task(
             *tensors,
@@ -181,7 +179,7 @@ class RequestDispatcher:
             client=client,
             key=key,
             mini_batch=mini_batch,
-            evaluation=evaluation,
+            evaluation=header.evaluation,
             principal=caller.principal,
             stream=caller.stream,
         )
@@ -205,10 +203,9 @@ class RequestDispatcher:
         if error is not None:
             self.refuse(header.call_id, error, reply)
             return
-        keeps = header.kind is Kind.FORWARD and Flags.KEEP in header.flags
+        keeps = header.kind is Kind.FORWARD and header.keep
         kept = keeps and served.backend.kept_inputs(caller.owner(header.client, None)[0], header.key) is not None
-        flags = Flags.KEEP if kept else Flags.NONE
-        reply(result(header, done.result(), served.backend.steps, served.receipt(), flags))
+        reply(result(header, done.result(), served.backend.steps, served.receipt(), keep=kept))
 
     def _unknown(self, uid: str, client: str | None) -> UnknownExpertError:
         """The error names experts only that ``client`` may use; None: all."""
@@ -217,9 +214,9 @@ class RequestDispatcher:
         return UnknownExpertError(f"there is no expert {uid!r} here; there are {len(known)}: {some or 'none'}")
 
 
-def result(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes, flags: Flags = Flags.NONE) -> Call:
+def result(header: Header, tensors: Sequence[Tensor], step: int, receipt: bytes, keep: bool = False) -> Call:
     """The answer to a call that went well, compressed as its author would like it."""
-    answer = Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, flags=flags, step=step, data=receipt)
+    answer = Header(kind=Kind.RESULT, call_id=header.call_id, uid=header.uid, keep=keep, step=step, data=receipt)
     return Call(answer, tensors, [header.reply] * len(tensors))
 
 

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import grpc
-import numpy as np
+from google.protobuf import descriptor_pool
 from grpc import aio
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -35,9 +35,20 @@ from weft.experts.server.dispatcher import RequestDispatcher, fault
 from weft.experts.server.options import ServerOptions
 from weft.experts.server.server_stream import ByteBudget, ServerStream, goaway
 from weft.experts.tls import ServerTls
-from weft.experts.wire import Call, ForbiddenError, Kind, MalformedError, TruncatedError, WireError, decode, encode
-from weft.experts.wire.parse import frame_size
-from weft.experts.wire.service import FRAME_BYTES, MESSAGE_BYTES, SERVICE, server_options
+from weft.experts.wire import (
+    Call,
+    ForbiddenError,
+    Frame,
+    Kind,
+    MalformedError,
+    Received,
+    TruncatedError,
+    WireError,
+    decode,
+    encode,
+)
+from weft.experts.wire.frame import MESSAGE_BYTES
+from weft.experts.wire.service import FRAME_BYTES, PROTO, SERVICE, server_options, write_status
 
 _aio = cast("Any", aio)
 _grpc = cast("Any", grpc)
@@ -79,7 +90,7 @@ class GrpcServer:
         self._health_changed = asyncio.Event()
         self._watchers = 0
         names = (SERVICE, _HEALTH, _reflection.SERVICE_NAME)
-        self._reflection = _reflection.aio.ReflectionServicer(names)
+        self._reflection = _reflection.aio.ReflectionServicer(names, _descriptor_pool())
 
     async def start(self, address: str, tls: ServerTls | None) -> int:
         """Listen; returns the port. Raises ``UsageError`` if the address cannot be had, or a certificate is bad."""
@@ -210,44 +221,38 @@ class GrpcServer:
         """Until the client ends its side, or breaks the format."""
         while True:
             try:
-                frame = await self._frame(connection.caller.principal, context)
-                if frame is None:
+                calls = await self._frame(connection.caller.principal, context)
+                if calls is None:
                     return
-                calls = decode(frame, self._options.limits)
             except (WireError, OverloadError, QuotaError) as error:
                 self.broken += isinstance(error, WireError)
                 connection.answer(fault(0, error))
                 return
-            del frame
-            for call in calls:
-                connection.take(call)
+            while calls:  # which lets go of each, and so of the frame
+                connection.take(calls.pop(0))
             await connection.has_room()
 
-    async def _frame(self, client: str, context: Any) -> bytes | memoryview | None:
-        """The next frame, whole; None at the end. Of one in parts the budget has all before the second is read.
+    async def _frame(self, client: str, context: Any) -> list[Received] | None:
+        """The calls of the next frame; None at the end. Of one in parts the budget has all before the second is read.
 
         Raises ``WireError`` for what is no frame, ``OverloadError`` or ``QuotaError`` if there is no room for it.
         """
         part = await context.read()
         if part is _aio.EOF:
             return None
-        size = frame_size(memoryview(part), self._options.limits)
-        if len(part) != MESSAGE_BYTES or size <= MESSAGE_BYTES:
-            return part  # decoding detects if it is cut off
+        frame = Frame(part, self._options.limits)
+        if not frame.partial:
+            return frame.received()  # which raises if it is cut off
+        size = frame.body_bytes
         await self.budget.reserve(size, client, _ROOM_SECONDS)
         try:
-            frame, have = np.empty(size, np.uint8).data, 0  # not zeroed: no page is there before its bytes are
             async with asyncio.timeout(self._options.longest_seconds):
-                while True:
-                    frame[have : have + len(part)] = part
-                    have += len(part)
-                    if have == size:
-                        return frame
+                while frame.wanted:
                     part = await asyncio.wait_for(context.read(), _PART_SECONDS)
-                    if part is _aio.EOF or len(part) != min(MESSAGE_BYTES, size - have):
-                        seen = "none" if part is _aio.EOF else f"one of {len(part)} bytes"
-                        text = f"a frame of {size} bytes has {have}, and then comes no part of it but {seen}"
-                        raise TruncatedError(text, reason="length")
+                    if part is _aio.EOF:
+                        break
+                    frame.append(part)
+            return frame.received()
         except TimeoutError:
             raise TruncatedError(f"a frame of {size} bytes was not sent to its end in time", reason="time") from None
         finally:
@@ -269,9 +274,9 @@ class GrpcServer:
                 else:
                     text = f"a call of kind {call.header.kind.name} where only INFO is answered"
                     answers.append(fault(call.header.call_id, MalformedError(text, reason="kind")))
-            return b"".join(encode(answers, limits))
+            return encode(answers, limits)
         except WireError as error:
-            return b"".join(encode([fault(0, error)], limits))
+            return encode([fault(0, error)], limits)
 
     async def _tell_status(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "status") as caller:
@@ -281,7 +286,7 @@ class GrpcServer:
                 self._dispatcher.audit.refused(caller, "", "STATUS", str(error))
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
             loop = asyncio.get_running_loop()
-            await context.write(json.dumps(await loop.run_in_executor(None, self._status)).encode())
+            await context.write(write_status(json.dumps(await loop.run_in_executor(None, self._status))))
 
     async def _states(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "state") as caller:
@@ -331,6 +336,14 @@ class GrpcServer:
             yield caller
         finally:
             self.budget.close(MESSAGE_BYTES)
+
+
+def _descriptor_pool() -> Any:
+    """What reflection shows: the services of this server."""
+    pool = cast("Any", descriptor_pool.DescriptorPool)()
+    for described in (PROTO, _health.DESCRIPTOR.serialized_pb, _reflection_pb2.DESCRIPTOR.serialized_pb):
+        pool.AddSerializedFile(described)
+    return pool
 
 
 def _most_connections(streams: int) -> int:

@@ -29,8 +29,7 @@ from weft.experts.server.auth import Caller
 from weft.experts.server.dispatcher import RequestDispatcher, fault
 from weft.experts.server.options import ServerOptions
 from weft.experts.task import Results
-from weft.experts.wire import Call, Header, Kind, Received, encode
-from weft.experts.wire.limits import Limits
+from weft.experts.wire import Call, Header, Kind, Limits, Received, encode
 from weft.experts.wire.service import COALESCED
 
 Send = Callable[[bytes], Awaitable[Any]]
@@ -238,13 +237,13 @@ def _size(call: Call) -> int:
 def _frames(calls: list[Call], limits: Limits) -> list[bytes]:
     """One message; or, if something in it cannot be sent so, one for each answer, or its error in its place."""
     try:
-        return [b"".join(encode(calls, limits))]
+        return [encode(calls, limits)]
     except Exception:
         return [_frame(call, limits) for call in calls]
 
 
 def _frame(call: Call, limits: Limits) -> bytes:
     try:
-        return b"".join(encode([call], limits))
+        return encode([call], limits)
     except Exception as error:
-        return b"".join(encode([fault(call.header.call_id, error)], limits))
+        return encode([fault(call.header.call_id, error)], limits)

@@ -1,9 +1,8 @@
-"""What travels between clients and servers: frames of calls, with raw tensor bytes behind a small typed header.
+"""What travels between clients and servers: frames of calls, a protobuf header with raw tensor bytes behind it.
 
-frame.py     calls <-> message                  header.py    the format, and writing it
-parse.py     reading it, believing nothing      tensors.py   tensors <-> bytes, without copies
-limits.py    caps, checked before allocation    fault.py     errors <-> bytes
-dtypes.py    which dtypes travel
+experts.proto   the format, and gRPC's service      frame.py     calls <-> messages, within limits
+tensors.py      tensors <-> bytes, without copies   faults.py    errors <-> bytes
+service.py      methods and options of gRPC, receipts, descriptions
 """
 
 from weft.experts import extras as extras  # says what is not installed
@@ -23,10 +22,20 @@ from weft.experts.errors import (
     UnreachableError,
     WireError,
 )
-from weft.experts.wire.fault import RETRYABLE, read_fault, register_fault, write_fault
-from weft.experts.wire.frame import Call, Received, decode, encode
-from weft.experts.wire.header import Descriptor, Flags, Header, Kind
-from weft.experts.wire.limits import LIMITS, Limits
+from weft.experts.wire.faults import RETRYABLE, read_fault, register_fault, write_fault
+from weft.experts.wire.frame import (
+    LIMITS,
+    Call,
+    Descriptor,
+    Frame,
+    Header,
+    Kind,
+    Limits,
+    Received,
+    decode,
+    encode,
+    encode_parts,
+)
 
 __all__ = [
     "LIMITS",
@@ -37,8 +46,8 @@ __all__ = [
     "Descriptor",
     "DrainingError",
     "ExpertFailedError",
-    "Flags",
     "ForbiddenError",
+    "Frame",
     "Header",
     "Kind",
     "LimitError",
@@ -54,6 +63,7 @@ __all__ = [
     "WireError",
     "decode",
     "encode",
+    "encode_parts",
     "read_fault",
     "register_fault",
     "write_fault",

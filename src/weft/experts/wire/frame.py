@@ -1,31 +1,121 @@
 """Frames: calls of one client, packed into one message, and unpacked on the other side.
 
     Call(Header(FORWARD, 7, "ffn.3"), [x])  ─┐                                    ┌─ Received(header, descriptors)
-    Call(Header(BACKWARD, 8, ...), [x, g])  ─┴─ encode ──> buffers ── decode ─────┴─ Received   .tensors()  .into(outs)
+    Call(Header(BACKWARD, 8, ...), [x, g])  ─┴─ encode ──> message ── decode ─────┴─ Received   .tensors()  .into(outs)
 
-    | preamble | call 7, x | call 8, x, g | padding |  bytes of x .. | bytes of x .. | bytes of g .. |
-    |<------------- header, see header.py --------->|<------------- body, 16-aligned --------------->|
+    | call 7, x | call 8, x, g | padding |  bytes of x .. | bytes of x .. | bytes of g .. |
+    |<----- Header of experts.proto ---->|<------------- body, 16-aligned --------------->|     a Frame of experts.proto
 
-Raw bytes behind a small typed header; no pickle, no eval, and nothing is allocated before the header was checked.
-A frame that breaks the format is refused whole: past a fault nothing in it can be believed. All its calls are of
-one client, so nobody else pays.
+Protobuf for all but the tensors, which lie behind it as they are; no pickle, no eval. protobuf reads the header, which
+is at most `HEADER_BYTES` long; everything it says of tensors is checked against the limits before a byte of theirs is
+allocated. Sizes are Python integers, so no product overflows. A frame that breaks the format is refused whole: past a
+fault nothing in it can be believed. All its calls are of one client, so nobody else pays.
+
+A server takes messages of `MESSAGE_BYTES` at most: gRPC holds a message before anybody has seen a byte of it. A larger
+frame goes on in messages with a body only (`Frame.append`), for which the server has counted its size before.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from weft.core.errors import UsageError
-from weft.experts.compression import Compression
-from weft.experts.errors import LimitError
-from weft.experts.wire.header import MAGIC, PREAMBLE, VERSION, Descriptor, Header, Kind, aligned, write_call
-from weft.experts.wire.limits import LIMITS, Limits
-from weft.experts.wire.parse import parse
-from weft.experts.wire.tensors import Bytes as Body
-from weft.experts.wire.tensors import into, memory, to_bytes, to_tensor
+from weft.core.errors import UsageError, listed
+from weft.core.validation import Validator
+from weft.experts.compression import Compression, packed_bytes
+from weft.experts.errors import LimitError, MalformedError, TruncatedError, WireError
+from weft.experts.protobuf import load_messages
+from weft.experts.wire.tensors import ALIGNMENT, CODES, DTYPES, Body, aligned_body, to_bytes, to_tensor
 
+MESSAGE_BYTES = 512 << 10
+"""The largest message that a server takes, which is a frame or a part of one."""
+HEADER_BYTES = 256 << 10
+"""The largest header. Parsed it takes up to 80 times as much memory, for as long as `decode` runs."""
+_PART = 128 << 10  # bytes of the body in every part of a frame but the last
+MOST_FRAME_BYTES = 0x7FFF_FFFF - (
+    1 << 16
+)  # gRPC counts the bytes of a message, which has some of its own, with 31 bits
+_MOST_AXES = 64  # of torch
+_HEADER_TAG, _BODY_TAG = 0x0A, 0x12  # of `Frame`: number << 3 | 2
+_MOST_DEADLINE = (1 << 32) - 1
+
+# Tensors stay bytes until they are looked up: most calls' are like those of calls before.
+_HEADER = load_messages("weft.experts.wire", "experts", "Call.tensors")["Header"]
+_TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
+_TENSOR_BYTES = 1024  # of those that are remembered
 Bytes = bytes | bytearray | memoryview
+
+
+class Kind(IntEnum):
+    """What a call is, as in experts.proto."""
+
+    FORWARD = 1
+    BACKWARD = 2
+    COMMIT = 3
+    RESULT = 4
+    ERROR = 5
+    INFO = 6
+    PING = 7
+    GOAWAY = 8
+    STATE = 9
+    DISCARD = 10
+
+
+WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
+_KINDS = {int(kind): kind for kind in Kind}
+_COMPRESSIONS = {int(one): one for one in Compression}
+
+
+class Header(NamedTuple):  # a tuple: made for every call, and three times as fast as a frozen dataclass
+    """All of a call but its tensors.
+
+    ``call_id`` pairs an answer with its call. ``key`` is the idempotency key of a backward or commit; that of a
+    backward is also the key of its forward: by it both draw the same random numbers. What stands behind a ``+`` tells
+    several backwards of one forward apart.
+    ``mini_batch`` names the sum that a backward's gradient is added to, that a commit applies and a discard drops;
+    empty: step now.
+    ``deadline_ms`` is what is left of the caller's time when the frame is sent, ``None`` for no deadline. ``reply``
+    is how the caller would like the answer's tensors compressed. ``step`` is, in a result, the expert's number of
+    optimizer steps. ``data`` is opaque here: a fault (`faults.py`), a receipt, or what an info call answers.
+    ``keep``, of a forward: keep its graph and its inputs for the backward that has the same key. Of its result: they
+    are kept. Of a backward: its inputs are those that are kept, and not sent again. ``evaluation``, of a forward and
+    its backward: the module runs as after ``eval()``.
+    """
+
+    kind: Kind
+    call_id: int
+    uid: str = ""
+    key: str = ""
+    client: str = ""
+    mini_batch: str = ""
+    deadline_ms: int | None = None
+    keep: bool = False
+    evaluation: bool = False
+    reply: Compression = Compression.NONE
+    step: int = 0
+    data: bytes = b""
+
+
+class Descriptor(NamedTuple):
+    """One tensor of a call: what it is, and where its ``nbytes`` bytes lie, counted from the start of the body."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    compression: Compression
+    nbytes: int
+    offset: int
+
+    @property
+    def decoded_bytes(self) -> int:
+        """How many bytes the tensor takes once decoded."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Call(NamedTuple):
@@ -35,10 +125,6 @@ class Call(NamedTuple):
     tensors: Sequence[Tensor] = ()
     compressions: Sequence[Compression] = ()
 
-    def addressed(self, number: int, deadline_ms: int) -> "Call":
-        """The same call, to be answered under this number and within so many milliseconds."""
-        return Call(self.header._replace(call_id=number, deadline_ms=deadline_ms), self.tensors, self.compressions)
-
 
 class Received(NamedTuple):
     """One call that arrived. Its tensors are described, and made only when asked for; ``body`` has their bytes."""
@@ -47,94 +133,381 @@ class Received(NamedTuple):
     descriptors: tuple[Descriptor, ...]
     body: Body
 
-    def tensors(self, *, copy: bool = False) -> list[Tensor]:
-        """The tensors on the CPU, as sent. Without ``copy`` they are views of the message where they can be.
+    def tensors(self) -> list[Tensor]:
+        """The tensors on the CPU, as sent; views of the message where they can be.
 
         Raises ``MalformedError`` where the bytes of a bool are neither 0 nor 1.
         """
-        made = [to_tensor(self.body, one) for one in self.descriptors]
-        return [tensor.clone() for tensor in made] if copy else made
-
-    def into(self, outs: Sequence[Tensor]) -> None:
-        """Write the tensors into ``outs``, such as rows of a batch buffer, of the same shapes and dtypes.
-
-        Raises ``SpecError`` that lists every out that does not fit, ``MalformedError`` as `tensors` does; then
-        nothing was written.
-        """
-        into(self.body, self.descriptors, outs)
+        return [
+            to_tensor(self.body[offset : offset + nbytes], dtype, shape, how)
+            for dtype, shape, how, nbytes, offset in self.descriptors
+        ]
 
 
-def encode(calls: Sequence[Call], limits: Limits = LIMITS) -> list[bytes | memoryview]:
-    """One frame with all ``calls``, as buffers to be sent one after the other (``b"".join`` makes one message).
+@dataclass(frozen=True)
+class Limits:
+    """The caps of one frame, all inclusive, checked before anything of it is allocated.
 
-    The buffers look into the tensors where they can: do not write into these before the buffers were used.
+    ``frame_bytes`` and ``header_bytes`` are on the wire; ``decoded_bytes`` of all its tensors together, so compression
+    may not be used to blow up. ``elements`` are of a tensor, ``name_bytes`` of each name in a call, ``data_bytes`` of
+    its opaque data. The limits of a server are its own; a client that keeps to the server's is never refused by them.
+
+    Raises ``UsageError`` that lists what is no int from 1, and what is more than the format can hold.
+    """
+
+    frame_bytes: int = 64 << 20
+    header_bytes: int = HEADER_BYTES
+    data_bytes: int = 128 << 10
+    decoded_bytes: int = 256 << 20
+    calls: int = 256
+    tensors: int = 256
+    axes: int = 16
+    elements: int = 1 << 28
+    name_bytes: int = 1024
+
+    def __post_init__(self) -> None:
+        caps = {"axes": _MOST_AXES, "header_bytes": HEADER_BYTES, "frame_bytes": MOST_FRAME_BYTES}
+        with Validator("invalid limits") as check:
+            for name in (field.name for field in fields(self)):
+                value, cap = getattr(self, name), caps.get(name)
+                if check.count(name, value) and cap is not None:
+                    check.that(value <= cap, f"{name} is {value}, the format ends at {cap}")
+
+
+LIMITS = Limits()
+"""The limits where none are given."""
+
+
+def encode(calls: Sequence[Call], limits: Limits = LIMITS) -> bytes:
+    """One message with all ``calls``.
+
     Raises ``UsageError`` for what cannot be sent and ``LimitError`` for what is larger than ``limits``.
     """
+    return b"".join(_encoded(calls, limits)[0])
+
+
+def encode_parts(calls: Sequence[Call], limits: Limits = LIMITS) -> Iterator[bytes]:
+    """The same, as the messages that a server takes. Raises as `encode`, before the first of them."""
+    buffers, body_bytes = _encoded(calls, limits)
+    message = b"".join(buffers)
+    if len(message) <= MESSAGE_BYTES:
+        return iter((message,))
+    return _parts(message, body_bytes)
+
+
+def _parts(message: bytes, body_bytes: int) -> Iterator[bytes]:
+    """The messages of a frame whose body is the end of ``message``."""
+    body = memoryview(message)[len(message) - body_bytes :]
+    head = message[: len(message) - body_bytes - len(_prefix(_BODY_TAG, body_bytes))]
+    while len(body):
+        part = body[: MESSAGE_BYTES - len(head) - len(_prefix(_BODY_TAG, MESSAGE_BYTES))]
+        yield b"".join([head, _prefix(_BODY_TAG, len(part)), part])
+        head, body = b"", body[len(part) :]
+
+
+def _encoded(calls: Sequence[Call], limits: Limits) -> tuple[list[bytes | memoryview], int]:
+    """Buffers that make one message, the body's last; and the size of the body. They look into the tensors."""
     if not calls:
         raise UsageError("a frame holds at least one call, and none was given")
     if len(calls) > limits.calls:
         raise LimitError(f"{len(calls)} calls in a frame, at most {limits.calls} are allowed", reason="calls")
-    heads: list[bytes] = []
+    header = _HEADER()
     body: list[bytes | memoryview] = []
-    offset = decoded = 0
+    body_bytes = decoded = 0
     for call in calls:
-        descriptors: list[Descriptor] = []
-        for tensor, how in zip(call.tensors, _compressions(call), strict=True):
+        compressions = call.compressions or [Compression.NONE] * len(call.tensors)
+        if len(compressions) != len(call.tensors):
+            raise UsageError(f"{len(call.tensors)} tensors, and compressions for {len(compressions)}")
+        tensors: list[bytes] = []
+        fits = len(call.tensors) <= limits.tensors
+        for tensor, how in zip(call.tensors, compressions, strict=True):
             done, buffers = to_bytes(tensor, how)
-            nbytes = sum(map(len, buffers))
-            descriptors.append(Descriptor(tensor.dtype, tuple(tensor.shape), done, nbytes, offset))
+            written, axes, elements = _write_tensor(tensor.dtype, tensor.shape, done)
+            fits = fits and axes <= limits.axes and elements <= limits.elements
+            tensors.append(written)
             body += buffers
-            if padding := aligned(nbytes) - nbytes:
+            nbytes = sum(map(len, buffers))
+            if padding := -nbytes % ALIGNMENT:
                 body.append(bytes(padding))
-            offset += nbytes + padding
+            body_bytes += nbytes + padding
             decoded += tensor.nbytes
-        heads.append(write_call(call.header, descriptors, limits))
-    _check_frame(calls, sum(map(len, heads)), offset, decoded, limits)
-    header = b"".join(heads)
-    preamble = PREAMBLE.pack(MAGIC, VERSION, 0, len(calls), len(header), offset)
-    head_bytes = len(preamble) + len(header)
-    return [preamble, header, bytes(aligned(head_bytes) - head_bytes), *body]
+        size = _write_call(header.calls.add(), call.header, tensors)
+        if not fits or size > min(limits.name_bytes, limits.data_bytes):
+            _check_call(call.header, [tensor.shape for tensor in call.tensors], limits)
+    prefix = _prefix(_BODY_TAG, body_bytes) if body_bytes else b""
+    if body_bytes:
+        size = header.ByteSize() + 2  # with the tag and the length of the padding
+        header.padding = bytes(-(len(_prefix(_HEADER_TAG, size + ALIGNMENT - 1)) + size + len(prefix)) % ALIGNMENT)
+    head: bytes = header.SerializeToString()
+    start = _prefix(_HEADER_TAG, len(head))
+    frame = len(start) + len(head) + len(prefix) + body_bytes
+    if frame > limits.frame_bytes or decoded > limits.decoded_bytes or len(head) > limits.header_bytes:
+        raise _too_large(calls, {"header_bytes": len(head), "frame_bytes": frame, "decoded_bytes": decoded}, limits)
+    return [start, head, prefix, *body], body_bytes
+
+
+def _write_call(message: Any, header: Header, tensors: Sequence[bytes]) -> int:
+    """Fill in one call; returns its bytes. Raises ``UsageError`` for what no field can hold."""
+    if tensors and header.kind not in WITH_TENSORS:
+        raise UsageError(f"a call of kind {header.kind.name} carries no tensors, and {len(tensors)} were given")
+    try:
+        message.kind = header.kind
+        message.call_id = header.call_id
+        if header.deadline_ms is not None:
+            message.deadline_ms = min(max(0, header.deadline_ms), _MOST_DEADLINE)
+        message.uid, message.key, message.client = header.uid, header.key, header.client
+        message.mini_batch, message.data, message.step = header.mini_batch, header.data, header.step
+        message.keep, message.evaluation, message.reply = header.keep, header.evaluation, header.reply
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"a call of kind {header.kind.name} cannot be sent: {error}") from None
+    message.tensors.extend(tensors)
+    return message.ByteSize()
+
+
+@lru_cache(4096)
+def _write_tensor(dtype: torch.dtype, shape: torch.Size, how: Compression) -> tuple[bytes, int, int]:
+    """A tensor as in `Call`, its axes, and its extent."""
+    return _TENSOR(dtype=CODES[dtype], shape=shape, compression=how).SerializeToString(), len(shape), _extent(shape)
+
+
+def _check_call(header: Header, shapes: Sequence[Sequence[int]], limits: Limits) -> None:
+    """Raise ``LimitError`` that lists which limits a call exceeds."""
+    faults: list[tuple[str, str]] = []
+    for field in ("uid", "key", "client", "mini_batch"):
+        size, most = len(getattr(header, field).encode()), limits.name_bytes
+        faults += [("name_bytes", f"{field} takes {size} bytes, at most {most} are allowed")] * (size > most)
+    if len(header.data) > limits.data_bytes:
+        faults.append(("data_bytes", f"data takes {len(header.data)} bytes, at most {limits.data_bytes} are allowed"))
+    if len(shapes) > limits.tensors:
+        faults.append(("tensors", f"there are {len(shapes)} tensors, at most {limits.tensors} are allowed"))
+    for index, shape in enumerate(shapes):
+        if len(shape) > limits.axes:
+            faults.append(("axes", f"tensor {index} has {len(shape)} axes, at most {limits.axes} are allowed"))
+        elif _extent(shape) > limits.elements:
+            text = f"tensor {index} has shape {tuple(shape)}, at most {limits.elements} elements are allowed"
+            faults.append(("elements", text))
+    if faults:
+        text = listed("this call is larger than the limits:", [text for _, text in faults])
+        raise LimitError(text, reason=faults[0][0], call_id=header.call_id)
+
+
+def _extent(shape: Sequence[int]) -> int:
+    """The number of elements, with empty axes counted as 1: the largest stride that torch has to count to."""
+    return math.prod(max(1, size) for size in shape)
+
+
+def _too_large(calls: Sequence[Call], sizes: dict[str, int], limits: Limits) -> LimitError:
+    """The error for the first of these sizes that is beyond its limit."""
+    first = calls[0].header
+    what = "answer" if first.kind is Kind.RESULT else first.kind.name.lower()
+    one = f"the {what} of expert {first.uid!r}" if first.uid else f"one {what}"
+    name, seen = next((name, seen) for name, seen in sizes.items() if seen > getattr(limits, name))
+    return LimitError(
+        f"{name} of {one if len(calls) == 1 else f'{len(calls)} calls together'}: {seen}, at most "
+        f"{getattr(limits, name)} are allowed; send fewer rows at a time, compress them with a Policy, or "
+        "allow more in the limits= of both ends (GrpcTransport or Connections, and ServerOptions)",
+        reason=name,
+    )
 
 
 def decode(message: Bytes, limits: Limits = LIMITS) -> list[Received]:
     """The calls of one whole frame. Tensors are views of ``message``: see `tensors.py` for who may write into them.
 
-    Raises ``MalformedError``, ``TruncatedError`` or ``LimitError`` before anything is allocated, and nothing else,
-    whatever the bytes are.
+    Raises ``MalformedError``, ``TruncatedError`` or ``LimitError``, and nothing else, whatever the bytes are; before
+    anything is allocated beyond the parsed header.
     """
-    flat = memoryview(message).cast("B")
-    parsed, start = parse(flat, limits)
-    body = memory(flat, start)
-    return [Received(header, descriptors, body) for header, descriptors in parsed]
+    return Frame(message, limits).received()
 
 
-def _compressions(call: Call) -> Sequence[Compression]:
-    if not call.compressions:
-        return [Compression.NONE] * len(call.tensors)
-    if len(call.compressions) != len(call.tensors):
-        raise UsageError(f"{len(call.tensors)} tensors, and compressions for {len(call.compressions)}")
-    return call.compressions
+class Frame:
+    """A frame as it arrives, of which ``message`` is all, or the first part.
+
+    ``wanted``: bytes of its body that are still to come, which `append` takes. Raises as `decode`.
+    """
+
+    __slots__ = ("_body", "_calls", "_have", "_header_bytes", "_joined", "_limits", "body_bytes", "wanted")
+
+    def __init__(self, message: Bytes, limits: Limits = LIMITS) -> None:
+        self._limits = limits
+        flat = memoryview(message).cast("B")
+        if len(flat) > limits.frame_bytes:
+            raise _exceeded("frame_bytes", len(flat), limits.frame_bytes)
+        header, self._body = _split(flat)
+        if header is None:
+            raise MalformedError("the frame holds no header", reason="empty")
+        self._header_bytes = len(header)
+        if self._header_bytes > limits.header_bytes:
+            raise _exceeded("header_bytes", self._header_bytes, limits.header_bytes)
+        try:
+            parsed: Any = _HEADER.FromString(bytes(header))
+        except DecodeError as error:
+            raise MalformedError(f"the header is no Header of experts.proto: {error}", reason="header") from None
+        if not 0 < len(parsed.calls) <= limits.calls:
+            if not parsed.calls:
+                raise MalformedError("the frame holds no call", reason="empty")
+            raise _exceeded("calls", len(parsed.calls), limits.calls)
+        self.body_bytes = decoded = 0
+        self._calls: list[tuple[Header, tuple[Descriptor, ...]]] = []
+        for call in parsed.calls:
+            header = _read_header(call)
+            try:
+                descriptors, decoded = self._described(call.tensors, header, decoded)
+            except WireError as error:
+                error.call_id = header.call_id
+                raise
+            self._calls.append((header, descriptors))
+        self._joined: Body | None = None
+        self._have = len(self._body)
+        self.wanted = self.body_bytes - self._have
+        if self.wanted < 0:
+            raise MalformedError(f"the tensors take {self.body_bytes} bytes, the body has {self._have}", reason="sum")
+        if len(flat) + self.wanted > limits.frame_bytes:
+            raise _exceeded("frame_bytes", len(flat) + self.wanted, limits.frame_bytes)
+
+    @property
+    def partial(self) -> bool:
+        """Whether the rest of the body may come in further messages."""
+        return self.wanted > 0 and self._have >= _PART
+
+    def append(self, message: Bytes) -> None:
+        """Take the next part of the body; with the first of them, memory is allocated for all.
+
+        Raises ``TruncatedError`` for what is no such part, ``MalformedError`` for what is no frame.
+        """
+        if self._joined is None:
+            self._joined = np.empty(self.body_bytes, np.uint8)  # not zeroed: no page is there before its bytes are
+            self._joined[: self._have] = self._body
+            self._body = memoryview(b"")
+        header, part = _split(memoryview(message).cast("B"))
+        if header is not None or not min(_PART, self.wanted) <= len(part) <= self.wanted:
+            what = "another frame" if header is not None else f"a part of {len(part)} bytes"
+            raise TruncatedError(f"{self.wanted} bytes of a frame are to come, and then comes {what}", reason="length")
+        self._joined[self._have : self._have + len(part)] = part
+        self._have += len(part)
+        self.wanted -= len(part)
+
+    def received(self) -> list[Received]:
+        """Its calls. Raises ``TruncatedError`` if bytes are wanting."""
+        if self.wanted:
+            text = f"the body of a frame ends after {self._have} bytes, its tensors take {self.body_bytes}"
+            raise TruncatedError(text, reason="length")
+        body = aligned_body(self._body) if self._joined is None else self._joined
+        return [Received(header, descriptors, body) for header, descriptors in self._calls]
+
+    def _described(self, tensors: Any, header: Header, decoded: int) -> tuple[tuple[Descriptor, ...], int]:
+        """The descriptors of a call, and the bytes of all tensors so far once they are decoded."""
+        limits = self._limits
+        if len(tensors) and header.kind not in WITH_TENSORS:
+            text = f"a call of kind {header.kind.name} carries {len(tensors)} tensors, wanted none"
+            raise MalformedError(text, reason="kind")
+        fits = len(tensors) <= limits.tensors and self._header_bytes <= min(limits.name_bytes, limits.data_bytes)
+        if not fits:
+            _check_call(header, [()] * len(tensors), limits)
+        found: list[Descriptor] = []
+        for raw in tensors:
+            read = _read_tensor if len(raw) <= _TENSOR_BYTES else _read_tensor.__wrapped__
+            descriptor, elements, size = read(raw, limits.axes, self.body_bytes)
+            if elements > limits.elements:
+                raise _exceeded("elements", elements, limits.elements)
+            found.append(descriptor)
+            self.body_bytes += descriptor.nbytes + -descriptor.nbytes % ALIGNMENT
+            decoded += size
+        if decoded > limits.decoded_bytes:
+            raise _exceeded("decoded_bytes", decoded, limits.decoded_bytes)
+        return tuple(found), decoded
 
 
-def _check_frame(calls: Sequence[Call], header: int, body: int, decoded: int, limits: Limits) -> None:
-    total = aligned(PREAMBLE.size + header) + body
-    if header <= limits.header_bytes and total <= limits.frame_bytes and decoded <= limits.decoded_bytes:
-        return
-    sizes = {"header_bytes": header, "frame_bytes": total, "decoded_bytes": decoded}
-    for name, seen in sizes.items():
-        if seen > getattr(limits, name):
-            raise LimitError(
-                f"{name} of {_named(calls)}: {seen}, at most {getattr(limits, name)} are allowed; send fewer rows at a "
-                "time, compress them with a Policy, or allow more in the limits= of both ends (GrpcTransport or "
-                "Connections, and ServerOptions)",
-                reason=name,
-            )
+def _read_header(call: Any) -> Header:
+    kind, reply = _KINDS.get(call.kind), _COMPRESSIONS.get(call.reply)
+    if kind is None or reply is None:
+        what, value = ("kind", call.kind) if kind is None else ("reply", call.reply)
+        raise MalformedError(f"{what} {value} is not known", reason=what, call_id=call.call_id)
+    return Header(
+        kind,
+        call.call_id,
+        call.uid,
+        call.key,
+        call.client,
+        call.mini_batch,
+        call.deadline_ms if call.HasField("deadline_ms") else None,
+        call.keep,
+        call.evaluation,
+        reply,
+        call.step,
+        call.data,
+    )
 
 
-def _named(calls: Sequence[Call]) -> str:
-    """What a frame holds, in words."""
-    header = calls[0].header
-    if len(calls) > 1:
-        return f"{len(calls)} calls together"
-    what = "answer" if header.kind is Kind.RESULT else header.kind.name.lower()
-    return f"the {what} of expert {header.uid!r}" if header.uid else f"one {what}"
+@lru_cache(4096)
+def _read_tensor(raw: bytes, axes: int, offset: int) -> tuple[Descriptor, int, int]:
+    """The descriptor, its extent, and its bytes once decoded."""
+    try:
+        tensor: Any = _TENSOR.FromString(raw)
+    except DecodeError as error:
+        raise MalformedError(f"a tensor is no Tensor of experts.proto: {error}", reason="header") from None
+    if len(tensor.shape) > axes:
+        raise _exceeded("axes", len(tensor.shape), axes)
+    code, packing, shape = tensor.dtype, tensor.compression, tuple(tensor.shape)
+    dtype, how = DTYPES.get(code), _COMPRESSIONS.get(packing)
+    if dtype is None or how is None:
+        raise MalformedError(f"a tensor of dtype {code}, compression {packing}", reason="dtype")
+    nbytes = packed_bytes(how, dtype, shape)
+    if nbytes is None:
+        text = f"{how.name} does not apply to a tensor of {dtype}, shape {shape}"
+        raise MalformedError(text, reason="compression")
+    descriptor = Descriptor(dtype, shape, how, nbytes, offset)
+    return descriptor, _extent(shape), descriptor.decoded_bytes
+
+
+def _exceeded(name: str, seen: int, most: int) -> LimitError:
+    return LimitError(f"{name}: {seen}, at most {most} are allowed", reason=name)
+
+
+def _prefix(tag: int, size: int) -> bytes:
+    """Tag and length of a field, as protobuf writes them."""
+    if size < 0x80:
+        return bytes((tag, size))
+    found = bytearray((tag,))
+    while size > 0x7F:
+        found.append(size & 0x7F | 0x80)
+        size >>= 7
+    found.append(size)
+    return bytes(found)
+
+
+def _split(message: memoryview) -> tuple[memoryview | None, memoryview]:
+    """The header and the body of a `Frame`, without a copy. Other fields are passed over."""
+    header, body = None, message[:0]
+    at, end = 0, len(message)
+    while at < end:
+        tag, at = (message[at], at + 1) if message[at] < 0x80 else _varint(message, at)
+        size = message[at] if at < end else 0x80
+        at += 1
+        if size >= 0x80:
+            size, at = _varint(message, at - 1)
+        if tag & 7 == 0:
+            continue
+        if tag & 7 != 2:
+            raise MalformedError(f"a frame has no field of type {tag & 7}", reason="field")
+        start, at = at, at + size
+        if at > end:
+            raise TruncatedError(f"the frame ends at byte {end}, a field of it at {at}", reason="length")
+        if tag == _HEADER_TAG:
+            header = message[start:at]
+        elif tag == _BODY_TAG:
+            body = message[start:at]
+    return header, body
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    """The number at this place, and where it ends."""
+    value = shift = 0
+    for place in range(at, len(message)):
+        byte = message[place]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place + 1
+        shift += 7
+        if shift >= 64:
+            raise MalformedError("a number of more than 64 bits", reason="field")
+    raise TruncatedError(f"the frame ends at byte {len(message)}, within a field", reason="length")

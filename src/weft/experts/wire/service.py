@@ -1,13 +1,11 @@
-"""The gRPC service definition: methods, metadata, options of both ends, and the data of its answers.
+"""The gRPC service: its methods, metadata, options of both ends, and the data of its answers. See experts.proto.
 
-    /weft.Experts/Stream    stream of messages <-> stream of frames   calls and their answers, in any order
-    /weft.Experts/Info      one frame of INFO calls -> one frame      a `Description` of each expert, as JSON
-    /weft.Experts/Status    nothing -> JSON                           the server's statistics
-    /weft.Experts/State     stream of frames <-> stream of frames     states of experts, for servers that follow
+    /weft.Experts/Stream    stream of frames <-> stream of frames    calls and their answers, in any order
+    /weft.Experts/Info      one frame of INFO calls -> one frame     a `Description` of each expert, as JSON
+    /weft.Experts/Status    nothing -> JSON                          the server's statistics
+    /weft.Experts/State     stream of frames <-> stream of frames    states of experts, for servers that follow
 
-Messages are the frames of `weft.experts.wire`, not protobuf: a serializer of the identity, on both ends. What a client
-sends is cut: a frame of more than `MESSAGE_BYTES` goes as messages of just so many and one with the rest. gRPC holds a
-message before anybody has seen a byte of it; so the server gives it no more than that, and counts what follows.
+Frames are made and read by `weft.experts.wire.frame`, so gRPC hands on bytes as they are, on both ends.
 
 A description has an expert's schemas, nested as they are, without naming any class:
 
@@ -19,19 +17,24 @@ the same fields on the other side. Constants among the tensors are None, boolean
 """
 
 import json
-import struct
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
+from google.protobuf.message import DecodeError
+
 from weft.core.errors import UsageError, listed
 from weft.core.spec import TensorSpec
 from weft.experts.errors import MalformedError
-from weft.experts.wire.dtypes import CODES
-from weft.experts.wire.limits import Limits
+from weft.experts.protobuf import load_messages
+from weft.experts.wire.frame import MESSAGE_BYTES, Limits
+from weft.experts.wire.tensors import CODES
 
+_MESSAGES = load_messages("weft.experts.wire", "experts")
+PROTO: bytes = _MESSAGES["Frame"].DESCRIPTOR.file.serialized_pb
+"""experts.proto as a descriptor, for reflection."""
 SERVICE = "weft.Experts"
 STREAM = f"/{SERVICE}/Stream"
 INFO = f"/{SERVICE}/Info"
@@ -50,9 +53,6 @@ COALESCED = 1 << 17
 """Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame. Of
 a mixture's calls the first can then be worked on while the others still travel."""
 
-MESSAGE_BYTES = 512 << 10
-"""The largest message that a server takes, which is a frame or a part of one."""
-
 Options = list[tuple[str, int | str]]
 
 _ROOM = 1 << 16  # gRPC's own framing is no concern of our limits
@@ -62,15 +62,6 @@ def common_options(limits: Limits) -> Options:
     """What both ends set: the size of messages, which gRPC checks before it allocates."""
     size = limits.frame_bytes + _ROOM
     return [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
-
-
-def messages(frame: bytes) -> Iterator[bytes]:
-    """What a client sends for one frame."""
-    if len(frame) <= MESSAGE_BYTES:
-        yield frame
-        return
-    for start in range(0, len(frame), MESSAGE_BYTES):
-        yield frame[start : start + MESSAGE_BYTES]
 
 
 def client_options(limits: Limits) -> Options:
@@ -119,8 +110,17 @@ def server_options(limits: Limits, connections: int, metadata_bytes: int = 16 <<
     ]
 
 
-_FORMAT = struct.Struct("<QQQ")
-_NEVER = (1 << 64) - 1
+def write_status(json_text: str) -> bytes:
+    """The answer to a call for the server's status."""
+    return _MESSAGES["StatusReply"](json=json_text).SerializeToString()
+
+
+def read_status(data: bytes) -> str:
+    """The JSON of it. Raises ``MalformedError`` for other bytes."""
+    try:
+        return _MESSAGES["StatusReply"].FromString(data).json
+    except DecodeError as error:
+        raise MalformedError(f"this is no StatusReply of experts.proto: {error}", reason="status") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +140,22 @@ class Receipt:
     token: int = 0
 
     def to_bytes(self) -> bytes:
-        """24 bytes, the data of a result."""
-        return _FORMAT.pack(_NEVER if self.durable is None else self.durable, self.incarnation, self.token)
+        """A Receipt of experts.proto, the data of a result."""
+        return _MESSAGES["Receipt"](
+            durable=self.durable, incarnation=self.incarnation, token=self.token
+        ).SerializeToString()
 
 
 @lru_cache(256)  # every answer has one, and most say what the one before said
 def read_receipt(data: bytes) -> Receipt:
-    """The inverse. Raises ``MalformedError`` for other bytes."""
-    if len(data) != _FORMAT.size:
-        raise MalformedError(f"a receipt of {len(data)} bytes, wanted {_FORMAT.size}", reason="receipt")
-    durable, incarnation, token = _FORMAT.unpack(data)
-    return Receipt(None if durable == _NEVER else durable, incarnation, token)
+    """The inverse. Raises ``MalformedError`` for other bytes, and for none."""
+    if not data:
+        raise MalformedError("an answer without a receipt", reason="receipt")
+    try:
+        read: Any = _MESSAGES["Receipt"].FromString(data)
+    except DecodeError as error:
+        raise MalformedError(f"this is no Receipt of experts.proto: {error}", reason="receipt") from None
+    return Receipt(read.durable if read.HasField("durable") else None, read.incarnation, read.token)
 
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}

@@ -8,24 +8,39 @@ lock, and where many threads send small tensors each of them waits for it again.
 
 A decoded tensor that was not compressed looks into the message: it keeps the whole message alive, and whoever
 writes into it writes into the message. Messages that arrived belong to nobody else, so a module may work in place on
-its input; who decodes bytes that he still needs asks for copies. A message at an odd address is copied once.
+its input. A message at an odd address is copied once.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core.errors import SpecError, UsageError, listed
+from weft.core.errors import UsageError
 from weft.experts.compression import Compression, compress, expand
 from weft.experts.errors import MalformedError
-from weft.experts.wire.dtypes import CODES, NUMPY
-from weft.experts.wire.header import ALIGNMENT, Descriptor
+from weft.experts.protobuf import load_messages
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+ALIGNMENT = 16
+"""Every tensor begins at a multiple of it."""
+Body = np.ndarray[Any, np.dtype[np.uint8]]
 """The body of a frame: flat, at an aligned address."""
+
+# Left out are dtypes that torch cannot store as whole bytes (`uint1` ... `int7`, `float4_e2m1fn_x2`), the quantized
+# ones, which carry a scale outside their bytes and crash when made from a buffer, and `complex32`, which torch calls
+# experimental and warns about at every allocation.
+_DTYPE_ENUM = load_messages("weft.experts.wire", "experts")["Tensor"].DESCRIPTOR.fields_by_name["dtype"].enum_type
+DTYPES: dict[int, torch.dtype] = {
+    each.number: getattr(torch, each.name.removesuffix("_")) for each in _DTYPE_ENUM.values if each.number
+}
+"""Which dtypes travel, by their numbers in experts.proto."""
+CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+_NUMPY: dict[torch.dtype, "np.dtype[np.generic]"] = {
+    dtype: np.dtype(str(dtype).removeprefix("torch.").replace("bool", "bool_"))
+    for dtype in CODES
+    if (dtype.itemsize > 1 and dtype is not torch.bfloat16) or not dtype.is_floating_point
+}
 
 
 def to_bytes(tensor: Tensor, how: Compression) -> tuple[Compression, list[memoryview]]:
@@ -34,38 +49,37 @@ def to_bytes(tensor: Tensor, how: Compression) -> tuple[Compression, list[memory
     The buffers look into the tensor where it is contiguous, on the CPU and not compressed: do not write into it
     before they were sent. Raises ``UsageError`` for tensors without plain bytes.
     """
-    if how is Compression.NONE and _as_it_lies(tensor):
+    if how is Compression.NONE and _is_plain(tensor):
         seen = (tensor.detach() if tensor.requires_grad else tensor).numpy()
-        return how, [seen.reshape(-1).view(np.uint8).data] if seen.size else []
+        if not seen.size:
+            return how, []
+        # A memoryview casts faster than numpy, but knows no complex numbers.
+        return how, [seen.reshape(-1).view(np.uint8).data if seen.dtype.kind == "c" else seen.data.cast("B")]
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in CODES:
         text = f"a tensor of {tensor.dtype}, layout {tensor.layout}, on {tensor.device}"
         raise UsageError(f"{text} cannot be sent: wanted a dense tensor with data, of one of {sorted(map(str, CODES))}")
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    done, parts = compress(plain, how)
-    return done, [_flat(part).view(torch.uint8).numpy().data for part in parts if part.numel()]
+    done, parts = compress(tensor.detach().cpu().resolve_conj().resolve_neg(), how)
+    # A contiguous tensor of size 1 may have any stride, which views as bytes and `reshape` leave alone.
+    flat = (part.as_strided((part.numel(),), (1,)) for part in parts)
+    return done, [part.view(torch.uint8).numpy().data for part in flat if part.numel()]
 
 
-def _as_it_lies(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether numpy can show its memory, byte for byte as it is sent."""
-    if not tensor.is_cpu or tensor.dtype not in NUMPY or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.dtype not in _NUMPY or tensor.layout is not torch.strided:
         return False
     if tensor.is_nested or not tensor.is_contiguous():
         return False
     return not (tensor.is_neg() or tensor.is_conj())
 
 
-def _flat(part: Tensor) -> Tensor:
-    """One axis. A contiguous tensor of size 1 may have any stride, which views as bytes and `reshape` leave alone."""
-    return part.as_strided((part.numel(),), (1,))
-
-
-def memory(message: memoryview, start: int) -> Bytes:
-    """The bytes of ``message`` from ``start`` on, at an aligned address; a view if it can be, and torch may have it."""
-    seen: Bytes = np.frombuffer(message, np.uint8)[start:]
+def aligned_body(message: memoryview) -> Body:
+    """These bytes at an aligned address; a view if it can be, and torch may have it."""
+    seen: Body = np.frombuffer(message, np.uint8)
     interface = seen.__array_interface__
     address, read_only = interface["data"]
     if address % ALIGNMENT:
-        fresh: Bytes = torch.empty(len(seen), dtype=torch.uint8, device="cpu").numpy()  # torch aligns to 64
+        fresh: Body = torch.empty(len(seen), dtype=torch.uint8, device="cpu").numpy()  # torch aligns to 64
         fresh[:] = seen
         return fresh
     if read_only:
@@ -79,36 +93,18 @@ class _Borrowed:
 
     __slots__ = ("__array_interface__", "_owner")
 
-    def __init__(self, owner: Bytes, interface: dict[str, Any]) -> None:
+    def __init__(self, owner: Body, interface: dict[str, Any]) -> None:
         self._owner = owner
         self.__array_interface__ = interface
 
 
-def to_tensor(body: Bytes, which: Descriptor) -> Tensor:
-    """The tensor that ``which`` describes: new if it was compressed, else a view of ``body``.
+def to_tensor(packed: Body, dtype: torch.dtype, shape: tuple[int, ...], how: Compression) -> Tensor:
+    """The tensor of these bytes: new if they are compressed, else a view of them.
 
     Raises ``MalformedError`` for a bool that is neither 0 nor 1: torch would compute nonsense with it.
     """
-    packed = body[which.offset : which.offset + which.nbytes]
-    if which.dtype == torch.bool and which.nbytes and int(packed.max()) > 1:
+    if dtype == torch.bool and packed.size and int(packed.max()) > 1:
         raise MalformedError(f"a bool is {int(packed.max())}, wanted 0 or 1", reason="bool")
-    if which.compression is Compression.NONE and which.nbytes and which.dtype in NUMPY:
-        return torch.from_numpy(packed.view(NUMPY[which.dtype]).reshape(which.shape))
-    return expand(torch.from_numpy(packed), which.compression, which.dtype, which.shape)
-
-
-def into(body: Bytes, which: Sequence[Descriptor], outs: Sequence[Tensor]) -> None:
-    """Write each tensor into one of ``outs``, of its shape and dtype, on any device and with any strides.
-
-    Raises ``SpecError`` that lists every out that does not fit; then none was written.
-    """
-    faults = [] if len(which) == len(outs) else [f"there are {len(which)} tensors, and {len(outs)} to write into"]
-    for index, (one, out) in enumerate(zip(which, outs, strict=False)):
-        if (out.dtype, tuple(out.shape)) != (one.dtype, one.shape):
-            faults.append(f"{index}: {one.dtype} {one.shape} does not go into {out.dtype} {tuple(out.shape)}")
-    if faults:
-        raise SpecError(listed("the tensors of this call do not fit where they should go:", faults))
-    ready = [to_tensor(body, one) for one in which]
-    with torch.no_grad():
-        for out, one in zip(outs, ready, strict=True):
-            out.copy_(one)
+    if how is Compression.NONE and packed.size and dtype in _NUMPY:
+        return torch.from_numpy(packed.view(_NUMPY[dtype]).reshape(shape))
+    return expand(torch.from_numpy(packed), how, dtype, shape)

@@ -1,0 +1,102 @@
+"""Clients that import nothing of weft: one in Python from gRPC's reflection, one in Node from experts.proto."""
+
+import json
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from tests.apart import ROOT, python, run
+from weft.experts import ExpertBackend, TensorSpec
+from weft.experts.server import Server
+
+CLIENT = """
+import json, sys
+import grpc, numpy
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    database = ProtoReflectionDescriptorDatabase(channel)
+    pool = DescriptorPool(database)
+    service = pool.FindServiceByName("weft.Experts")
+    assert sorted(database.get_services())[-1] == "weft.Experts", database.get_services()
+
+    def method(name):
+        found = service.methods_by_name[name]
+        kind = channel.stream_stream if found.client_streaming else channel.unary_unary
+        request, answer = GetMessageClass(found.input_type), GetMessageClass(found.output_type)
+        return kind(f"/weft.Experts/{name}", request.SerializeToString, answer.FromString), request
+
+    def frame(Frame, kind, *arrays, **fields):
+        made = Frame(body=b"".join(each.tobytes() + bytes(-each.nbytes % 16) for each in arrays))
+        call = made.header.calls.add(kind=kind, call_id=1, uid="ffn.0", **fields)
+        for each in arrays:
+            call.tensors.add(dtype=str(each.dtype), shape=each.shape)
+        return made
+
+    def first(answer):
+        call = answer.header.calls[0]
+        assert call.DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_number[call.kind].name == "RESULT", call
+        return call, numpy.frombuffer(answer.body, numpy.float32)[: numpy.prod(call.tensors[0].shape)]
+
+    ask, Frame = method("Info")
+    schema = json.loads(ask(frame(Frame, "INFO")).header.calls[0].data)["args"]["tuple"][0]["spec"]
+    x = (numpy.arange(2 * schema[0][1], dtype=schema[1]) / 10).reshape(2, -1)
+    stream, _ = method("Stream")
+    ones = numpy.ones((2, 3), x.dtype)
+    answers = stream(iter([frame(Frame, "FORWARD", x, key="k"), frame(Frame, "BACKWARD", x, ones, key="k")]))
+    (_, outputs), (call, gradients) = map(first, answers)
+    receipt = GetMessageClass(pool.FindMessageTypeByName("weft.Receipt")).FromString(call.data)
+    assert receipt.incarnation and not any(name == "weft" or name.startswith("weft.") for name in sys.modules)
+    print(json.dumps([outputs.tolist(), gradients.tolist(), call.step]))
+"""
+X = (torch.arange(8.0) / 10).view(2, 4)
+
+
+@pytest.fixture
+def module() -> nn.Linear:
+    return nn.Linear(4, 3)
+
+
+@pytest.fixture
+def server(module: nn.Linear) -> Iterator[Server]:
+    rows = (TensorSpec((None, 4), torch.float32),)
+    with Server([ExpertBackend("ffn.0", module, torch.optim.Adam, args_schema=rows)]) as server:
+        yield server
+
+
+def expected(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs, and the gradients of the inputs where those of the outputs are ones."""
+    x = X.clone().requires_grad_()
+    outputs = module(x)
+    outputs.sum().backward()
+    assert x.grad is not None
+    module.zero_grad()
+    return outputs.detach().flatten(), x.grad.flatten()
+
+
+def test_a_client_is_written_from_reflection_alone(module: nn.Linear, server: Server) -> None:
+    wanted = expected(module)
+    done = python(CLIENT, server.address)
+    assert done.returncode == 0, done.stderr
+    outputs, gradients, steps = json.loads(done.stdout)
+    torch.testing.assert_close((torch.tensor(outputs), torch.tensor(gradients)), wanted)
+    assert steps == 1
+
+
+@pytest.mark.skipif(
+    shutil.which("node") is None or not (ROOT / "examples/node/node_modules").exists(),
+    reason="wants Node, and `npm install` in examples/node",
+)
+def test_the_client_in_node_calls_and_trains(module: nn.Linear, server: Server) -> None:
+    wanted = expected(module)
+    done = run(["node", "examples/node/client.mjs", server.address, "ffn.0"])
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    seen = torch.tensor(json.loads(told["outputs"])), torch.tensor(json.loads(told["gradients"]))
+    torch.testing.assert_close(seen, wanted)
+    assert (told["steps"], told["refused"]) == ("1", "UnknownExpertError")

@@ -1,0 +1,450 @@
+"""Frames: what goes in comes out, to the bit; and of what anybody may send, a frame or a WireError, nothing else.
+
+The fuzzing tries 10000 mutated frames, 100000 where CI is set, and as many as `WEFT_FUZZ=1000000` says.
+"""
+
+import math
+import os
+import random
+import time
+import tracemalloc
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.apart import python
+from tests.experts.wire_cases import calls, formed, frames, random_tensor, same_bytes
+from weft.core.errors import UsageError
+from weft.experts.compression import Compression
+from weft.experts.protobuf import load_messages
+from weft.experts.wire import (
+    Call,
+    Frame,
+    Header,
+    Kind,
+    LimitError,
+    Limits,
+    MalformedError,
+    TruncatedError,
+    WireError,
+    decode,
+    encode,
+    encode_parts,
+)
+from weft.experts.wire.frame import MESSAGE_BYTES
+from weft.experts.wire.tensors import ALIGNMENT, CODES, DTYPES
+
+ASK = Header(kind=Kind.FORWARD, call_id=1, uid="ffn.0")
+
+
+def message(*tensors: torch.Tensor) -> bytes:
+    return encode([Call(ASK, tensors)])
+
+
+@given(st.lists(calls(), min_size=1, max_size=3), st.sampled_from([bytes, bytearray, memoryview]))
+def test_what_is_encoded_is_decoded_to_the_bit(sent: list[Call], kind: type) -> None:
+    received = decode(kind(encode(sent)))
+    assert [one.header for one in received] == [one.header for one in sent]
+    for a, b in zip(sent, received, strict=True):
+        arrived = b.tensors()
+        assert len(arrived) == len(a.tensors)
+        assert all(same_bytes(x, y) for x, y in zip(a.tensors, arrived, strict=True))
+
+
+@pytest.mark.parametrize("dtype", sorted(CODES, key=str), ids=str)
+def test_every_dtype_travels_from_any_strides(dtype: torch.dtype) -> None:
+    for shape in ((), (0, 3), (4, 6)):
+        for form in ("plain", "transposed", "expanded"):
+            sent = formed(random_tensor(dtype, shape, 3), form)
+            assert same_bytes(decode(message(sent))[0].tensors()[0], sent)
+
+
+@given(st.lists(calls(compressed=True), min_size=1, max_size=3))
+def test_a_received_call_tells_shapes_and_dtypes_before_any_tensor_is_made(sent: list[Call]) -> None:
+    for a, b in zip(sent, decode(encode(sent)), strict=True):
+        told = [(one.dtype, one.shape) for one in b.descriptors]
+        assert told == [(tensor.dtype, tuple(tensor.shape)) for tensor in a.tensors]
+        made = b.tensors()
+        assert told == [(tensor.dtype, tuple(tensor.shape)) for tensor in made]
+        assert [one.decoded_bytes for one in b.descriptors] == [tensor.nbytes for tensor in made]
+
+
+def test_the_codes_of_dtypes_are_of_this_format_for_ever() -> None:
+    known = {1: "bool", 5: "uint64", 6: "int8", 9: "int64", 16: "float16", 17: "bfloat16", 18: "float32", 19: "float64"}
+    assert {code: str(DTYPES[code]).removeprefix("torch.") for code in known} == known
+    assert len(CODES) == len(DTYPES)
+
+
+def test_decoding_copies_no_bytes() -> None:
+    frame = bytearray(message(torch.zeros(4)))
+    decode(frame)[0].tensors()[0][0] = 1.0
+    assert decode(frame)[0].tensors()[0][0] == 1.0
+
+
+def test_read_only_bytes_make_tensors_that_work_in_place_without_a_warning() -> None:
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tensor = decode(message(torch.zeros(4)))[0].tensors()[0]
+            tensor.add_(1)
+    finally:
+        torch.set_warn_always(False)
+    assert tensor.tolist() == [1.0] * 4
+
+
+def test_a_tensor_keeps_its_message_alive() -> None:
+    tensors = [decode(message(torch.full((1000,), float(i))))[0].tensors()[0] for i in range(50)]
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(tensors))
+
+
+@pytest.mark.parametrize("shift", [1, 8, 15])
+def test_a_message_at_an_odd_address_still_gives_aligned_tensors(shift: int) -> None:
+    frame = message(torch.arange(5.0, dtype=torch.float64), torch.ones(3, dtype=torch.int16))
+    room = bytearray(shift) + frame
+    first, second = decode(memoryview(room)[shift:])[0].tensors()
+    assert first.tolist() == [0, 1, 2, 3, 4] and second.tolist() == [1, 1, 1]
+    assert first.data_ptr() % ALIGNMENT == second.data_ptr() % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, 2).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.empty(2, dtype=torch.uint4),
+    ],
+    ids=["sparse", "meta", "half bytes"],
+)
+def test_a_tensor_without_plain_bytes_is_refused_by_the_sender(tensor: torch.Tensor) -> None:
+    with pytest.raises(UsageError, match="cannot be sent"):
+        message(tensor)
+
+
+def test_a_column_of_one_row_travels_though_its_stride_is_not_one() -> None:
+    column = torch.ones(1, 2, dtype=torch.bfloat16)[:, 0]
+    assert column.is_contiguous() and column.stride() == (2,)
+    assert same_bytes(decode(message(column))[0].tensors()[0], column)
+
+
+def test_conjugated_and_negated_views_travel_as_their_values() -> None:
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    assert torch.equal(decode(message(x.conj()))[0].tensors()[0], x.conj().resolve_conj())
+    assert torch.equal(decode(message(x.conj().imag))[0].tensors()[0], -x.imag)
+
+
+def test_a_tensor_that_wants_a_gradient_travels_without_it() -> None:
+    received = decode(message(torch.ones(2, requires_grad=True)))[0].tensors()[0]
+    assert not received.requires_grad
+
+
+def test_a_bool_that_is_no_bool_is_refused() -> None:
+    frame = bytearray(message(torch.zeros(16, dtype=torch.bool)))
+    frame[-3] = 2  # of 16 bytes at the end
+    received = decode(frame)[0]
+    with pytest.raises(MalformedError, match="a bool is 2") as caught:
+        received.tensors()
+    assert caught.value.reason == "bool"
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        (Limits(calls=1), "2 calls"),
+        (Limits(tensors=1), "2 tensors"),
+        (Limits(axes=1), "2 axes"),
+        (Limits(elements=11), r"shape \(3, 4\)"),
+        (Limits(name_bytes=4), "uid takes 5 bytes"),
+        (Limits(data_bytes=2), "data takes 3 bytes"),
+        (Limits(header_bytes=30), "header_bytes of 2 calls together: "),
+        (Limits(frame_bytes=100), "frame_bytes of 2 calls together: "),
+        (Limits(decoded_bytes=95), "decoded_bytes of 2 calls together: "),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "limits",
+)
+def test_both_sides_refuse_what_is_larger_than_the_limits(limits: Limits, told: str) -> None:
+    header = Header(kind=Kind.FORWARD, call_id=1, uid="ffn.0", data=b"abc")
+    sent = [Call(header, [torch.ones(3, 4), torch.ones(3, 4)])] * 2
+    with pytest.raises(LimitError, match=told):
+        encode(sent, limits)
+    with pytest.raises(LimitError):
+        decode(encode(sent), limits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "uid", "told"),
+    [
+        (Kind.FORWARD, "ffn.0", "the forward of expert 'ffn.0'"),
+        (Kind.BACKWARD, "ffn.0", "the backward of expert 'ffn.0'"),
+        (Kind.RESULT, "ffn.0", "the answer of expert 'ffn.0'"),
+        (Kind.RESULT, "", "one answer"),
+    ],
+)
+def test_who_sends_too_much_hears_whose_call_it_was_and_what_to_do(kind: Kind, uid: str, told: str) -> None:
+    with pytest.raises(LimitError, match=f"frame_bytes of {told}: .*, at most 100 are allowed; send fewer rows"):
+        encode([Call(Header(kind=kind, call_id=1, uid=uid), [torch.ones(30)])], Limits(frame_bytes=100))
+
+
+def test_limits_are_inclusive() -> None:
+    frame = message(torch.ones(3, 4))
+    exact = Limits(frame_bytes=len(frame), decoded_bytes=48, tensors=1, calls=1, axes=2, elements=12, name_bytes=5)
+    assert len(decode(frame, exact)) == 1
+
+
+def test_limits_that_make_no_sense_are_all_told_at_once() -> None:
+    with pytest.raises(UsageError, match=r"calls is 0.*\n.*axes is 65") as caught:
+        Limits(calls=0, axes=65)
+    assert "frame_bytes" not in str(caught.value)
+
+
+def test_a_frame_in_parts_is_the_frame() -> None:
+    sent = [Call(ASK, [torch.randn(300_000), torch.ones(5)]), Call(ASK, [torch.arange(20_000)])]
+    first, *rest = encode_parts(sent)
+    assert all(len(part) == MESSAGE_BYTES for part in [first, *rest][:-1]) and len(rest) == 2
+    frame = Frame(first)
+    with pytest.raises(TruncatedError, match="the body of a frame ends after"):
+        decode(first)
+    for part in rest:
+        assert frame.partial and frame.wanted
+        frame.append(part)
+    assert not frame.wanted
+    for a, b in zip(sent, frame.received(), strict=True):
+        assert all(same_bytes(x, y) for x, y in zip(a.tensors, b.tensors(), strict=True))
+    for wrong in (first, b"", rest[0][: MESSAGE_BYTES // 8]):
+        with pytest.raises(TruncatedError):
+            Frame(first).append(wrong)
+
+
+def test_a_message_of_protobuf_is_a_frame() -> None:
+    """Whatever writes and reads Frame of experts.proto can talk to a server."""
+    proto = load_messages("weft.experts.wire", "experts")
+    tensor = proto["Tensor"](dtype=18, shape=[2])
+    call = proto["Call"](kind=1, call_id=1, uid="ffn.0", tensors=[tensor])
+    numbers = torch.tensor([1.0, 2.0])
+    plain = proto["Frame"](header=proto["Header"](calls=[call]), body=numbers.numpy().tobytes() + bytes(8))
+    (received,) = decode(plain.SerializeToString())
+    assert received.header == ASK and torch.equal(received.tensors()[0], numbers)
+    read = proto["Frame"].FromString(message(numbers))
+    read.header.ClearField("padding")
+    assert read == plain
+    assert dict(proto["Call"].DESCRIPTOR.fields_by_name["kind"].enum_type.values_by_name.items()).keys() == {
+        "KIND_UNSPECIFIED",
+        *Kind.__members__,
+    }
+
+
+def test_faults_of_a_call_are_told_to_its_sender() -> None:
+    for header in (Header(kind=Kind.PING, call_id=-1), Header(kind=Kind.PING, call_id=0, step=1 << 64)):
+        with pytest.raises(UsageError, match=r"kind PING cannot be sent: .*out of range"):
+            encode([Call(header)])
+    with pytest.raises(UsageError, match="kind PING carries no tensors"):
+        encode([Call(Header(kind=Kind.PING, call_id=0), [torch.ones(1)])])
+    with pytest.raises(UsageError, match="at least one call"):
+        encode([])
+    with pytest.raises(UsageError, match="2 tensors, and compressions for 1"):
+        encode([Call(ASK, [torch.ones(1)] * 2, [Compression.FP16])])
+
+
+@pytest.mark.parametrize(("given_ms", "seen"), [(-5, 0), (0, 0), (1 << 40, (1 << 32) - 1), (None, None)])
+def test_a_deadline_is_cut_to_what_the_format_holds(given_ms: int | None, seen: int | None) -> None:
+    header = Header(kind=Kind.PING, call_id=0, deadline_ms=given_ms)
+    assert decode(encode([Call(header)]))[0].header.deadline_ms == seen
+
+
+def test_a_compressed_tensor_takes_fewer_bytes_on_the_wire() -> None:
+    x = torch.randn(64, 256)
+    sizes = [len(encode([Call(ASK, [x], [how])])) for how in Compression]
+    raw = math.prod(x.shape)
+    for how, size, wanted in zip(Compression, sizes, (4 * raw, 2 * raw, 2 * raw, raw + 64 * 4), strict=True):
+        assert wanted < size < wanted + 200, how
+
+
+TIMES = int(os.environ.get("WEFT_FUZZ") or ("100000" if os.environ.get("CI") else "10000"))
+CAPS = Limits(frame_bytes=1 << 16, decoded_bytes=1 << 16, elements=1 << 14)
+INTERESTING = [0, 1, 2, 127, 128, 255, 1 << 15, (1 << 16) - 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62]
+INTERESTING += [(1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+
+
+def swallow(message: bytes) -> bool:
+    """Decode and make all tensors. Returns whether it was a frame; lets nothing but WireError pass as a refusal."""
+    try:
+        received = decode(message, CAPS)
+    except WireError:
+        return False
+    assert sum(one.decoded_bytes for call in received for one in call.descriptors) <= CAPS.decoded_bytes
+    for call in received:
+        try:
+            made = call.tensors()
+        except WireError:
+            continue
+        assert [(t.dtype, tuple(t.shape)) for t in made] == [(one.dtype, one.shape) for one in call.descriptors]
+        assert sum(t.nbytes for t in made) <= CAPS.decoded_bytes
+    return True
+
+
+def mutated(message: bytes, draw: random.Random) -> bytes:
+    """One to four changes: bits, bytes, numbers of any width set to interesting values, cuts and insertions."""
+    data = bytearray(message)
+    for _ in range(draw.randint(1, 4)):
+        # Most hits go into the header, where everything is decided.
+        at = draw.randrange(max(1, len(data) if draw.random() < 0.3 else min(len(data), 160)))
+        what = draw.randrange(7)
+        if what == 0 and data:
+            data[min(at, len(data) - 1)] ^= 1 << draw.randrange(8)
+        elif what == 1:
+            data[at : at + 1] = bytes([draw.randrange(256)])
+        elif what in (2, 3):
+            width = draw.choice([1, 2, 4, 8])
+            value = draw.choice(INTERESTING) & ((1 << 8 * width) - 1)
+            data[at : at + width] = value.to_bytes(width, "little")
+        elif what == 4:
+            del data[at : at + draw.randint(1, 20)]
+        elif what == 5:
+            data[at:at] = draw.randbytes(draw.randint(1, 20))
+        else:
+            del data[draw.randrange(len(data) + 1) :]
+    return bytes(data)
+
+
+def seeds() -> list[bytes]:
+    """Frames of all sorts, to be mutated."""
+    x, ids, mask = torch.randn(4, 8), torch.arange(6), torch.ones(3, dtype=torch.bool)
+    ask = Header(kind=Kind.BACKWARD, call_id=5, uid="ffn.1", key="k1", client="me", mini_batch="m", deadline_ms=9)
+    made = [
+        [Call(ask, [x, ids, mask])],
+        [Call(ask, [x, x.double(), x.to(torch.complex64)], [Compression.INT8, Compression.FP16, Compression.INT8])],
+        [Call(Header(kind=Kind.INFO, call_id=1, data=b"{}")), Call(ask, [torch.ones(()), torch.empty(0, 3)])],
+        [Call(Header(kind=Kind.RESULT, call_id=i), [x.to(torch.float8_e4m3fn), x.bfloat16()]) for i in range(4)],
+    ]
+    return [encode(calls) for calls in made]
+
+
+@settings(max_examples=500)
+@given(st.binary(max_size=300) | st.binary(max_size=300).map(lambda tail: b"\x0a" + bytes([len(tail) & 127]) + tail))
+def test_random_bytes_are_refused_with_a_wire_error(message: bytes) -> None:
+    swallow(message)
+
+
+@settings(max_examples=300)
+@given(frames(), st.randoms(use_true_random=False))
+def test_any_frame_that_was_tampered_with_is_a_frame_or_a_wire_error(message: bytes, draw: random.Random) -> None:
+    swallow(message)
+    swallow(mutated(message, draw))
+
+
+@pytest.mark.long
+def test_many_mutations_end_in_a_frame_or_a_wire_error() -> None:
+    draw, known = random.Random(None if "WEFT_FUZZ" in os.environ else 1), seeds()
+    whole = 0
+    for turn in range(TIMES):
+        whole += swallow(mutated(known[turn % len(known)], draw))
+    assert TIMES // 50 < whole < TIMES  # the mutations reach the depths, and are not all harmless
+
+
+def test_every_truncation_of_a_frame_with_tensors_is_refused() -> None:
+    for message in seeds():
+        for end in range(len(message)):
+            with pytest.raises((TruncatedError, MalformedError)):
+                decode(message[:end])
+        with pytest.raises(TruncatedError):
+            decode(message + b"\0")
+
+
+def frame_of(shape: tuple[int, ...], *, dtype: int = 18, packing: int = 0, kind: int = 1, body: bytes = b"") -> bytes:
+    """A frame made by protobuf alone, with one tensor that says this of itself."""
+    proto = load_messages("weft.experts.wire", "experts")
+    call = proto["Call"](kind=kind, call_id=7, tensors=[proto["Tensor"](dtype=dtype, shape=shape, compression=packing)])
+    return proto["Frame"](header=proto["Header"](calls=[call]), body=body).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "reason"),
+    [
+        (frame_of(((1 << 64) - 1,)), LimitError, "elements"),
+        (frame_of((1 << 32, 1 << 32)), LimitError, "elements"),  # 2**64 elements: 0 where products wrap around
+        (frame_of((0, 1 << 62, 1 << 62)), LimitError, "elements"),  # empty, but with strides that overflow
+        (frame_of((4,), dtype=77, body=bytes(16)), MalformedError, "dtype"),
+        (frame_of((4,), packing=9, body=bytes(16)), MalformedError, "dtype"),
+        (frame_of((4,), dtype=9, packing=1, body=bytes(16)), MalformedError, "compression"),  # int64 as fp16
+        (frame_of((1,) * 17, body=bytes(16)), LimitError, "axes"),
+        (frame_of((1,) * 70_000, body=bytes(16)), LimitError, "axes"),
+        (frame_of((4,), kind=7, body=bytes(16)), MalformedError, "kind"),
+        (frame_of((4,), kind=70, body=bytes(16)), MalformedError, "kind"),
+    ],
+)
+def test_a_header_that_lies_is_refused_with_the_reason(message: bytes, kind: type[WireError], reason: str) -> None:
+    with pytest.raises(kind) as caught:
+        decode(message)
+    assert (caught.value.reason, caught.value.call_id) == (reason, 7)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "reason"),
+    [
+        (frame_of((4,)), TruncatedError, "length"),
+        (frame_of((4,), body=bytes(32)), MalformedError, "sum"),
+        (frame_of((1 << 26,), body=bytes(1 << 17)), LimitError, "frame_bytes"),  # known before its parts are sent
+        (b"\x0a\x00", MalformedError, "empty"),
+        (b"", MalformedError, "empty"),
+        (b"\x12\x04abcd", MalformedError, "empty"),
+        (b"GET / HTTP/1.1", MalformedError, "field"),
+        (b"\x0a\x04\xff\xff\xff\xff", MalformedError, "header"),
+        (b"\x0a" + b"\xff" * 20, MalformedError, "field"),
+    ],
+)
+def test_what_is_no_frame_is_refused_with_the_reason(message: bytes, kind: type[WireError], reason: str) -> None:
+    with pytest.raises(kind) as caught:
+        decode(message)
+    assert caught.value.reason == reason
+
+
+def test_a_header_that_asks_for_2_to_the_63_costs_no_memory_and_no_time() -> None:
+    liars = [frame_of(((1 << 63) - 1,)), frame_of((1 << 40, 1 << 23)), b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f"]
+    tracemalloc.start()
+    try:
+        start = time.perf_counter()
+        for _ in range(100):
+            for message in liars:
+                with pytest.raises(WireError):
+                    decode(message)
+        took, (_, peak) = time.perf_counter() - start, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    assert took / 300 < 0.05
+
+
+HOSTILE = """
+import resource
+from weft.experts.wire import LimitError, decode
+from weft.experts.wire.frame import HEADER_BYTES, _prefix
+
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+calls = bytes([0x0A, 0]) * (HEADER_BYTES // 2)
+tensors = bytes([0x08, 1]) + bytes([0x6A, 0]) * (HEADER_BYTES // 2 - 4)
+for header in (calls, _prefix(0x0A, len(tensors)) + tensors):
+    before = resident()
+    try:
+        decode(_prefix(0x0A, len(header)) + header)
+    except LimitError as error:
+        print(error.reason, resident() - before)
+"""
+
+
+def test_a_header_takes_bounded_memory_until_it_is_refused() -> None:
+    done = python(HOSTILE)
+    assert done.stdout.split()[::2] == ["calls", "tensors"], done.stderr
+    assert all(int(kilobytes) < 24 << 10 for kilobytes in done.stdout.split()[1::2])
+
+
+def test_small_frames_cannot_be_blown_up_beyond_the_cap() -> None:
+    # Int8 packs at most 8 to 1: a frame within its own cap is still refused by what it would become.
+    message = encode([Call(Header(kind=Kind.FORWARD, call_id=1), [torch.ones(64, 512)], [Compression.INT8])])
+    assert len(message) < 40000
+    with pytest.raises(LimitError, match="decoded_bytes: 131072, at most 100000"):
+        decode(message, Limits(decoded_bytes=100_000))
