@@ -121,11 +121,10 @@ class _PackedKeys:
         self._starts = dict(zip(digests, range(0, len(self._memory), _ROW.size), strict=False))
 
     def principals(self) -> dict[bytes, list[bytes]]:
-        """The keys of each principal, by their digests, in the order in which they were added or loaded."""
+        """The keys of each principal, by their digests, in the order of the rows."""
         found: dict[bytes, list[bytes]] = {}
-        memory = self._memory
-        for digest, start in self._starts.items():
-            found.setdefault(bytes(memory[start + _DIGEST : start + _DIGEST + 8]), []).append(digest)
+        for digest, value in _ROW.iter_unpack(self._memory[: len(self._starts) * _ROW.size]):
+            found.setdefault(value[:8], []).append(digest)
         return found
 
     def __len__(self) -> int:

@@ -90,8 +90,7 @@ class ReplicationManager:
 
     def __init__(self, options: ReplicaOptions | None, directory: Directory | None, limits: Limits) -> None:
         self.replicas: dict[str, Replica] = {}
-        self.streams = None if options is None else LeaderStreams(self.replicas, limits)
-        self.failure: Exception | None = None
+        self.leader_streams = None if options is None else LeaderStreams(self.replicas, limits)
         if options is not None:
             if directory is None:
                 raise UsageError("replicas= wants directory= as well: the directory says which server owns an expert")
@@ -215,7 +214,7 @@ class ReplicationManager:
         return {uid: _statistics(each, self._followers(uid)) for uid, each in sorted(self.replicas.items())}
 
     def _followers(self, uid: str) -> dict[str, StateVersion]:
-        return {} if self.streams is None else self.streams.followers(uid)
+        return {} if self.leader_streams is None else self.leader_streams.followers(uid)
 
     def _lacking(self, replica: Replica) -> bool:
         return any(version != replica.version for version in self._followers(replica.uid).values())
@@ -229,9 +228,8 @@ class ReplicationManager:
         while not self._stop.wait(INTERVAL):
             try:
                 self._turn()
-                self.failure = None
-            except Exception as error:  # such as a directory that is away; the next turn comes anyway
-                self.failure = error
+            except Exception:  # such as a directory that is away; the next turn comes anyway
+                _LOG.debug("replicas: a turn failed", exc_info=True)
 
     def _turn(self) -> None:
         if self._cache is None:

@@ -100,7 +100,7 @@ class Server:
         self._store = checkpoints
         self._dispatcher = make_dispatcher(access, self.audit, self.options.longest_seconds, observer, self.own)
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
-        self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.streams)
+        self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.leader_streams)
         self._runtimes = Runtimes()
         self._heartbeat: LeaseHeartbeat | None = None
         self._peers: Peers | None = None
