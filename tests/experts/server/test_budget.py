@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.experts.client.test_transport import gated
 from tests.experts.expert_cases import fussy_backend, rows
 from tests.experts.server.raw import PATIENCE, raw
-from tests.experts.server.test_endpoint import forward, until
+from tests.experts.server.test_grpc_server import forward, until
 from weft.core.errors import UsageError
 from weft.experts.client import GrpcTransport, RemoteExpert
 from weft.experts.errors import OverloadError
