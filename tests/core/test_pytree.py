@@ -1,5 +1,6 @@
 """Nested values: flatten and pack are inverse, names are readable, differences are found."""
 
+import json
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -133,3 +134,25 @@ def test_the_first_place_where_a_prefix_is_nested_otherwise_is_named() -> None:
     ):
         with pytest.raises(SpecError, match=place):
             tree.spread(prefix, structure, "x")
+
+
+@given(values)
+def test_a_structure_comes_back_from_plain_data(value: Any) -> None:
+    structure = tree.flatten(value)[1]
+    plain = tree.to_plain(structure)
+    assert tree.from_plain(plain) == structure
+    json.dumps(plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(defaultdict(int, a=1), "a defaultdict cannot"), ({(1, 2): 0}, r"a key \(1, 2\) cannot")]
+)
+def test_what_plain_data_cannot_say_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        tree.to_plain(tree.flatten(value)[1])
+
+
+@pytest.mark.parametrize("name", ["os:system", "nowhere:Point", f"{__name__}:Gone", "builtins:tuple", "odd"])
+def test_plain_data_names_named_tuples_alone(name: str) -> None:
+    with pytest.raises(SpecError, match="is no named tuple of 1 fields"):
+        tree.from_plain([name, None, [None]])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.core.rng import RandomUse, RngStreams, generators, mix
+from weft.core.rng import RandomUse, RngStreams, RngVerdict, generators, mix
 
 
 @pytest.fixture(autouse=True)
@@ -236,3 +236,15 @@ def test_quiet_stages_do_not_wait_for_each_other_nor_for_one_that_draws() -> Non
     for thread in threads:
         thread.join(10)
     assert not meeting.broken
+
+
+def test_a_seed_from_outside_says_the_numbers_and_leaves_the_callers_generator() -> None:
+    found = []
+    for seed in (5, 5, 6):
+        torch.rand(2)  # other callers' states
+        before = torch.get_rng_state()
+        rng = RngStreams(uses(), ["train", "train"], seed)
+        found.append(forward(rng, [draw, draw], ALL))
+        assert rng.settle(RngVerdict.of([rng.verdict(), RngVerdict(drew=False, surprised=False)]))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(found[0][at], found[1][at]) and not torch.equal(found[0][at], found[2][at]) for at in ALL)

@@ -7,6 +7,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import weft
 from tests.forked import forked, only_with_fork
 from tests.strategies import any_schedules
 from weft.core.context import ExecutionContext
-from weft.core.rng import lock_generators
+from weft.core.rng import RngVerdict, lock_generators
 from weft.pipeline.device import Message
 from weft.pipeline.executor import Closed, SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address
@@ -433,3 +435,85 @@ def test_an_interrupt_is_part_of_no_cycle(threads: ThreadExecutor, monkeypatch: 
         assert interrupted()() is None
     finally:
         gc.enable()
+
+
+class Several(SerialExecutor):
+    """One process of several: notes how its walks end; the others report what is set."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+        self.others: list[Any] = []
+
+    def commit(self, report: Any) -> list[Any]:
+        self.ends.append("commit")
+        others, self.others = self.others, []
+        return [report, *others]
+
+    def abort(self, error: BaseException) -> None:
+        self.ends.append(f"abort: {error}")
+
+
+class Fails(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise Oops("backward")
+
+
+class Layer(torch.nn.Linear):
+    """Counts its calls, and fails where it is told to."""
+
+    fails, calls = "", 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.fails == "forward":
+            raise Oops("forward")
+        return Fails.apply(super().forward(x)) if self.fails else super().forward(x)
+
+
+def several() -> tuple[Any, Layer, Several]:
+    """A pipe whose walks are those of one process of several."""
+    layer = Layer(3, 3)
+    pipe = weft.Pipe(torch.nn.Sequential(layer, torch.nn.Linear(3, 2)), chunks=2, executor="serial")
+    pipe(torch.ones(4, 3))
+    executor = pipe._runtime._serial = Several()
+    pipe._runtime._plans.clear()
+    return pipe, layer, executor
+
+
+@pytest.mark.parametrize(
+    ("fails", "ends"),
+    [("", ["commit"] * 2), ("forward", ["abort: forward"]), ("backward", ["commit", "abort: backward"])],
+)
+def test_a_walk_ends_in_commit_or_abort(fails: str, ends: list[str]) -> None:
+    pipe, layer, executor = several()
+    layer.fails = fails
+    with pytest.raises(Oops) if fails else nullcontext():
+        pipe(torch.ones(4, 3)).sum().backward()
+    assert executor.ends == ends
+
+
+def test_a_step_that_cannot_be_trusted_elsewhere_runs_again() -> None:
+    pipe, layer, executor = several()
+    layer.calls, executor.others = 0, [RngVerdict(drew=False, surprised=True)]
+    pipe(torch.ones(4, 3))
+    assert layer.calls == 4
+    assert executor.ends == ["commit"] * 2
+
+
+def test_what_others_drew_moves_the_callers_generator_on() -> None:
+    pipe, _, executor = several()
+    pipe._runtime.uses[0].draws.clear()  # to be observed again: so a seed is drawn
+    before = torch.get_rng_state()
+    pipe(torch.ones(4, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+    pipe._runtime.uses[0].draws.clear()
+    executor.others = [RngVerdict(drew=True, surprised=False)]
+    pipe(torch.ones(4, 3))
+    assert not torch.equal(torch.get_rng_state(), before)

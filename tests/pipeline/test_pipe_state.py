@@ -176,6 +176,35 @@ def test_a_model_on_the_meta_device_is_materialised_stage_by_stage() -> None:
     assert all(each.grad is not None and each.grad.isfinite().all() for each in pipe.parameters())
 
 
+def on_the_meta_device() -> nn.Sequential:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 2))
+
+
+def test_a_layer_is_initialised_the_same_wherever_it_is_cut() -> None:
+    found: list[list[torch.Tensor]] = []
+    for balance, dropped in (([2, 2], None), ([1, 3], None), ([1, 3], 0)):
+        pipe = Pipe(on_the_meta_device(), chunks=2, balance=balance, devices=["cpu", "cpu"])
+        if dropped is not None:
+            pipe.add_module(str(dropped), nn.Identity())  # as where another process has that layer
+        torch.manual_seed(3)
+        pipe.materialize()
+        found.append([each.detach() for each in (*pipe[2].parameters(), *pipe[3].parameters())])
+        found[-1].append(torch.rand(3))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_materialize_keeps_what_was_made_to_run() -> None:
+    pipe = Pipe(on_the_meta_device(), chunks=2, balance=[2, 2], devices=["cpu", "cpu"], executor="threads")
+    with pytest.raises(RuntimeError, match=r"materialize\(\)"):
+        pipe(torch.ones(4, 4))
+    runtime = pipe._runtime
+    pipe.materialize()
+    pipe(torch.ones(4, 4)).sum().backward()
+    assert pipe._runtime is runtime
+    assert all(each.grad is not None for each in pipe.parameters())
+
+
 def test_materialize_takes_the_users_own_initialisation_and_leaves_other_layers() -> None:
     def ones(module: nn.Module) -> None:
         for each in module.parameters(recurse=False):

@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -273,7 +273,8 @@ class RngStreams:
     forward of the whole step, says whether the numbers can be trusted.
     """
 
-    def __init__(self, uses: Sequence[RandomUse], configurations: Sequence[Hashable]) -> None:
+    def __init__(self, uses: Sequence[RandomUse], configurations: Sequence[Hashable], seed: int | None = None) -> None:
+        """`seed` is that of the step; without one it is drawn from the caller's generator."""
         self._uses = uses
         self._configurations = configurations
         self._known = [use.draws.get(seen) for use, seen in zip(uses, configurations, strict=True)]
@@ -288,7 +289,7 @@ class RngStreams:
         with nullcontext() if self.quiet else lock_generators(sources):
             self._watch = GeneratorWatch(sources)
             if not self.quiet:
-                self.seed = int(torch.randint(1 << 62, (), device="cpu"))
+                self.seed = int(torch.randint(1 << 62, (), device="cpu")) if seed is None else seed
                 self._after = states(sources)
 
     @contextmanager
@@ -339,14 +340,19 @@ class RngStreams:
             repeats = self._repeats[stage] = use.repeats[seen]
         return lock_generators(self._uses[stage].sources) if repeats else _FREE
 
-    def settle(self) -> bool:
-        """After the forward of the step: record who drew, and put the caller's generator right.
+    def verdict(self) -> "RngVerdict":
+        """After the forward of the step: what was seen of its stages here."""
+        return RngVerdict(any(self._drew), self._surprised or (self.quiet and self._watch.moved()))
 
-        False means that a stage drew without the lock: its numbers cannot be replayed, and the step must run again.
-        All stages lock then, so the second run cannot fail in the same way.
+    def settle(self, verdict: "RngVerdict | None" = None) -> bool:
+        """Record which stages drew, and put the caller's generator right, by a `verdict` on all stages.
+
+        Default: that on the stages here. False means that a stage drew without the lock: its numbers cannot be
+        replayed, and the step must run again. All stages lock then, so the second run cannot fail in the same way.
         """
         uses = list(zip(self._uses, self._configurations, self._drew, strict=True))
-        if self._surprised or (self.quiet and self._watch.moved()):
+        verdict = verdict or self.verdict()
+        if verdict.surprised:
             for use, seen, drew in uses:
                 use.draws.pop(seen, None)  # to be observed again, unless it is known to draw
                 if drew:
@@ -355,11 +361,23 @@ class RngStreams:
             return False
         for use, seen, drew in uses:
             use.draws[seen] = use.draws.get(seen, False) or drew
-        if not self.quiet and not any(self._drew):
+        if not self.quiet and not verdict.drew:
             with lock_generators(self._watch.sources):
                 if same(states(self._watch.sources), self._after):
                     restore(self._watch.sources, self._watch.before)
         return True
+
+
+class RngVerdict(NamedTuple):
+    """What is seen of the random numbers of a step: whether any were drawn, and whether some were without the lock."""
+
+    drew: bool
+    surprised: bool
+
+    @staticmethod
+    def of(verdicts: Sequence["RngVerdict"]) -> "RngVerdict":
+        """One for all, out of those of several processes."""
+        return RngVerdict(any(each.drew for each in verdicts), any(each.surprised for each in verdicts))
 
 
 class RngProbe:

@@ -6,7 +6,8 @@
 `Run.perform` does the work under every executor, so all give the same numbers. Values and gradients wait in mailboxes
 until their stage takes them: a mailbox belongs to one worker and one walk. Every worker may put; only the owner takes,
 so what has arrived lies in a private dictionary and needs no lock. Closing a mailbox wakes its worker: none waits for a
-sender that failed. The protocol holds nothing that needs shared memory.
+sender that failed. A walk ends in `commit` or `abort`: it counts in all processes that take part, or in none. The
+protocol holds nothing that needs shared memory.
 
 Workers are threads that outlive the walk, since starting one costs more than a small action. They hold nothing
 between walks, not even the executor; when it is dropped, they end.
@@ -19,7 +20,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -28,6 +29,8 @@ from weft.core.rng import carry_lock
 from weft.pipeline.device import Message
 from weft.pipeline.routing import Address
 from weft.pipeline.schedule import Action, Schedule
+
+Report = TypeVar("Report")
 
 
 class Closed(Exception):
@@ -96,6 +99,17 @@ class Executor(Protocol):
         """
         ...
 
+    def commit(self, report: Report) -> list[Report]:
+        """End a walk that went well here: the reports of all processes that took part, with this one.
+
+        Raises what made the walk fail in another process.
+        """
+        ...
+
+    def abort(self, error: BaseException) -> None:
+        """End a walk that failed here, so that it fails in every process."""
+        ...
+
 
 @contextmanager
 def working() -> Generator[None]:
@@ -108,7 +122,18 @@ def working() -> Generator[None]:
         yield
 
 
-class SerialExecutor:
+class _OneProcess:
+    """The end of a walk in which no other process takes part."""
+
+    def commit(self, report: Report) -> list[Report]:
+        """See `Executor.commit`."""
+        return [report]
+
+    def abort(self, error: BaseException) -> None:
+        """See `Executor.abort`."""
+
+
+class SerialExecutor(_OneProcess):
     """All actions in the caller's thread, the micro-batch that has come furthest first."""
 
     def walk(
@@ -131,7 +156,7 @@ class SerialExecutor:
         return left
 
 
-class ThreadExecutor:
+class ThreadExecutor(_OneProcess):
     """One persistent thread per worker of the schedule, started at the first walk.
 
     On CPU each gets its share of the caller's intra-op threads. They are in one walk at a time; who comes meanwhile

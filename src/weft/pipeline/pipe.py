@@ -19,6 +19,7 @@ from torch import nn
 
 from weft.core.autograd import forbid_exporting, forbid_tracing, graph_break
 from weft.core.errors import UsageError, shorten_traceback
+from weft.core.rng import generators, mix, seeded
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import (
@@ -292,12 +293,13 @@ class Pipe(nn.Module):
         """Give storage to layers on the meta device, stage by stage, each on its own device.
 
         `initialize` is called with every module of such a layer; by default its ``reset_parameters()``, where it
-        has one. A module's parameters are then new objects: make the optimizer afterwards.
+        has one. A module's parameters are then new objects: make the optimizer afterwards. Each layer is initialised
+        from a seed of its own, which depends on PyTorch's generator and the number of the layer only.
         """
-        for stage, device in zip(self.partitions, self.devices, strict=True):
-            for layer in stage:
-                allocate(layer, lambda _, device=device: device, initialize)
-        self._runtime = None
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        where = [device for device, size in zip(self.devices, self.balance, strict=True) for _ in range(size)]
+        for number, (layer, device) in enumerate(zip(self, where, strict=True)):
+            allocate(layer, lambda _, device=device: device, initialize, mix(seed, number))
         return self
 
     def statistics(self) -> dict[str, Any]:
@@ -391,10 +393,13 @@ def frozen(value: Any) -> Any:
 
 
 def allocate(
-    root: nn.Module, place: Callable[[torch.Tensor], torch.device], initialize: Callable[[nn.Module], None] | None
+    root: nn.Module,
+    place: Callable[[torch.Tensor], torch.device],
+    initialize: Callable[[nn.Module], None] | None,
+    seed: int,
 ) -> None:
     """Give storage to parameters and buffers on the meta device, where `place` says, and initialize modules that have
-    such. What is tied stays tied."""
+    such from a seed. What is tied stays tied."""
     made: dict[int, torch.Tensor] = {}
     waiting = {module for module in root.modules() if on_meta(module)}
     for module in waiting:
@@ -408,7 +413,8 @@ def allocate(
                         nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
                     )
                 table[key] = made[id(each)]
-    root.apply(lambda module: (initialize or _reset)(module) if module in waiting else None)
+    with seeded(generators(each.device for each in made.values()), seed):
+        root.apply(lambda module: (initialize or _reset)(module) if module in waiting else None)
 
 
 def _reset(module: nn.Module) -> None:

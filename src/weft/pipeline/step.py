@@ -24,7 +24,7 @@ from weft.core.autograd import quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, RandomnessError, advise
 from weft.core.pytree import flatten
-from weft.core.rng import TRIES, RngStreams
+from weft.core.rng import TRIES, RngStreams, RngVerdict
 from weft.core.segment import (
     Function,
     Gradients,
@@ -315,11 +315,13 @@ class StepRequest:
                 result = forward(rng)
                 if shared and versions(self.mini_batch.shared) != shared:
                     raise InPlaceError(_SHARED)
-            except BaseException:
+                verdicts = self.plan.executor.commit(rng.verdict())
+            except BaseException as error:
                 for norm in self.deferred:
                     norm.abandon(rng)
+                self.plan.executor.abort(error)
                 raise
-            if rng.settle():
+            if rng.settle(verdicts[0] if len(verdicts) == 1 else RngVerdict.of(verdicts)):
                 break
         for norm in self.deferred:
             norm.commit(rng)
@@ -399,8 +401,13 @@ class PipeStep:
         schedule = self._request.schedule.backward_only
         if any(plan.places):
             join_walk(plan.places)
-        with self._ambient.process_flags(), quiet_hooks(self._parameters):
-            left = plan.executor.walk(schedule, run.perform, given, self._ambient)
+        try:
+            with self._ambient.process_flags(), quiet_hooks(self._parameters):
+                left = plan.executor.walk(schedule, run.perform, given, self._ambient)
+            plan.executor.commit(None)
+        except BaseException as error:
+            plan.executor.abort(error)
+            raise
         self._leave(left, run)
         return self._collected(left, run)
 

@@ -161,7 +161,8 @@ class SplitPipe(Pipe):
         """See `Pipe.materialize`. Until a forward has shown where modules run, they are taken to do so in the order in
         which they were registered."""
         homes = self._cut().homes()
-        allocate(self.module, lambda each: self.devices[homes[id(each)]], initialize)
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        allocate(self.module, lambda each: self.devices[homes[id(each)]], initialize, seed)
         self._runtime = None
         return self
 
