@@ -35,6 +35,10 @@ PUBLIC = (
     "weft.compat.torchgpipe",
 )
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+FILE = re.compile(r"(?<![\w./])([\w/]+\.(?:py|cpp))\b")
+NAME = re.compile(r"`(weft(?:\.\w+)+)")
+FOLDERS = ("src", "tests", "examples", "benchmarks", "tools", "docs")
+LOGGER = re.compile(r'getLogger\("(weft[\w.]+)"\)')
 LINK = re.compile(r"\]\(([^)]+)\)")
 
 
@@ -65,6 +69,30 @@ def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_and_names_that_a_page_mentions_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = [f"/{file.relative_to(ROOT)}" for folder in FOLDERS for file in (ROOT / folder).rglob("*.*")] + ["/do.py"]
+    missing = [name for name in FILE.findall(text) if not any(file.endswith(f"/{name}") for file in files)]
+    loggers = {name for file in (ROOT / "src").rglob("*.py") for name in LOGGER.findall(file.read_text("utf-8"))}
+    missing += [name for name in NAME.findall(text) if name not in loggers and not resolves(name)]
+    assert missing == [], "a page names files that are not there, or names that are not in their modules"
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or something in one."""
+    module, _, rest = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        try:
+            return bool(module) and hasattr(importlib.import_module(module), rest)
+        except ModuleNotFoundError:
+            parent, _, kind = module.rpartition(".")
+            return bool(parent) and hasattr(getattr(importlib.import_module(parent), kind, None), rest)
+    return True
 
 
 @pytest.mark.parametrize("module", PUBLIC)

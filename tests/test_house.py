@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.apart import ROOT, SOURCE, python, run
 FILES = sorted(SOURCE.rglob("*.py"))
 LONGEST = 600  # lines of a file; deep modules are welcome to be long
 LONGER = {"weft/pipeline/split/record.py": 620}  # one recorder, whose cases stand side by side
+GLOSSARY, PLAIN_WORDS = ROOT / "docs" / "glossary.md", ROOT / "tests" / "plain_words.txt"
 DEAREST = 0.050  # seconds that `import weft` may take beyond `import torch`
 
 # Run by a fresh interpreter: what does `import weft` add to `import torch`?
@@ -106,6 +108,32 @@ def test_every_source_file_has_at_most_600_lines() -> None:
     lengths = {str(file.relative_to(ROOT)): len(file.read_text("utf-8").splitlines()) for file in FILES}
     allowed = {str(Path("src") / file): count for file, count in LONGER.items()}
     assert not {file: count for file, count in lengths.items() if count > allowed.get(file, LONGEST)}
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name in CamelCase or snake_case, in small letters: LSTMCell is lstm and cell."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+
+
+def stems(word: str) -> set[str]:
+    """A word, and what it may be the plural of."""
+    return {word, word.removesuffix("s"), word.removesuffix("es")}
+
+
+def test_every_noun_of_a_name_is_in_the_glossary_or_plain() -> None:
+    names: set[str] = set()
+    for file in FILES:
+        names |= {part for part in file.relative_to(SOURCE / "weft").with_suffix("").parts if not part.startswith("_")}
+        tree = ast.parse(file.read_text("utf-8"))
+        names |= {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+    rows = [row.split("|")[1] for row in GLOSSARY.read_text("utf-8").splitlines() if row.startswith("| ")]
+    lines = [line for line in PLAIN_WORDS.read_text("utf-8").splitlines() if not line.startswith("#")]
+    known = {word for text in (*rows, *lines) for word in words_of(text)}
+    known |= {stem for word in known for stem in stems(word)}
+    unknown = {name: [word for word in words_of(name) if not stems(word) & known] for name in sorted(names)}
+    assert {name: words for name, words in unknown.items() if words} == {}, (
+        "not in docs/glossary.md (with its source in the field), and no plain word of Python or PyTorch"
+    )
 
 
 def test_only_the_tree_module_touches_the_pytree_of_torch() -> None:
