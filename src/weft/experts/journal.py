@@ -463,7 +463,7 @@ def replay(backend: "ExpertBackend", entries: Iterable[Entry], fetch: Fetch) -> 
 
     Example:
         >>> import copy
-        >>> from weft.experts import journal as replay
+        >>> from weft.experts.journal import replay
         >>> rows, journal = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.Journal()
         >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows, journal=journal)
         >>> other = weft.ExpertBackend("ffn.0", copy.deepcopy(expert.module), torch.optim.SGD, args_schema=rows)

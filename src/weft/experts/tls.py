@@ -86,6 +86,10 @@ class ClientTls(Certificates):
     ``servers``: patterns (``*``, ``?``, ``[ab]``) of the names that servers have in their certificates, such as
     ``["weft-*.weft"]``; a server at another name is refused. Empty: any name that the authority has signed, which is
     refused where a directory says where servers are.
+
+    Example:
+        >>> from weft.experts.client import ClientTls
+        >>> tls = ClientTls(authority="/tls/ca.crt", servers=["weft-*.weft"])  # weft.RemoteExpert(..., tls=tls)
     """
 
     servers: Sequence[str] = ()

@@ -89,6 +89,16 @@ def commit(module: nn.Module) -> dict[str, bool]:
     Call it where the optimizer of the local parameters steps. An expert that several of them call has stepped if
     it did for one. Raises as `RemoteExpert.commit` and `RemoteMixtureOfExperts.commit`; layers before the one that
     failed have stepped. After a `CommitError`, `discard` begins a new mini-batch.
+
+    Example:
+        >>> from weft.experts.client import commit
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
+        >>> with weft.Server([expert]) as server, weft.RemoteExpert("ffn.0", server.address, accumulate=True) as remote:
+        ...     for micro_batch in torch.randn(8, 8).split(2):
+        ...         remote(micro_batch).sum().backward()
+        ...     commit(remote)
+        {'ffn.0': True}
     """
     found: dict[str, bool] = {}
     for each in module.modules():
@@ -102,6 +112,10 @@ def discard(module: nn.Module) -> None:
 
     For a mini-batch that failed, and is to be run again or left out: until then every `commit` of it fails. Does not
     wait for the servers.
+
+    Example:
+        >>> from weft.experts.client import discard
+        >>> discard(nn.Sequential(nn.Linear(8, 8)))  # has no remote experts, so nothing is dropped
     """
     for each in module.modules():
         if isinstance(each, Discards) and each.accumulates:

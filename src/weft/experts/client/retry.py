@@ -55,6 +55,10 @@ class Retry:
     is one that never existed: a client cannot tell them apart.
 
     Raises ``UsageError`` that lists all invalid numbers.
+
+    Example:
+        >>> from weft.experts.client import NEVER, Retry
+        >>> remote = weft.RemoteExpert("ffn.0", "10.0.0.7:7070", retry=Retry(attempts=3, attempt_seconds=2.0))
     """
 
     attempts: int | None = None

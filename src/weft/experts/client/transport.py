@@ -64,6 +64,11 @@ class TransportStatistics:
     """``calls`` submitted so far; ``waiting`` of them have no answer yet; ``failed`` counts errors by class.
 
     ``streams``: how many times a connection was made.
+
+    Example:
+        >>> with weft.GrpcTransport("10.0.0.7:7070") as transport:
+        ...     transport.statistics().calls
+        0
     """
 
     address: str
@@ -76,7 +81,13 @@ class TransportStatistics:
 
 @runtime_checkable
 class Transport(Protocol):
-    """A connection to one server. All methods may be called in any thread."""
+    """A connection to one server. All methods may be called in any thread.
+
+    Example:
+        >>> from weft.experts.client import Transport
+        >>> transport: Transport = weft.GrpcTransport("10.0.0.7:7070")  # nothing is connected before the first call
+        >>> transport.close()
+    """
 
     @property
     def address(self) -> str:
@@ -239,6 +250,12 @@ class LocalTransport(_BaseTransport):
 
     For tests, and to try on one machine what will be remote. As only bytes are handed over, neither side can write into
     the other's tensors.
+
+    Example:
+        >>> from weft.experts.client import LocalTransport
+        >>> with LocalTransport(lambda received, answer: None) as transport:
+        ...     transport.address
+        'here'
     """
 
     def __init__(self, handler: Handler, *, name: str = "here", limits: Limits = LIMITS) -> None:

@@ -25,6 +25,14 @@ class DirectoryCache:
 
     ``retry`` is how many seconds pass between two tries to reach a directory that is away; ``max_wait`` how many
     `snapshot` waits at most for the try that it begins.
+
+    Example:
+        >>> from weft.experts.discovery import DirectoryCache, LocalDirectory
+        >>> directory = LocalDirectory()
+        >>> with DirectoryCache(directory, "ffn.") as cache:
+        ...     cache.snapshot().experts
+        {}
+        >>> directory.close()
     """
 
     def __init__(

@@ -31,7 +31,15 @@ EventKind = Literal["joined", "left", "owned", "released"]
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right of one server to be listed, for ``ttl`` seconds from each renewal on."""
+    """The right of one server to be listed, for ``ttl`` seconds from each renewal on.
+
+    Example:
+        >>> from weft.experts.discovery import LocalDirectory
+        >>> directory = LocalDirectory()
+        >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
+        >>> directory.renew(lease)  # every 5/3 s, as a `weft.Server` does
+        >>> directory.close()
+    """
 
     number: int
     uids: tuple[str, ...]
@@ -41,7 +49,16 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The right of one server to step an expert. Later owners of it have a larger ``token``; see `fencing`."""
+    """The right of one server to step an expert. Later owners of it have a larger ``token``; see `fencing`.
+
+    Example:
+        >>> from weft.experts.discovery import LocalDirectory
+        >>> directory = LocalDirectory()
+        >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
+        >>> directory.claim("ffn.0", lease).address
+        '10.0.0.7:7070'
+        >>> directory.close()
+    """
 
     uid: str
     address: str
@@ -50,7 +67,13 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One change: an address of an expert came or went, or its owner did (then with the owner's token)."""
+    """One change: an address of an expert came or went, or its owner did (then with the owner's token).
+
+    Example:
+        >>> from weft.experts.discovery import Event
+        >>> Event(revision=7, kind="joined", uid="ffn.0", address="10.0.0.7:7070").kind
+        'joined'
+    """
 
     revision: int
     kind: EventKind
@@ -61,7 +84,13 @@ class Event:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Experts with the addresses that serve them (sorted), and their owners, as of ``revision``. It never changes."""
+    """Experts with the addresses that serve them (sorted), and their owners, as of ``revision``. It never changes.
+
+    Example:
+        >>> from weft.experts.discovery import Snapshot
+        >>> Snapshot(7, {"ffn.0": ("10.0.0.7:7070",)}).addresses("ffn.0")
+        ('10.0.0.7:7070',)
+    """
 
     revision: int = 0
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
@@ -119,6 +148,15 @@ class Watch(Protocol):
     """The changes after some revision, each once and in order. A context manager; closing it wakes its readers.
 
     Implementations inherit what follows from `next` and `close`.
+
+    Example:
+        >>> from weft.experts.discovery import LocalDirectory
+        >>> directory = LocalDirectory()
+        >>> watch = directory.watch("ffn.")
+        >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
+        >>> watch.next(timeout=1.0).kind
+        'joined'
+        >>> directory.close()
     """
 
     def next(self, timeout: float | None = None) -> Event | None:
@@ -149,7 +187,16 @@ class Watch(Protocol):
 
 @runtime_checkable
 class Directory(Protocol):
-    """A registry of experts. Thread-safe. Every method raises ``AwayError`` if the directory does not answer."""
+    """A registry of experts. Thread-safe. Every method raises ``AwayError`` if the directory does not answer.
+
+    Example:
+        >>> from weft.experts.discovery import Directory, LocalDirectory
+        >>> directory: Directory = LocalDirectory()
+        >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
+        >>> directory.get("ffn.").experts
+        {'ffn.0': ('10.0.0.7:7070',)}
+        >>> directory.close()
+    """
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
         """List experts under one new lease. The same expert at the same address moves to the new lease.

@@ -59,7 +59,14 @@ def replaced(token: int, known: int) -> bool:
 
 
 class Fence:
-    """The largest token seen, per expert. Thread-safe."""
+    """The largest token seen, per expert. Thread-safe.
+
+    Example:
+        >>> from weft.experts.discovery import Fence
+        >>> fence = Fence()
+        >>> fence.largest("ffn.0") is None  # nothing seen yet
+        True
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

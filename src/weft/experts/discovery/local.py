@@ -20,7 +20,17 @@ from weft.experts.errors import AwayError, LeaseLostError, OwnedError, WatchLost
 
 
 class LocalDirectory:
-    """The protocol `Directory`, in memory. ``clock`` gives seconds; ``history`` is how many events a watch may miss."""
+    """The protocol `Directory`, in memory. ``clock`` gives seconds; ``history`` is how many events a watch may miss.
+
+    Example:
+        >>> from weft.experts.discovery import LocalDirectory
+        >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)
+        >>> with weft.Server([expert], directory=directory), weft.Connections(directory) as connections:
+        ...     weft.RemoteExpert("ffn.0", connections)(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
+        >>> directory.close()
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, history: int = 65536) -> None:
         """Raises ``UsageError`` if ``history`` is not positive."""

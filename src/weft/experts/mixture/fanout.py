@@ -300,6 +300,13 @@ class MixtureStatistics:
     ``failed`` counts calls without a good answer, and those with bad rows, by `weft.experts.errors.reason_of`.
     ``dropped`` are pairs (sample, expert) beyond the capacity; ``zeroed`` samples with too few answers; ``left_out``
     experts that a commit went on without; ``living`` experts in the directory's last snapshot.
+
+    Example:
+        >>> with weft.Connections({}) as connections:
+        ...     sizes = {"in_features": 8, "grid_size": [2], "uid_prefix": "ffn"}
+        ...     mixture = weft.RemoteMixtureOfExperts(**sizes, connections=connections)
+        ...     mixture.statistics().forwards
+        0
     """
 
     forwards: int

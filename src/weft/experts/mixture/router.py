@@ -83,6 +83,12 @@ def load_balancing_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:
     ``probabilities`` is samples x experts, ``chosen`` samples x k. The share has no gradient, the probability has:
     an expert that is chosen too often becomes less probable. To be added to the loss with a factor of about 0.01.
     From Fedus et al., "Switch Transformers" (2021), equation 4; with k > 1 every choice counts.
+
+    Example:
+        >>> from weft.experts.mixture import load_balancing_loss
+        >>> probabilities = torch.full((4, 2), 0.5)
+        >>> load_balancing_loss(probabilities, torch.tensor([[0], [1], [0], [1]]))
+        tensor(1.)
     """
     experts = probabilities.shape[1]
     exact = torch.promote_types(probabilities.dtype, torch.float32)  # a division of integers would be of float32

@@ -64,6 +64,10 @@ class ReplicaOptions:
     tls, token: how this server proves itself to the others, where it needs `Role.ADMIN`; see `GrpcTransport`.
 
     Raises ``UsageError`` that lists all invalid values.
+
+    Example:
+        >>> from weft.experts.replication import ReplicaOptions
+        >>> closely = ReplicaOptions(["ffn.*"], follow_seconds=1.0)  # weft.Server(..., replicas=closely)
     """
 
     experts: Sequence[str] = ("*",)

@@ -42,7 +42,13 @@ ANONYMOUS = "anonymous"
 
 
 class Role(IntEnum):
-    """What a client may do; each includes those before it. FORWARD also allows ``info``, ADMIN the server's status."""
+    """What a client may do; each includes those before it. FORWARD also allows ``info``, ADMIN the server's status.
+
+    Example:
+        >>> from weft.experts.server import Role
+        >>> Role.FORWARD < Role.TRAIN < Role.ADMIN
+        True
+    """
 
     NONE = 0
     FORWARD = 1
@@ -55,6 +61,11 @@ class Grant:
     """Clients and experts by shell patterns (``*``, ``?``, ``[ab]``).
 
     A client that proved no name has the empty one: ``"*"`` means it too, the default ``"?*"`` only those with a name.
+
+    Example:
+        >>> from weft.experts.server import Grant, Role
+        >>> Grant("reader", role=Role.FORWARD).expert
+        '*'
     """
 
     client: str = "?*"
@@ -104,6 +115,11 @@ class Access:
 
     Raises ``UsageError`` for an empty token or name, for a token that no client can show, and for tokens without
     grants: everybody could go without.
+
+    Example:
+        >>> from weft.experts.server import Access, Grant, Role
+        >>> access = Access([Grant("trainer-*", "ffn.*", Role.TRAIN)], tokens={"s3cret": "trainer-7"})
+        >>> server = weft.Server(access=access)
     """
 
     grants: Sequence[Grant] = OPEN

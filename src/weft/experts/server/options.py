@@ -29,6 +29,10 @@ class ServerOptions:
     lease_seconds: how long the directory lists a server that does not renew; it renews three times as often.
     checkpoint_seconds: between two looks for experts that have stepped since they were saved.
     drain_seconds: how long accepted work may take when the server ends; then it is failed.
+
+    Example:
+        >>> from weft.experts.server import ServerOptions
+        >>> server = weft.Server(options=ServerOptions(checkpoint_seconds=10.0))
     """
 
     limits: Limits = field(default_factory=Limits)
