@@ -31,6 +31,9 @@ PUBLIC = (
     "weft.recurrent.cells",
     "weft.recurrent.layers",
     "weft.experts",
+    "weft.experts.client",
+    "weft.experts.discovery",
+    "weft.experts.mixture",
     "weft.report",
     "weft.compat.torchgpipe",
 )
