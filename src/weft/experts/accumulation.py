@@ -5,7 +5,7 @@
     backward(mini_batch="m")  ──+
 
 A caller who cuts its mini-batch into micro-batches wants one step for all of them. A sum takes as much memory as
-the parameters, so there are few of them, and each principal has a share. A sum is dropped when nobody adds to it or
+the parameters, so there are few of them, and each principal has a share. A sum is dropped when nothing adds to it or
 commits it for a while, soon after the stream that it was last added to by has ended, or when its caller discards it.
 A name whose sum was dropped is not begun anew (`IdempotencyTable.drop_mini_batch`): a commit would apply a part of a
 mini-batch.
@@ -77,7 +77,7 @@ class GradientAccumulator:
 
 
 class OpenMiniBatches:
-    """The open mini-batches of one expert. Belongs to whoever holds the expert's lock, except `discard`."""
+    """The open mini-batches of one expert. Guarded by the expert's lock, except `discard`."""
 
     def __init__(self, options: SumsOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options or SumsOptions()
@@ -124,7 +124,7 @@ class OpenMiniBatches:
             )
 
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients, which must be nobody else's memory, to the sum of a task that was checked."""
+        """Add gradients, in private memory, to the sum of a task that was checked."""
         owner = (task.client, task.mini_batch or "")
         if owner not in self._open:
             total = GradientSum(len(parameters))

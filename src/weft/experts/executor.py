@@ -149,7 +149,7 @@ def _copied(tasks: Sequence[Task], results: Sequence[Results]) -> list[Results |
     return [[tensor.clone() for tensor in found] if task.key is not None else None for task, found in pairs]
 
 
-_DEEPEST = 8  # frames of an error that are told
+_DEEPEST = 8  # frames of an error in its note
 
 Attempt = Callable[[Sequence[Task]], PendingResult]
 """Runs a batch without consequences. It raises `TaskFault` where it knows which tasks are at fault."""
@@ -180,7 +180,7 @@ def isolate_faults(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[
 
 
 def _tried(batch: Sequence[Task], attempt: Attempt) -> tuple[dict[Task, Answer], bool]:
-    """The answers that one attempt gives, and whether they are all; none where it does not tell who is at fault."""
+    """The answers that one attempt gives, and whether they are all; none where the task at fault is unknown."""
     try:
         pending = attempt(batch)
     except TaskFault as fault:
@@ -194,7 +194,7 @@ def _tried(batch: Sequence[Task], attempt: Attempt) -> tuple[dict[Task, Answer],
 
 
 def _faulty_alone(batch: Sequence[Task], attempt: Attempt) -> dict[Task, Answer]:
-    """The tasks that fail alone, with their errors. Results are dropped: they have had no consequence."""
+    """The tasks that fail alone, with their errors. Results are dropped: nothing was applied."""
     found: dict[Task, Answer] = {}
     for task in batch:
         try:
@@ -222,7 +222,7 @@ def _noted(found: Answer, task: Task, name: str) -> Answer:
 
 
 def _traceback_note(error: BaseException) -> str | None:
-    """Where it was raised, as text; None where that was told before. By hand: the library takes a millisecond."""
+    """Where it was raised, as text; None without frames. By hand: the library takes a millisecond."""
     told: list[str] = []
     for frame, line in list(traceback.walk_tb(error.__traceback__))[-_DEEPEST:]:
         file = frame.f_code.co_filename
@@ -327,7 +327,7 @@ class BatchExecutor:
                 self._seed = None
 
     def forget_old_sums(self) -> None:
-        """Drop mini-batches that nobody commits."""
+        """Drop mini-batches that were discarded, or are too old."""
         self._drop_sums(self.mini_batches.old())
 
     def forget_pending(self) -> None:
@@ -345,13 +345,13 @@ class BatchExecutor:
         return self.effects.evaluation() if tasks[0].evaluation else nullcontext()
 
     def _drop_sums(self, owners: Mapping[Owner, str | None], *, log: bool = True) -> None:
-        """Drop these sums, with their principals. Their callers may not know, so the names are refused from then on."""
+        """Drop these sums. Their callers may not learn of it, so the names are refused from then on."""
         for owner, principal in owners.items():
             self._remove(owner, log=log)
             self.records.drop_mini_batch(*owner, principal)
 
     def _refuse(self, owner: Owner) -> None:
-        """Drop the sum of a commit that fails. Its caller is told, so the name may be used again."""
+        """Drop the sum of a commit that fails. Its caller learns of it, so the name may be used again."""
         self._remove(owner)
         self.records.forget_mini_batch(*owner)
 
@@ -361,7 +361,7 @@ class BatchExecutor:
             self.stepper.log_dropped(*owner)
         self.mini_batches.remove(owner)
 
-    # The module. It may call other experts; what those answer is no answer of this one: who called it would repeat it.
+    # The module. It may call other experts, whose errors must not look like this expert's: clients retry some of them.
 
     def _call_module(self, function: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -168,7 +168,7 @@ class ExpertBackend:
     def kept_inputs(self, client: str | None, key: str) -> list[Tensor] | None:
         """The flat inputs of the forward of this client and key, where ``keep_graphs`` has kept them. For any thread.
 
-        A backward task that brings these very tensors need not have them compared with those of its graph.
+        A backward task with these very tensors skips their comparison with those of its graph.
         """
         return self.executor.graphs.inputs(client, key)
 
@@ -206,9 +206,9 @@ class ExpertBackend:
     def apply_gradients(self) -> None:
         """One step, with the gradients in ``.grad``: clip, optimizer, schedule. May be overridden.
 
-        Called in the runtime's thread, after the hooks of ``register_post_accumulate_grad_hook``; the gradients are
-        nobody else's, and cleared afterwards, whatever happens. What it raises
-        comes to the clients as a `StepError`, and nothing is tried again.
+        Called in the runtime's thread, after the hooks of ``register_post_accumulate_grad_hook``; the gradients
+        are private to it, and cleared afterwards in any case. What it raises comes to the clients as a `StepError`, and
+        nothing is tried again.
         """
         if self.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
@@ -308,7 +308,7 @@ def _check_arguments(
     if isinstance(module, nn.Module):
         named = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())
         scripted = [path or "itself" for path, each in named if isinstance(each, torch.jit.ScriptModule)]
-        check.that(  # it keeps its tensors where nobody can put back what a failed batch changed
+        check.that(  # the tensors that a failed batch changed could not be restored
             not scripted,
             f"module was made by torch.jit.script or torch.jit.trace: {', '.join(scripted[:3])}; give the nn.Module "
             "that it was made of, or one that torch.compile made",

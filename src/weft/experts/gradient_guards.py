@@ -1,13 +1,13 @@
-"""What a gradient must be like to be let at the weights.
+"""Guards against gradients that would spoil the weights.
 
 One NaN in one client's gradient turns all weights of an expert into NaN, for everybody and for good. So nothing is
-applied that was not looked at:
+applied unchecked:
 
     gradients of the outputs     each task's own: finite, and no longer than ``max_output_norm``
     gradients of the parameters  the batch's: finite, and no longer than ``max_norm``
     running statistics           what the batch makes of them: finite, where they were
 
-A gradient of the outputs tells by itself whose it is. For those of the parameters the batch is taken apart; see
+A gradient of the outputs belongs to one task. For those of the parameters the batch is taken apart; see
 `weft.experts.executor`. A norm that overflows its dtype counts as not finite: the optimizer would square it too.
 """
 

@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward: its graph, so that it is not run again, and its inputs, so that they need
+"""Cache from forward to backward: the graph, so that the forward is not run again, and the inputs, so that they need
 not be sent again.
 
     forward  of tasks k1 k2, one batch ──> outputs; their graph is kept, and the inputs of k1 and of k2
@@ -73,7 +73,7 @@ class _Packed:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has written into it since."""
+        """Whether it was not written to since."""
         return version(self.tensor) == self.version
 
     def unpack(self) -> Tensor:
@@ -102,7 +102,7 @@ class SavedTensors:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has written into what the graph saves. Autograd would tell, but does not look behind hooks."""
+        """Whether no saved tensor was written to. Autograd checks that itself, but not behind hooks."""
         return all([one is None or one.untouched for one in [ref() for ref in self.packed]])
 
     @contextmanager
@@ -124,7 +124,10 @@ class SavedTensors:
 
 @dataclass(frozen=True, slots=True)
 class CachedGraph:
-    """A graph to be walked back once, and its seed. ``known``: who walks it brings the very inputs that it has."""
+    """A graph to be walked back once, and its seed.
+
+    ``known``: the backward has the very input tensors of the graph, so they need no comparison.
+    """
 
     graph: ForwardGraph
     seed: int
@@ -156,7 +159,7 @@ class _CacheEntry:
 
 
 class GraphCache:
-    """Of one expert. Belongs to whoever holds the expert's lock, but for `inputs`."""
+    """Graphs and inputs of one expert. Guarded by the expert's lock, but for `inputs`."""
 
     def __init__(self, budget: GraphBudget | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
@@ -178,7 +181,7 @@ class GraphCache:
         return self._budget is not None and all([task.keep and task.key is not None for task in tasks])
 
     def keep(self, tasks: Sequence[Task], graph: ForwardGraph, seed: int, saved: SavedTensors) -> None:
-        """Keep a graph that saves so much beside its leaves, and the inputs, at the cost of the oldest of who has most.
+        """Keep a graph that saves so much beside its leaves, and the inputs; the largest holder's oldest make room.
 
         What is larger than the whole budget is not kept.
         """
@@ -246,7 +249,7 @@ class GraphCache:
             self._drop(kept)
 
     def _leave(self, name: Name) -> None:
-        """One task goes, and so nobody can walk a graph any more that it made with others."""
+        """Remove one task; a graph that it made with others is of no use any more."""
         kept = self._found.pop(name, None)
         if kept is None:
             return

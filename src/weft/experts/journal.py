@@ -5,8 +5,8 @@ state_dict of step 40 ──> backend ── replay(entries 41, 42, ...) ──>
 
 The weights of an expert depend on its backward batches alone: their tensors, their order and their random seed; see
 `weft.experts.side_effects`. So this log and the tasks' tensors, wherever those are kept, are enough to compute the same
-bytes again: to find out who spoiled an expert, or to follow a replica. Batches that were taken apart are logged as they
-finally ran.
+bytes again: to find the batch that spoiled an expert, or to follow a replica. Batches that were taken apart are logged
+as they finally ran.
 
     1 2 3 4 5 ── restored at 3 ── 4 5        a state of step 3 was loaded: the first 4 and 5 led to nothing
 
@@ -51,7 +51,7 @@ _KINDS = ("backward", "commit", "dropped", "restored")
 
 @dataclass(frozen=True)
 class Member:
-    """One task of a batch. ``number`` tells tasks of one process apart.
+    """One task of a batch. ``number`` is unique in its process.
 
     Example:
         >>> member = weft.experts.Member(client="trainer-1", key="7", rows=4, number=0)
@@ -74,7 +74,7 @@ class Entry:
     ``restored`` is no batch: a state that lies there was loaded. Nor is ``dropped``: the sum of this mini-batch was
     discarded, refused or too old. ``evaluation``: the module ran as after ``eval()``. ``terms``: the number of backward
     batches in the sum of a ``commit``. ``branch`` is the name of what ran from one load of a state to the next, by
-    which histories are told apart that have a place in common.
+    which histories with a place in common are distinguished.
 
     Example:
         >>> from weft.experts import Entry, Member
@@ -257,19 +257,19 @@ _Owners = frozenset[tuple[str | None, str | None]]
 """Clients, and the names of their mini-batches."""
 
 Listener = Callable[[Entry, Sequence[Task]], None]
-"""Hears of every batch, in the runtime's thread, with its tasks: the place to put their tensors somewhere."""
+"""Called with every batch and its tasks, in the runtime's thread: the place to store their tensors."""
 
 
 class Journal:
-    """Keeps the last ``limit`` entries, appends all to the file ``path`` if there is one, and tells ``listener``.
+    """Keeps the last ``limit`` entries, appends all to the file ``path`` if there is one, and calls ``listener``.
 
-    It is that of one expert, whose name no line says. Use it as a context manager, or call `close`, when it has a file.
-    Thread-safe.
+    It belongs to one expert; lines do not contain its name. Use it as a context manager, or call `close`, when it has a
+    file. Thread-safe.
 
     Args:
         path: of the file, which only the user of this process may read.
         limit: number of entries in memory.
-        listener: hears of every batch.
+        listener: called with every batch.
         max_file_bytes: the size at which ``path`` becomes ``path.1``, that ``path.2`` and so on; None: never.
         max_files: number of these files; older ones are removed.
 

@@ -57,7 +57,7 @@ def strided(tensor: Tensor) -> list[Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # memory that nobody can look into
+    return []  # opaque memory
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -68,7 +68,7 @@ def nbytes(tensor: Tensor) -> int:
 def private_gradients(
     parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]
 ) -> list[Tensor | None]:
-    """The gradients, each in memory that nobody else has; ``held``: the addresses of storages that others have."""
+    """The gradients, each in private memory; ``held``: the addresses of storages that are shared."""
     seen = set(held)
     return [
         None if gradient is None else _private(parameter, gradient, seen)
@@ -105,7 +105,7 @@ def fits(parameter: Tensor, gradient: Tensor) -> bool:
     """Whether a kernel that walks both memories from end to end meets the same elements, and all of them."""
     if parameter.is_contiguous():
         return gradient.is_contiguous()
-    dense = torch.empty_like(parameter, device="meta")  # that of optimizers, whose states are made so
+    dense = torch.empty_like(parameter, device="meta")  # the layout of optimizer states
     return gradient.stride() == dense.stride()
 
 
@@ -129,7 +129,7 @@ def make_stepping(
         name: of the expert.
         parameters: of its module, frozen ones too: an optimizer steps those alone that have a gradient.
         optimizer, schedule: see `make_optimizer` and `make_schedule`.
-        plainly: whether both are stepped without arguments; who overrides ``apply_gradients`` may give them some.
+        plainly: whether both are stepped without arguments; an overridden ``apply_gradients`` may give them some.
 
     Raises ``UsageError`` that lists why they can never do that, and what these two raise.
     """
@@ -240,7 +240,7 @@ def _takes_fused(factory: Callable[..., Optimizer]) -> bool:
 
 
 class Stepper:
-    """Steps of one expert and their log. Belongs to whoever holds the expert's lock."""
+    """Steps of one expert and their log. Guarded by the expert's lock."""
 
     def __init__(self, name: str, apply: Callable[[], None] | None, journal: Journal | None) -> None:
         self.steps = self.batches = 0
@@ -304,7 +304,7 @@ class Stepper:
 
     def log(self, kind: RequestKind, tasks: Sequence[Task], seed: int, *, failed: bool = False, terms: int = 0) -> None:
         """Put a batch into the journal. ``terms``: of the sum that a commit applied."""
-        if failed:  # a commit stays at its place: what a state of there has in it is told by its branch
+        if failed:  # a commit does not move the place, so the branch must tell states before and after it apart
             self._next_branch = token_hex(8)
         self.branch = self._next_branch
         if self.journal is not None:
@@ -317,7 +317,7 @@ class Stepper:
         self._write(replace(entry, branch=self.branch), ())
 
     def _write(self, entry: Entry, tasks: Sequence[Task]) -> None:
-        """A full disk must not make a step that was taken look like one that was not."""
+        """Count failures instead of raising: a full disk must not make a step look as if it had failed."""
         if self.journal is None:
             return
         try:

@@ -217,7 +217,7 @@ class Runtime:
     def _run(self) -> None:
         try:
             self._work_on()
-        except BaseException as error:  # nothing should come here; but nobody must wait for ever
+        except BaseException as error:  # should not happen; but every waiter needs an answer
             with self._state:
                 self._lost, self._working_on = f"{type(error).__name__}: {error}", None
                 pools = list(self._pools)

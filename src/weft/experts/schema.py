@@ -1,4 +1,4 @@
-"""What a call of an expert looks like, nested for the module and flat for everyone else.
+"""Schemas of an expert's call: nested for the module, flat everywhere else.
 
     module(x, mask=m) -> {"y": y}             args_schema=(X,)  kwargs_schema={"mask": M}
                                               outputs_schema={"y": Y}
@@ -7,7 +7,7 @@
 
 Everything behind the edge works on flat tensors whose axis 0 is the batch. `FlatSchema.check` is that edge: what
 passes can be concatenated with whatever else passed, if the free axes agree (`FlatSchema.batch_key`). So a malformed
-task is its author's error and nobody else's. Schemas are hivemind's idea.
+task is an error of its author alone. Schemas are hivemind's idea.
 """
 
 import cmath

@@ -161,7 +161,7 @@ class SideEffects:
 
     @contextmanager
     def evaluation(self) -> Generator[None]:
-        """Surrounds the work on a batch in evaluation. Layers are told nothing, only set."""
+        """Surrounds the work on a batch in evaluation. The flags are set directly, without calling ``eval()``."""
         training = [each for each in self._modules if each.training]
         for each in training:
             each.training = False

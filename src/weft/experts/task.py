@@ -11,7 +11,7 @@ joins as one more waiter, and may be cancelled without hurting the first.
     batch key (any length 9)    c e   ────┴──> take(): a b d as one batch, then c e
 
 Tasks with equal batch keys may share a batch, first come, first served. They leave the queue from anywhere at once when
-they are cancelled: it is as long as the number of tasks that somebody waits for. The pool holds the lock.
+they are cancelled, so its length is the number of tasks with waiters. The pool holds the lock.
 """
 
 import threading
@@ -34,7 +34,7 @@ BatchKey = tuple[Hashable, ...]
 """What must be equal for two tasks to share a batch."""
 
 REPEATED = "+"
-"""What stands behind it in a key tells several backwards of one forward apart; before it, the key of the forward."""
+"""Separates the key of a forward from the suffix that distinguishes its backwards."""
 
 _next_number = count().__next__
 
@@ -89,7 +89,7 @@ class Task:
         return future
 
     def wanted(self) -> bool:
-        """Whether anybody still waits. Forgets those who gave up."""
+        """Whether a waiter is left. Removes cancelled ones."""
         gone = [waiter for waiter in self.waiters if waiter.cancelled()]
         self.waiters = [waiter for waiter in self.waiters if waiter not in gone]
         for waiter in gone:  # else `concurrent.futures.wait` would go on waiting for it
@@ -98,13 +98,13 @@ class Task:
         return bool(self.waiters)
 
     def take(self) -> bool:
-        """Whether somebody still waits; if so nobody can cancel from here on."""
+        """Whether a waiter is left; if so, the task cannot be cancelled from here on."""
         self.waiters = [waiter for waiter in self.waiters if _still_waits(waiter)]
         self.taken = bool(self.waiters)
         return self.taken
 
     def expired(self, now: float) -> bool:
-        """Whether nobody wants the answer any more at this time."""
+        """Whether the deadline has passed at this time."""
         return self.deadline is not None and self.deadline <= now
 
     def release(self) -> Sequence["Future[Results]"]:
@@ -116,21 +116,21 @@ class Task:
 
 
 class Waiter(Future[Results]):
-    """Tells the pool when it is cancelled; a callback would be called for every answer as well."""
+    """Notifies the pool when it is cancelled; a callback would be called for every answer as well."""
 
     def __init__(self, task: Task, gave_up: Callable[[Task], None]) -> None:
         super().__init__()
         self._waits: tuple[Task, Callable[[Task], None]] | None = (task, gave_up)
 
     def cancel(self) -> bool:
-        """As the library says."""
+        """See `concurrent.futures.Future.cancel`."""
         done, waits = super().cancel(), self._waits
         if done and waits is not None:
             waits[1](waits[0])
         return done
 
     def add_done_callback(self, fn: "Callable[[Future[Results]], object]") -> None:
-        """As the library says; and nothing that ``fn`` raises ends the thread that answers, which others need too."""
+        """As in the base class, but nothing that ``fn`` raises ends the thread that answers."""
         super().add_done_callback(partial(_call, fn))
 
     def let_go(self) -> None:
@@ -139,7 +139,7 @@ class Waiter(Future[Results]):
 
 
 def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
-    """Give the result to everyone who still waits."""
+    """Set the result of all futures that were not cancelled."""
     for waiter in waiters:
         if not waiter.running() and not _still_waits(waiter):
             continue
@@ -259,7 +259,7 @@ class BatchQueue:
         """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue.
 
         Tasks with keys are ordered by them: the same callers make the same batch in forward and in backward, which
-        may use the graph that forward kept, whoever was faster.
+        may use the graph that forward kept, in whichever order they came.
         """
         expired = self._expired_heads(now)
         ready = [group for group in self._groups.values() if self._ready(group, now)]

@@ -61,7 +61,7 @@ class PoolOptions:
             `weft.experts.task_pool`. 0: never. With a ``min_batch_size`` that decides alone.
         max_tasks, max_rows: what may wait in all; beyond it an `OverloadError`.
         max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`. None:
-            half of ``max_tasks`` and of ``max_rows``, so that nobody fills a queue alone. Tasks without a client are
+            half of ``max_tasks`` and of ``max_rows``, so that no client fills a queue alone. Tasks without a client are
             not counted.
 
     Example:
@@ -163,7 +163,7 @@ class CallerGroup:
         self._peak = 0
 
     def missing(self, *, begun: bool = False) -> int:
-        """How many tasks fewer are under way now than lately. Above 0, somebody is about to come back.
+        """How many tasks fewer are under way now than lately. Above 0, a caller is about to come back.
 
         ``begun``: a batch has begun in one of the pools.
         """
@@ -235,7 +235,7 @@ class BatchDelay:
         self._group.missing(begun=True)
 
     def ended(self, seconds: float | None) -> None:
-        """The batch took so long; None: it failed, which tells nothing."""
+        """The batch took so long; None: it failed, and its time means nothing."""
         self.running = 0
         if seconds is not None:
             self.seconds.append(seconds)
@@ -325,8 +325,8 @@ class TaskPool:
 
         Args:
             tensors: flat, rows x ..., as the pool's columns say; never written to.
-            deadline: time of `time.monotonic` after which nobody wants the answer; it fails with `ExpiredError`.
-            client: who asks: the owner of ``key`` and of ``mini_batch``.
+            deadline: time of `time.monotonic` after which the task fails with `ExpiredError` instead of running.
+            client: the owner of ``key`` and of ``mini_batch``.
             key: idempotency key; a repetition gets the answer of the first, and nothing runs twice.
             mini_batch: adds the gradient to this sum instead of stepping; see `ExpertBackend.commit`.
             evaluation: the module runs as after ``eval()``; forward and backward of one key should agree in it.
@@ -359,9 +359,9 @@ class TaskPool:
         return future
 
     def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
-        """The task's future, and whether who works on batches must be told."""
+        """The task's future, and whether to wake the runtime."""
         queue, records = self._queue, None if task.key is None else self._records
-        # Looked at without the lock: whoever comes too late to see a full queue is refused as if it had been full.
+        # Read without the lock: at worst a task is refused as if the queue had been full a moment longer.
         if queue.count >= self.options.max_tasks or queue.rows + task.rows > self.options.max_rows:
             self._sweep(task.arrival)
         with self._lock:
@@ -451,7 +451,7 @@ class TaskPool:
                     f"the process of {self._where} gave {given} for a batch of {len(tasks)} tasks, wanted one for "
                     "each, in order"
                 )
-        except BaseException as error:  # a fault of the process, not of a task; but nobody must wait for ever
+        except BaseException as error:  # a fault of the process, not of a task; but every waiter needs an answer
             answers = [error] * len(tasks)
         self._finish(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
 
@@ -489,11 +489,11 @@ class TaskPool:
         self._finish(left, [ClosedError(text) for _ in left])
 
     def perish(self, why: str) -> None:
-        """Whoever worked on this pool is gone, perhaps amid a batch: everyone is told, and it takes no more tasks."""
+        """The runtime died, perhaps amid a batch: fail all tasks, and take no more."""
         with self._lock:
             self._closed = why
             taken, ran = [task for task in self._taken if task.waiters], self._running
-        text = f"pool {self.name!r} was at this task when {why}; nobody knows whether it was applied"
+        text = f"pool {self.name!r} was at this task when {why}; whether it was applied is unknown"
         self._finish(taken, [ExpertError(text) for _ in taken], ran=ran)
         self.abandon()
 
@@ -522,13 +522,13 @@ class TaskPool:
             )
 
     def _gave_up(self, task: Task) -> None:
-        """One of those who wait for this task was cancelled."""
+        """A waiter of this task was cancelled."""
         with self._lock:
             if not task.wanted() and self._queue.remove(task):
                 self._drop(task)
 
     def _drop(self, task: Task) -> None:
-        """Nobody waits for this task any more, and it is out of the queue. Under the lock."""
+        """Forget a task without waiters that is out of the queue. Under the lock."""
         self._counts["cancelled"] += 1
         self._leave(task)
         self._idle.notify_all()
@@ -544,7 +544,7 @@ class TaskPool:
         self._finish(tasks, [ExpiredError(text) for _ in tasks])
 
     def _finish(self, tasks: Sequence[Task], answers: Sequence[Answer], ran: int = 0, seconds: float = 0.0) -> None:
-        """Answer everyone; so many of them ran. Who is told may see at once that the pool is through with it."""
+        """Answer all tasks, of which ``ran`` ran. They are off the books before their waiters wake."""
         with self._lock:
             waiting = [self._leave(task) for task in tasks]
             self._taken = () if ran else self._taken
@@ -582,8 +582,11 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
 
 
 def _payload(tensors: tuple[Tensor, ...], host: torch.device) -> tuple[Tensor, ...]:
-    """The tensors on this device, without a graph. Most lie there: then nothing is asked of torch, whose operations let
-    go of the interpreter's lock, and the runtime would begin before the next task is here."""
+    """The tensors on this device, without a graph.
+
+    Most lie there already. Then no operation of torch runs: it would release the GIL, and the runtime would begin a
+    batch before the next task is here.
+    """
     if all([tensor.device == host and not tensor.requires_grad for tensor in tensors]):
         return tensors
     return tuple([tensor.detach().to(host) for tensor in tensors])

@@ -159,7 +159,7 @@ class Panel:
         self._thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Stop listening, drop whoever is connected, and end the thread. May be called twice, and without a start."""
+        """Stop listening, drop all connections, and end the thread. May be called twice, and without a start."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(seconds)
