@@ -73,7 +73,7 @@ def hidden_tensors(value: Any) -> list[Tensor]:
         plain = issubclass(kind, (str, bytes, type, nn.Module)) or callable(value)
         may = not plain and any(hasattr(value, name) for name in ("__dict__", "__dataclass_fields__", "__len__"))
         _may_hide[kind] = may
-    return [each for each in flatten(_inside(value))[0] if isinstance(each, Tensor)] if may else []
+    return [each for each in flatten(held_values(value))[0] if isinstance(each, Tensor)] if may else []
 
 
 _COLLECTIONS = (list, tuple, set, frozenset, deque)
@@ -81,7 +81,8 @@ _may_hide: dict[type, bool] = {}
 """By type. Nearly everything that is no tensor cannot: None, numbers, strings."""
 
 
-def _inside(value: Any) -> list[Any]:
+def held_values(value: Any) -> list[Any]:
+    """What an object holds: fields, attributes, and the items of a collection."""
     held = [getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ())]
     held += getattr(value, "__dict__", {}).values()
     if isinstance(value, dict):

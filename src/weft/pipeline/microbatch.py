@@ -577,15 +577,15 @@ class JoinedOutput:
         Behind a cut they are no views of each other for autograd, so what the caller writes into one of them would
         change the others behind its back. A join of several micro-batches is new memory anyway.
         """
-        taken = {_memory(x) for x in self._given}
+        taken = {storage_id(x) for x in self._given}
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                if (memory := _memory(leaf)) in taken:
+                if (memory := storage_id(leaf)) in taken:
                     leaves[k] = leaf.clone()
                 taken.add(memory)
         return leaves
 
 
-def _memory(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """A number that tensors have in common if they share memory."""
     return cast(Any, tensor.untyped_storage())._cdata if tensor.layout is torch.strided else id(tensor)

@@ -150,7 +150,8 @@ class Pipe(nn.Module):
         reduction = None
         with Validator(_INVALID) as check:
             dims = check.call(BatchDims, batch_dim, output_batch_dim)
-            stages = self._lay_out(check, module, dims, balance, devices, sample, split, verify)
+            given = {"balance": balance, "devices": devices, "sample": sample, "split": split, "verify": verify}
+            stages = self._lay_out(check, module, dims, **given)
             check_settings(
                 check, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
             )
@@ -174,29 +175,20 @@ class Pipe(nn.Module):
         self._adopt(module, sample, deferred_batch_norm=deferred_batch_norm)
         self.training = module.training  # its own: each layer may have another
 
-    def _lay_out(
-        self,
-        check: Validator,
-        module: nn.Module,
-        dims: BatchDims | None,
-        balance: Any,
-        devices: Any,
-        sample: Any,
-        split: Any,
-        verify: Any,
-    ) -> int:
-        """Set `balance` and `devices`, and note what is wrong with these or the model. How many stages there are, 0 if
-        that is not known."""
+    def _lay_out(self, check: Validator, module: Any, dims: BatchDims | None, **given: Any) -> int:
+        """Set `balance` and `devices`, and note what is wrong with what was `given` for them, or with the model. How
+        many stages there are, 0 if that is not known."""
+        balance, devices = given["balance"], given["devices"]
         layers = check.call(layers_of, module)
         if layers is not None:
-            check.call(verify_skippables, cast(nn.Sequential, module))
+            check.call(verify_skippables, module)
             if dims is not None:
                 check.call(check_batch_dims, layers, dims)
         sizes = None if balance is None else check.call(sizes_of, balance)
         places = None if devices is None else check.call(places_of, devices)
         layout = None
         if layers is not None and (sizes is None) == (balance is None) and (places is None) == (devices is None):
-            layout = check.call(resolve_layout, cast(nn.Sequential, module), sizes, places, sample)
+            layout = check.call(resolve_layout, module, sizes, places, given["sample"])
         self.balance, self.devices = layout or ([], [])
         return len(self.balance or sizes or places or ())
 
@@ -392,6 +384,17 @@ def frozen(value: Any) -> Any:
     return tuple(cast("Iterable[Any]", value)) if lists else cast(Any, value)
 
 
+def map_tensors(root: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put what `change` makes of each parameter and buffer into its place; what is tied stays tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in root.modules():
+        for table in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
+            for key, each in table.items():
+                if each is not None and id(each) not in made:
+                    made[id(each)] = change(each)
+                table[key] = each if each is None else made[id(each)]
+
+
 def allocate(
     root: nn.Module,
     place: Callable[[torch.Tensor], torch.device],
@@ -399,21 +402,18 @@ def allocate(
     seed: int,
 ) -> None:
     """Give storage to parameters and buffers on the meta device, where `place` says, and initialize modules that have
-    such from a seed. What is tied stays tied."""
-    made: dict[int, torch.Tensor] = {}
+    such from a seed."""
     waiting = {module for module in root.modules() if on_meta(module)}
-    for module in waiting:
-        for table in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
-            for key, each in table.items():
-                if each is None or not each.is_meta:
-                    continue
-                if id(each) not in made:
-                    empty = torch.empty_like(each, device=place(each))
-                    made[id(each)] = (
-                        nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
-                    )
-                table[key] = made[id(each)]
-    with seeded(generators(each.device for each in made.values()), seed):
+    made: list[torch.Tensor] = []
+
+    def change(each: torch.Tensor) -> torch.Tensor:
+        if not each.is_meta:
+            return each
+        made.append(torch.empty_like(each, device=place(each)))
+        return nn.Parameter(made[-1], each.requires_grad) if isinstance(each, nn.Parameter) else made[-1]
+
+    map_tensors(root, change)
+    with seeded(generators(each.device for each in made), seed):
         root.apply(lambda module: (initialize or _reset)(module) if module in waiting else None)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import GuardError, InPlaceError, SplitError
-from weft.core.pytree import Structure, flatten, unflatten
+from weft.core.pytree import LEAF, Structure, flatten, unflatten
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.stage import ModuleScan, Skip, Stage
 
@@ -72,8 +72,6 @@ class Step:
         """The leaves as positional and named arguments."""
         if self.structure is not None:
             return unflatten(self.structure, leaves)
-        if not self.names:
-            return leaves, {}
         count = len(leaves) - len(self.names)
         return leaves[:count], dict(zip(self.names, leaves[count:], strict=True))
 
@@ -83,8 +81,7 @@ class Step:
         if self.grad is None and not self.casts:
             return self.call(*args, **kwargs)
         with ExitStack() as stack:
-            if self.grad is not None:
-                stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if self.grad is None else self.grad))
             for kind, dtype, enabled in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             return self.call(*args, **kwargs)
@@ -97,17 +94,18 @@ class Step:
 class Recording:
     """What one run of forward() did."""
 
-    steps: list[Step]
-    cuts: dict[str, int]  # split point -> number of the first step at or after its first call
-    leaves: list[Any]  # of the result; None where `reads` says where the value comes from
-    reads: list[tuple[int, Ref]]
-    structure: Structure
-    scalars: list[int]  # which leaves of the result are one number per micro-batch
-    aliases: list[tuple[int, int]]  # read after a write through another tensor: who made, who wrote it (-1: input)
-    sizes: dict[Ref, int]  # bytes of the inputs
-    storages: dict[Ref, int]  # of the inputs
-    inputs: list[str]  # names of the leaves of the arguments
-    values: dict[int | None, Any]  # all that were made, if they were to be kept
+    steps: list[Step] = field(default_factory=list[Step])
+    cuts: dict[str, int] = field(default_factory=dict[str, int])  # split point -> the first step at or after its call
+    leaves: list[Any] = field(default_factory=list[Any])  # of the result, as those of a step's arguments
+    reads: list[tuple[int, Ref]] = field(default_factory=list[tuple[int, Ref]])
+    structure: Structure = LEAF
+    has_scalars: bool = False  # whether a leaf of the result is one number per micro-batch
+    # Read after a write through another tensor: who made it, and who wrote it (-1: an input).
+    aliases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    sizes: dict[Ref, int] = field(default_factory=dict[Ref, int])  # bytes of the inputs
+    storages: dict[Ref, int] = field(default_factory=dict[Ref, int])  # of the inputs
+    inputs: list[str] = field(default_factory=list[str])  # names of the leaves of the arguments
+    values: dict[int | None, Any] = field(default_factory=dict[int | None, Any])  # all, if they were to be kept
 
 
 Values = dict[Ref, Any]
@@ -173,7 +171,6 @@ class Program:
         self.verified = False
         self.anchors: Sequence[Any] = ()
         self.order = sorted(recording.cuts, key=recording.cuts.__getitem__)
-        self.stages = len(devices)
         self.parts = [Part() for _ in devices]
         self._device = list(devices) if len(set(devices)) > 1 else None
         steps = recording.steps
@@ -184,11 +181,15 @@ class Program:
         self._storages = {**recording.storages, **{Ref("v", v): n for step in steps for v, n in step.storages.items()}}
         self._written = {storage for step in steps for storage in step.stored}
         self._check_writes()
-        members = [{k for k, at in enumerate(self._stage_at) if at == s} for s in range(self.stages)]
+        members = [{k for k, at in enumerate(self._stage_at) if at == s} for s in range(len(devices))]
         self.prelude = self._prelude(members)
-        taken = self._readers(members)
-        self._fill(members, taken)
-        self.routes = [self._route(ref, readers) for ref, readers in taken.items()]
+        crossing = self._readers(members)
+        for s, part in enumerate(self.parts):
+            self._fill(s, part, sorted(members[s]), crossing)
+        self.routes = [
+            CrossingValue(self._name(ref), self._sizes.get(ref, 0), self._source(ref), tuple(readers))
+            for ref, readers in crossing.items()
+        ]
 
     def _starts(self) -> list[int]:
         starts = [0, *(self.recording.cuts[name] for name in self.order)]
@@ -208,16 +209,17 @@ class Program:
                     f"({self._stage_at[max(made, 0)]}), which is read afterwards; use the out-of-place form there, or "
                     "split elsewhere"
                 )
-        reads = [(s, step, k, ref) for s, step in zip(self._stage_at, steps, strict=True) for k, ref in step.reads]
-        for _, step, k, ref in reads:
-            if ref.kind != "own" or k not in step.writes:
-                continue
-            used = {s for s, _, _, other in reads if other == ref}
-            if len(used) > 1:
-                raise InPlaceError(
-                    f"{step} writes into {ref.key!r}, which the code between blocks of several stages {used} uses; use "
-                    "it in one submodule, or split elsewhere"
-                )
+        readers: dict[Ref, set[int]] = {}
+        for s, step in zip(self._stage_at, steps, strict=True):
+            for _, ref in step.reads:
+                readers.setdefault(ref, set()).add(s)
+        for step in steps:
+            for k, ref in step.reads:
+                if ref.kind == "own" and k in step.writes and len(readers[ref]) > 1:
+                    raise InPlaceError(
+                        f"{step} writes into {ref.key!r}, which the code between blocks of several stages "
+                        f"{readers[ref]} uses; use it in one submodule, or split elsewhere"
+                    )
 
     def _prelude(self, members: Sequence[set[int]]) -> list[Step]:
         """The guards that inputs alone answer, with what they need. Those that also need parameters or buffers, which a
@@ -253,14 +255,16 @@ class Program:
 
     def _readers(self, members: Sequence[set[int]]) -> dict[Ref, list[int]]:
         """Every value that crosses, with its readers. Adds to `members` what a stage makes anew."""
-        crossing: dict[Ref, list[int]] = {}
-        for s in range(1, self.stages):
+        steps, crossing = self.recording.steps, dict[Ref, list[int]]()
+        for s in range(1, len(members)):
             takes: dict[Ref, None] = {}
-            for ref in self._needs(members[s], s):
-                if not self._arrives(ref, s, members[s]) or ref in takes:
+            reads = [read for k in sorted(members[s]) for read in steps[k].reads] + self._leaves_at(s)
+            for _, ref in reads:
+                here = ref.kind in ("own", "const") or (ref.kind == "v" and self._maker[ref.key] in members[s])
+                if here or ref in takes:
                     continue
                 again = self._from_inputs(self._maker[ref.key]) if ref.kind == "v" else None
-                inputs = {r for k in again or () for _, r in self.recording.steps[k].reads if r.kind == "in"}
+                inputs = {r for k in again or () for _, r in steps[k].reads if r.kind == "in"}
                 if again is not None and sum(self._sizes.get(r, 0) for r in inputs - takes.keys()) < self._sizes[ref]:
                     members[s].update(again)
                     takes.update(dict.fromkeys(sorted(inputs)))
@@ -270,50 +274,43 @@ class Program:
                 crossing.setdefault(ref, []).append(s)
         return crossing
 
-    def _needs(self, members: Iterable[int], stage: int) -> list[Ref]:
-        needs = [ref for k in sorted(members) for _, ref in self.recording.steps[k].reads]
-        return needs + [ref for _, ref in self.recording.reads] * (stage == self.stages - 1)
-
-    def _arrives(self, ref: Ref, stage: int, members: set[int]) -> bool:
-        return (ref.kind == "in" and stage > 0) or (ref.kind == "v" and self._maker[ref.key] not in members)
+    def _leaves_at(self, stage: int) -> list[tuple[int, Ref]]:
+        """What forward() returns, if that is the stage which does."""
+        return self.recording.reads if stage == len(self.parts) - 1 else []
 
     def _source(self, ref: Ref) -> int:
         return self._stage_at[self._maker[ref.key]] if ref.kind == "v" else 0
 
-    def _fill(self, members: Sequence[set[int]], crossing: Mapping[Ref, Sequence[int]]) -> None:
-        """What each stage runs, takes, gives, clones and drops."""
-        steps = self.recording.steps
+    def _fill(self, stage: int, part: Part, members: Sequence[int], crossing: Mapping[Ref, Sequence[int]]) -> None:
+        """What a stage runs, takes, gives, clones and drops."""
         for ref, readers in crossing.items():
             source = self._source(ref)
-            for reader in readers:
-                self.parts[source].gives.setdefault(reader, []).append(ref)
-                self.parts[reader].takes.setdefault(source, []).append(ref)
-        for s, part in enumerate(self.parts):
-            device = None if self._device is None else self._device[s]
-            last: dict[Ref, int] = {}
-            for position, k in enumerate(sorted(members[s])):
-                leaves = [device if leaf is HERE else leaf for leaf in steps[k].leaves]
-                part.steps.append((steps[k], leaves))
-                last.update({ref: position for _, ref in steps[k].reads if ref.kind in ("in", "v")})
-                last.update({Ref("v", value): position for value in steps[k].makes if value is not None})
-            stays = {ref for refs in part.gives.values() for ref in refs}
-            if s == self.stages - 1:
-                stays |= {ref for _, ref in self.recording.reads}
-            for ref, position in last.items():
-                if ref not in stays:
-                    part.done.setdefault(position, []).append(ref)
-            stored = {storage for k in members[s] for storage in steps[k].stored}
-            comes = [ref for refs in part.takes.values() for ref in refs]
-            comes += [ref for ref in last if ref.kind == "in"] if s == 0 else []
-            part.clones = {ref for ref in comes if self._storages.get(ref) in stored}
+            for reader in readers if stage == source else ():
+                part.gives.setdefault(reader, []).append(ref)
+            if stage in readers:
+                part.takes.setdefault(source, []).append(ref)
+        last: dict[Ref, int] = {}
+        stored: set[int] = set()
+        for position, k in enumerate(members):
+            step = self.recording.steps[k]
+            leaves = [self._device[stage] if self._device and leaf is HERE else leaf for leaf in step.leaves]
+            part.steps.append((step, leaves))
+            stored |= step.stored
+            last.update({ref: position for _, ref in step.reads if ref.kind in ("in", "v")})
+            last.update({Ref("v", value): position for value in step.makes if value is not None})
+        stays = {ref for refs in part.gives.values() for ref in refs} | {ref for _, ref in self._leaves_at(stage)}
+        for ref, position in last.items():
+            if ref not in stays:
+                part.done.setdefault(position, []).append(ref)
+        comes = [ref for refs in part.takes.values() for ref in refs]
+        comes += [ref for ref in last if ref.kind == "in" and not stage]
+        part.clones = {ref for ref in comes if self._storages.get(ref) in stored}
 
-    def _route(self, ref: Ref, readers: Sequence[int]) -> CrossingValue:
-        name = f"input {self.recording.inputs[ref.key]}" if ref.kind == "in" else ""
-        if ref.kind == "v":
-            step = self.recording.steps[self._maker[ref.key]]
-            several = len(step.makes) > 1 and ref.key in step.makes
-            name = f"{step}[{step.makes.index(ref.key)}]" if several else str(step)
-        return CrossingValue(name, self._sizes.get(ref, 0), self._source(ref), tuple(readers))
+    def _name(self, ref: Ref) -> str:
+        if ref.kind == "in":
+            return f"input {self.recording.inputs[ref.key]}"
+        step = self.recording.steps[self._maker[ref.key]]
+        return f"{step}[{step.makes.index(ref.key)}]" if len(step.makes) > 1 else str(step)
 
     def blocks(self, stage: int) -> dict[nn.Module, str]:
         """The blocks that a stage calls, with their names."""
@@ -321,12 +318,9 @@ class Program:
 
     def owned(self, stage: int) -> set[str]:
         """The parameters and buffers that the code between blocks of a stage reads."""
-        reads = [read for step, _ in self.parts[stage].steps for read in step.reads]
-        reads += self.recording.reads if stage == self.stages - 1 else []
-        names = {ref.key for _, ref in reads if ref.kind == "own"}
-        return (
-            names | {r.key for step in self.prelude for _, r in step.reads if r.kind == "own"} if stage == 0 else names
-        )
+        steps = [step for step, _ in self.parts[stage].steps] + self.prelude * (stage == 0)
+        reads = [read for step in steps for read in step.reads] + self._leaves_at(stage)
+        return {ref.key for _, ref in reads if ref.kind == "own"}
 
     def fits(self, leaves: Sequence[Any], owned: Owned) -> bool:
         """Whether forward() would go the way of this program for these inputs, as far as they tell."""
@@ -363,11 +357,9 @@ class Program:
         step: Step, constants: Sequence[Any], values: Values, owned: Owned, device: torch.device | None = None
     ) -> None:
         """Run one step on what is in `values`, and put there what it makes. Raises GuardError."""
-        leaves = list(constants)
-        for k, ref in step.reads:
-            leaves[k] = ref.key if ref.kind == "const" else owned(ref.key) if ref.kind == "own" else values[ref]
+        leaves = _filled(constants, step.reads, values, owned)
         if device is not None:
-            leaves = [x.to(device) if isinstance(x, Tensor) and x.dim() and x.device != device else x for x in leaves]
+            leaves = [moved(x, device) for x in leaves]
         if step.effect:
             if leaves[0].requires_grad:
                 step.run(leaves)
@@ -399,10 +391,20 @@ class Program:
 
     def result(self, values: Values, owned: Owned) -> Any:
         """What forward() returns, of the values that the last stage has."""
-        leaves = list(self.recording.leaves)
-        for k, ref in self.recording.reads:
-            leaves[k] = ref.key if ref.kind == "const" else owned(ref.key) if ref.kind == "own" else values[ref]
-        return unflatten(self.recording.structure, leaves)
+        return unflatten(self.recording.structure, _filled(self.recording.leaves, self.recording.reads, values, owned))
+
+
+def _filled(constants: Sequence[Any], reads: Iterable[tuple[int, Ref]], values: Values, owned: Owned) -> list[Any]:
+    """The constants, with what is read in their places."""
+    leaves = list(constants)
+    for k, ref in reads:
+        leaves[k] = ref.key if ref.kind == "const" else owned(ref.key) if ref.kind == "own" else values[ref]
+    return leaves
+
+
+def moved(leaf: Any, device: torch.device) -> Any:
+    """An argument on the device of a stage; tensors without dimensions may lie anywhere."""
+    return leaf.to(device) if isinstance(leaf, Tensor) and leaf.dim() and leaf.device != device else leaf
 
 
 def _agree(step: Step, before: Any, now: Any) -> None:

@@ -35,9 +35,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core.errors import SplitError, listed
 from weft.core.pytree import flatten, register_dataclasses, structure_paths, unflatten
-from weft.core.rng import generators
-from weft.core.segment import version
-from weft.pipeline.split.program import HERE, Recording, Ref, Step
+from weft.core.rng import generators, restore, states
+from weft.core.segment import held_values, version
+from weft.pipeline.microbatch import storage_id
+from weft.pipeline.pipe import map_tensors
+from weft.pipeline.split.program import HERE, Recording, Ref, Step, moved
 
 _T = cast(Any, Tensor)
 _functorch = cast(Any, torch._C)._functorch
@@ -76,7 +78,6 @@ class ForwardRecorder(TorchFunctionMode):
         self.devices = devices
         self.mixed = len(set(devices)) > 1
         self._inside = True
-        self._thread = 0
         self._leaking: set[nn.Module] = set()
         self._keep = False
         self._split_names = list(split)
@@ -100,10 +101,7 @@ class ForwardRecorder(TorchFunctionMode):
     def moving(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The plain forward of a model whose stages have several devices: tensors are moved as in a recording."""
         with _one_at_a_time:
-            self._thread = threading.get_ident()
-            self._begin()
-            self._know_tables()
-            self._outer = torch.is_grad_enabled(), _casts()
+            self._begin([])
             return self._forward(args, kwargs)
 
     def record(
@@ -116,23 +114,25 @@ class ForwardRecorder(TorchFunctionMode):
         door than its result, such as a hook that collects it, is opened, and recorded again.
         """
         with _one_at_a_time:
-            self._thread = threading.get_ident()
             self._keep = keep
             self._resolve()
             self._refuse_backward_hooks()
             while True:
                 self._leaking = set()
-                found = self._record(args, kwargs, optional)
+                found = self._record(args, kwargs)
                 if not self._leaking:
-                    return found
+                    break
                 self.open |= self._leaking
+        if missing := [] if optional else [name for name in self.split.values() if name not in found.cuts]:
+            raise SplitError(
+                f"forward of {type(self.model).__name__} never called the split points {missing}, so it cannot be cut "
+                "before them; name modules that it calls (a ModuleList is not called, its items are: 'h.6', not 'h')"
+            )
+        return found
 
-    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], optional: bool) -> Recording:
-        self._begin()
+    def _record(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
         leaves, structure = flatten((tuple(args), kwargs))
         leaves = copies(leaves)
-        self._inputs = structure_paths(flatten(tuple(args))[1])
-        self._inputs += [path for key, value in kwargs.items() for path in structure_paths(flatten(value)[1], key)]
         mode = FakeTensorMode(allow_non_fake_inputs=True) if self.fake else None
         if mode is not None:
             leaves = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in leaves]
@@ -144,16 +144,22 @@ class ForwardRecorder(TorchFunctionMode):
             stack.enter_context(mode or nullcontext())
             if tracked:
                 stack.enter_context(saved_tensors_hooks(_nothing, _nothing))
-            for k, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) or not isinstance(leaf, PLAIN):
-                    self._know(leaf, Ref("in", k), -1)
-            self._know_tables()
+            self._begin(leaves)
             tables = [(module, dict(module._buffers)) for module in self.model.modules() if module in self.open]
-            self._outer = torch.is_grad_enabled(), _casts()
             result = self._forward(*unflatten(structure, leaves))
             self._refuse_replaced_buffers(tables)
             self._refuse_python_draws()
-            return self._result(result, leaves, optional)
+            found = self._recording
+            found.inputs = structure_paths(flatten(tuple(args))[1])
+            found.inputs += [path for key, x in kwargs.items() for path in structure_paths(flatten(x)[1], key)]
+            register_dataclasses(result)
+            made, found.structure = flatten(result)
+            found.reads = [(k, ref) for k, leaf in enumerate(made) if (ref := self._ref(leaf))]
+            found.leaves = _without(made, found.reads)
+            scalars = [isinstance(x, Tensor) and not x.dim() and x.is_floating_point() for x in made]
+            found.has_scalars = any(scalars)
+        self._begin([])  # lets go of all tensors
+        return found
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with self._patched(), _Births(self), self:
@@ -163,40 +169,10 @@ class ForwardRecorder(TorchFunctionMode):
             finally:
                 self._inside = True
 
-    def _result(self, result: Any, inputs: Sequence[Any], optional: bool) -> Recording:
-        register_dataclasses(result)
-        leaves, structure = flatten(result)
-        reads = [(k, ref) for k, leaf in enumerate(leaves) if (ref := self._ref(leaf))]
-        missing = [] if optional or self._leaking else [name for name in self.split.values() if name not in self._cuts]
-        if missing:
-            raise SplitError(
-                f"forward of {type(self.model).__name__} never called the split points {missing}, so it cannot be cut "
-                "before them; name modules that it calls (a ModuleList is not called, its items are: 'h.6', not 'h')"
-            )
-        scalars = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()]
-        tensors = [(Ref("in", k), x) for k, x in enumerate(inputs) if isinstance(x, Tensor)]
-        found = Recording(
-            self._steps,
-            self._cuts,
-            _without(leaves, reads),
-            reads,
-            structure,
-            scalars,
-            self._aliases,
-            {ref: x.nbytes for ref, x in tensors},
-            {ref: _memory(x) for ref, x in tensors},
-            self._inputs,
-            self._values,
-        )
-        self._begin()
-        return found
-
-    def _begin(self) -> None:
-        """Forget the run before."""
-        self._steps: list[Step] = []
-        self._cuts: dict[str, int] = {}
-        self._aliases: list[tuple[int, int]] = []
-        self._values: dict[int | None, Any] = {}
+    def _begin(self, inputs: Sequence[Any]) -> None:
+        """Forget the run before, and know what is there before the first step: inputs, parameters and buffers."""
+        self._recording = Recording()
+        self._steps = self._recording.steps
         self._known: dict[int, tuple[Any, Ref, int]] = {}  # by id(): the value, its origin, its version then
         self._maker: list[tuple[Step, int]] = []  # of each value: its step, and which leaf of the result (-1: a write)
         self._made_at: dict[Ref, int] = {}
@@ -205,8 +181,23 @@ class ForwardRecorder(TorchFunctionMode):
         self.births: dict[int, tuple[weakref.ref[Tensor], nn.Module | None]] = {}  # every tensor made meanwhile
         self.block: nn.Module | None = None
         self.drew = self.dynamic = False
+        self._thread = threading.get_ident()
+        self._outer = torch.is_grad_enabled(), _casts()
         self._python_draws = _python_draws()
         self._device = self.devices[0]
+        for k, leaf in enumerate(inputs):
+            if isinstance(leaf, Tensor):
+                self._recording.sizes[Ref("in", k)], self._recording.storages[Ref("in", k)] = (
+                    leaf.nbytes,
+                    storage_id(leaf),
+                )
+            if isinstance(leaf, Tensor) or not isinstance(leaf, PLAIN):
+                self._know(leaf, Ref("in", k), -1)
+        for module in self.model.modules():
+            prefix = self.names[id(module)]
+            for key, each in (*module._parameters.items(), *module._buffers.items()):
+                if each is not None and id(each) not in self._known:
+                    self._know(each, Ref("own", f"{prefix}.{key}" if prefix else key), -1)
 
     # -- what is called ----------------------------------------------------------------------------------------------
 
@@ -225,10 +216,10 @@ class ForwardRecorder(TorchFunctionMode):
     def _module(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside or id(module) not in self.names or threading.get_ident() != self._thread:
             return plain(module, *args, **kwargs)
-        if module in self.split and self.split[module] not in self._cuts:
-            self._cuts[self.split[module]] = len(self._steps)
-            if self.mixed:
-                self._device = self.devices[min(len(self._cuts), len(self.devices) - 1)]
+        cuts = self._recording.cuts
+        if module in self.split and self.split[module] not in cuts:
+            cuts[self.split[module]] = len(self._steps)
+            self._device = self.devices[min(len(cuts), len(self.devices) - 1)]
         if module in self.open:
             return plain(module, *args, **kwargs)
         self._inside = True
@@ -268,7 +259,7 @@ class ForwardRecorder(TorchFunctionMode):
         """Run a step, and record it."""
         number, leaves = len(self._steps), step.leaves
         step.reads = [(k, ref) for k, x in enumerate(leaves) if (ref := self._ref(x))]
-        given = [self._moved(x) for x in leaves] if self.mixed else leaves
+        given = [moved(x, self._device) for x in leaves] if self.mixed else leaves
         versions = [version(x) if isinstance(x, Tensor) else 0 for x in given]
         self.drew = self.dynamic = False
         args, kwargs = step.arguments(given)
@@ -309,8 +300,8 @@ class ForwardRecorder(TorchFunctionMode):
     def _note_writes(self, step: Step, number: int, leaves: Sequence[Any], wrote: Iterable[int]) -> None:
         for k, x in {id(leaves[k]): (k, leaves[k]) for k in wrote}.values():
             step.writes.append(k)
-            step.stored.add(_memory(x))
-            self._written[_memory(x)] = number
+            step.stored.add(storage_id(x))
+            self._written[storage_id(x)] = number
             ref = self._known[id(x)][1]
             if ref.kind == "own":
                 self._know(x, ref, number)
@@ -331,33 +322,21 @@ class ForwardRecorder(TorchFunctionMode):
                 maker.shapes[leaf] = tuple(tensors[0].size())
         return result
 
-    def _moved(self, leaf: Any) -> Any:
-        """An argument, on the device of the stage that the recording has come to."""
-        away = isinstance(leaf, Tensor) and leaf.dim() and leaf.device != self._device
-        return leaf.to(self._device) if away else leaf
-
     # -- where values come from ----------------------------------------------------------------------------------------
 
     def _know(self, value: Any, ref: Ref, step: int) -> None:
         self._known[id(value)] = (value, ref, version(value) if isinstance(value, Tensor) else 0)
         self._made_at[ref] = step
 
-    def _know_tables(self) -> None:
-        for module in self.model.modules():
-            prefix = self.names[id(module)]
-            for key, each in (*module._parameters.items(), *module._buffers.items()):
-                if each is not None and id(each) not in self._known:
-                    self._know(each, Ref("own", f"{prefix}.{key}" if prefix else key), -1)
-
     def _make(self, value: Any, step: Step, leaf: int, number: int) -> int:
         made = len(self._maker)
         self._maker.append((step, leaf))
         self._know(value, Ref("v", made), number)
         if self._keep:
-            self._values[made] = value.detach().clone() if isinstance(value, Tensor) else value
+            self._recording.values[made] = value.detach().clone() if isinstance(value, Tensor) else value
         step.sizes[made] = value.nbytes if isinstance(value, Tensor) else 0
         if isinstance(value, Tensor):
-            step.storages[made] = _memory(value)
+            step.storages[made] = storage_id(value)
         return made
 
     def _ref(self, leaf: Any) -> Ref | None:
@@ -380,7 +359,7 @@ class ForwardRecorder(TorchFunctionMode):
             )
         if version(leaf) != before:
             if ref.kind != "own":  # through a view of it, or its base
-                self._aliases.append((self._made_at[ref], self._written.get(_memory(leaf), -1)))
+                self._recording.aliases.append((self._made_at[ref], self._written.get(storage_id(leaf), -1)))
             self._known[id(leaf)] = (leaf, ref, version(leaf))
         return ref
 
@@ -492,52 +471,35 @@ def undisturbed(
 ) -> Generator[None]:
     """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
     that modules count in are put back. With `mode`, parameters are fake too."""
-    before = [(m, dict(m._parameters), dict(m._buffers), _numbers(m)) for m in model.modules()]
-    made: dict[int, Any] = {}
 
     def stand_in(each: Tensor) -> Tensor:
         if mode is None:
-            return each.detach().clone()
+            return each if isinstance(each, nn.Parameter) else each.detach().clone()
         with mode:
             empty = torch.empty(each.shape, dtype=each.dtype, device="cpu" if each.is_meta else each.device)
         return nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
 
-    sources = generators(devices)
-    states = [source.get_state() for source in sources]
-    own = {
-        source: source.get_state() for *_, held in before for source in held.values() if type(source) is torch.Generator
-    }
+    before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
+    own = [each for *_, held in before for each in held.values() if type(each) is torch.Generator]
+    sources = [*generators(devices), *own]
+    drawn = states(sources)
     try:
-        for module, parameters, buffers, _ in before:
-            for table, of in ((module._buffers, buffers), (module._parameters, parameters if mode else {})):
-                for key, each in of.items():
-                    if each is not None:
-                        table[key] = made[id(each)] if id(each) in made else made.setdefault(id(each), stand_in(each))
+        map_tensors(model, stand_in)
         yield
     finally:
-        for source, state in (*zip(sources, states, strict=True), *own.items()):
-            source.set_state(state)
+        restore(sources, drawn)
         for module, parameters, buffers, held in before:
             module._buffers.clear()
             module._buffers.update(buffers)
             module._parameters.update(parameters)
-            vars(module).update(held)
-
-
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    return {key: each for key, each in vars(module).items() if type(each) in (int, float)}
+            vars(module).update({key: each for key, each in held.items() if type(each) in (int, float)})
 
 
 def hides_tensors(value: Any, depth: int = 4) -> bool:
     """Whether an object that is no container for PyTorch holds tensors, as far as one can see."""
     if not depth or isinstance(value, (str, bytes, int, float, type, nn.Module, type(None))) or callable(value):
         return False
-    inside: list[Any] = list(getattr(value, "__dict__", {}).values())
-    if isinstance(value, dict):
-        inside += cast("dict[Any, Any]", value).values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        inside += cast("Iterable[Any]", value)
-    return any(isinstance(each, Tensor) or hides_tensors(each, depth - 1) for each in inside)
+    return any(isinstance(each, Tensor) or hides_tensors(each, depth - 1) for each in held_values(value))
 
 
 def copies(leaves: Sequence[Any]) -> list[Any]:
@@ -612,8 +574,3 @@ def _nothing(_: Any) -> Any:
 def named_modules(model: nn.Module, *, again: bool = False) -> "Iterable[tuple[str, nn.Module]]":
     """All modules with their names, and with all their names `again`, if they have several."""
     return cast(Any, model).named_modules(remove_duplicate=not again)
-
-
-def _memory(tensor: Tensor) -> int:
-    """A number that tensors have in common if they share memory."""
-    return cast(Any, tensor.untyped_storage())._cdata if tensor.layout is torch.strided else id(tensor)

@@ -30,7 +30,7 @@ from weft.pipeline.batchnorm import convert_deferred_batch_norm
 from weft.pipeline.config import BatchDims, check_batch_dims, places_of
 from weft.pipeline.engine import PipeCall
 from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
-from weft.pipeline.pipe import Pipe, allocate, frozen
+from weft.pipeline.pipe import Pipe, allocate, frozen, map_tensors
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import automatic_split
@@ -49,22 +49,12 @@ _MOST = 64  # entries of a list or dict among a module's attributes that are com
 class SplitPipe(Pipe):
     """See `Pipe`, which makes one where `split` is given. `module` is the model itself."""
 
-    def _lay_out(
-        self,
-        check: Validator,
-        module: nn.Module,
-        dims: BatchDims | None,
-        balance: Any,
-        devices: Any,
-        sample: Any,
-        split: Any,
-        verify: Any,
-    ) -> int:
-        check.call(_check_model, module, split, balance, verify)
-        if isinstance(cast(Any, module), nn.Module) and dims is not None and dims.assumed:
+    def _lay_out(self, check: Validator, module: Any, dims: BatchDims | None, **given: Any) -> int:
+        check.call(_check_model, module, given["split"], given["balance"], given["verify"])
+        if isinstance(module, nn.Module) and dims is not None and dims.assumed:
             check.call(check_batch_dims, list(module.named_children()), dims)
-        self.split, self.verify = split, verify
-        self.devices = [] if devices is None else check.call(places_of, devices) or []
+        self.split, self.verify = given["split"], given["verify"]
+        self.devices = [] if given["devices"] is None else check.call(places_of, given["devices"]) or []
         return 0
 
     def _adopt(self, module: nn.Module, sample: Any, *, deferred_batch_norm: bool) -> None:
@@ -358,17 +348,17 @@ class SplitModel:
     def place(self) -> None:
         """Bring parameters and buffers to the device of their stage; those on the meta device stay."""
         homes = self.homes()
-        moved: dict[int, Tensor] = {}
-        for module in self.model.modules():
-            for table in cast("list[dict[str, Any]]", [module._parameters, module._buffers]):
-                for key, each in table.items():
-                    device = self.devices[homes[id(each)]]
-                    if each is None or each.is_meta or each.device == device:
-                        continue
-                    if isinstance(each, nn.Parameter):
-                        each.data = each.data.to(device)
-                    else:
-                        table[key] = moved.setdefault(id(each), each.to(device))
+
+        def moved(each: Tensor) -> Tensor:
+            device = self.devices[homes[id(each)]]
+            if each.is_meta or each.device == device:
+                return each
+            if not isinstance(each, nn.Parameter):
+                return each.to(device)
+            each.data = each.data.to(device)
+            return each
+
+        map_tensors(self.model, moved)
         self._code.refresh()
         for s, blocks in enumerate(self.blocks):
             used = [p for block in blocks for p in block.parameters()]
@@ -393,7 +383,7 @@ class SplitModel:
         items, labels = call.kwargs.get("num_items_in_batch"), call.kwargs.get("labels")
         if (items.value if isinstance(items, NoChunk) else items) is not None:
             return "sum"
-        if call.choice.programs[0].recording.scalars and isinstance(labels, Tensor) and labels.dim() > 1:
+        if call.choice.programs[0].recording.has_scalars and isinstance(labels, Tensor) and labels.dim() > 1:
             _refuse_uneven(labels, micro_sizes(len(labels), chunks))
         return "mean"
 
