@@ -220,11 +220,16 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
                 faults,
             )
         )
+    forbid_lazy(module)
+    return list(module._modules.items())  # named_children would leave out a layer that stands there twice
+
+
+def forbid_lazy(module: nn.Module) -> None:
+    """Raise SpecError that lists parameters and buffers without a size."""
     if lazy := [name for name, each in chain(module.named_parameters(), module.named_buffers()) if is_lazy(each)]:
         raise SpecError(
             listed("lazy layers have no sizes yet, and cannot be spread; run the model once before Pipe gets it:", lazy)
         )
-    return list(module._modules.items())  # named_children would leave out a layer that stands there twice
 
 
 def _beside_the_layers(module: nn.Sequential) -> Iterable[str]:

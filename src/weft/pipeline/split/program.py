@@ -10,6 +10,7 @@ prelude      guards that inputs answer        asked before a step begins; they c
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -59,14 +60,13 @@ class Step:
     storages: dict[int, int] = field(default_factory=dict[int, int])
     draws: bool = False
     dynamic: bool = False  # the shape of its result depends on data
-    effect: bool = False  # has no result, and is for tensors that want a gradient
     grad: bool | None = None  # another grad mode than that of the whole call
     casts: tuple[tuple[str, torch.dtype, bool], ...] = ()  # another autocast than that of the whole call
 
     @property
     def pure(self) -> bool:
         """Whether it may run again elsewhere: it needs nothing but its arguments, and makes the same of them."""
-        return self.module is None and not (self.writes or self.draws or self.effect)
+        return self.module is None and not (self.writes or self.draws)
 
     def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The leaves as positional and named arguments."""
@@ -113,26 +113,29 @@ Owned = Callable[[str], Tensor]
 """The parameter or buffer of that name."""
 
 
+def tensor_of(model: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer of that name, as the model has it now."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    return cast(Tensor, module._parameters[key] if key in module._parameters else module._buffers[key])
+
+
 class OpenCode(nn.Module):
     """The parameters and buffers of the model that the code between blocks of one stage reads."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         super().__init__()
-        self._sources = {
-            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names
-        }
-        for module in {module for module, _ in self._sources.values()}:
-            generators = [each for each in vars(module).values() if type(each) is torch.Generator]
-            vars(self).update({f"generator{id(each)}": each for each in generators})  # where a scan finds them
+        self._sources = {name: partial(tensor_of, model, name) for name in names}
+        modules = {model.get_submodule(name.rpartition(".")[0]) for name in names}
+        generators = [each for m in modules for each in vars(m).values() if type(each) is torch.Generator]
+        vars(self).update({f"generator{id(each)}": each for each in generators})  # where a scan finds them
         self.refresh()
 
     def refresh(self) -> None:
         """Take the tensors that the model has now."""
-        for name, (module, key) in self._sources.items():
-            if key in module._parameters:
-                self._parameters[name] = module._parameters[key]
-            else:
-                self._buffers[name] = module._buffers[key]
+        for name, find in self._sources.items():
+            each = find()
+            (self._parameters if isinstance(each, nn.Parameter) else self._buffers)[name] = cast(Any, each)
 
     def get(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the model."""
@@ -360,10 +363,6 @@ class Program:
         leaves = _filled(constants, step.reads, values, owned)
         if device is not None:
             leaves = [moved(x, device) for x in leaves]
-        if step.effect:
-            if leaves[0].requires_grad:
-                step.run(leaves)
-            return
         result = step.run(leaves)
         if step.expects is not None:
             _agree(step, step.expects[0], result)

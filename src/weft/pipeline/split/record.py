@@ -48,10 +48,17 @@ _READS = {
     *(_T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
 }
 _SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
-_UNSEEN = {_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.__dlpack__}
-_SETTERS = {_T.data.__set__, _T.requires_grad.__set__, _T.grad.__set__}
-_DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, _T.backward}
-_EFFECTS = {_T.register_hook}
+_REFUSED: dict[Any, str] = {
+    **{
+        each: f"sets .{each.__self__.__name__}" for each in (_T.data.__set__, _T.requires_grad.__set__, _T.grad.__set__)
+    },
+    **dict.fromkeys((torch.autograd.grad, torch.autograd.backward, _T.backward), "asks torch.autograd for a gradient"),
+    **dict.fromkeys((_T.register_hook, _T.retain_grad), "hangs a hook on a tensor's gradient"),
+    **{
+        each: f"takes a tensor out of PyTorch's sight ({each.__name__})"
+        for each in (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.__dlpack__)
+    },
+}
 PLAIN: tuple[type[Any], ...] = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.Size, slice, range),
@@ -205,8 +212,8 @@ class ForwardRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
-        if func in _SETTERS:
-            raise _refusal(f"forward sets .{func.__self__.__name__} of a tensor")
+        if func in _REFUSED:
+            raise _refusal(f"forward {_REFUSED[func]}")
         self._inside = True
         try:
             return self._function(getattr(func, "__name__", str(func)), func, args, kwargs)
@@ -249,8 +256,6 @@ class ForwardRecorder(TorchFunctionMode):
         else:
             step = Step(name, func, given, [], names=tuple(kwargs))
         step.where = _site()
-        if func in _DERIVATIVES:
-            raise _refusal("torch.autograd is asked for a gradient")
         if any(_functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
             raise _refusal(f"{name} runs under vmap or grad")
         return self._recorded(step, func)
@@ -274,12 +279,10 @@ class ForwardRecorder(TorchFunctionMode):
         step.leaves = _without(leaves, step.reads)
         if self.mixed:
             step.leaves = _placeless(step)
-        step.effect = step.call in _EFFECTS
-        if step.module is None and not (wrote or step.effect or any(isinstance(x, Tensor) for x in made)):
+        if step.module is None and not wrote and not any(isinstance(x, Tensor) for x in made):
             return self._read(step, result, [x for x in leaves if isinstance(x, Tensor)])
-        if not step.effect:
-            self._note_results(step, number, made)
-            self._note_writes(step, number, leaves, wrote)
+        self._note_results(step, number, made)
+        self._note_writes(step, number, leaves, wrote)
         self._steps.append(step)
         return result
 
@@ -311,8 +314,6 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _read(self, step: Step, result: Any, tensors: Sequence[Tensor]) -> Any:
         """A function that made no tensor: a guard if the answer came out of data, else nothing to repeat."""
-        if step.call in _UNSEEN:
-            raise _refusal(f"{step.name} takes a tensor out of PyTorch's sight")
         if step.call in _READS:
             step.expects = (result,)
             self._steps.append(step)

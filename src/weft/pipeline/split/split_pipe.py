@@ -14,27 +14,37 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain, islice
 from threading import RLock
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from weft.core.autograd import forbid_tracing
-from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, UsageError, listed
+from weft.core.errors import BatchError, PartitionError, SpecError, SplitError, UsageError
 from weft.core.pytree import flatten, register_dataclasses, spread, unflatten
 from weft.core.validation import Validator
 from weft.pipeline.batchnorm import convert_deferred_batch_norm
-from weft.pipeline.config import BatchDims, check_batch_dims, places_of
+from weft.pipeline.config import BatchDims, check_batch_dims, forbid_lazy, places_of
 from weft.pipeline.engine import PipeCall
 from weft.pipeline.microbatch import NoChunk, micro_sizes, plan_split
 from weft.pipeline.pipe import Pipe, allocate, frozen, map_tensors
 from weft.pipeline.plan import Crossing
 from weft.pipeline.skip import Skippable
 from weft.pipeline.split.auto import automatic_split
-from weft.pipeline.split.program import Choice, Copies, CrossingValue, OpenCode, Program, SplitCall, SplitStage, bundle
+from weft.pipeline.split.program import (
+    Choice,
+    Copies,
+    CrossingValue,
+    OpenCode,
+    Program,
+    SplitCall,
+    SplitStage,
+    bundle,
+    tensor_of,
+)
 from weft.pipeline.split.record import PLAIN, ForwardRecorder, named_modules
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
@@ -204,7 +214,7 @@ class SplitModel:
         self._owned: list[set[str]] = [set() for _ in devices]
         self._pairs: set[tuple[int, int]] = set()
         self._away: list[list[nn.Parameter]] = [[] for _ in devices]
-        self._code = OpenCode(model, ())
+        self._owner = partial(tensor_of, model)
 
     # -- which program -------------------------------------------------------------------------------------------------
 
@@ -221,7 +231,6 @@ class SplitModel:
         args, kwargs = _broadcast_whole((args, kwargs), axis)
         plan, leaves = plan_split((args, kwargs), chunks, axis=axis)
         pieces = plan.split(leaves)
-        self._code.refresh()
         settings = self._settings()
         keys: dict[int, Hashable] = {}
         chosen: list[Program] = []
@@ -242,7 +251,7 @@ class SplitModel:
         return SplitCall(Choice(chosen, copies, chain(*self._away)), args, kwargs)
 
     def _found(self, key: Hashable, piece: Sequence[Any]) -> Program | None:
-        found = next((each for each in self._programs.get(key, ()) if each.fits(piece, self._code.get)), None)
+        found = next((each for each in self._programs.get(key, ()) if each.fits(piece, self._owner)), None)
         if found is not None and len(self._programs) > 1:
             self._programs[key] = self._programs.pop(key)
         return found
@@ -284,7 +293,7 @@ class SplitModel:
             other = [i for i in at if i != recorded.get(program)]
             try:
                 args, kwargs = calls[(other or at)[-1]]
-                verify(self._recorder, program, args, kwargs, self._code)
+                verify(self._recorder, program, args, kwargs)
             except BaseException:
                 self._drop(program)
                 raise
@@ -314,7 +323,6 @@ class SplitModel:
             self._pairs |= {(s, reader) for reader in part.gives}
         if not self.layout or before != [len(each) for each in (*self.blocks, *self._owned, self._pairs)]:
             self.layout += 1
-            self._code = OpenCode(self.model, set[str]().union(*self._owned))
             self.place()
 
     def stages(self) -> tuple[list[Stage], Crossing]:
@@ -335,7 +343,7 @@ class SplitModel:
         found: dict[int, int] = {}
         for s, blocks in enumerate(self.blocks):
             used = [each for block in blocks for each in (*block.parameters(), *block.buffers())]
-            for each in (*used, *map(self._code.get, self._owned[s])):
+            for each in (*used, *map(self._owner, self._owned[s])):
                 found.setdefault(id(each), s)
         stage = 0
         starts = {name: s + 1 for s, name in enumerate(self._order or self.split)}
@@ -359,10 +367,9 @@ class SplitModel:
             return each
 
         map_tensors(self.model, moved)
-        self._code.refresh()
         for s, blocks in enumerate(self.blocks):
             used = [p for block in blocks for p in block.parameters()]
-            used += [p for p in map(self._code.get, self._owned[s]) if isinstance(p, nn.Parameter)]
+            used += [p for p in map(self._owner, self._owned[s]) if isinstance(p, nn.Parameter)]
             away = {id(p): p for p in used if is_elsewhere(p, self.devices[s], homes[id(p)], s)}
             self._away[s] = list(away.values())
 
@@ -394,9 +401,8 @@ def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int)
 
 
 def _copied(away: Iterable[nn.Parameter], device: torch.device, graph: bool) -> Copies:
-    if graph:
-        return {id(p): p.to(device, copy=True) for p in away}
-    return {id(p): p.detach().to(device, copy=True).requires_grad_(p.requires_grad) for p in away}
+    copies = {id(p): (p if graph else p.detach()).to(device, copy=True) for p in away}
+    return copies if graph else {id(p): copies[id(p)].requires_grad_(p.requires_grad) for p in away}
 
 
 def _refuse_uneven(labels: Tensor, rows: Sequence[int]) -> None:
@@ -450,22 +456,14 @@ def _check_model(module: Any, split: Any, balance: Any, verify: Any) -> None:
     """Raise SpecError for what is no model, UsageError with all that is wrong among the arguments."""
     if not isinstance(module, nn.Module):
         raise SpecError(f"Pipe takes a model, an nn.Module, but this is {type(module).__name__}")
-    if lazy := [name for name, each in (*module.named_parameters(), *module.named_buffers()) if is_lazy(each)]:
-        raise SpecError(
-            listed("lazy layers have no sizes yet, and cannot be spread; run the model once before Pipe gets it:", lazy)
-        )
-    faults: list[str] = []
+    forbid_lazy(module)
     names = cast("list[Any]", split) if isinstance(split, list | tuple) else []
-    if split != "auto" and not (names and all(isinstance(each, str) for each in names)):
-        faults.append(f"split is {split!r}; it is 'auto', or a list of names of submodules")
-    elif len(set(names)) < len(names):
-        faults.append(f"split is {split!r}, with a name twice; the model is cut before the first call of each")
-    if balance is not None:
-        faults.append("balance is given beside split; it counts the layers of an nn.Sequential, so leave one out")
-    if not isinstance(verify, bool):
-        faults.append(f"verify is {verify!r}; it is True or False")
-    if faults:
-        raise UsageError(listed("these arguments of Pipe do not make sense:", faults))
+    named = bool(names) and all(isinstance(each, str) for each in names)
+    with Validator("these arguments of Pipe do not make sense") as check:
+        check.that(split == "auto" or named, f"split is {split!r}; it is 'auto', or a list of names of submodules")
+        check.that(not named or len(set(names)) == len(names), f"split is {split!r}, with a name twice")
+        check.that(balance is None, "balance is given beside split; it counts the layers of an nn.Sequential")
+        check.boolean("verify", verify)
 
 
 def _stage_devices(stages: int, devices: Any) -> list[torch.device]:

@@ -15,27 +15,26 @@ from torch import Tensor
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import SplitError
 from weft.core.pytree import flatten, structure_paths, unflatten
-from weft.pipeline.split.program import OpenCode, Program, Ref, Values
+from weft.pipeline.split.program import Owned, Program, Ref, Values, tensor_of
 from weft.pipeline.split.record import ForwardRecorder, copies, undisturbed
 
 _SEED = 20
 
 
-def verify(
-    recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any], code: OpenCode
-) -> None:
+def verify(recorder: ForwardRecorder, program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raise SplitError, which names the first value that differs, if the program is not what the model does."""
     leaves, structure = flatten((tuple(args), kwargs))
+    owned = partial(tensor_of, recorder.model)
 
     def plain(given: list[Any]) -> Any:
         args, kwargs = unflatten(structure, given)
         return recorder.moving(args, kwargs) if recorder.mixed else recorder.model(*args, **kwargs)
 
-    wanted = _run(recorder, plain, leaves, code)
-    seen = _run(recorder, partial(program.replay, owned=code.get), leaves, code)
+    wanted = _run(recorder, plain, leaves)
+    seen = _run(recorder, partial(program.replay, owned=owned), leaves)
     for name, one in wanted.items():
         if (fault := _difference(one, seen.get(name))) is not None:
-            where = _first(recorder, program, leaves, structure, code)
+            where = _first(recorder, program, leaves, structure, owned)
             raise SplitError(
                 f"{type(recorder.model).__name__} does not compute what its recorded program does; "
                 f"{where or f'{name} differs, {fault}, and no value before it'}. What the code between blocks goes by "
@@ -44,15 +43,12 @@ def verify(
             )
 
 
-def _run(
-    recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any], code: OpenCode
-) -> dict[str, Any]:
+def _run(recorder: ForwardRecorder, call: Callable[[list[Any]], Any], leaves: Sequence[Any]) -> dict[str, Any]:
     """By name: the leaves of the result, the buffers after it, and the gradients of inputs and parameters for fixed
     ones of the result."""
     given = copies(leaves)
     model, tracked = recorder.model, torch.is_grad_enabled() and not recorder.mixed
     with undisturbed(model, recorder.devices), torch.inference_mode(False), torch.set_grad_enabled(tracked):
-        code.refresh()
         result, structure = flatten(call(given))
         found: dict[str, Any] = dict(zip(structure_paths(structure, "output"), result, strict=True))
         found |= {f"buffer {name}": each.clone() for name, each in model.named_buffers()}
@@ -66,12 +62,11 @@ def _run(
             with quiet_hooks(wanted.values()):
                 gradients = torch.autograd.grad(roots, list(wanted.values()), seeds, allow_unused=True)
             found |= dict(zip(wanted, gradients, strict=True))
-    code.refresh()
     return {name: x.detach() if isinstance(x, Tensor) else x for name, x in found.items()}
 
 
 def _first(
-    recorder: ForwardRecorder, program: Program, leaves: Sequence[Any], structure: Any, code: OpenCode
+    recorder: ForwardRecorder, program: Program, leaves: Sequence[Any], structure: Any, owned: Owned
 ) -> str | None:
     """Where forward() and the program part, in words: the forward is recorded again, with all its values."""
     args, kwargs = unflatten(structure, copies(leaves))
@@ -82,15 +77,12 @@ def _first(
             return f"it went another way: to {now} now, and to {before} when it was recorded"
     values: Values = {Ref("in", k): leaf for k, leaf in enumerate(copies(leaves))}
     with undisturbed(recorder.model, recorder.devices), torch.no_grad():
-        code.refresh()
         for step, now in zip(steps, again.steps, strict=False):
-            program.perform(step, step.leaves, values, code.get)
+            program.perform(step, step.leaves, values, owned)
             for value, other in zip(step.makes, now.makes, strict=False):
                 pair = values.get(Ref("v", value)), again.values.get(other)
                 if value is not None and (fault := _difference(pair[1], pair[0])) is not None:
-                    code.refresh()
                     return f"the first value that differs, {fault}, is that of {step}"
-    code.refresh()
     return None
 
 
