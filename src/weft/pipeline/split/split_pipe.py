@@ -111,15 +111,17 @@ class SplitPipe(Pipe):
         self._made_runtime()
         targets = self._targets(kwargs)
         args, kwargs = self._without_cache(args, kwargs)
-        axis: Any = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets), nested=True)
-        rows: Any = axis[0] if targets and not isinstance(axis, int) else axis
+        rows: Any = self._dims.whole
+        axis = rows
+        if rows is None:
+            found = self._dims.of_call(len(args), kwargs.keys(), target=bool(targets), nested=True)
+            rows, target = found if targets else (found, None)
+            axis = ((None, *rows), target) if targets else (None, *rows)
         model = self._cut()
         call = model.choose(args, kwargs, self.chunks, rows, check=self.verify, graph=self.executor == "graph")
         runtime = self._made_runtime()  # anew if a program was recorded that needs more than the others
         owners = model.lend(runtime.stages, call.choice)
         scalars = None if targets else model.scalars(call, self.chunks)
-        if not isinstance(axis, int):
-            axis = ((None, *rows), axis[1]) if targets else (None, *rows)
         request = PipeCall(
             call, targets, axis, self.chunks, self.schedule, self._watcher, self._loss_scale, scalars, owners
         )
