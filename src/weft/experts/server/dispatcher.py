@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from weft.experts.expert import ExpertBackend
 from weft.experts.server.auth import Access, Audit, Caller, Role
 from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.task import Answer, Results, Task
-from weft.experts.task_pool import Process, TaskPool
+from weft.experts.task_pool import Process
 from weft.experts.telemetry import Observer, SafeObserver
 from weft.experts.wire import (
     Call,
@@ -92,6 +93,9 @@ class RequestDispatcher:
             raise self._unknown(uid, None)
         return served
 
+    def release(self) -> None:
+        """Leave the experts as they were before `add`."""
+
     def experts(self) -> dict[str, HostedExpert]:
         """All that are served now, by name."""
         return dict(self._experts)
@@ -143,8 +147,8 @@ class RequestDispatcher:
             return None
         served.admit(header)
         if header.kind is Kind.DISCARD:
-            client, mini_batch = caller.owner(header.client, header.mini_batch or None)
-            served.backend.discard(_named(mini_batch, "discard"), client=client, principal=caller.principal)
+            client, mini_batch = _mini_batch(caller, header)
+            served.backend.discard(mini_batch, client=client, principal=caller.principal)
             reply(result(header, (), served.backend.steps, served.receipt()))
             return None
         future = self._submit(call, caller, served)
@@ -155,11 +159,11 @@ class RequestDispatcher:
         header, backend = call.header, served.backend
         left = self._longest if header.deadline_ms is None else min(self._longest, header.deadline_ms / 1000)
         deadline = time.monotonic() + left
-        client, mini_batch = caller.owner(header.client, header.mini_batch or None)
         if header.kind is Kind.COMMIT:
-            name = _named(mini_batch, "commit")
+            client, name = _mini_batch(caller, header)
             self._check_incarnation(served, client, name, header.data)
             return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
+        client, mini_batch = caller.owner(header.client, header.mini_batch or None)
         tensors, key = call.tensors(), header.key or None
         if header.kind is Kind.FORWARD:
             return backend.forward_pool.submit_task(
@@ -225,10 +229,12 @@ def fault(call_id: int, error: BaseException) -> Call:
     return Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
 
 
-def _named(mini_batch: str | None, what: str) -> str:
+def _mini_batch(caller: Caller, header: Header) -> tuple[str, str]:
+    """Owner and name of the mini-batch that a call is for. Raises ``UsageError`` if it names none."""
+    client, mini_batch = caller.owner(header.client, header.mini_batch or None)
     if mini_batch is None:
-        raise UsageError(f"{what} requires a mini_batch id")
-    return mini_batch
+        raise UsageError(f"{header.kind.name.lower()} requires a mini_batch id")
+    return client, mini_batch
 
 
 def _kept(served: HostedExpert, client: str, key: str) -> Sequence[Tensor]:
@@ -241,48 +247,36 @@ def _kept(served: HostedExpert, client: str, key: str) -> Sequence[Tensor]:
     return found
 
 
-def make_dispatcher(
-    access: Access | None,
-    audit: Audit,
-    longest: float,
-    observer: Observer | None,
-    own: Callable[[Callable[[], None]], None],
-) -> RequestDispatcher:
-    """The dispatcher of a server; an observed one is given to ``own`` to be released at the server's end."""
-    if observer is None:
-        return RequestDispatcher(access, audit, longest)
-    dispatcher = ObservedDispatcher(SafeObserver(observer), access, audit, longest)
-    own(dispatcher.release)
-    return dispatcher
-
-
 class ObservedDispatcher(RequestDispatcher):
-    """See `RequestDispatcher`. `release` puts the experts back as they were."""
+    """A `RequestDispatcher` that opens spans, see above. `release` restores the experts as they were."""
 
     def __init__(self, observer: Observer, access: Access | None, audit: Audit, longest: float) -> None:
         super().__init__(access, audit, longest)
-        self._observer = observer
+        self._observer = SafeObserver(observer)
         self._lock_traces = threading.RLock()  # a batch waits until the traces of its tasks are known
         self._traces: dict[Future[Results], str] = {}
-        self._undo: dict[str, list[Callable[[], object]]] = {}
+        self._observed: dict[str, ExitStack] = {}  # by expert: what restores it
 
     def add(self, served: HostedExpert) -> None:
         """See `RequestDispatcher.add`."""
         super().add(served)
         backend = served.backend
-        self._undo[backend.name] = [self._watch(backend, pool) for pool in backend.pools]
-        self._undo[backend.name].append(self._watch_steps(backend))
+        restore = self._observed[backend.name] = ExitStack()
+        for pool in backend.pools:
+            restore.callback(setattr, pool, "process", pool.process)
+            pool.process = partial(self._batch, backend.name, pool.name.rpartition(".")[2], pool.process)
+        self._observe_steps(backend, restore)
 
     def remove(self, uid: str) -> HostedExpert:
         """See `RequestDispatcher.remove`."""
         served = super().remove(uid)
-        self._put_back(uid)
+        self._observed.pop(uid).close()
         return served
 
     def release(self) -> None:
         """Observe nothing any more."""
-        for uid in list(self._undo):
-            self._put_back(uid)
+        for restore in self._observed.values():
+            restore.close()
 
     def dispatch(self, call: Received, caller: Caller, reply: Reply) -> "Future[Results] | None":
         """See `RequestDispatcher.dispatch`."""
@@ -300,16 +294,7 @@ class ObservedDispatcher(RequestDispatcher):
     def _forget(self, future: "Future[Results]") -> None:
         self._traces.pop(future, None)
 
-    def _put_back(self, uid: str) -> None:
-        for undo in self._undo.pop(uid):
-            undo()
-
-    def _watch(self, backend: ExpertBackend, pool: TaskPool) -> Callable[[], object]:
-        process = pool.process
-        pool.process = partial(self._batch, backend.name, pool.name.rpartition(".")[2], process)
-        return partial(setattr, pool, "process", process)
-
-    def _watch_steps(self, backend: ExpertBackend) -> Callable[[], object]:
+    def _observe_steps(self, backend: ExpertBackend, restore: ExitStack) -> None:
         """`ExpertBackend.apply_gradients` may be replaced on the instance; so it is."""
         held, before, apply = vars(backend), vars(backend).get("apply_gradients"), backend.apply_gradients
 
@@ -318,7 +303,10 @@ class ObservedDispatcher(RequestDispatcher):
                 apply()
 
         held["apply_gradients"] = observed
-        return partial(held.pop, "apply_gradients") if before is None else partial(held.update, apply_gradients=before)
+        if before is None:
+            restore.callback(held.pop, "apply_gradients")
+        else:
+            restore.callback(held.update, apply_gradients=before)
 
     def _batch(self, expert: str, direction: str, process: Process, tasks: Sequence[Task]) -> Sequence[Answer]:
         attributes = {"weft.expert": expert, "weft.direction": direction}

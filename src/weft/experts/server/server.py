@@ -29,7 +29,7 @@ from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
 from weft.experts.replication import ReplicaOptions, ReplicationManager
 from weft.experts.server.auth import OPEN, Access, Audit, Caller
-from weft.experts.server.dispatcher import Reply, make_dispatcher
+from weft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDispatcher
 from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.server.hosted_expert import HostedExpert, restore_all, save_all
 from weft.experts.server.options import ListenAddress, ServerOptions
@@ -98,7 +98,13 @@ class Server:
         self._directory = directory
         self._owned: list[Callable[[], None]] = []
         self._store = checkpoints
-        self._dispatcher = make_dispatcher(access, self.audit, self.options.longest_seconds, observer, self.own)
+        longest = self.options.longest_seconds
+        self._dispatcher = (
+            RequestDispatcher(access, self.audit, longest)
+            if observer is None
+            else ObservedDispatcher(observer, access, self.audit, longest)
+        )
+        self.own(self._dispatcher.release)
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
         self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.leader_streams)
         self._runtimes = Runtimes()
