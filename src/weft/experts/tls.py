@@ -186,7 +186,7 @@ def _check_server(pems: _Pems, allow_expired: bool) -> None:
 # Servers that a client may call.
 
 
-def way_faults(tls: Any, token: Any) -> list[str]:
+def credential_faults(tls: Any, token: Any) -> list[str]:
     """What is wrong with the arguments by which a client proves itself."""
     return [*kind_fault("tls", tls, ClientTls, "a ClientTls", none=True), *token_fault(token)]
 

@@ -22,7 +22,7 @@ from weft.experts.client.transport import GrpcTransport, Transport, TransportSta
 from weft.experts.discovery import Directory, DirectoryCache, LocalDirectory, Snapshot
 from weft.experts.errors import NotOwnerError, UnreachableError
 from weft.experts.fork_guard import finalizer
-from weft.experts.tls import ClientTls, address_faults, directory_faults, way_faults
+from weft.experts.tls import ClientTls, address_faults, credential_faults, directory_faults
 from weft.experts.wire import LIMITS, Limits
 
 _WANTED = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
@@ -63,7 +63,7 @@ class Connections:
         open_transport: Callable[[str], Transport] | None = None,
     ) -> None:
         with Validator("invalid connections") as check:
-            check.add(*way_faults(tls, token))
+            check.add(*credential_faults(tls, token))
             own = open_transport is not None and (tls is not None or token is not None)
             check.that(not own, "tls= and token= are for GrpcTransport; what open_transport= makes has its own")
             if isinstance(directory, Mapping):

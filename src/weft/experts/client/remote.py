@@ -28,7 +28,7 @@ from weft.experts.client.transport import GrpcTransport, Transport
 from weft.experts.compression import Policy
 from weft.experts.discovery import Directory
 from weft.experts.fork_guard import finalizer
-from weft.experts.tls import ClientTls, way_faults
+from weft.experts.tls import ClientTls, credential_faults
 from weft.experts.wire.service import Description
 
 _LAST_DISCARD = 1.0  # seconds that `close` waits until the server has dropped an open mini-batch
@@ -275,7 +275,7 @@ def check_options(check: Validator, options: Mapping[str, Any], *, address: bool
     check.instance("client", given["client"], str, "a text: the name by which servers know this caller")
     check.boolean("accumulate", given["accumulate"])
     check.boolean("keep_graph", given["keep_graph"])
-    check.add(*way_faults(given["tls"], given["token"]))
+    check.add(*credential_faults(given["tls"], given["token"]))
     own = address or (given["tls"] is None and given["token"] is None)
     check.that(own, "tls= and token= are for an address; a transport or connections have their own")
     for name in options.keys() - known.keys():

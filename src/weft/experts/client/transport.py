@@ -36,7 +36,7 @@ from weft.experts.address import address_fault, split
 from weft.experts.client.stream import Explain, PendingCall, PendingCalls, Stream
 from weft.experts.errors import CertificateError, DeadlineError, DrainingError, ForbiddenError, UnreachableError
 from weft.experts.fork_guard import GrpcThreads, check_fork, finalizer
-from weft.experts.tls import ClientTls, check_address, pair_faults, read_pem, way_faults
+from weft.experts.tls import ClientTls, check_address, credential_faults, pair_faults, read_pem
 from weft.experts.wire import LIMITS, Call, Header, Kind, Limits, Received, decode, encode, read_fault
 from weft.experts.wire.service import (
     AUTHORIZATION,
@@ -171,7 +171,7 @@ class GrpcTransport(_BaseTransport):
         trace: Callable[[], str | None] | None = None,
     ) -> None:
         with Validator("invalid transport options") as check:
-            check.add(*address_fault("address", address), *way_faults(tls, token))
+            check.add(*address_fault("address", address), *credential_faults(tls, token))
         check_address(address, tls, token)
         super().__init__(address)
         self._limits = limits

@@ -211,7 +211,7 @@ class Peers:
         self._here = here
         self._lock = threading.Lock()
         self._closed = False
-        self._mirror: DirectoryCache | None = None
+        self._cache: DirectoryCache | None = None
         self._snapshot = Snapshot()
 
     def look(self) -> None:
@@ -223,13 +223,13 @@ class Peers:
         with self._lock:
             if self._closed:
                 return
-            if self._mirror is None:
-                self._mirror = DirectoryCache(self._directory)
-            self._snapshot = self._mirror.snapshot()
+            if self._cache is None:
+                self._cache = DirectoryCache(self._directory)
+            self._snapshot = self._cache.snapshot()
 
     def statistics(self) -> DirectoryStatistics:
         """As of the last look."""
-        snapshot, mirror = self._snapshot, self._mirror
+        snapshot, cache = self._snapshot, self._cache
         experts: dict[str, int] = {}
         owns: dict[str, int] = {}
         for addresses in snapshot.experts.values():
@@ -238,11 +238,11 @@ class Peers:
         for owner in snapshot.owners.values():
             owns[owner.address] = owns.get(owner.address, 0) + 1
         servers = {address: PeerStatistics(count, owns.get(address, 0)) for address, count in experts.items()}
-        return DirectoryStatistics(self._here, 0.0 if mirror is None else mirror.away_seconds, servers)
+        return DirectoryStatistics(self._here, 0.0 if cache is None else cache.away_seconds, servers)
 
     def close(self) -> None:
         """Look no more."""
         with self._lock:
             self._closed = True
-            if self._mirror is not None:
-                self._mirror.close()
+            if self._cache is not None:
+                self._cache.close()
