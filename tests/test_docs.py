@@ -38,7 +38,7 @@ PUBLIC = (
     "weft.compat.torchgpipe",
 )
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
-FILE = re.compile(r"(?<![\w./])([\w/]+\.(?:py|cpp))\b")
+FILE = re.compile(r"(?<![\w./])([\w/]+\.(?:py|cpp))\b(?!:\d)")
 NAME = re.compile(r"`(weft(?:\.\w+)+)")
 FOLDERS = ("src", "tests", "examples", "benchmarks", "tools", "docs")
 LOGGER = re.compile(r'getLogger\("(weft[\w.]+)"\)')
