@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.core.rng import RandomUse, RngStreams, RngVerdict, generators, mix
+from weft.core.rng import RandomUse, RngStreams, RngVote, generators, mix
 
 
 @pytest.fixture(autouse=True)
@@ -245,6 +245,6 @@ def test_a_seed_from_outside_says_the_numbers_and_leaves_the_callers_generator()
         before = torch.get_rng_state()
         rng = RngStreams(uses(), ["train", "train"], seed)
         found.append(forward(rng, [draw, draw], ALL))
-        assert rng.settle(RngVerdict.of([rng.verdict(), RngVerdict(drew=False, surprised=False)]))
+        assert rng.settle(RngVote.of([rng.vote(), RngVote(drew=False, surprised=False)]))
         assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(found[0][at], found[1][at]) and not torch.equal(found[0][at], found[2][at]) for at in ALL)

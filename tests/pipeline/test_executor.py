@@ -19,7 +19,7 @@ import weft
 from tests.forked import forked, only_with_fork
 from tests.strategies import any_schedules
 from weft.core.context import ExecutionContext
-from weft.core.rng import RngVerdict, lock_generators
+from weft.core.rng import RngVote, lock_generators
 from weft.pipeline.device import Message
 from weft.pipeline.executor import Closed, SerialExecutor, ThreadExecutor
 from weft.pipeline.routing import OUTSIDE, Address
@@ -501,7 +501,7 @@ def test_a_walk_ends_in_commit_or_abort(fails: str, ends: list[str]) -> None:
 
 def test_a_step_that_cannot_be_trusted_elsewhere_runs_again() -> None:
     pipe, layer, executor = several()
-    layer.calls, executor.others = 0, [RngVerdict(drew=False, surprised=True)]
+    layer.calls, executor.others = 0, [RngVote(drew=False, surprised=True)]
     pipe(torch.ones(4, 3))
     assert layer.calls == 4
     assert executor.ends == ["commit"] * 2
@@ -514,6 +514,6 @@ def test_what_others_drew_moves_the_callers_generator_on() -> None:
     pipe(torch.ones(4, 3))
     assert torch.equal(torch.get_rng_state(), before)
     pipe._runtime.uses[0].draws.clear()
-    executor.others = [RngVerdict(drew=True, surprised=False)]
+    executor.others = [RngVote(drew=True, surprised=False)]
     pipe(torch.ones(4, 3))
     assert not torch.equal(torch.get_rng_state(), before)

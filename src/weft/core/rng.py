@@ -340,19 +340,19 @@ class RngStreams:
             repeats = self._repeats[stage] = use.repeats[seen]
         return lock_generators(self._uses[stage].sources) if repeats else _FREE
 
-    def verdict(self) -> "RngVerdict":
+    def vote(self) -> "RngVote":
         """After the forward of the step: what was seen of its stages here."""
-        return RngVerdict(any(self._drew), self._surprised or (self.quiet and self._watch.moved()))
+        return RngVote(any(self._drew), self._surprised or (self.quiet and self._watch.moved()))
 
-    def settle(self, verdict: "RngVerdict | None" = None) -> bool:
-        """Record which stages drew, and put the caller's generator right, by a `verdict` on all stages.
+    def settle(self, vote: "RngVote | None" = None) -> bool:
+        """Record which stages drew, and put the caller's generator right, by a `vote` on all stages.
 
         Default: that on the stages here. False means that a stage drew without the lock: its numbers cannot be
         replayed, and the step must run again. All stages lock then, so the second run cannot fail in the same way.
         """
         uses = list(zip(self._uses, self._configurations, self._drew, strict=True))
-        verdict = verdict or self.verdict()
-        if verdict.surprised:
+        vote = vote or self.vote()
+        if vote.surprised:
             for use, seen, drew in uses:
                 use.draws.pop(seen, None)  # to be observed again, unless it is known to draw
                 if drew:
@@ -361,23 +361,23 @@ class RngStreams:
             return False
         for use, seen, drew in uses:
             use.draws[seen] = use.draws.get(seen, False) or drew
-        if not self.quiet and not verdict.drew:
+        if not self.quiet and not vote.drew:
             with lock_generators(self._watch.sources):
                 if same(states(self._watch.sources), self._after):
                     restore(self._watch.sources, self._watch.before)
         return True
 
 
-class RngVerdict(NamedTuple):
+class RngVote(NamedTuple):
     """What is seen of the random numbers of a step: whether any were drawn, and whether some were without the lock."""
 
     drew: bool
     surprised: bool
 
     @staticmethod
-    def of(verdicts: Sequence["RngVerdict"]) -> "RngVerdict":
+    def of(votes: Sequence["RngVote"]) -> "RngVote":
         """One for all, out of those of several processes."""
-        return RngVerdict(any(each.drew for each in verdicts), any(each.surprised for each in verdicts))
+        return RngVote(any(each.drew for each in votes), any(each.surprised for each in votes))
 
 
 class RngProbe:

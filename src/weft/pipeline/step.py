@@ -24,7 +24,7 @@ from weft.core.autograd import quiet_hooks, without_gradient
 from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, RandomnessError, advise
 from weft.core.pytree import flatten
-from weft.core.rng import TRIES, RngStreams, RngVerdict
+from weft.core.rng import TRIES, RngStreams, RngVote
 from weft.core.segment import (
     Function,
     Gradients,
@@ -315,13 +315,13 @@ class StepRequest:
                 result = forward(rng)
                 if shared and versions(self.mini_batch.shared) != shared:
                     raise InPlaceError(_SHARED)
-                verdicts = self.plan.executor.commit(rng.verdict())
+                votes = self.plan.executor.commit(rng.vote())
             except BaseException as error:
                 for norm in self.deferred:
                     norm.abandon(rng)
                 self.plan.executor.abort(error)
                 raise
-            if rng.settle(verdicts[0] if len(verdicts) == 1 else RngVerdict.of(verdicts)):
+            if rng.settle(votes[0] if len(votes) == 1 else RngVote.of(votes)):
                 break
         for norm in self.deferred:
             norm.commit(rng)
