@@ -100,7 +100,7 @@ def test_what_a_cell_reads_may_change_between_calls(
 
 def test_a_look_at_a_buffer_is_refused_by_name() -> None:
     net = Recurrent(Buffered(), backend="python")
-    with pytest.warns(NoPlanWarning, match="looks at the value of a buffer"):
+    with pytest.warns(NoPlanWarning, match="reads the value of a buffer"):
         net(*sequence())
 
 

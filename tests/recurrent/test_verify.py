@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.recurrent.cells_for_tests import CASES, Case, engine_of
 from tests.recurrent.recurrent_cases import BACKENDS, by_plan, grid
-from tests.recurrent.test_derived import sequence
+from tests.recurrent.test_autograd import sequence
 from weft.recurrent import python_backend as python_engine
 from weft.recurrent.capture import capture
 from weft.recurrent.plan import partition

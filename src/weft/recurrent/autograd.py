@@ -54,7 +54,7 @@ class SequenceLeaves(Generic[Value]):
     last: list[Value]
 
     def named(self) -> list[tuple[str, Value]]:
-        """Each with a name for people."""
+        """Each with a name for messages."""
         parts = (("output", self.outputs), ("state", self.states), ("last state", self.last))
         return [(f"{name} {i}", value) for name, values in parts for i, value in enumerate(values)]
 
@@ -64,7 +64,7 @@ Restore = Callable[[], AbstractContextManager[bool]]
 Ends = tuple[list[Tensor], list[Tensor], list[Tensor]]
 """Flat leaves: outputs T x ..., states after every step T x ..., states after the last."""
 Read = tuple[str, Tensor, tuple[int, int]]
-"""A tensor that backward reads: its name for people, and what changes when it is written to."""
+"""A tensor that backward reads: its name for messages, and a mark that changes when it is written to."""
 _has_storage = cast("Callable[[Tensor], bool]", cast(Any, torch._C)._has_storage)
 
 
@@ -290,7 +290,7 @@ class ScanFunction:
 
     @contextmanager
     def _left_by_forward(self, read: Sequence[Read], *, retain: bool) -> Generator[Buffers]:
-        """What forward left, if it still is as it was; behind this, without `retain`, nothing of the call is held.
+        """The buffers of forward, if unchanged; on exit, without `retain`, every reference of the call is dropped.
 
         The node of autograd lives as long as what was computed from its outputs, such as a loss that is kept.
         """
@@ -387,7 +387,7 @@ class _BackwardGradients:
         ]
 
     def chunk(self, start: int, end: int) -> Gradients:
-        """Those of a chunk; chunks are asked for from the last to the first."""
+        """The gradients of a chunk; chunks come from the last to the first."""
         outputs = [
             meta.over(end - start, self._device).zero_() if each is None else _plain(each[start:end])
             for meta, each in zip(self._outputs, self._given.outputs, strict=True)

@@ -29,7 +29,7 @@ from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError
 from weft.core.pytree import Structure, flatten, map_leaves, unflatten
 from weft.recurrent.graph import StepGraph, graph_signature
-from weft.recurrent.passes import make_fx, purified, shorten, tidy, writes
+from weft.recurrent.passes import canonicalize, functionalize, fuse, make_fx, writes
 from weft.recurrent.random import bound, lifted, note_strides, tell_apart
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
@@ -40,7 +40,7 @@ class CaptureError(WeftError, RuntimeError):
 
 
 class MisfitError(CaptureError):
-    """What the cell returned is not what a step of a loop returns; the eager loop tells users what is wrong."""
+    """The cell returned something else than a step of a loop does; the eager loop's error says what."""
 
 
 def capture(
@@ -57,7 +57,7 @@ def capture(
 
     `parameters` are the references that want a gradient; by default those of the module that the cell is.
     `wanted_inputs` says which leaves of `x` want one; by default all. `composed` makes larger operators out of
-    smaller ones, for backends that do not know them. A cell that looks at the value of a `watched` tensor, as a buffer
+    smaller ones, for backends that do not know them. A cell that reads the value of a `watched` tensor, as a buffer
     is one, is refused: the plan would keep the value. Raises CaptureError. An exception of the cell itself passes
     through.
     """
@@ -93,7 +93,7 @@ def capture(
         module, signature, wanted, input_structure, state_structure, output_structure, given, asked, draws
     )
     if composed is None:
-        shorten(found)
+        fuse(found)
     return found
 
 
@@ -124,7 +124,7 @@ def _over_leaves(
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses a look at the value of certain tensors: tracing would take it for a number of the program."""
+    """Refuse to read the value of certain tensors: tracing would take it for a constant of the program."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Watch(TorchDispatchMode):
             seen = [each for each in args if isinstance(each, Tensor) and each.numel()]
             if any(each.untyped_storage().data_ptr() in self._held for each in seen):
                 raise CaptureError(
-                    f"the cell looks at the value of a buffer or parameter ({func}), which a plan would keep; make it "
+                    f"the cell reads the value of a buffer or parameter ({func}), which a plan would keep; make it "
                     "a plain attribute, or compute with the tensor"
                 )
         return func(*args, **(kwargs or {}))
@@ -150,7 +150,7 @@ def _check_pure(forward: Callable[..., Any], example: tuple[list[Tensor], ...]) 
         if "data-dependent" not in str(error):
             raise
         raise CaptureError(
-            "the cell looks at the value of a tensor (a branch on data, .item(), bool() or the like), so no graph can "
+            "the cell reads the value of a tensor (a branch on data, .item(), bool() or the like), so no graph can "
             "stand for all steps; use torch.where instead of a branch, or run the cell by the eager loop"
         ) from error
     _refuse_writes(seen)
@@ -163,18 +163,18 @@ def _traced(
     composed: Mapping[Any, Any] | None,
 ) -> fx.GraphModule:
     """The graph, made of pure operators: traced, without mutations, and tidied."""
-    # With a mode to make looks of values in, the tracer does not make one anew for each: a third of its time.
-    looks = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
-    with torch.no_grad(), quiet_hooks(parameters), tracing(looks), _views_as_made():
+    # With one fake mode for all values, the tracer does not make a mode for each: a third of its time.
+    context = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
+    with torch.no_grad(), quiet_hooks(parameters), tracing(context), _views_as_made():
         seen = make_fx(joint)(*example)
         _refuse_writes(seen)
         tell_apart(seen)
-        pure = purified(seen, example, composed)
+        pure = functionalize(seen, example, composed)
     if composed is None:  # else some decomposition may write, which is for the backend to refuse
         _refuse_impure(pure)
     _refuse_random(pure)
     note_strides(pure)
-    tidy(pure)
+    canonicalize(pure)
     return pure
 
 
@@ -203,7 +203,7 @@ def _gradients(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) ->
 
 
 def result_of(result: Any) -> tuple[Any, Any]:
-    """What a cell returned, if it is a pair. Raises MisfitError."""
+    """The result of a cell, checked to be a pair. Raises MisfitError."""
     if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
         raise MisfitError(
             f"a cell returns (output, new state), but this one returned {type(cast(object, result)).__name__}; "
@@ -218,7 +218,7 @@ def present(outputs: Sequence[Any]) -> list[Any]:
 
 
 def _matching(new_state: Any, states: list[Tensor], structure: Structure) -> list[Tensor]:
-    """The leaves of the new state, which must look like the old one's."""
+    """The leaves of the new state, which must match those of the old one."""
     leaves, seen = flatten(new_state)
     faults = [] if seen == structure else [f"it is nested as {seen}, the old one as {structure}"]
     for i, (new, old) in enumerate(zip(leaves, states, strict=False)):
@@ -227,7 +227,7 @@ def _matching(new_state: Any, states: list[Tensor], structure: Structure) -> lis
         elif (new.shape, new.dtype) != (old.shape, old.dtype):
             faults.append(f"leaf {i} is {_look(new)}, in the old one {_look(old)}")
     if faults:
-        raise MisfitError("the new state of a cell must look like the old one, but " + "; ".join(faults))
+        raise MisfitError("the new state of a cell must match the old one, but " + "; ".join(faults))
     return leaves
 
 

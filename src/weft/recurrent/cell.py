@@ -1,4 +1,4 @@
-"""What a cell is, and how the loop sees it.
+"""Cells: the user's step function in the form that the loop calls, and the states it passes on.
 
     the user writes      cell(x_t, state) -> (y_t, new_state)             or with the step number as third argument
     torch has            nn.LSTMCell(x_t, (h, c)) -> (h, c)               y is h
@@ -7,19 +7,19 @@
 
     the loop calls       cell(x_t, state, t) -> (y_t, new_state)          a `Cell`
 
-An adapter holds no tensor of its own: parameters stay where the user's module has them, under its own names.
+An adapter owns no tensors: parameters stay in the user's module, under its own names.
 
-States at the border of a step: the initial one is broadcast over the batch, a new one must fit the old.
+The initial state is broadcast over the batch:
 
     given                   x_t            becomes
-    N x H                   N x D          as it is
+    N x H                   N x D          unchanged
     1 x H                   N x D          N x H, the gradient is summed over the rows
     H                       N x D          N x H: fewer axes than the input, so no rows yet
-    H                       D              as it is: a sequence without rows
+    H                       D              unchanged: a sequence without rows
 
-A state has one shape and one dtype through all steps. Only the first step may settle them, as a plain loop would:
-the cell may return a larger shape that the initial state broadcasts to, and floating numbers where the initial state
-holds whole ones. Of two floating dtypes, one is a mistake, but under autocast.
+A state has one shape and dtype through all steps. Only the first step may settle them, as in a plain loop: the cell may
+return a larger shape that the initial state broadcasts to, and floats where the initial state holds integers. Two
+different floating dtypes are an error, except under autocast.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -51,7 +51,7 @@ class Cell:
         self.function = function
         self.time_step = time_step
         self.form: Hashable = (type(self), time_step)
-        """What else than the function decides how a step runs."""
+        """The part of a plan's key beside the function."""
 
     def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
         """One step. What comes back is checked by the loop."""
@@ -59,11 +59,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def width_fault(self, x: Any) -> str | None:
-        """What is wrong with an input's width, where the cell says what it wants, as PyTorch's cells do."""
+        """A message if the input has the wrong width, for cells that declare theirs, as PyTorch's do."""
         wanted, weight = (getattr(self.function, name, None) for name in ("input_size", "weight_ih"))
         if isinstance(weight, Tensor) and isinstance(x, Tensor) and x.shape[-1:] != weight.shape[1:] == (wanted,):
             return f"x has shape {tuple(x.shape)}, but cell {self.name} wants {wanted} (input_size) as its last size"
@@ -166,7 +166,7 @@ def _spread(name: str, leaf: Any, inputs: SequenceInputs, for_one_row: bool, che
 
 
 class StateSpec:
-    """What passes from step to step: the structure, shapes and dtypes of the states, checked at every step."""
+    """Structure, shapes and dtypes of the states, checked at every step."""
 
     def __init__(self, initial: Any, rows: int | None) -> None:
         """``rows``: N where states are chosen per row (masks, resets), so that each must have rows."""
@@ -210,7 +210,7 @@ class StateSpec:
 
 
 def row_faults(leaf: Tensor, rows: int | None) -> list[str]:
-    """What is wrong with a tensor that is chosen per row."""
+    """Faults of a tensor that is selected per row."""
     if rows is None or leaf.shape[:1] == (rows,):
         return []
     return [f"has shape {tuple(leaf.shape)}, wanted {rows} rows first, since lengths, mask and reset choose by row"]

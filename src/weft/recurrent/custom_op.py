@@ -286,7 +286,7 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _RunSequence:
-    """What was run: its ends in autograd's graph, and the tensors that want a gradient."""
+    """A sequence that was run: its ends in autograd's graph, and the tensors that want a gradient."""
 
     ends: list[Tensor]
     asked: list[Tensor]
@@ -440,7 +440,7 @@ def _separate(values: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
 
 @contextmanager
 def _outside_operator() -> Generator[None]:
-    """Everything as usual: inside an operator PyTorch has turned off autograd, and under tracing also `torch.func`."""
+    """Restore the default dispatch keys: inside an operator autograd is off, and under tracing `torch.func` too."""
     include, exclude = _DEFAULT_KEYS
     if torch.is_inference_mode_enabled():
         include = include.remove(_C.DispatchKey.ADInplaceOrView)

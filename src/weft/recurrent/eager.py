@@ -122,7 +122,7 @@ def call(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
 
 
 class OutputCollector:
-    """What the steps returned; every step must return the same kinds of values as the first."""
+    """Collects the outputs of the steps; all must match the first in structure, shape and dtype."""
 
     def __init__(self, rows: int | None) -> None:
         self.steps: list[list[Any]] = []
@@ -196,7 +196,7 @@ def _stacked(
 
 
 def _no_steps(cell: Cell, inputs: SequenceInputs, initial: Any, start: int) -> Unrolled:
-    """T = 0: the cell runs once, on a blank step, for the looks of its results; random numbers are put back."""
+    """T = 0: the cell runs once, on a blank step, for the shapes of its results; the generators are restored."""
     border, outputs = StateSpec(initial, None), OutputCollector(None)
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

@@ -131,9 +131,9 @@ def _alive(held: "Tensor | weakref.ref[Tensor]") -> Tensor:
 
 
 def alike(node: fx.Node) -> bool:
-    """Whether all arguments of an operator are values that look like its result: nothing is stretched or converted."""
-    looks = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (*node.args, node)]
-    seen = {(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in looks}
+    """Whether all arguments of an operator have the shape and dtype of its result: no broadcast, no conversion."""
+    metas = [each.meta.get("val") if isinstance(each, fx.Node) else None for each in (*node.args, node)]
+    seen = {(each.shape, each.dtype) if isinstance(each, Tensor) else None for each in metas}
     return len(seen) == 1 and None not in seen
 
 

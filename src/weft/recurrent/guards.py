@@ -48,12 +48,12 @@ _GLOBAL_READS = frozenset(name for name in dis.opmap if name.endswith(("_GLOBAL"
 _BY_STRING = frozenset({"getattr", "globals", "vars"})
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _PLAIN_SIZE = type("_Plain", (), {}).__basicsize__
-"""Of an object that has attributes, and nothing else that could change."""
+"""Size of an object with attributes and no other state."""
 _torch_module = cast(Any, nn.modules.module)
 
 
 class CellGuards:
-    """What a cell reads, looked up now.
+    """The current state of all that a cell reads.
 
     Attributes:
         key: equal where nothing has changed; hashable as a tuple.
@@ -259,7 +259,7 @@ class CellGuards:
             self._add(f"{name}.{inner}", each, depth)
 
     def _function(self, function: Callable[..., Any], depth: int) -> None:
-        """What a function closes over, has as defaults, or names in its module."""
+        """The closure and defaults of a function, and the globals it names."""
         if self._again(function):
             return
         if isinstance(function, functools.partial):
@@ -293,7 +293,7 @@ class CellGuards:
             self._globals(code, function.__globals__, depth)
 
     def _globals(self, code: types.CodeType, inside: dict[str, Any], depth: int) -> None:
-        """What code, and code within it, names in its module, and of the user's other modules."""
+        """Globals that code, and code nested in it, names in its own module and in others of the user's."""
         names = (*code.co_names, *_strings(code))
         self._names.update(names)
         if not _ENVIRONMENT.isdisjoint(code.co_names):
@@ -323,7 +323,7 @@ class CellGuards:
                     self._classes.append(each)
 
     def _read_classes(self) -> None:
-        """What the code names of the classes, until nothing new comes of it: each may bring more code and classes."""
+        """Class attributes that the code names, to a fixed point: each may bring more code and classes."""
         done: set[tuple[type, str]] = set()
         size = (0, 0)
         while self._classes and size != (len(self._names), len(self._classes)):
@@ -420,7 +420,7 @@ def _restore(mutable: Any, before: Any) -> None:
 
 @contextmanager
 def unobserved() -> Generator[None]:
-    """Inside, what autograd was told to do with the user's own graph does not hold.
+    """Inside, settings of autograd for the user's own graph are off.
 
     Hooks on saved tensors, as those of recomputation are; anomaly mode, which looks at every value; and the cache of
     parametrized weights, which would hold a weight that was made without a graph.
@@ -444,7 +444,7 @@ def unobserved() -> Generator[None]:
 
 @contextmanager
 def no_foreign_draws(step: Callable[[], object]) -> Generator[None]:
-    """Refuses a cell that draws from Python's generator or numpy's: a plan would keep what was drawn when it was made.
+    """Refuse a cell that draws from Python's or numpy's generator: a plan would freeze the numbers of its capture.
 
     `step` runs the cell once, without tracing. Where an error comes out, both generators are as before, so that the
     eager loop draws what it would have drawn. Raises CaptureError.
@@ -467,6 +467,6 @@ def no_foreign_draws(step: Callable[[], object]) -> Generator[None]:
 
 
 def _generators() -> bytes:
-    """What Python's and numpy's own generators will draw next."""
+    """The states of Python's and numpy's global generators."""
     numpy = sys.modules.get("numpy.random")
     return pickle.dumps((random.getstate(), None if numpy is None else numpy.get_state(legacy=False)))

@@ -1,28 +1,21 @@
-"""Recording what a function does on the GPU, to do it again at the cost of one launch.
-
-    outputs, replay = record(function)      function reads and writes the same memory whenever it runs
-    inputs.copy_(...); replay()             and outputs hold what function would have returned
-
-A kernel of a small step runs for some microseconds, and so long takes the host to launch it. A recorded chunk is
-launched as a whole (CUDA graphs).
-
-A loop over time whose step is compiled by Inductor: one call per step, any operator, any device.
-
-    step(constants, values of this step, rows to write, carried) -> carried, values to collect
-
-The step is the same list of operators that code.py writes out as Python; here they become one function of kernels.
-What later parts read is written straight into a row of its buffer, and a state that is written there is read from there
-by the next step. Inductor fixes the strides of its arguments, so all that goes in is contiguous.
-
-A plan whose loops are compiled by Inductor, as an engine; on CUDA a whole chunk is one recorded graph of kernels.
+"""The Inductor backend: compiled steps; on CUDA a whole chunk is recorded and launched at once (CUDA graphs).
 
     CPU      bulk operators | compiled step, L times | bulk operators
     CUDA     the same, recorded once for each length L of a chunk, and replayed
 
-    forward recording    inputs, first states  ->  outputs, states, trail     the trail is copied out: the next chunk
-    backward recording   inputs, trail, gradients  ->  gradients              uses the same memory again
+    step(constants, values of this step, rows to write, carried) -> carried, values to collect
 
-The parts, the memory and the sums after the loop are the plan's.
+The step has the operators that the Python backend writes out as source; here they become one compiled function, for any
+operator and device. Values that later parts read are written straight into a row of their buffer, and the next step
+reads a state from there. Inductor fixes the strides of its arguments, so all inputs are contiguous.
+
+A kernel of a small step runs for microseconds, about as long as the host takes to launch it; so a chunk is launched as
+a whole. Recordings reuse their memory: `_Copied` holds saved values outside of it.
+
+    forward recording    inputs, first states             ->  outputs, states, saved values
+    backward recording   inputs, saved values, gradients  ->  gradients
+
+The parts, buffers and the sums after the loop are those of `ScanPlan`.
 """
 
 import warnings
@@ -191,7 +184,7 @@ class _Step:
 
 
 def _compiled(module: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """What Inductor makes of a step, for arguments that look like these; in this process alone, so nothing is left.
+    """Compile a step by Inductor for arguments of these shapes; in this process alone, so that nothing is left behind.
 
     Raises CompileError.
     """
@@ -210,7 +203,7 @@ def _compiled(module: fx.GraphModule, arguments: list[Tensor]) -> Callable[..., 
 
 
 def _contiguous(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The rows, contiguous each; they look alike."""
+    """The rows, each contiguous; all have one layout."""
     return rows if not rows or rows[0].is_contiguous() else torch.stack(list(rows)).unbind(0)
 
 
@@ -224,7 +217,7 @@ class InductorPlan(ScanPlan):
 
 @dataclass(frozen=True)
 class _Copied:
-    """What a recorded forward left, out of reach of the next one."""
+    """Saved values of a recorded forward, copied out of the memory that the next one overwrites."""
 
     values: dict[fx.Node, Tensor]
 
@@ -268,8 +261,10 @@ class InductorBackend:
         """See `Backend`."""
         recording = None if isinstance(kept, SavedValues) else self._backward(chunk, kept, gradients)
         if recording is None or isinstance(kept, SavedValues):
-            trail = kept if isinstance(kept, SavedValues) else self._trail(chunk.steps, self._given(chunk), kept.values)
-            self._plain.backward(constants, chunk, trail, gradients)
+            store = (
+                kept if isinstance(kept, SavedValues) else self._restored(chunk.steps, self._given(chunk), kept.values)
+            )
+            self._plain.backward(constants, chunk, store, gradients)
             return
         found = iter(recording.run(self._given_back(chunk, kept, gradients)))
         signature = self.captured.signature
@@ -302,10 +297,10 @@ class InductorBackend:
         given = {*signature.inputs, *signature.references, *(signature.states[k] for k in self._invariant)}
 
         def function(values: list[Tensor]) -> list[Tensor]:
-            outputs, states, trail = self._plan.forward(values[:count], values[count:])
-            env = trail.bulk.env
-            for node in trail.rows:
-                trail.stacked(node)
+            outputs, states, store = self._plan.forward(values[:count], values[count:])
+            env = store.bulk.env
+            for node in store.rows:
+                store.stacked(node)
             self._nodes = [node for node in env if node not in given and self._plan.varies(node)]
             self._once = [node for node in env if node not in given and not self._plan.varies(node)]
             return [*outputs, *(states[k][1:] for k in self._moving), *(env[node] for node in self._nodes)]
@@ -321,8 +316,8 @@ class InductorBackend:
             rest = iter(values)
             given, found, outputs, carried = ([next(rest) for _ in range(size)] for size in sizes)
             states = list(rest) if with_states else None
-            trail = self._trail(steps, given, dict(zip(nodes, found, strict=True)))
-            inputs, last, parameters = self._plan.backward(trail, outputs, states, carried)
+            store = self._restored(steps, given, dict(zip(nodes, found, strict=True)))
+            inputs, last, parameters = self._plan.backward(store, outputs, states, carried)
             return [each for each in (*inputs, *last, *parameters) if each is not None]
 
         key = (*self._key(chunk), with_states)
@@ -346,7 +341,7 @@ class InductorBackend:
             return None
 
     def _key(self, chunk: Chunk) -> tuple[int | bool, ...]:
-        """What a recording depends on: its length, and where the cell's tensors lie."""
+        """The key of a recording: its length, and the addresses of the cell's tensors."""
         captured = self.captured
         return (chunk.steps, *(captured.reference(node).data_ptr() for node in captured.signature.references))
 
@@ -354,7 +349,7 @@ class InductorBackend:
         return [*chunk.inputs, *first_states(chunk, self._invariant)]
 
     def _made(self, chunk: Chunk) -> int:
-        """How many outputs and states a recorded forward gives, before the trail."""
+        """The number of outputs and states of a recorded forward, which come before the saved values."""
         return len(chunk.outputs) + len(self._moving)
 
     def _given_back(self, chunk: Chunk, kept: _Copied, gradients: Gradients) -> list[Tensor]:
@@ -362,24 +357,24 @@ class InductorBackend:
         return [*values, *(state_gradients(chunk, gradients) or [])]
 
     def _copied(self, chunk: Chunk, found: list[Tensor]) -> _Copied:
-        """The trail out of what a recorded forward gave."""
+        """The saved values among the results of a recorded forward."""
         values = zip(self._nodes, found[self._made(chunk) :], strict=True)
         return _Copied({node: value.clone(memory_format=torch.contiguous_format) for node, value in values})
 
-    def _trail(self, steps: int, given: Sequence[Tensor], values: dict[fx.Node, Tensor]) -> SavedValues:
-        """A trail of these values, as a forward would have left it."""
+    def _restored(self, steps: int, given: Sequence[Tensor], values: dict[fx.Node, Tensor]) -> SavedValues:
+        """These values as a forward would have saved them."""
         signature = self.captured.signature
-        trail = SavedValues(BulkEvaluator(steps, self._plan.varies), {})
+        store = SavedValues(BulkEvaluator(steps, self._plan.varies), {})
         count = len(signature.inputs)
-        env = trail.bulk.env
+        env = store.bulk.env
         env.update(zip(signature.inputs, given[:count], strict=True))
         env.update({node: self.captured.reference(node).detach() for node in signature.references})
         env.update(
             {signature.states[k]: given[count + k].expand(steps, *given[count + k].shape) for k in self._invariant}
         )
         env.update(values)
-        trail.bulk.evaluate(self._plan.parts.once, self._once)
-        return trail
+        store.bulk.evaluate(self._plan.parts.once, self._once)
+        return store
 
 
 def _on_cuda(captured: StepGraph) -> bool:

@@ -1,21 +1,21 @@
-"""Which steps of which rows count: lengths, masks with holes, resets.
+"""Row masks: lengths, masks with holes, and resets, in the eager loop and in a captured step.
 
                  t  0  1  2  3  4  5
     row 0  length 6   x  x  x  x  x  x
-    row 1  length 3   x  x  x  .  .  .      past the end: the state stays, the output is 0, no gradient
-    row 2  mask       x  .  .  x  x  .      a hole is the same, and time goes on behind it
+    row 1  length 3   x  x  x  .  .  .      past the end: the state is kept, the output is 0, no gradient
+    row 2  mask       x  .  .  x  x  .      a hole is the same, and the row goes on after it
     row 3  reset      x  x  R  x  x  x      before step 2 the state becomes the initial state
 
-All of it is two tables of T x N truth values, ``valid`` and ``reset``. The cell still runs on all rows, because
-it may read other things that have N rows. What it must not see is the content of padding: NaN times a gradient
-of zero is NaN, and a cell may be singular at zero. So a row that does not count gets a *stand-in*: its first
-input that counts, which the cell is known to bear. ``torch.where`` then drops what came of it.
+All of it is two boolean masks, T x N: ``valid`` and ``reset``. The cell still runs on all rows, since it may read other
+tensors with N rows. It must not see the content of padding: NaN times a gradient of zero is NaN, and a cell may be
+singular at zero. So an invalid row gets a *stand-in*: its first valid input, which the cell is known to accept.
+``torch.where`` then drops its results.
 
-Lengths, masks, resets, truncation and the step number, as part of the step that is captured.
+In a captured step the masks, truncation and the step number are further inputs, so that a plan does not depend on T:
 
-    x, valid, reset, cut, t        more inputs of a step, so that a plan knows nothing of T
-    state, fresh, references, held the state that a reset brings back, what a step net reads besides, and what stands in
-                                   for padding, are handed on from step to step as they are
+    x, valid, reset, cut, t         inputs
+    state, fresh, references, held  states; the last three (what a reset restores, what a step net reads besides, the
+                                    stand-ins) are loop-invariant
 
     x = where(valid, x, held)
     state = where(cut, state without gradient, state)
@@ -23,7 +23,7 @@ Lengths, masks, resets, truncation and the step number, as part of the step that
     y, new = cell(x, state, t)
     new = where(valid, new, state),  y = where(valid, y, 0)
 
-The same order as in the eager loop.
+in the same order as in the eager loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -170,7 +170,7 @@ def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 def _each(table: Tensor | None, steps: int, *, plain: bool) -> list[Tensor | None]:
     """The rows of a table, ``None`` for one that is ``plain`` throughout.
 
-    That is looked up only on the CPU: elsewhere the look would make the host wait.
+    Tested only on the CPU: elsewhere the test would make the host wait.
     """
     if table is None:
         return [None] * steps
@@ -267,7 +267,7 @@ def _cut(flag: Tensor, state: Any) -> Any:
 
 
 def conditions_of(cell: Cell, rows: RowMasks, truncate: int | None) -> Conditions:
-    """What a call has. Tables that change nothing count as absent, where that can be seen without waiting."""
+    """The conditions of a call. Masks without effect count as absent, where that is known without a device sync."""
     return Conditions(
         valid=rows.valid is not None and not _all(rows.valid, True),
         reset=rows.reset is not None and not _all(rows.reset, False),
@@ -312,7 +312,7 @@ def check_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
 
 
 def held_inputs(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
-    """What stands in for padding: for every leaf with rows, the first input of each row that counts, N x ..."""
+    """The replacement of padding: for every leaf with rows, each row's first valid input, N x ..."""
     found = zip(inputs.leaves, stand_ins(inputs, valid), strict=True)
     return [held for leaf, held in found if isinstance(leaf, Tensor) and leaf.dim() >= 2]
 

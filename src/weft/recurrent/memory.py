@@ -1,4 +1,4 @@
-"""What is kept between forward and backward, and what is made again: `memory=`.
+"""What is saved between forward and backward, and what is recomputed: `memory=`.
 
     "full"      every value that backward reads                          nothing is made again
     "states"    the states of all steps                                  the other values, chunk by chunk
@@ -30,7 +30,7 @@ NAMES: tuple[Literal["full", "states", "sqrt"], ...] = ("full", "states", "sqrt"
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """How a sequence is kept: in segments of `segment` chunks; without, all states, and all values if `values`."""
+    """How a sequence is saved: in segments of `segment` chunks; without, all states, and all values if `values`."""
 
     values: bool
     segment: int | None = None
@@ -43,7 +43,7 @@ class MemoryPolicy:
 
 @dataclass(frozen=True)
 class SequenceSize:
-    """What a sequence takes, in numbers of bytes."""
+    """The memory that a sequence takes, in bytes."""
 
     steps: int
     chunk: int
@@ -57,7 +57,7 @@ class SequenceSize:
     fixed: int
     """Of the parameters' gradients, the carried gradients, and what a call needs besides."""
     kept: int
-    """What a chunk keeps."""
+    """Saved by a chunk."""
 
     def peak(self, choose_policy: MemoryPolicy) -> int:
         """The most bytes that a call with its backward holds at a time, besides what it was given.
@@ -78,7 +78,7 @@ class SequenceSize:
 
 
 def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceSize:
-    """What a sequence of so many steps takes by this engine."""
+    """The memory of a sequence of so many steps on this backend."""
     signature = backend.captured.signature
     invariant, same = backend.captured.invariant, backend.captured.aliases
     chunk = max(b - a for a, b in pairwise(chunk_bounds(steps, backend.chunk_steps)))
@@ -99,7 +99,7 @@ def size_of(backend: Backend, steps: int, states: Sequence[Tensor]) -> SequenceS
 
 
 def choose_policy(memory: Memory, size: SequenceSize) -> MemoryPolicy:
-    """How to keep a sequence. Raises UsageError if no way keeps within the bytes."""
+    """Choose how to save a sequence. Raises UsageError if no way keeps within the bytes."""
     if memory in ("full", "states"):
         return MemoryPolicy(values=memory == "full")
     shortest = min(_segments(size), key=size.peak)
@@ -118,7 +118,7 @@ def choose_policy(memory: Memory, size: SequenceSize) -> MemoryPolicy:
 
 
 def chunk_bounds(steps: int, chunk: int) -> list[int]:
-    """Where chunks begin and end: as few as possible, of one length but for the last, which may be shorter."""
+    """The bounds of chunks: as few as possible, of one length but for the last, which may be shorter."""
     count = max(1, -(-steps // max(chunk, 1)))
     length = -(-steps // count)
     return [*range(0, steps, length), steps] if steps else [0, 0]

@@ -1,40 +1,36 @@
-"""A traced step without writes: each becomes an operator that makes a new tensor.
+"""Passes over the captured graph of a step.
 
-    w = clone(W);  w[0] = x          becomes          w = select_scatter(clone(W), x, 0, 0)
+`functionalize`: no writes; each becomes an operator that makes a new tensor.
 
-PyTorch's `functionalize` does it for what is computed from the arguments of a function. Tensors that a graph holds are
-none, and a write into what follows from weights alone would stay. So they are made arguments for the while.
+    w = clone(W);  w[0] = x     w = select_scatter(clone(W), x, 0, 0)
 
-Looks at a tensor by strides (`as_strided`, also within `fill_diagonal_`), said by elements instead.
+PyTorch's pass of this name treats values computed from the arguments of a function. Tensors that the graph holds are
+none, and a write into a value of weights alone would remain; so these tensors become arguments for the pass.
 
-    as_strided(x, [4], [5])      becomes      reshape(x, [-1])[0:16:5]
+`canonicalize`: forms that hold for all steps at once, where a value is stacked over time and mapped by `vmap`.
 
-A plan stacks a value over time, and later steps may have it in another layout: then its strides are others.
+    detach, alias, clone        removed: nothing writes any more, and autograd is not involved
+    t(t(x))                     x
+    common subexpressions       one
+    view                        reshape: stacked over time, a value may have other strides
+    as_strided(x, [4], [5])     reshape(x, [-1])[0:16:5], by indices: the same reason
+    fill(x, v)                  full_like(x, v), which vmap supports
+    prims.mul(x, y)             mul(x, y): vmap supports no prims, of which decompositions consist
+    index_put(x, [mask], v)     where(mask, v, x), for a single number v: vmap supports no boolean index
+    copy(x, y)                  y in the shape and dtype of x
+    slice_scatter(x, y, -1)     slice_scatter(x, y, 1, 0, 4, 1): vmap takes axis and ends as they are
+    (gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
+    group_norm(x)               group_norm(contiguous(x)): some operators assume contiguous memory
 
-Fewer operators in the loops of a captured step, for loops in Python, which pay for each of them.
+`fuse`: fewer operators in loops of Python, which pay for each one. Compiled loops have no use for it.
 
-sigmoid_backward(g, y)      g * (y * (1 - y)): the factor is known before the backward loop, for all steps at once
-(g * a) * b                 g * (a * b), likewise
-x + a * b                   addcmul(x, a, b)
-p + h @ w                   addmm(p, h, w)
-p + addmm(bias, h, w)       addmm(p + bias, h, w), where p is known before the loop
+    sigmoid_backward(g, y)      g * (y * (1 - y)): the factor is known before the backward loop, for all steps at once
+    (g * a) * b                 g * (a * b), likewise
+    x + a * b                   addcmul(x, a, b)
+    p + h @ w                   addmm(p, h, w)
+    p + addmm(bias, h, w)       addmm(p + bias, h, w), where p is known before the loop
 
-Nodes are changed where they stand, so whoever knows them need not be told. A sum may be rounded otherwise than in the
-cell; a compiled loop has no use for any of this.
-
-Passes over a captured graph that change what it says, but not what it means.
-
-detach, alias, clone        gone: nothing writes any more, and nobody asks autograd
-t(t(x))                     x
-the same thing said twice   once
-view                        reshape: stacked over time, a value may have other strides
-fill(x, v)                  full_like(x, v), which vmap knows
-prims.mul(x, y)             mul(x, y): vmap knows none of what decompositions are made of
-index_put(x, [mask], v)     where(mask, v, x), for one number v: vmap knows no truth values as an index
-copy(x, y)                  y in the shape and dtype of x
-slice_scatter(x, y, -1)     slice_scatter(x, y, 1, 0, 4, 1): vmap takes axis and ends as they are
-(gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
-group_norm(x)               group_norm(contiguous(x)): some operators take others wrongly, or refuse them
+Nodes are changed in place, so references to them stay valid. A fused sum may round differently from the cell's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,9 +47,30 @@ from weft.recurrent.random import is_random
 
 make_fx = cast("Callable[..., Callable[..., fx.GraphModule]]", proxy_tensor.make_fx)
 _functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functionalize)
+_aten, _prims = cast(Any, torch.ops.aten), cast(Any, torch.ops.prims)
+_ADD, _MUL = _aten.add.Tensor, _aten.mul.Tensor
+_READ, _WRITTEN = _aten.as_strided.default, _aten.as_strided_scatter.default
+_CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}
+"""Operators that read memory as if it were contiguous. PyTorch sees to it before it calls them, by a clone."""
+
+_PRIMS: dict[Any, tuple[Any, ...]] = {
+    _prims.add.default: (_aten.add.Tensor,),
+    _prims.sub.default: (_aten.sub.Tensor,),
+    _prims.mul.default: (_aten.mul.Tensor,),
+    _prims.div.default: (_aten.div.Tensor,),
+    _prims.tan.default: (_aten.tan.default,),
+    _prims.squeeze.default: (_aten.squeeze.dims,),
+    _prims.sum.default: (_aten.sum.dim_IntList,),
+    _prims.var.default: (_aten.var.correction, "dim", "correction"),
+    _prims.convert_element_type.default: (_aten._to_copy.default, "dtype"),
+}
+"""Primitives that decompositions produce, with the equivalent ATen operator and names of its arguments."""
 
 
-def purified(
+# -- functionalize ----------------------------------------------------------------------------------------------------
+
+
+def functionalize(
     seen: fx.GraphModule, example: Sequence[Sequence[Tensor]], composed: Mapping[Any, Any] | None
 ) -> fx.GraphModule:
     """The graph `seen`, whose arguments look like `example`, without writes; `composed` as for `capture`."""
@@ -103,32 +120,171 @@ def writes(module: fx.GraphModule) -> list[str]:
     return [str(target) for target, schema in schemas if schema is not None and schema.is_mutable]
 
 
-_aten = cast(Any, torch.ops.aten)
-_READ, _WRITTEN = _aten.as_strided.default, _aten.as_strided_scatter.default
+# -- canonicalize -----------------------------------------------------------------------------------------------------
 
 
-def by_elements(graph: fx.Graph) -> None:
-    """Replace both operators. Raises WeftError where they look at what is no part of the tensor."""
-    for node in [each for each in graph.nodes if each.target in (_READ, _WRITTEN)]:
-        node.replace_all_uses_with(_same_by_elements(node))
+def canonicalize(module: fx.GraphModule) -> None:
+    """Rewrite operators into forms that hold for all steps at once, and remove redundant ones; in place."""
+    graph = module.graph
+    _replace_strides(graph)  # first, before clones are removed: the strides are theirs
+    seen: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target in (_aten.view.default, _aten._unsafe_view.default):
+            node.target = _aten.reshape.default  # stacked over time, a value may have other strides
+        elif node.target is _aten.fill.Scalar:
+            node.target = _aten.full_like.default  # without writes it is that, and vmap of older PyTorch knows it
+        elif node.target in _PRIMS:
+            _rename(node, *_PRIMS[node.target])
+        elif node.target is _aten.slice_scatter.default:
+            _name_ends(node)
+        elif node.target is _aten.index_put.default:
+            _choose(node)
+        same = _same_as(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+            continue
+        if node.op == "get_attr":
+            key = f"{id(getattr(module, str(node.target)))}"
+        elif node.op == "call_function" and not is_random(node):  # each draw is another
+            key = f"{node.target} {node.args} {node.kwargs}"
+        else:
+            continue
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.erase_node(node)
+        else:
+            seen[key] = node
+    _separate(graph)
+    _make_contiguous(graph)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _rename(node: fx.Node, target: Any, *names: str) -> None:
+    """Another operator in the place of one; arguments behind the first are named, where names are given."""
+    rest = dict(zip(names, node.args[1:], strict=False))
+    node.target = target
+    node.args, node.kwargs = (node.args[:1], rest) if names else (node.args, {})
+
+
+def _separate(graph: fx.Graph) -> None:
+    """Part each operator that makes the gradients of an input and of weights at once into two, one for each.
+
+    They have a mask that says which gradients are wanted. Whole, all of it would stay in the backward loop.
+    """
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None else []
+        if node.op != "call_function" or "output_mask" not in names:
+            continue
+        at = names.index("output_mask")
+        mask = list(node.args[at])
+        if not (mask[0] and any(mask[1:])):
+            continue
+        with graph.inserting_before(node):
+            halves = [
+                graph.call_function(node.target, (*node.args[:at], half, *node.args[at + 1 :]), node.kwargs)
+                for half in ([True, *[False] * (len(mask) - 1)], [False, *mask[1:]])
+            ]
+        for half in halves:
+            half.meta = dict(node.meta)
+        for user in list(node.users):
+            user.replace_input_with(node, halves[0] if user.args[1] == 0 else halves[1])
         graph.erase_node(node)
 
 
-def _same_by_elements(node: fx.Node) -> fx.Node:
+def _make_contiguous(graph: fx.Graph) -> None:
+    """Insert contiguous() before operators that need it, since a value may have another layout at a later step."""
+    made: dict[fx.Node, fx.Node] = {}
+    for node in [each for each in graph.nodes if each.target in _CONTIGUOUS_ONLY]:
+        for operand in node.all_input_nodes:
+            if operand not in made:
+                with graph.inserting_after(operand):
+                    made[operand] = graph.call_function(_aten.contiguous.default, (operand,))
+                made[operand].meta = dict(operand.meta)
+            node.replace_input_with(operand, made[operand])
+
+
+def _name_ends(node: fx.Node) -> None:
+    """Give the axis and the ends of a slice as numbers within the tensor: vmap makes a table of all numbers between."""
+    whole, piece, *given = cast("tuple[Any, ...]", node.args)
+    axis, start, end, step = cast("list[Any]", [*given, *(0, None, None, 1)[len(given) :]])
+    shape = whole.meta["val"].shape
+    begin, end, _ = slice(start, end).indices(shape[axis])
+    node.args = (whole, piece, axis % len(shape), begin, max(begin, end), step)
+
+
+def _choose(node: fx.Node) -> None:
+    """Say of one number, written wherever a mask holds, that it is chosen there."""
+    whole, indices, value, *accumulate = cast("tuple[Any, ...]", node.args)
+    mask, *others = indices
+    fake, number = whole.meta["val"], value.meta["val"]
+    if others or mask is None or mask.meta["val"].dtype != torch.bool or any(accumulate) or number.numel() != 1:
+        return
+    if number.dtype != fake.dtype:
+        return
+    with node.graph.inserting_before(node):
+        flags = mask.meta["val"].shape
+        where = [_reshaped(mask, [*flags, *[1] * (fake.dim() - len(flags))]), _reshaped(value, [])]
+    node.target, node.args, node.kwargs = _aten.where.self, (*where, whole), {}
+
+
+def _reshaped(node: fx.Node, shape: list[int]) -> fx.Node:
+    made = node.graph.call_function(_aten.reshape.default, (node, shape))
+    made.meta = {**node.meta, "val": node.meta["val"].reshape(shape)}
+    return made
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """The source of a `copy` over a whole tensor, in the shape and dtype of that tensor."""
+    fake, found = node.meta["val"], cast(fx.Node, node.args[1])
+    with node.graph.inserting_before(node):
+        if found.meta["val"].dtype != fake.dtype:
+            found = node.graph.call_function(_aten._to_copy.default, (found,), {"dtype": fake.dtype})
+            found.meta = {**node.meta, "val": cast(fx.Node, node.args[1]).meta["val"].to(fake.dtype)}
+        if found.meta["val"].shape != fake.shape:
+            found = node.graph.call_function(_aten.expand.default, (found, list(fake.shape)))
+            found.meta = dict(node.meta)
+    return found
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """The node whose value this one repeats, if it is one of the operators that only do that."""
+    if node.target is _aten.copy.default:
+        one, other = (each.meta["val"] for each in cast("tuple[fx.Node, fx.Node]", node.args[:2]))
+        return _copied(node) if one.device == other.device else None
+    if node.target in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
+        return node.all_input_nodes[0]
+    if node.target is _aten.t.default:
+        (before,) = node.all_input_nodes
+        if before.target is _aten.t.default:
+            return before.all_input_nodes[0]
+    return None
+
+
+def _replace_strides(graph: fx.Graph) -> None:
+    for node in [each for each in graph.nodes if each.target in (_READ, _WRITTEN)]:
+        node.replace_all_uses_with(_by_elements(node))
+        graph.erase_node(node)
+
+
+def _by_elements(node: fx.Node) -> fx.Node:
+    """A read or write by strides, as one by indices. Raises WeftError if it leaves the tensor's memory."""
     base, *given = cast("tuple[Any, ...]", node.args)
     piece = given.pop(0) if node.target is _WRITTEN else None
     size, strides, *offset = given
-    look: Tensor = base.meta["val"]
-    order = sorted(range(look.dim()), key=lambda axis: -look.stride(axis))
-    start = 0 if not offset or offset[0] is None else offset[0] - look.storage_offset()
+    fake: Tensor = base.meta["val"]
+    order = sorted(range(fake.dim()), key=lambda axis: -fake.stride(axis))
+    start = 0 if not offset or offset[0] is None else offset[0] - fake.storage_offset()
     reach = start + sum((n - 1) * step for n, step in zip(size, strides, strict=True))
-    if not look.permute(order).is_contiguous() or start < 0 or reach >= look.numel():
-        raise WeftError(f"the cell looks by {node.target} at memory outside of a tensor; use slices and indices")
-    device = look.device
+    if not fake.permute(order).is_contiguous() or start < 0 or reach >= fake.numel():
+        raise WeftError(f"the cell reads memory outside of a tensor by {node.target}; use slices and indices")
+    device = fake.device
 
     def new(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = node.graph.call_function(target, args, kwargs)
-        with cast(Any, look).fake_mode:
+        with cast(Any, fake).fake_mode:
             values = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
             made.meta = {"val": target(*cast(Any, values)[0], **cast(Any, values)[1])}
         return made
@@ -145,16 +301,15 @@ def _same_by_elements(node: fx.Node) -> fx.Node:
         if piece is None:
             return new(_aten.reshape.default, new(_aten.index_select.default, flat, 0, at), list(size))
         filled = new(_aten.scatter.src, flat, 0, at, new(_aten.reshape.default, piece, [-1]))
-        back = new(_aten.reshape.default, filled, [look.shape[axis] for axis in order])
-        return new(_aten.permute.default, back, [order.index(axis) for axis in range(look.dim())])
+        back = new(_aten.reshape.default, filled, [fake.shape[axis] for axis in order])
+        return new(_aten.permute.default, back, [order.index(axis) for axis in range(fake.dim())])
 
 
-_aten = cast(Any, torch.ops.aten)
-_ADD, _MUL = _aten.add.Tensor, _aten.mul.Tensor
+# -- fuse -------------------------------------------------------------------------------------------------------------
 
 
-def shorten(captured: StepGraph) -> None:
-    """Make the loops of a captured step shorter; what it computes stays the same."""
+def fuse(captured: StepGraph) -> None:
+    """Fuse operators in the loops of a captured step, in place."""
     for node in captured.nodes:
         if node.target in (_aten.sigmoid_backward.default, _aten.tanh_backward.default):
             _factor(node)
@@ -235,164 +390,5 @@ def _is(node: fx.Node, target: Any) -> bool:
 
 
 def _plain(node: fx.Node) -> bool:
-    """Whether operands and result are real numbers, and look the same."""
+    """Whether operands and result are real numbers, and of one shape and dtype."""
     return alike(node) and node.meta["val"].is_floating_point()
-
-
-_aten, _prims = cast(Any, torch.ops.aten), cast(Any, torch.ops.prims)
-_CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}
-"""Operators that read memory as if it were contiguous. PyTorch sees to it before it calls them, by a clone."""
-
-_PRIMS: dict[Any, tuple[Any, ...]] = {
-    _prims.add.default: (_aten.add.Tensor,),
-    _prims.sub.default: (_aten.sub.Tensor,),
-    _prims.mul.default: (_aten.mul.Tensor,),
-    _prims.div.default: (_aten.div.Tensor,),
-    _prims.tan.default: (_aten.tan.default,),
-    _prims.squeeze.default: (_aten.squeeze.dims,),
-    _prims.sum.default: (_aten.sum.dim_IntList,),
-    _prims.var.default: (_aten.var.correction, "dim", "correction"),
-    _prims.convert_element_type.default: (_aten._to_copy.default, "dtype"),
-}
-"""What decompositions are made of, and the operator that is the same, with names of its arguments."""
-
-
-def tidy(module: fx.GraphModule) -> None:
-    """Remove what computes nothing new: detach, alias and clone (nothing writes any more), a transpose of a transpose,
-    repeated operators, dead ends."""
-    graph = module.graph
-    by_elements(graph)  # first: the strides are those of clones, too
-    seen: dict[str, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.target in (_aten.view.default, _aten._unsafe_view.default):
-            node.target = _aten.reshape.default  # stacked over time, a value may have other strides
-        elif node.target is _aten.fill.Scalar:
-            node.target = _aten.full_like.default  # without writes it is that, and vmap of older PyTorch knows it
-        elif node.target in _PRIMS:
-            _rename(node, *_PRIMS[node.target])
-        elif node.target is _aten.slice_scatter.default:
-            _name_ends(node)
-        elif node.target is _aten.index_put.default:
-            _choose(node)
-        same = _same_as(node)
-        if same is not None:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-            continue
-        if node.op == "get_attr":
-            key = f"{id(getattr(module, str(node.target)))}"
-        elif node.op == "call_function" and not is_random(node):  # each draw is another
-            key = f"{node.target} {node.args} {node.kwargs}"
-        else:
-            continue
-        if key in seen:
-            node.replace_all_uses_with(seen[key])
-            graph.erase_node(node)
-        else:
-            seen[key] = node
-    _separate(graph)
-    _make_contiguous(graph)
-    graph.eliminate_dead_code()
-    module.recompile()
-
-
-def _rename(node: fx.Node, target: Any, *names: str) -> None:
-    """Another operator in the place of one; arguments behind the first are named, where names are given."""
-    rest = dict(zip(names, node.args[1:], strict=False))
-    node.target = target
-    node.args, node.kwargs = (node.args[:1], rest) if names else (node.args, {})
-
-
-def _separate(graph: fx.Graph) -> None:
-    """Part each operator that makes the gradients of an input and of weights at once into two, one for each.
-
-    They have a mask that says which gradients are wanted. Whole, all of it would stay in the backward loop.
-    """
-    for node in list(graph.nodes):
-        schema = getattr(node.target, "_schema", None)
-        names = [argument.name for argument in schema.arguments] if schema is not None else []
-        if node.op != "call_function" or "output_mask" not in names:
-            continue
-        at = names.index("output_mask")
-        mask = list(node.args[at])
-        if not (mask[0] and any(mask[1:])):
-            continue
-        with graph.inserting_before(node):
-            halves = [
-                graph.call_function(node.target, (*node.args[:at], half, *node.args[at + 1 :]), node.kwargs)
-                for half in ([True, *[False] * (len(mask) - 1)], [False, *mask[1:]])
-            ]
-        for half in halves:
-            half.meta = dict(node.meta)
-        for user in list(node.users):
-            user.replace_input_with(node, halves[0] if user.args[1] == 0 else halves[1])
-        graph.erase_node(node)
-
-
-def _make_contiguous(graph: fx.Graph) -> None:
-    """Give operators contiguous operands that read them so, also where a value lies otherwise at a later step."""
-    made: dict[fx.Node, fx.Node] = {}
-    for node in [each for each in graph.nodes if each.target in _CONTIGUOUS_ONLY]:
-        for operand in node.all_input_nodes:
-            if operand not in made:
-                with graph.inserting_after(operand):
-                    made[operand] = graph.call_function(_aten.contiguous.default, (operand,))
-                made[operand].meta = dict(operand.meta)
-            node.replace_input_with(operand, made[operand])
-
-
-def _name_ends(node: fx.Node) -> None:
-    """Give the axis and the ends of a slice as numbers within the tensor: vmap makes a table of all numbers between."""
-    whole, piece, *given = cast("tuple[Any, ...]", node.args)
-    axis, start, end, step = cast("list[Any]", [*given, *(0, None, None, 1)[len(given) :]])
-    shape = whole.meta["val"].shape
-    begin, end, _ = slice(start, end).indices(shape[axis])
-    node.args = (whole, piece, axis % len(shape), begin, max(begin, end), step)
-
-
-def _choose(node: fx.Node) -> None:
-    """Say of one number, written wherever a mask holds, that it is chosen there."""
-    whole, indices, value, *accumulate = cast("tuple[Any, ...]", node.args)
-    mask, *others = indices
-    looks, number = whole.meta["val"], value.meta["val"]
-    if others or mask is None or mask.meta["val"].dtype != torch.bool or any(accumulate) or number.numel() != 1:
-        return
-    if number.dtype != looks.dtype:
-        return
-    with node.graph.inserting_before(node):
-        flags = mask.meta["val"].shape
-        where = [_reshaped(mask, [*flags, *[1] * (looks.dim() - len(flags))]), _reshaped(value, [])]
-    node.target, node.args, node.kwargs = _aten.where.self, (*where, whole), {}
-
-
-def _reshaped(node: fx.Node, shape: list[int]) -> fx.Node:
-    made = node.graph.call_function(_aten.reshape.default, (node, shape))
-    made.meta = {**node.meta, "val": node.meta["val"].reshape(shape)}
-    return made
-
-
-def _copied(node: fx.Node) -> fx.Node:
-    """What is written by `copy` over a whole tensor, in the looks of that tensor."""
-    looks, found = node.meta["val"], cast(fx.Node, node.args[1])
-    with node.graph.inserting_before(node):
-        if found.meta["val"].dtype != looks.dtype:
-            found = node.graph.call_function(_aten._to_copy.default, (found,), {"dtype": looks.dtype})
-            found.meta = {**node.meta, "val": cast(fx.Node, node.args[1]).meta["val"].to(looks.dtype)}
-        if found.meta["val"].shape != looks.shape:
-            found = node.graph.call_function(_aten.expand.default, (found, list(looks.shape)))
-            found.meta = dict(node.meta)
-    return found
-
-
-def _same_as(node: fx.Node) -> fx.Node | None:
-    """The node whose value this one repeats, if it is one of the operators that only do that."""
-    if node.target is _aten.copy.default:
-        one, other = (each.meta["val"] for each in cast("tuple[fx.Node, fx.Node]", node.args[:2]))
-        return _copied(node) if one.device == other.device else None
-    if node.target in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
-        return node.all_input_nodes[0]
-    if node.target is _aten.t.default:
-        (before,) = node.all_input_nodes
-        if before.target is _aten.t.default:
-            return before.all_input_nodes[0]
-    return None

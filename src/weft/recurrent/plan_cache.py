@@ -339,11 +339,11 @@ class PlannedCall:
     @property
     def kind(self) -> str:
         """For a person: shape and dtype of a step."""
-        looks = ", ".join(
+        shapes = ", ".join(
             f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape[1:])}" for each in self._inputs.leaves
         )
         flags = [name for name in ("valid", "reset", "cut", "time") if getattr(self._on, name)]
-        return f"steps of {looks}" + (f" with {', '.join(flags)}" if flags else "")
+        return f"steps of {shapes}" + (f" with {', '.join(flags)}" if flags else "")
 
     def step_key(self) -> Hashable:
         """All that a plan depends on besides the cell: tensors and structure of one step, and PyTorch's modes."""
@@ -419,9 +419,8 @@ class PlannedCall:
                 first, *later = layouts_drawn(once, state)
                 if any(each != first for each in later):
                     raise CaptureError(
-                        "the cell draws numbers for a state in the order in which that lies in memory, and the first "
-                        "state lies in another way than later ones, as a transposed tensor does; make both contiguous, "
-                        "as by .contiguous()"
+                        "the cell draws numbers in the memory order of a state, and the first state has another memory "
+                        "layout than later ones, as a transposed tensor has; make both contiguous, as by .contiguous()"
                     )
         if changed:
             raise CaptureError(
@@ -458,7 +457,7 @@ class PlannedCall:
 
     @property
     def race_steps(self) -> int:
-        """How many steps `race` takes."""
+        """The number of steps that `race` takes."""
         return min(self._inputs.steps, RACE_STEPS)
 
     def race(self, engine: Backend) -> tuple[float, float]:
@@ -526,7 +525,7 @@ def _constant(node: fx.Node, tensor: Tensor) -> bool:
 
 
 def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor]) -> float:
-    """How long a run takes, with its backward."""
+    """The seconds of a run with its backward."""
     begin = time.perf_counter()
     outputs, last, _ = run()
     ends = [

@@ -132,7 +132,7 @@ class CompiledLoop:
         rows: Mapping[fx.Node, Sequence[Tensor]],
         added: Sequence[Sequence[Tensor]] = (),
     ) -> tuple[list[Tensor], dict[fx.Node, list[Tensor]]]:
-        """What is carried out of the last step, and for every collected node its values in the order of time.
+        """The carried values after the last step, and for every collected node its values in time order.
 
         `rows` hold what is read, and for the written nodes what is written to.
         """
@@ -246,8 +246,8 @@ class ScanPlan:
         `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
         """
         signature, parts = self.captured.signature, self.parts
-        trail = SavedValues(BulkEvaluator(len(inputs[0]), lambda node: bool(self._on[node])), {})
-        env = trail.bulk.env
+        store = SavedValues(BulkEvaluator(len(inputs[0]), lambda node: bool(self._on[node])), {})
+        env = store.bulk.env
         env.update(zip(signature.inputs, inputs, strict=True))
         for node in signature.references:
             env[node] = self.captured.reference(node).detach()
@@ -255,26 +255,26 @@ class ScanPlan:
         backward_ends = [*signature.input_gradients, *signature.state_gradients, *signature.parameter_gradients]
         ends = [*signature.outputs, *signature.new_states, *backward_ends]
         later = [*parts.before, *parts.loop, *parts.after, *back]
-        trail.bulk.evaluate(parts.once, _read_by(later, parts.once, ends))
-        trail.bulk.evaluate(parts.before, _read_by([*parts.loop, *parts.after, *back], parts.before, ends))
+        store.bulk.evaluate(parts.once, _read_by(later, parts.once, ends))
+        store.bulk.evaluate(parts.before, _read_by([*parts.loop, *parts.after, *back], parts.before, ends))
         new_states = _nodes(signature.new_states)
         for k, first in enumerate(states):
             if new_states[k] is signature.states[k]:  # handed on as it is: one tensor stands for all steps
-                env[signature.states[k]] = first.expand(trail.bulk.steps, *first.shape)
-        buffers = self._buffers(self.loop, trail, dict(zip(reversed(new_states), reversed(list(states)), strict=True)))
-        _, saved = self._run(self.loop, trail, states)
-        trail.rows.update(saved)
-        self._stack_for(parts.after, trail)
-        trail.bulk.evaluate(parts.after, _read_by(back, parts.after, ends))
+                env[signature.states[k]] = first.expand(store.bulk.steps, *first.shape)
+        buffers = self._buffers(self.loop, store, dict(zip(reversed(new_states), reversed(list(states)), strict=True)))
+        _, saved = self._run(self.loop, store, states)
+        store.rows.update(saved)
+        self._stack_for(parts.after, store)
+        store.bulk.evaluate(parts.after, _read_by(back, parts.after, ends))
         all_states = [
             buffers[new]
             if new in buffers and new_states.index(new) == k
             else first
             if new is signature.states[k]
-            else torch.cat([first[None], trail.stacked(new)])
+            else torch.cat([first[None], store.stacked(new)])
             for k, (first, new) in enumerate(zip(states, new_states, strict=True))
         ]
-        return [trail.stacked(node) for node in _nodes(signature.outputs)], all_states, trail
+        return [store.stacked(node) for node in _nodes(signature.outputs)], all_states, store
 
     def compile(self, loop: Loop) -> CompiledLoop:
         """A loop as a function; other engines have other ways."""
@@ -290,7 +290,7 @@ class ScanPlan:
         return list(dict.fromkeys([*self.loop.loop.saved, *forward]))
 
     def backward(
-        self, trail: SavedValues, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
+        self, store: SavedValues, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor | None]]:
         """The gradients of inputs (T x ...), initial states and parameters, out of those of outputs and states.
 
@@ -298,30 +298,30 @@ class ScanPlan:
         those of the state after the last one.
         """
         signature, parts = self.captured.signature, self.parts
-        trail = trail.copy()
-        trail.bulk.env.update(zip(signature.output_gradients, outputs, strict=True))
+        store = store.copy()
+        store.bulk.env.update(zip(signature.output_gradients, outputs, strict=True))
         ends = [*signature.state_gradients, *signature.input_gradients, *signature.parameter_gradients]
-        self._stack_for(parts.before_back, trail)
-        trail.bulk.evaluate(parts.before_back, _read_by([*parts.loop_back, *parts.after_back], parts.before_back, ends))
+        self._stack_for(parts.before_back, store)
+        store.bulk.evaluate(parts.before_back, _read_by([*parts.loop_back, *parts.after_back], parts.before_back, ends))
         loop = self.loop_back(states is not None)
-        self._buffers(loop, trail, {})
-        carried, saved = self._run(loop, trail, last, states)
-        trail.rows.update(saved)
-        self._stack_for(parts.after_back, trail)
+        self._buffers(loop, store, {})
+        carried, saved = self._run(loop, store, last, states)
+        store.rows.update(saved)
+        self._stack_for(parts.after_back, store)
         inside = parts.after_back
         wanted = [node for node in dict.fromkeys(signature.input_gradients) if node in inside]
-        trail.bulk.evaluate(parts.after_back, wanted)
-        of_inputs = [None if node is None else trail.stacked(node) for node in signature.input_gradients]
-        of_parameters = [self._sum(trail, node, inside) for node in signature.parameter_gradients]
+        store.bulk.evaluate(parts.after_back, wanted)
+        of_inputs = [None if node is None else store.stacked(node) for node in signature.input_gradients]
+        of_parameters = [self._sum(store, node, inside) for node in signature.parameter_gradients]
         return of_inputs, carried, of_parameters
 
-    def _sum(self, trail: SavedValues, node: Value, inside: Sequence[fx.Node]) -> Tensor | None:
+    def _sum(self, store: SavedValues, node: Value, inside: Sequence[fx.Node]) -> Tensor | None:
         """A parameter's gradient: the sum over time, by one product or reduction."""
         if node is None:
             return None
         if node not in inside:
-            trail.stacked(node)
-        return trail.bulk.summed(node, inside)
+            store.stacked(node)
+        return store.bulk.summed(node, inside)
 
     def _compiled(
         self,
@@ -344,16 +344,16 @@ class ScanPlan:
     def _run(
         self,
         compiled: CompiledLoop,
-        trail: SavedValues,
+        store: SavedValues,
         carried: Sequence[Tensor],
         given: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], dict[fx.Node, list[Tensor]]]:
-        rows = {node: trail.in_steps(node) for node in (*compiled.loop.rows, *compiled.loop.written)}
+        rows = {node: store.in_steps(node) for node in (*compiled.loop.rows, *compiled.loop.written)}
         added = [] if given is None else [each.unbind(0) for each in given]
-        return compiled.run(trail.bulk.steps, trail.bulk.env, carried, rows, added)
+        return compiled.run(store.bulk.steps, store.bulk.env, carried, rows, added)
 
     def _buffers(
-        self, compiled: CompiledLoop, trail: SavedValues, first: dict[fx.Node, Tensor]
+        self, compiled: CompiledLoop, store: SavedValues, first: dict[fx.Node, Tensor]
     ) -> dict[fx.Node, Tensor]:
         """Storage over time for what the loop writes, allocated once: T rows, or T+1 with a first one given.
 
@@ -364,24 +364,24 @@ class ScanPlan:
         for node in compiled.loop.written:
             value = node.meta["val"]
             initial = first.get(node)
-            device = next(iter(trail.bulk.env[each] for each in self.captured.signature.inputs)).device
-            rows = trail.bulk.steps + (initial is not None)
+            device = next(iter(store.bulk.env[each] for each in self.captured.signature.inputs)).device
+            rows = store.bulk.steps + (initial is not None)
             buffer = torch.empty((rows, *value.shape), dtype=value.dtype, device=device)
             if initial is not None:
                 buffer[0].copy_(initial)
                 whole[node] = buffer
                 buffer = buffer[1:]
-            trail.bulk.env[node] = buffer
-            trail.rows[node] = buffer.unbind(0)
+            store.bulk.env[node] = buffer
+            store.rows[node] = buffer.unbind(0)
         return whole
 
-    def _stack_for(self, nodes: Sequence[fx.Node], trail: SavedValues) -> None:
+    def _stack_for(self, nodes: Sequence[fx.Node], store: SavedValues) -> None:
         """Stack what these nodes read of the loops' values."""
         inside = set(nodes)
         for node in nodes:
             for each in node.all_input_nodes:
-                if each not in inside and each in trail.rows and each not in trail.bulk.env:
-                    trail.stacked(each)
+                if each not in inside and each in store.rows and each not in store.bulk.env:
+                    store.stacked(each)
 
 
 def _read_by(readers: Iterable[fx.Node], of: Sequence[fx.Node], ends: Iterable[Value]) -> list[fx.Node]:
@@ -411,11 +411,11 @@ class PythonBackend:
 
     def forward(self, constants: None, chunk: Chunk, keep: bool) -> SavedValues:
         """See `Backend`."""
-        outputs, states, trail = self.plan.forward(chunk.inputs, first_states(chunk, self._invariant))
+        outputs, states, store = self.plan.forward(chunk.inputs, first_states(chunk, self._invariant))
         write(chunk.outputs, outputs)
         moving = [k for k in range(len(states)) if k not in self._invariant]
         write([chunk.states[k][1:] for k in moving], [states[k][1:] for k in moving])
-        return trail
+        return store
 
     def recompute(self, constants: None, chunk: Chunk) -> SavedValues:
         """See `Backend`; by Python, step by step as before."""

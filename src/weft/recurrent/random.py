@@ -30,14 +30,14 @@ _BY_SHAPE = {
     _aten.uniform.default,
     _aten.exponential.default,
 }
-"""Operators that take of their tensors the looks only."""
+"""Operators that read only shape, dtype and device of their tensor arguments."""
 _IN_PLACE = {
     _aten.bernoulli.p: _aten.bernoulli_.float,
     _aten.normal_functional.default: _aten.normal_.default,
     _aten.uniform.default: _aten.uniform_.default,
     _aten.exponential.default: _aten.exponential_.default,
 }
-"""For what stands in a graph without writes, what cells call."""
+"""In-place operators that cells call, by their functional form in the graph."""
 _SWITCHES = frozenset({"dropout_p", "train", "training"})
 """Arguments without which nothing is drawn: attention has a rate of dropout, which mostly is 0."""
 _STRIDES = "weft: strides"
@@ -45,9 +45,9 @@ _STRIDES = "weft: strides"
 
 @dataclass(frozen=True)
 class Draw:
-    """One operator that draws: itself, its arguments, and the looks of the result. None stands for a tensor.
+    """One random operator: its arguments, and the metadata of the result. None stands for a tensor.
 
-    Numbers come in the order of memory, so the strides are looks as well.
+    Numbers are drawn in the order of memory, so the strides count as well.
     """
 
     target: Any
@@ -75,13 +75,13 @@ def is_random(node: fx.Node) -> bool:
 
 
 def bound(module: fx.GraphModule) -> list[str]:
-    """The operators that draw depending on values, which cannot be drawn in advance."""
+    """The random operators that depend on values, and so cannot be drawn in advance."""
     nodes = [node for node in module.graph.nodes if is_random(node)]
     return [str(node.target) for node in nodes if node.target not in _BY_SHAPE or len(node.all_input_nodes) > 1]
 
 
 def tell_apart(module: fx.GraphModule) -> None:
-    """Say of `bernoulli(x, p)` that it draws into a new tensor: without writes, `x.bernoulli_(p)` reads like it."""
+    """Let `bernoulli(x, p)` draw into a new tensor: after functionalization, `x.bernoulli_(p)` reads the same."""
     for node in [each for each in module.graph.nodes if each.target is _aten.bernoulli.p]:
         with module.graph.inserting_before(node):
             new = module.graph.call_function(_aten.empty_like.default, node.args[:1])
@@ -91,14 +91,14 @@ def tell_apart(module: fx.GraphModule) -> None:
 
 
 def note_strides(module: fx.GraphModule) -> None:
-    """Keep with every drawing node how that lies in memory which it draws, before the graph is tidied."""
+    """Keep the strides of the result with every random node, before later passes change them."""
     for node in [each for each in module.graph.nodes if is_random(each)]:
         written = node.args[0] if node.target in _IN_PLACE else node
         node.meta[_STRIDES] = tuple(written.meta["val"].stride())
 
 
 def lifted(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
-    """Replace every drawing node by a placeholder; these, and what they draw, in order of drawing."""
+    """Replace every random node by a placeholder; returns these and their draws, in order."""
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     inputs: list[fx.Node] = []
@@ -106,8 +106,8 @@ def lifted(module: fx.GraphModule) -> tuple[list[fx.Node], list[Draw]]:
     for node in [each for each in graph.nodes if is_random(each)]:
         args = tuple(None if isinstance(each, fx.Node) else each for each in node.args)
         value = node.meta["val"]
-        looks = (tuple(value.shape), node.meta[_STRIDES], value.dtype)
-        draws.append(Draw(_IN_PLACE.get(node.target, node.target), args, dict(node.kwargs), *looks))
+        meta = (tuple(value.shape), node.meta[_STRIDES], value.dtype)
+        draws.append(Draw(_IN_PLACE.get(node.target, node.target), args, dict(node.kwargs), *meta))
         with graph.inserting_after(last):
             last = graph.placeholder(f"draw{len(draws)}")
         last.meta = {"val": node.meta["val"]}
@@ -142,7 +142,7 @@ def layouts_drawn(step: Callable[[Any], tuple[Any, Any]], state: Any, steps: int
 
 
 class _Layouts(TorchDispatchMode):
-    """Inside, `seen` collects the strides of all that is drawn."""
+    """Collects in `seen` the strides of all random results inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +156,12 @@ class _Layouts(TorchDispatchMode):
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Those that matter."""
+    """The strides of axes longer than 1."""
     return tuple([stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1])
 
 
 def drawn(draws: Sequence[Draw], steps: int, device: torch.device) -> list[Tensor]:
-    """What so many steps draw, T x ... each."""
+    """The random numbers of so many steps, T x ... each."""
     rows = [torch.empty((steps, *each.shape), dtype=each.dtype, device=device) for each in draws]
     with torch.no_grad():
         for t in range(steps if draws else 0):

@@ -47,7 +47,7 @@ from weft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, 
 
 
 class Result(NamedTuple):
-    """What a recurrent network returns. Its tensors may share memory: read them, do not write into them.
+    """The results of a recurrent network. Its tensors may share memory: read them, do not write into them.
 
     Example:
         >>> result = weft.Recurrent(nn.LSTMCell(3, 8), backend="eager")(torch.randn(5, 2, 3))
@@ -72,7 +72,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class InitialState:
-    """Where states begin: a function of the first input, and whether it returns the state of a single row."""
+    """The initial state: a function of the first input, and whether it returns the state of a single row."""
 
     make: Callable[[Any], Any]
     for_one_row: bool = False
@@ -80,7 +80,7 @@ class InitialState:
 
 @dataclass(frozen=True)
 class RecurrentSettings:
-    """How a network runs, whatever it runs on."""
+    """Settings of a network that do not depend on the backend."""
 
     initial: InitialState | None = None
     batch_first: bool = False
@@ -193,7 +193,7 @@ class Recurrent(nn.Module):
             start: the number of the first step, for ``time_step`` and ``truncate``.
 
         Padding is never read: it may hold NaN, and no gradient goes through it. With T = 0 the cell runs once,
-        on made-up numbers, to learn how its outputs look.
+        on made-up numbers, to learn the shapes of its outputs.
 
         Raises ``SpecError`` or ``UsageError`` that lists all that is wrong with the arguments, and ``SpecError`` if
         what the cell returns does not fit. Errors of the cell itself get a note that names the step.
@@ -519,7 +519,7 @@ def _given(cell: Cell, settings: RecurrentSettings, state: Any, inputs: Sequence
 
 
 def _alike(cell: Cell, given: Any, own: Any) -> None:
-    """Raise ``SpecError`` if the state of the call is nested otherwise than the one that a reset brings back."""
+    """Raise ``SpecError`` if the given state is nested differently from the one that a reset restores."""
     fault = None if given is None else difference(flatten(own)[1], flatten(given)[1], "state")
     if fault:
         raise SpecError(f"the state given to cell {cell.name} is not nested as its initial state: {fault}")

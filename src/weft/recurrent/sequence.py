@@ -1,4 +1,4 @@
-"""What goes in: sequences in time, brought into one form.
+"""Input sequences, normalised: time first, with known lengths.
 
     inputs   {"x": T x N x D, "gate": T x N, "dt": T, "name": "run 7"}
 
@@ -6,20 +6,13 @@
     axis 1   rows, one number for every tensor that has it; "dt" holds one number per step for all rows
     other    leaves that are no tensors: every step gets them whole
 
-A sequence without rows (T x D) is taken too, as ``torch.func.vmap`` over the batch hands it in. No look at the
-shapes can tell whether T x 5 holds five rows or one row of width five. ``certain`` says that there are rows for
-sure, since the caller spoke of them (lengths, mask, reset, batch first); an input of a step with two axes makes
-them likely.
+A sequence without rows (T x D) is accepted too, as ``torch.func.vmap`` over the batch passes it. Shapes alone cannot
+tell whether T x 5 holds five rows or one row of width five. ``certain`` says that there are rows, since the caller
+referred to them (lengths, mask, reset, batch first); a step's input with two axes makes them likely.
 
-``PackedSequence`` in, ``PackedSequence`` out.
-
-Torch packs rows of different length step by step, longest row first, without padding. Here such a sequence is
-padded on the way in, with its lengths known, and the outputs are packed on the way out, with the same sizes and
-the same order of rows. States go in and come out in the user's order of rows, as with ``torch.nn.LSTM``.
-
-Packed sequences for a layer of layers: opened once on the way in, packed once on the way out.
-
-A single network opens and packs by itself. Several of them would do so once each.
+A ``PackedSequence``, rows of different length packed step by step, longest first, is padded on the way in, and the
+outputs are packed on the way out with the same sizes and order of rows. States are in the user's order of rows, as with
+``torch.nn.LSTM``. A layer of several networks unpacks once for all of them (`unpack_inputs`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,8 @@
 """The check before a plan is first used: a few steps by the plan and by the eager loop, forward and back.
 
-It is all that stands between a fault of the analysis, or of PyTorch's tracing, and a model that trains silently
-wrong. Values are compared in units of what the cell itself computes: the largest difference against the largest
-value, within what the dtype can hold.
+It catches faults of the analysis, and of PyTorch's tracing, before they train a model silently wrong. Values are
+compared in units of what the cell itself computes: the largest difference against the largest value, within what the
+dtype can hold.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def _faults(
 
 
 Ends = tuple[SequenceLeaves[Tensor], list[Tensor], list[Tensor]]
-"""What a way of running gave, and the leaves of inputs and states that it was given."""
+"""Results of a run, and the leaves of inputs and states it was given."""
 
 
 def _leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -108,10 +108,10 @@ def _values(plan: Backend, ends: Ends, every: bool) -> list[tuple[str, Tensor]]:
 
 
 def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
-    """What differs, in words; None if it is rounding."""
+    """A description of the difference; None if it is rounding."""
     if wanted.shape != seen.shape or wanted.dtype != seen.dtype:
-        looks = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (seen, wanted)]
-        return f"{name} is {looks[0]}, the cell's is {looks[1]}"
+        kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (seen, wanted)]
+        return f"{name} is {kinds[0]}, the cell's is {kinds[1]}"
     if not differentiable(wanted):
         return None if torch.equal(wanted, seen) else f"{name} differs"
     if not torch.equal(wanted.isnan(), seen.isnan()):

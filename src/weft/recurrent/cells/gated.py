@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from weft.core.errors import UsageError, listed
 
 Device = torch.device | str | int | None
-"""Where parameters are made, in all the ways in which PyTorch's own modules take it."""
+"""Device and dtype of parameters, as PyTorch's own modules take them."""
 
 
 def size_faults(**sizes: int) -> list[str]:

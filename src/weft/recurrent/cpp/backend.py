@@ -74,7 +74,7 @@ def _openmp() -> list[int | None]:
 
 
 def panel_width() -> dict[torch.dtype, int]:
-    """How many columns a packed panel has: two vectors of them."""
+    """Columns of a packed panel: two vector registers."""
     return {dtype: 2 * compiler.vector_bytes() // dtype.itemsize for dtype in (torch.float32, torch.float64)}
 
 
@@ -124,7 +124,7 @@ class CompiledStep:
         return "\n\n".join([head, *parts, *self._outside()])
 
     def _outside(self) -> list[str]:
-        """What PyTorch runs, since C does not know it."""
+        """The operators left to PyTorch, for a person."""
         split = self.lowered.split
         sums = [f"sum of {node} over all steps" for node in split.summed]
         runs = {
@@ -166,7 +166,7 @@ MIN_PARALLEL_OPERATIONS = 4e6
 
 @dataclass(frozen=True)
 class Constants:
-    """What depends on the references only: contiguous for C, and by node for PyTorch."""
+    """Values that depend on the references only: contiguous for C, and by node for PyTorch."""
 
     tensors: list[Tensor]
     values: dict[fx.Node, Tensor]
@@ -174,7 +174,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """What backward reads of a chunk: bytes that C wrote, and what PyTorch made."""
+    """Values of a chunk that backward reads: a buffer that C wrote, and tensors of PyTorch's."""
 
     buffer: Tensor
     values: dict[fx.Node, Tensor]
@@ -196,7 +196,7 @@ class TorchStage:
 
 
 class TorchStages:
-    """What of a step PyTorch runs, since C does not know it."""
+    """The operators of a step that C does not know, and PyTorch runs."""
 
     def __init__(self, split: ForwardBackwardSplit, lowered: Lowered) -> None:
         self._split = split
@@ -220,13 +220,13 @@ class TorchStages:
         every = [*split.torch, *summed]
         read = dict.fromkeys(each for node in every for each in (node, *node.all_input_nodes))
         self.constants = [node for node in read if not split.varies(node)]
-        """What it reads of what depends on references only."""
+        """Values it reads that depend on references only."""
         stacked = {*split.torch, *lowered.made, *summed}
         self.step_bytes = sum(_size(node) for node in stacked if not summed_at_once(node))
         self._fixed = sum(_size(node) for node in summed)
 
     def bytes(self, steps: int) -> int:
-        """What it takes for so many steps, besides what is kept."""
+        """Bytes for so many steps, besides saved values."""
         return steps * self.step_bytes + self._fixed
 
     def finish(self, bulk: BulkEvaluator, gradients: Gradients) -> None:
@@ -318,8 +318,8 @@ class CppBackend:
             outside.env.update(kept.values)
             self._take_made(outside, chunk, kept)
         self._outside.before_back.run(outside)
-        looks = [each.meta["val"] for each in self._lowered.made]
-        made = [torch.empty((chunk.steps, *each.shape), dtype=each.dtype) for each in looks]
+        metas = [each.meta["val"] for each in self._lowered.made]
+        made = [torch.empty((chunk.steps, *each.shape), dtype=each.dtype) for each in metas]
         self._call(self.compiled.backward, constants, chunk, kept.buffer, outside, held, made)
         outside.env.update(zip(self._lowered.made, made, strict=True))
         self._outside.finish(outside, gradients)
@@ -352,7 +352,7 @@ class CppBackend:
         return self._workspaces[key]
 
     def _given(self, constants: Constants, chunk: Chunk) -> BulkEvaluator:
-        """What PyTorch may read before the loops: constants, inputs, and states before each step."""
+        """Values that PyTorch may read before the loops: constants, inputs, and states before each step."""
         bulk, signature = BulkEvaluator(chunk.steps, self._split.varies), self.captured.signature
         if self._outside.works:
             bulk.env.update(constants.values)
@@ -363,7 +363,7 @@ class CppBackend:
         return bulk
 
     def _take_made(self, bulk: BulkEvaluator, chunk: Chunk, kept: SavedChunk) -> None:
-        """What C made forward: what it saved, new states and outputs."""
+        """Values that C computed forward: saved ones, new states and outputs."""
         front, steps = self._split.front, chunk.steps
         for node, start in zip(self._lowered.saved, self._starts(kept.buffer, steps), strict=True):
             value = node.meta["val"]
@@ -375,7 +375,7 @@ class CppBackend:
         bulk.env.update({node: each for node, each in results if node in front})
 
     def _starts(self, buffer: Tensor, steps: int) -> list[int]:
-        """Where what is saved lies in a buffer."""
+        """Offsets of the saved values in a buffer."""
         found = [-buffer.data_ptr() % ALIGN]
         for each in self._saved:
             found.append(found[-1] + aligned(each * steps))
@@ -426,7 +426,7 @@ class CppBackend:
 
 @contextmanager
 def _plainly() -> Generator[None]:
-    """Operators do what the graph says: it has the casts of autocast in it."""
+    """Run operators as the graph has them: it contains the casts of autocast already."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
@@ -436,7 +436,7 @@ def _data_pointer(tensor: Tensor | None) -> int:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """As C reads it: contiguous, and negated in memory where it is only marked as negative."""
+    """Contiguous, with a lazy negation resolved, as C reads memory."""
     return tensor.resolve_neg().contiguous()
 
 
@@ -489,7 +489,7 @@ class WorkspacePool:
             return _fresh(size)
 
     def give(self, buffer: Tensor, kind: str = "") -> None:
-        """The buffer is read no more. Kinds are apart, so that what is kept long does not take what is used often."""
+        """Return a buffer. Kinds are separate, so that long-lived buffers do not take those of short-lived use."""
         size = buffer.numel()
         with self._lock:
             now = time.monotonic()
@@ -502,7 +502,7 @@ class WorkspacePool:
                 self._held += size
 
     def release(self) -> None:
-        """Let go of every buffer that is idle."""
+        """Free all idle buffers."""
         with self._lock:
             self._drop()
 
@@ -531,16 +531,16 @@ class WorkspacePool:
 
 
 def rounded(size: int) -> int:
-    """What a buffer for so many bytes takes: up to 1/8 of a power of two, so that sizes which differ a little share."""
+    """Size class of a buffer: rounded up to 1/8 of a power of two, so that similar sizes share buffers."""
     size = max(size, 1)
     grain = max(64, 1 << max(size.bit_length() - 4, 0))
     return -(-size // grain) * grain
 
 
 def _fresh(size: int) -> Tensor:
-    """Memory of the system's own; a large one in pages of its own, which go back to the system when it is collected.
+    """Uninitialised memory; a large buffer has pages of its own, which return to the system when it is freed.
 
-    An allocator would keep them, so that a byte budget were exceeded by what nobody uses.
+    An allocator would keep them, and idle memory would exceed a byte budget.
     """
     if size < _OWN_PAGES:
         return torch.empty(size, dtype=torch.uint8)

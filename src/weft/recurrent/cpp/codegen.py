@@ -218,7 +218,7 @@ def _stack(value: Value) -> list[str]:
 
 
 _WIDTH = 28
-"""Where formulas begin."""
+"""The column where formulas begin."""
 
 
 def explain_function(function: LoopFunction, schedule: LoopSchedule) -> str:

@@ -32,15 +32,13 @@ FLAGS = (
     *("-O2", "-ftree-vectorize", "-march=native", "-std=c++17", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math", "-fvisibility=default", "-w"),
 )
-"""What must be unrolled, the texts say themselves: -O3 takes up to twice the time for the same speed of loops."""
+"""Loops to unroll are marked in the source: -O3 takes up to twice the time to compile for the same speed."""
 EXACT = ("-ffp-contract=off",)
 """For loops: the same expression gives the same bits wherever it stands."""
 SECONDS = 120.0
-"""What one compilation may take."""
+"""Time limit of one compilation."""
 MEBIBYTES = 256.0
-"""What all libraries on disk may take, unless `$WEFT_CACHE_MIB` says otherwise."""
-_LINKS = 40
-"""So many links on the way to the cache are followed, as by Linux itself."""
+"""Size limit of the cache, unless `$WEFT_CACHE_MIB` sets another."""
 
 
 class CompileError(WeftError, RuntimeError):
@@ -75,7 +73,7 @@ def load(text: str, *, exact: bool) -> ctypes.CDLL:
 
 
 def vector_bytes() -> int:
-    """What a vector register of this machine holds."""
+    """The width of this machine's vector registers."""
     known = _processor().split()
     return 64 if "avx512f" in known else 32 if "avx" in known else 16
 
@@ -161,7 +159,7 @@ def _trim(place: Path, room: float) -> None:
 
 
 def _bound() -> float:
-    """What all libraries on disk may take, in bytes. Raises UsageError."""
+    """The size limit of the cache, in bytes. Raises UsageError."""
     asked = os.environ.get("WEFT_CACHE_MIB") or str(MEBIBYTES)
     try:
         bound = float(asked)
@@ -174,7 +172,7 @@ def _bound() -> float:
 
 @cache
 def folder() -> Path:
-    """Where compiled libraries are kept: in the user's cache, or, where that does not do, until the process ends."""
+    """The folder of compiled libraries: in the user's cache, or a temporary one if that is unsafe or read-only."""
     home = os.environ.get("WEFT_CACHE")
     try:
         base = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
@@ -182,6 +180,7 @@ def folder() -> Path:
         for each in (*reversed(place.parents), place):
             if not each.exists():
                 each.mkdir(mode=0o700, exist_ok=True)
+        place = place.resolve()  # used without links, which others might repoint
         fault = changeable(place)
         if fault is not None:
             warnings.warn(
@@ -202,34 +201,19 @@ def folder() -> Path:
 
 
 def changeable(place: Path) -> str | None:
-    """Why others could change what lies in a folder, or put another one in its place; None if they cannot.
+    """Why others could change the content of a resolved folder, or replace the folder; None if they cannot.
 
-    The way from the root is walked with every link on it resolved, since whoever may rename a folder on it, or repoint
-    a link, decides what lies at its end. In a folder with the sticky bit (`/tmp`) others may make entries but not
-    replace ours; there may be no link in it, though. Raises OSError.
+    Whoever may write to a folder on the path from the root can rename what is in it, but for a folder with the sticky
+    bit (`/tmp`), where others may make entries and not replace ours. Raises OSError.
     """
-    here, rest, links, shared = Path("/"), [*reversed(place.parts[1:])], 0, False
-    while True:
-        about = here.lstat()
-        if about.st_uid not in (0, os.getuid()):
+    user = os.getuid()
+    for here in (*reversed(place.parents), place):
+        about = here.stat()
+        if about.st_uid not in ((user,) if here == place else (0, user)):
             return f"{here} belongs to user {about.st_uid}"
-        if stat.S_ISLNK(about.st_mode):
-            links += 1
-            if shared:
-                return f"{here} is a link in a folder that others may write to"
-            if links > _LINKS:
-                return f"{here} is one of more than {_LINKS} links"
-            target = here.readlink()
-            rest += reversed(target.parts[target.is_absolute() :])
-            here = Path("/") if target.is_absolute() else here.parent
-            continue
-        shared = bool(about.st_mode & 0o022)
-        if shared and not (about.st_mode & stat.S_ISVTX and rest):
+        if about.st_mode & 0o022 and (here == place or not about.st_mode & stat.S_ISVTX):
             return f"others may write to {here} (mode {stat.S_IMODE(about.st_mode):04o})"
-        if not rest:
-            return None if about.st_uid == os.getuid() else f"{here} belongs to user {about.st_uid}"
-        step = rest.pop()
-        here = here.parent if step == ".." else here / step
+    return None
 
 
 @cache
@@ -243,7 +227,7 @@ def _version(path: str) -> str:
 
 @cache
 def _processor() -> str:
-    """What `-march=native` stands for: a home folder may be shared by machines of different kinds."""
+    """The target of `-march=native`: a home folder may be shared by machines of different kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))

@@ -81,7 +81,7 @@ def convolution_backward(
 def _windows(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
-    """What the kernel sees at every place: N, places ..., C, kernel ..., a view of the padded input."""
+    """The patches under the kernel: N, places ..., C, kernel ..., a view of the padded input."""
     for axis, pad in enumerate(padding, 2):
         if pad:
             edge = x.new_zeros([pad if i == axis else size for i, size in enumerate(x.shape)])

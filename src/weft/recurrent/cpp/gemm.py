@@ -46,11 +46,11 @@ class PackedWeights:
         self._known: dict[tuple[MemoryLayout, tuple[int, ...], torch.dtype], int] = {}
 
     def panels(self, columns: int, dtype: torch.dtype) -> int:
-        """How many panels so many columns make."""
+        """Panels for so many columns."""
         return -(-columns // self._width[dtype])
 
     def numbers(self, inner: int, columns: int, dtype: torch.dtype) -> int:
-        """What one packed matrix takes."""
+        """Bytes of one packed matrix."""
         return self.panels(columns, dtype) * self._width[dtype] * inner
 
     def _all_numbers(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -185,7 +185,7 @@ class MatrixProducts:
         )
 
     def _small(self, it: _Oriented, low: str, high: str, by_columns: bool) -> str:
-        """Of which a thread may have columns, too: where the batch's rows are columns here."""
+        """Whether threads may share columns as well: where the batch's rows are columns here."""
         left, right = ("r0", "r1") if by_columns else ("0", str(it.columns))
         return call(
             "w_small",

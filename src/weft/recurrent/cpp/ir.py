@@ -426,7 +426,7 @@ class LoweringContext:
 
 
 def meta_value(node: fx.Node) -> Tensor:
-    """What the node yielded when the step was captured: its shape and dtype count."""
+    """The fake tensor of a node, from the capture: its shape and dtype count."""
     return cast(Tensor, node.meta["val"])
 
 

@@ -151,7 +151,7 @@ _STEP = {"sum": "{0} + {1}", "max": "w_max({0}, {1})", "min": "w_min({0}, {1})"}
 
 
 def _begin(kind: str, dtype: torch.dtype) -> str:
-    """What a reduction of nothing gives, so that one more number is that number."""
+    """The identity element of a reduction."""
     if kind == "sum":
         return literal(0, dtype)
     if dtype.is_floating_point:

@@ -47,9 +47,9 @@ class Lowered:
     constants: list[fx.Node] = field(default_factory=list[fx.Node])
     saved: list[fx.Node] = field(default_factory=list[fx.Node])
     outside: list[fx.Node] = field(default_factory=list[fx.Node])
-    """What PyTorch makes and the functions read."""
+    """Computed by PyTorch, read by the functions."""
     made: list[fx.Node] = field(default_factory=list[fx.Node])
-    """What `backward` makes and PyTorch reads."""
+    """Computed by `backward`, read by PyTorch."""
     forward: LoopFunction = field(default_factory=partial(LoopFunction, "forward"))
     recompute: LoopFunction = field(default_factory=partial(LoopFunction, "recompute"))
     backward: LoopFunction = field(default_factory=partial(LoopFunction, "backward", backward=True))
@@ -89,7 +89,7 @@ class _FunctionLowering:
         self.signature, self.invariant = captured.signature, captured.invariant
         """The states that a step hands on as they are."""
         self.views: dict[fx.Node, View] = {}
-        """What the function is given."""
+        """The arguments of the function."""
         self.context = LoweringContext({})
 
     # -- what it reads ----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class _BackwardLowering(_FunctionLowering):
         self.function.finalize([*self.context.made, *totals])
 
     def _give_kept(self) -> None:
-        """What forward left behind: states, outputs, and what was saved."""
+        """The results of forward: states, outputs and saved values."""
         bases = {*self.split.bases}
         self.give_new_states(bases)
         for i, node in enumerate(self.signature.outputs):
@@ -260,7 +260,7 @@ class _BackwardLowering(_FunctionLowering):
         return carried
 
     def _want_carried(self, carried: list[tuple[int, Value]]) -> None:
-        """What the carried gradients become."""
+        """The new values of the carried gradients."""
         for k, value in carried:
             node = self.signature.state_gradients[k]
             end = None if node is None else self.end(node)

@@ -119,7 +119,7 @@ def _not(context: LoweringContext, node: fx.Node) -> View:
 
 
 def _rounded(context: LoweringContext, node: fx.Node) -> View:
-    """Whole numbers stay as they are."""
+    """Integers are unchanged."""
     name = cast(Any, node.target)._schema.name.removeprefix("aten::")
     floating = meta_value(node).is_floating_point()
     return context.like(node, f"w_{name}({{0}})" if floating else "{0}", [context.operand(node.args[0])])
@@ -316,7 +316,7 @@ def _spread(index: View, over: Sequence[int], axis: int) -> View:
 
 
 def _one_index(context: LoweringContext, node: fx.Node) -> tuple[View, View, int, tuple[int, ...]]:
-    """What x[:, index] reads: x, the index along one axis, the axis, and the index's own shape."""
+    """The operands of x[:, index]: x, the index along one axis, the axis, and the index's own shape."""
     given = schema_arguments(node)
     source, indices = context.view(given["self"]), cast("list[fx.Node | None]", given["indices"])
     several = [(i, each) for i, each in enumerate(indices) if each is not None]

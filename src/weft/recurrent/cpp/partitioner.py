@@ -83,7 +83,7 @@ class ReductionPattern:
 
     @property
     def read(self) -> list[fx.Node]:
-        """What must be made in every step."""
+        """Values computed in every step."""
         if self.kind == "value":
             return [self.node]
         return cast("list[fx.Node]", list(self.node.args[: 2 if self.kind == "product" else 1]))
@@ -103,7 +103,7 @@ class ReductionPattern:
 def reduction_patterns(
     node: fx.Node, at: Tensor, varies: Callable[[fx.Node], bool], made: Callable[[fx.Node], bool]
 ) -> list[ReductionPattern]:
-    """What must be summed over time to add the node's total to `at`, a meta tensor of its shape.
+    """The pieces to sum over time to add the node's total to `at`, a meta tensor of its shape.
 
     `made` tells of nodes whose values exist anyway, in forward.
     """
@@ -179,7 +179,7 @@ class MaskSparsity:
 
 
 def mask_sparsity(captured: StepGraph, varies: Callable[[fx.Node], bool]) -> MaskSparsity:
-    """What may be skipped, by the mask that allows most; nothing where float16 could turn what is finite infinite."""
+    """The skippable rows under the most effective mask; none where float16 could overflow."""
     if any(isinstance(v := node.meta["val"], Tensor) and v.dtype == torch.float16 for node in captured.nodes):
         return MaskSparsity()
     masks = [
@@ -192,7 +192,7 @@ def mask_sparsity(captured: StepGraph, varies: Callable[[fx.Node], bool]) -> Mas
 
 
 class _Rows:
-    """What is known of the rows where one mask is false."""
+    """Facts about the rows where one mask is false."""
 
     def __init__(self, captured: StepGraph, mask: fx.Node) -> None:
         self._mask, self._rows = mask, meta_value(mask).shape[0]
@@ -368,15 +368,15 @@ class ForwardBackwardSplit:
         self.totals = [[piece for piece in some if not self._sums(piece, late_back)] for some in pieces]
         """For each parameter, what C must sum over time."""
         self.sums = [(j, piece) for j, some in enumerate(pieces) for piece in some if self._sums(piece, late_back)]
-        """What PyTorch sums over time, with the number of the parameter."""
+        """Sums over time that PyTorch computes, with the index of the parameter."""
         self.views: set[fx.Node] = set()
         """Operators of `front` that only view what is saved: backward views it once more."""
         self.torch_views: set[fx.Node] = set()
         """Likewise, of what PyTorch reads."""
         self.bases: list[fx.Node] = []
-        """Of `front`, what `back` and PyTorch read; to be saved, unless it is a new state or an output."""
+        """Values of `front` that `back` and PyTorch read; saved, unless they are a new state or an output."""
         self.kept: list[fx.Node] = []
-        """Of what PyTorch makes forward, what backward reads."""
+        """Values that PyTorch computes forward and backward reads."""
         self._read(wanted)
         self.sparsity = mask_sparsity(captured, self.varies)
         stored = {*signature.new_states, *signature.outputs}
@@ -429,7 +429,7 @@ class ForwardBackwardSplit:
 
     @property
     def made(self) -> list[fx.Node]:
-        """What PyTorch reads of what C makes backward, or carries there."""
+        """Values that C computes or carries backward and PyTorch reads."""
         last = [*self.after_back, *(node for node in self.summed if node not in self.torch)]
         read = inputs_of(last) | {node for node in self.summed if node in self.back}
         carried = [node for node in self.captured.signature.new_state_gradients if node in read]
@@ -483,7 +483,7 @@ def _with_waiting(unknown: set[fx.Node], half: set[fx.Node], late: Callable[[fx.
 
 
 def inputs_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What these nodes read."""
+    """The operands of these nodes."""
     return {each for node in nodes for each in node.all_input_nodes}
 
 

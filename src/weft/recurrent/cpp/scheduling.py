@@ -161,19 +161,19 @@ class Argument:
 
 @dataclass(eq=False)
 class LoopFunction:
-    """What is to be generated. Fill in, then `finalize`."""
+    """A function to generate. Fill in, then `finalize`."""
 
     name: str
     backward: bool = False
     arguments: list[Argument] = field(default_factory=list[Argument])
     layouts: dict[Value, MemoryLayout] = field(default_factory=dict[Value, MemoryLayout])
-    """Where each value lies as a whole."""
+    """The storage of each value, as a whole."""
     carried: list[tuple[Value, Value | None]] = field(default_factory=list["tuple[Value, Value | None]"])
-    """What comes from the step before, and what it becomes; None for zeros."""
+    """Values from the previous step, and their successors; None for zeros."""
     added: list[tuple[Value, Argument]] = field(default_factory=list["tuple[Value, Argument]"])
-    """What the caller adds to a carried value before a step reads it."""
+    """Added by the caller to a carried value before a step reads it."""
     wanted: list[tuple[View, Argument]] = field(default_factory=list["tuple[View, Argument]"])
-    """What is to be written, and where."""
+    """Values to write, and where."""
     totals: list[tuple[Value, View]] = field(default_factory=list["tuple[Value, View]"])
     """Sums over all steps, and what they are added to."""
     values: list[Value] = field(default_factory=list[Value])
@@ -239,7 +239,7 @@ class LoopFunction:
                 self._allocate_value(value)
 
     def _targets(self, values: list[Value]) -> dict[Value, Argument]:
-        """What is made right where it is wanted; copies, added to the values, of all that cannot be."""
+        """Values computed in place at their destination; copies are added for those that cannot be."""
         targets: dict[Value, Argument] = {}
         for view, argument in self.wanted:
             value = view.value
@@ -341,7 +341,7 @@ def row_axes(loop: Sequence[Value], carried: Sequence[Value]) -> SequenceAxes | 
 
 
 def axis_in_view(view: View, axis: int, rows: int) -> int | None:
-    """Where a value's row axis went in a view of it; None if it is split, joined with another, shifted or cut.
+    """The row axis of a value in a view of it; None if it is split, joined with another, shifted or cut.
 
     value (A, rows, B)   one element:  a * rows * B + row * B + b        stride B, and what moves b stays below B,
                                                                          what moves a is a multiple of rows * B
@@ -363,7 +363,7 @@ def axis_in_view(view: View, axis: int, rows: int) -> int | None:
 
 
 def _axis_in_result(value: Value, view: View, axis: int | None) -> int | None:
-    """Where the row axis of an operand is in the result; None if the operator mixes rows."""
+    """The row axis of an operand in the result; None if the operator mixes rows."""
     if axis is None:
         return None
     match value.made:

@@ -103,7 +103,7 @@ class Bidirectional(nn.Module):
         return Result(given.close(outputs), (one.last, other.last), (one.states, reverse_results(other.states, axes)))
 
     def explain(self) -> str:
-        """What both networks say of how they run."""
+        """Both networks' explanations."""
         return told({"forward": self.forward_net, "backward": self.backward_net})
 
     def extra_repr(self) -> str:
@@ -112,7 +112,7 @@ class Bidirectional(nn.Module):
 
 
 def told(nets: dict[str, nn.Module]) -> str:
-    """What networks say of how they run, as far as they can."""
+    """The explanations of the networks that have any."""
     explained = {name: getattr(net, "explain", None) for name, net in nets.items()}
     parts = [f"{name}:\n{explain()}" for name, explain in explained.items() if callable(explain)]
     return FoldedText("\n\n".join(parts))
@@ -179,7 +179,7 @@ def _check(forward_net: nn.Module, backward_net: nn.Module, merge: Any) -> None:
 
 
 class SequenceAxes(NamedTuple):
-    """Where time is: how many steps and rows a call has (rows None: unknown), and which of both comes first.
+    """The layout of a call: how many steps and rows a call has (rows None: unknown), and which of both comes first.
 
     `deep`: an input has three axes, so there are rows for sure.
     """
@@ -191,7 +191,7 @@ class SequenceAxes(NamedTuple):
 
     @staticmethod
     def of(inputs: Any, batch_first: bool) -> "SequenceAxes":
-        """Those of nested inputs that have been found right."""
+        """The axes of nested inputs that are known to be valid."""
         tensors = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
         deepest = max([leaf.dim() for leaf in tensors])  # no max(key=...), at which torch.compile breaks the graph
         most = next(leaf for leaf in tensors if leaf.dim() == deepest)

@@ -49,7 +49,7 @@ class WeightKeyedCache(Generic[Net]):
         self._kept: tuple[list[Tensor], Net] | None = None
 
     def get(self, weights: Sequence[Tensor], make: Callable[[], Net]) -> Net:
-        """What was made of these very tensors, or else what `make` makes of them now; in an export, what is there."""
+        """The cached object if made of these very tensors, else a new one; in an export, the cached one."""
         kept = self._kept
         if kept is None or (list(map(id, kept[0])) != list(map(id, weights)) and not exporting()):
             self._kept = kept = (list(weights), make())
@@ -197,7 +197,7 @@ class LayerStep(nn.Module):
             setattr(self, name, weight)
 
     def projections(self, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the input and the hidden state add to the gates, N x (gates * width) each."""
+        """The contributions of input and hidden state to the gates, N x (gates * width) each."""
         return linear(x, self.weight_ih, self.bias_ih), linear(hidden, self.weight_hh, self.bias_hh)
 
 

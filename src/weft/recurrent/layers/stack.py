@@ -101,7 +101,7 @@ class Stack(nn.Module):
         return x, after
 
     def explain(self) -> str:
-        """What every layer says of itself; see ``Recurrent.explain``."""
+        """Every layer's explanation; see ``Recurrent.explain``."""
         return told({f"layer {i}": layer for i, layer in enumerate(self.layers)})
 
     def extra_repr(self) -> str:

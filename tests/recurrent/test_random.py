@@ -149,5 +149,5 @@ def test_inputs_and_states_that_lie_otherwise_in_memory_draw_what_the_eager_loop
     assert run_by(net) == {backend} and len(net.why()) == rows  # one row lies as it lies
     if rows == 1:
         return alike(x, other_h)
-    with pytest.warns(NoPlanWarning, match=r"lies in another way than later ones.*\.contiguous\(\)"):
+    with pytest.warns(NoPlanWarning, match=r"another memory layout than later ones.*\.contiguous\(\)"):
         alike(x, other_h)

@@ -1,0 +1,232 @@
+"""Passes: no writes, forms that hold for all steps at once, and fewer operators in loops of Python."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.recurrent.recurrent_cases import at_once, close, eagerly, planned, run_by
+from weft.recurrent.capture import capture
+from weft.recurrent.cells import LSTMCell
+from weft.recurrent.graph import StepGraph
+from weft.recurrent.plan import partition
+
+
+class Weights(nn.Module):
+    """A cell whose recurrent weight is made, in every step, by a function of its parameter and its buffer."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.made = made
+        self.weight = nn.Parameter(torch.randn(4, 4).double())
+        self.buffer: Tensor
+        self.register_buffer("buffer", torch.randn(4, 4).double())
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(x + h @ self.made(self.weight, self.buffer))
+        return h, h
+
+
+def _copied(weight: Tensor, buffer: Tensor) -> Tensor:
+    made = buffer.clone()
+    made[0] = weight[1]
+    return made + buffer
+
+
+def _filled(weight: Tensor, buffer: Tensor) -> Tensor:
+    mask = buffer.tril(-1)
+    mask.diagonal().fill_(1.0)
+    return weight * mask
+
+
+def _orthogonal(weight: Tensor, buffer: Tensor) -> Tensor:
+    return torch.linalg.householder_product(weight.tril(-1), buffer[0])
+
+
+@pytest.mark.parametrize("made", [_copied, _filled, _orthogonal])
+def test_a_step_may_write_into_what_it_made_of_weights(made: Callable[[Tensor, Tensor], Tensor]) -> None:
+    cell = Weights(made)
+    x, h = (torch.randn(*shape).double().requires_grad_() for shape in ((5, 3, 4), (3, 4)))
+    before = [each.clone() for each in (cell.weight, cell.buffer)]
+    net, found = planned(cell, "python", verify="never"), []
+    for each in (eagerly(cell), net):
+        outputs = each(x, h).outputs
+        found.append((outputs, *torch.autograd.grad(outputs.sin().sum(), [x, h, cell.weight])))
+    assert run_by(net) == {"python"}, net.why()
+    close(found[1], found[0], 1e-10)
+    assert all(torch.equal(one, other) for one, other in zip(before, (cell.weight, cell.buffer), strict=True))
+
+
+def _strided(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = x * 2, torch.zeros_like(h)
+    a[:, ::2] *= h[:, ::2]
+    b[:, 1::2].copy_(h[:, 1::2])
+    return a, b + a.cos()
+
+
+def _empty(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.empty_like(h)
+    made[:, ::2], made[:, 1::2] = x[:, ::2], h[:, 1::2]
+    return made.cos(), made * 0.5
+
+
+def _selected(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = h * 1, x * 1
+    a.select(1, 0).fill_(0.5)
+    b.t()[-2:].mul_(a.t()[1:3])
+    return a * b, b
+
+
+def _diagonal(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    made = (x * h).t().contiguous()
+    made.fill_diagonal_(0.3)
+    return made, made.t() + h
+
+
+def _by_strides(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.tanh(x + h)
+    return (made * 2).as_strided((3, 2), (4, 2), 1), made.t().clone().as_strided((3, 4), (1, 3))
+
+
+def _masked(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    a, b, c = x * 1, x * h, h + x
+    a[x > 0] = 0.5
+    b[h[:, 0] > 0] = 0.0
+    c[c > 0] = torch.tensor(0.25).double()
+    return a * b, c
+
+
+@pytest.mark.parametrize("cell", [_strided, _empty, _selected, _diagonal, _by_strides, _masked])
+def test_a_step_may_write_into_any_view_of_what_it_made(cell: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    torch.manual_seed(0)
+    x, h = (torch.randn(*shape).double().requires_grad_() for shape in ((5, 3, 4), (3, 4)))
+    net, found = planned(cell, "python", verify="never"), []
+    for each in (eagerly(cell), net):
+        outputs, last, _ = each(x, h)
+        found.append((outputs, last, *torch.autograd.grad(outputs.sin().sum() + last.cos().sum(), [x, h])))
+    assert run_by(net) == {"python"}, net.why()
+    close(found[1], found[0], 1e-10)
+
+
+def _channels(a: Tensor) -> Tensor:
+    return torch.stack([a, 2 * a, a * a, a.sin()], 1).view(-1, 4, 2, 2)
+
+
+NORMED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "expanded gradient": lambda norm, a: norm(_channels(a)).sum(1).view_as(a),
+    "permuted": lambda norm, a: norm(_channels(a).permute(0, 1, 3, 2))[..., 0].reshape(-1, 8)[:, ::2],
+    "channels last": lambda norm, a: norm(_channels(a).to(memory_format=torch.channels_last)).sum(1).reshape(a.shape),
+}
+
+
+@pytest.mark.parametrize("form", NORMED.values(), ids=NORMED)
+def test_group_norm_takes_values_wherever_they_lie(form: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.GroupNorm(2, 4).double()
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            after = form(self.norm, x + h).tanh()
+            return after, after
+
+    torch.manual_seed(0)
+    cell = Cell()
+    x, h = torch.rand(4, 3, 4).double().requires_grad_(), torch.rand(3, 4).double().requires_grad_()
+    net, found = planned(cell, "python"), []
+    for each in (eagerly(cell), net):
+        outputs = each(x, h).outputs
+        found.append((outputs, *torch.autograd.grad(outputs.sin().sum(), [x, h, *cell.parameters()])))
+    assert run_by(net) == {"python"}
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+
+
+FILLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "atanh": lambda x, h: torch.atanh(x * h),
+    "addcdiv": lambda x, h: torch.addcdiv(h, x, x + 1),
+    "lerp": lambda x, h: torch.lerp(h, x, 0.3 * x),
+}
+
+
+@pytest.mark.parametrize("step", FILLED.values(), ids=FILLED)
+def test_a_plan_passes_on_no_warning_of_pytorch_about_vmap(step: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x, h = torch.rand(4, 3, 4).double().requires_grad_() * 0.5, torch.rand(3, 4).double()
+    nets, found = [each(lambda x, h: (step(x, h),) * 2) for each in (eagerly, lambda c: planned(c, "python"))], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for net in nets:
+            found.append(torch.autograd.grad(net(x, h).outputs.sin().sum(), x)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+
+
+STATE = (torch.zeros(2, 4), torch.zeros(2, 4))
+
+
+def names(nodes: list[Any]) -> list[str]:
+    """The operators, without views."""
+    found = [str(getattr(node.target, "__name__", node.target)) for node in nodes]
+    return [each for each in found if not each.startswith(("split", "getitem"))]
+
+
+def lstm(composed: Any = None) -> StepGraph:
+    cell = LSTMCell(3, 4)
+    return capture(cell, torch.zeros(2, 3), STATE, [*cell.parameters()], composed=composed)
+
+
+def test_the_loops_of_an_lstm_hold_what_they_must_and_no_more() -> None:
+    parts = partition(lstm())
+    gates, pointwise = ["addmm.default"], ["sigmoid.default"] * 3 + ["tanh.default"] * 2
+    assert sorted(names(parts.loop)) == sorted([*gates, *pointwise, *["mul.Tensor"] * 2, "addcmul.default"])
+    back = ["add.Tensor", "addcmul.default", *["mul.Tensor"] * 5, "cat.default", "mm.default"]
+    assert sorted(names(parts.loop_back)) == sorted(back)
+
+
+def test_what_loops_in_c_read_is_left_as_it_is() -> None:
+    found = names(lstm(composed={}).nodes)
+    assert "sigmoid_backward.default" in found and "addcmul.default" not in found
+
+
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+W = torch.randn(3, 3, dtype=torch.float64)
+SUMS: dict[str, tuple[Step, str, bool]] = {
+    "a sum with a product": (lambda x, h, w: x + h * torch.tanh(h), "addcmul", True),
+    "a sum with a matrix product": (lambda x, h, w: x + h @ w, "addmm", True),
+    "a product is read twice": (lambda x, h, w: (p := h * torch.tanh(h)) * (x + p), "addcmul", False),
+    "a summand is stretched": (lambda x, h, w: x[:1] + h * torch.tanh(h), "addcmul", False),
+    "a factor is stretched": (lambda x, h, w: x + h * h[:, :1], "addcmul", False),
+    "the sum has a factor": (lambda x, h, w: torch.add(x, h * torch.tanh(h), alpha=2), "addcmul", False),
+    "a number is added": (lambda x, h, w: h * torch.tanh(h) + 1, "addcmul", False),
+    "a sum of two matrix products": (lambda x, h, w: h @ w + torch.sin(h) @ w, "addmm", True),
+    "a product that is known before": (lambda x, h, w: torch.sin(x) * x + h, "addcmul", False),
+    "the same twice": (lambda x, h, w: (p := h * x) + p, "addcmul", False),
+}
+
+
+@at_once(("step", "operator", "merged"), SUMS.values(), ids=SUMS)
+def test_a_sum_takes_in_the_operator_before_it_where_that_changes_nothing(
+    step: Step, operator: str, merged: bool
+) -> None:
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(W.clone())
+
+        def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(step(x, h, self.w))
+            return h, h
+
+    cell, found = Cell(), []
+    loop = partition(capture(cell, torch.zeros(2, 3).double(), torch.zeros(2, 3).double())).loop
+    assert any(each.startswith(operator) for each in names(loop)) == merged
+    x, h = torch.randn(5, 2, 3).double().requires_grad_(), torch.randn(2, 3).double().requires_grad_()
+    ours, loop = planned(cell, "python"), eagerly(cell)
+    for net in (ours, loop):
+        result = net(x, h)
+        found.append((result.outputs, torch.autograd.grad(result.outputs.sin().sum(), [x, h], allow_unused=True)))
+    assert run_by(ours) == {"python"}
+    close(found[0], found[1], 1e-12)
