@@ -449,7 +449,7 @@ def _outside_operator() -> Generator[None]:
 
 
 def _default_dispatch_keys() -> tuple[Any, Any]:
-    """The dispatch keys that are on and off in a thread where nobody has changed them yet."""
+    """The dispatch keys included and excluded by default, read in a fresh thread."""
     found: list[Any] = []
 
     def look() -> None:

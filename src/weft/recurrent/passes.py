@@ -356,7 +356,7 @@ def _regroup(captured: StepGraph) -> None:
 
 
 def _merge(node: fx.Node, inside: set[fx.Node]) -> None:
-    """A sum with the operator that made one of its summands, if nobody else reads that."""
+    """Fuse a sum with the operator of one summand, if it has no other reader."""
     if not _plain(node):
         return
     one, other = cast("tuple[fx.Node, fx.Node]", node.args)

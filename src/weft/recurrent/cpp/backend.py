@@ -544,8 +544,8 @@ def _fresh(size: int) -> Tensor:
     """
     if size < _OWN_PAGES:
         return torch.empty(size, dtype=torch.uint8)
-    # Private: shared pages would be the same memory in a forked child. By an operator in the end, so that who counts
-    # the memory of PyTorch's tensors sees this one too.
+    # Private: a forked child would write into shared pages. The final operator makes the memory visible to modes that
+    # count the bytes of PyTorch's tensors.
     return torch.frombuffer(
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
     ).detach()

@@ -42,7 +42,7 @@ MEBIBYTES = 256.0
 
 
 class CompileError(WeftError, RuntimeError):
-    """There is no compiler, or it refused; the message says which, and what it said."""
+    """There is no compiler, or it failed; the message has its output."""
 
 
 @cache

@@ -19,7 +19,7 @@
 #include <stdlib.h>
 #include <sched.h>
 
-// WEFT_BYTES, what a vector register holds, is given: who lays out memory for panels must know it as well.
+// WEFT_BYTES, the width of a vector register, is defined by the caller, whose layout of panels depends on it too.
 #define TALL (WEFT_BYTES == 64 ? 12 : 6)  // rows of a tile: the sums and two panels' row fit into the registers
 #define UNROLL _Pragma("GCC unroll 16")
 

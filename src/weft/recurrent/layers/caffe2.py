@@ -94,7 +94,7 @@ class Caffe2LSTM(nn.Module):
     gates_t_w: Tensor
     gates_t_b: Tensor
     batch_first = False
-    """Time is always on axis 0; said as `nn.LSTM` says it, for whoever has to know."""
+    """Time is always axis 0; the attribute of `nn.LSTM`, which wrappers read."""
 
     def __init__(
         self,
