@@ -110,7 +110,7 @@ def test_open_mini_batches_are_few_and_do_not_stay_for_ever() -> None:
     second = add(backend, "b", 0)
     work(backend)
     assert isinstance(second.exception(0), OverloadError)
-    backend.executor.mini_batches._open[("ann", "a")].touched -= 1.0
+    backend.executor.mini_batches.open[("ann", "a")].touched -= 1.0
     assert backend.statistics().open_mini_batch_bytes == 0
     assert backend.records.step_of("backward", "ann", "k") is None
     third = add(backend, "b", 0)

@@ -82,19 +82,19 @@ class OpenMiniBatches:
     def __init__(self, options: SumsOptions | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options or SumsOptions()
         self._clock = clock
-        self._open: dict[Owner, GradientAccumulator] = {}
-        self._discarded: dict[Owner, str | None] = {}  # with their principals
+        self.open: dict[Owner, GradientAccumulator] = {}
+        self.discarded: dict[Owner, str | None] = {}  # with their principals
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
     def __contains__(self, owner: Owner) -> bool:
-        return owner in self._open
+        return owner in self.open
 
     @property
     def nbytes(self) -> int:
         """The memory of all sums."""
-        return sum(nbytes(t) for one in self._open.values() for t in one.total.totals if t is not None)
+        return sum(nbytes(t) for one in self.open.values() for t in one.total.totals if t is not None)
 
     def check(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
         """Check that gradients of these parameters can be added.
@@ -104,19 +104,19 @@ class OpenMiniBatches:
             QuotaError: the principal would have one too many.
             CommitError: layers were frozen or freed since the sum was begun.
         """
-        one = self._open.get(owner)
+        one = self.open.get(owner)
         if one is not None:
             if [id(p) for p in one.parameters] != [id(p) for p in parameters]:
                 raise CommitError(
                     f"layers were frozen or freed while mini-batch {owner[1]!r} was open; start a new one"
                 )
             return
-        if len(self._open) >= self._options.mini_batches:
+        if len(self.open) >= self._options.mini_batches:
             raise OverloadError(
-                f"{len(self._open)} mini-batches are open, and no more are allowed (mini_batches); commit or discard "
+                f"{len(self.open)} mini-batches are open, and no more are allowed (mini_batches); commit or discard "
                 f"one, or come back later. {self._holders()}"
             )
-        own = sum(each.principal == principal for each in self._open.values())
+        own = sum(each.principal == principal for each in self.open.values())
         if own >= self._options.client_share:
             raise QuotaError(
                 f"client {principal!r} has {own} mini-batches open, and one client may have "
@@ -126,45 +126,45 @@ class OpenMiniBatches:
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, in private memory, to the sum of a task that was checked."""
         owner = (task.client, task.mini_batch or "")
-        if owner not in self._open:
+        if owner not in self.open:
             total = GradientSum(len(parameters))
-            self._open[owner] = GradientAccumulator(list(parameters), total, principal=task.principal)
-        one = self._open[owner]
+            self.open[owner] = GradientAccumulator(list(parameters), total, principal=task.principal)
+        one = self.open[owner]
         one.total.add(gradients)
         one.terms += 1
         one.touched, one.stream = self._clock(), task.stream
 
     def terms(self, owner: Owner) -> int:
         """The number of gradients in a sum; 0 if it is not open."""
-        return self._open[owner].terms if owner in self._open else 0
+        return self.open[owner].terms if owner in self.open else 0
 
     def get(self, owner: Owner) -> GradientAccumulator:
         """The sum to commit. Raises `CommitError` if there is none."""
-        if owner not in self._open:
+        if owner not in self.open:
             raise CommitError(
                 f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, it was "
                 "committed or discarded, or it was dropped because nothing came for too long or the client's "
                 "connection had ended; run its micro-batches again"
             )
-        return self._open[owner]
+        return self.open[owner]
 
     def remove(self, owner: Owner) -> None:
         """Forget a sum, which was applied or is dropped."""
-        self._open.pop(owner, None)
+        self.open.pop(owner, None)
 
     def discard(self, owner: Owner, principal: str | None) -> None:
         """Let `old` return this owner once. May be called without the expert's lock."""
-        self._discarded[owner] = principal
+        self.discarded[owner] = principal
 
     def old(self) -> dict[Owner, str | None]:
         """The sums that are to be dropped, with their principals: discarded, untouched for too long, or orphaned."""
         now = self._clock()
-        found = dict(self._discarded.popitem() for _ in range(len(self._discarded)))
-        return found | {owner: one.principal for owner, one in self._open.items() if self._is_old(one, now)}
+        found = dict(self.discarded.popitem() for _ in range(len(self.discarded)))
+        return found | {owner: one.principal for owner, one in self.open.items() if self._is_old(one, now)}
 
     def all(self) -> Mapping[Owner, str | None]:
         """The owners of all open sums, with their principals."""
-        return {owner: one.principal for owner, one in self._open.items()}
+        return {owner: one.principal for owner, one in self.open.items()}
 
     def _is_old(self, one: GradientAccumulator, now: float) -> bool:
         ended_at = None if one.stream is None else one.stream.ended_at
@@ -174,7 +174,7 @@ class OpenMiniBatches:
     def _holders(self) -> str:
         """Whose mini-batches are open, in words."""
         oldest: dict[str | None, list[float]] = {}
-        for (client, _), one in self._open.items():
+        for (client, _), one in self.open.items():
             oldest.setdefault(client, []).append(one.touched)
         now, holders = self._clock(), sorted(oldest.items(), key=lambda each: -len(each[1]))
         told = [

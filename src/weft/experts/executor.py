@@ -328,7 +328,8 @@ class BatchExecutor:
 
     def forget_old_sums(self) -> None:
         """Drop mini-batches that were discarded, or are too old."""
-        self._drop_sums(self.mini_batches.old())
+        if self.mini_batches.open or self.mini_batches.discarded:
+            self._drop_sums(self.mini_batches.old())
 
     def forget_pending(self) -> None:
         """The weights were replaced: nothing that was computed for the old ones is of use."""

@@ -230,6 +230,8 @@ class Runtime:
             start = time.monotonic()
             worked = pool.run_batch()
             with self._state:
+                if pool.queue.count and pool in self._pools:  # what comes later wakes the runtime itself
+                    self._active[pool] = None
                 self._working_on = None
                 self._batches += worked
                 self._busy += time.monotonic() - start
@@ -250,6 +252,9 @@ class Runtime:
                     elif later is not None:
                         wake = later if wake is None else min(wake, later)
                 if best is not None:
+                    # Out of the active pools before its batch is taken, so that no task comes between a look at its
+                    # queue and its removal.
+                    del self._active[best[1]]
                     self._working_on = best[1]
                     return best[1]
                 self._state.wait(None if wake is None else max(0.0, wake - now))

@@ -294,7 +294,7 @@ class TaskPool:
         self._splits = splits
         self._host, self._alone = torch.device(host), alone
         self._where = f"pool {name!r}"
-        self._queue = BatchQueue(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
+        self.queue = BatchQueue(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
         self._quotas = QuotaCounter(self.options)
         self._delay = BatchDelay(self.options.max_batch_delay if self.options.min_batch_size == 1 else 0.0, callers)
         self._counts: Counter[str] = Counter()
@@ -360,7 +360,7 @@ class TaskPool:
 
     def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
         """The task's future, and whether to wake the runtime."""
-        queue, records = self._queue, None if task.key is None else self._records
+        queue, records = self.queue, None if task.key is None else self._records
         # Read without the lock: at worst a task is refused as if the queue had been full a moment longer.
         if queue.count >= self.options.max_tasks or queue.rows + task.rows > self.options.max_rows:
             self._sweep(task.arrival)
@@ -394,13 +394,13 @@ class TaskPool:
             if now < self._swept + _SWEEP:
                 return
             self._swept = now
-            expired = self._queue.sweep(now)
+            expired = self.queue.sweep(now)
         self._expire(expired)
 
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
         with self._lock:
-            queue = self._queue
+            queue = self.queue
             number, later = queue.urgency(now) if queue.count else (None, None)
             if number is None:
                 self._delay.reset(queue.count)
@@ -411,27 +411,29 @@ class TaskPool:
     def flush(self, client: str | None, mini_batch: str) -> None:
         """Let what waits for this mini-batch run without waiting for more rows."""
         with self._lock:
-            self._queue.flush_where(lambda key: key[:3] == (True, client, mini_batch))
+            self.queue.flush_where(lambda key: key[:3] == (True, client, mini_batch))
 
     def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
         """Whether a task of this mini-batch waits or runs."""
         with self._lock:
-            known = [*self._taken, *self._queue] if self._running else self._queue
+            known = [*self._taken, *self.queue] if self._running else self.queue
             return any(task.client == client and task.mini_batch == mini_batch for task in known)
 
     def take(self, now: float | None = None) -> list[Task]:
         """The next batch, now out of the queue and to be given to `work`; empty if nothing is ready."""
         with self._lock:
             begun = time.monotonic() if now is None else now
-            batch, expired = self._queue.take(begun)
+            batch, expired = self.queue.take(begun)
             self._taken = batch
             wanted = [task for task in batch if task.take()]
             for task in batch:
                 if not task.taken:  # it was cancelled just now
                     self._drop(task)
-            if wanted:
+            if not wanted:
+                self._delay.reset(self.queue.count)
+            else:
                 self._running += len(wanted)
-                self._delay.began(begun, len(wanted), self._queue.count)
+                self._delay.began(begun, len(wanted), self.queue.count)
                 self._counts["batches"] += 1
                 self._counts["rows"] += sum([task.rows for task in wanted])
                 self._merged[1 << (len(wanted) - 1).bit_length()] += 1
@@ -473,16 +475,16 @@ class TaskPool:
         """Refuse new tasks with a `ClosedError` that says why. What waits may still be taken, without delay."""
         with self._lock:
             self._closed = why
-            self._queue.flush_where(lambda key: True)
+            self.queue.flush_where(lambda key: True)
         if self._wake is not None:
             self._wake(self)
 
     def abandon(self) -> None:
         """Fail all that waits with a `ClosedError`. What runs is not touched."""
         with self._lock:
-            left = list(self._queue)
+            left = list(self.queue)
             for task in left:
-                self._queue.remove(task)
+                self.queue.remove(task)
             self._idle.notify_all()
         why = self._closed or "its tasks were abandoned"
         text = f"pool {self.name!r} did not get to this task: {why}; ask elsewhere"
@@ -500,12 +502,12 @@ class TaskPool:
     def drained(self, timeout: float | None) -> bool:
         """Wait until nothing waits or runs, for at most so many seconds; whether it came to that."""
         with self._lock:
-            return self._idle.wait_for(lambda: not self._running and not self._queue.count, timeout)
+            return self._idle.wait_for(lambda: not self._running and not self.queue.count, timeout)
 
     def statistics(self) -> PoolStatistics:
         """What was done so far, and what waits now."""
         with self._lock:
-            oldest, counts = self._queue.oldest(), self._counts
+            oldest, counts = self.queue.oldest(), self._counts
             return PoolStatistics(
                 name=self.name,
                 **{each: counts[each] for each in ("submitted", "answered", "cancelled", "expired", "joined")},
@@ -515,8 +517,8 @@ class TaskPool:
                 refused=dict(self._refused),
                 merged=dict(self._merged),
                 waited=self._delay.waited,
-                waiting_tasks=self._queue.count,
-                waiting_rows=self._queue.rows,
+                waiting_tasks=self.queue.count,
+                waiting_rows=self.queue.rows,
                 running_tasks=self._running,
                 oldest_age=0.0 if oldest is None else max(0.0, time.monotonic() - oldest),
             )
@@ -524,7 +526,7 @@ class TaskPool:
     def _gave_up(self, task: Task) -> None:
         """A waiter of this task was cancelled."""
         with self._lock:
-            if not task.wanted() and self._queue.remove(task):
+            if not task.wanted() and self.queue.remove(task):
                 self._drop(task)
 
     def _drop(self, task: Task) -> None:

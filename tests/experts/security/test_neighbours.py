@@ -186,7 +186,7 @@ def test_discards_flush_nothing_of_others_and_leave_nothing() -> None:
     assert backend.statistics().open_mini_batches == 0
     for number in range(10_000):
         backend.discard(f"made up {number}", client="eve")
-    assert not backend.executor.mini_batches._discarded and backend.records.statistics().keys == 1
+    assert not backend.executor.mini_batches.discarded and backend.records.statistics().keys == 1
     for number in range(100):
         assert pool.submit_task(rows(2, 0), rows(2, 1), client="eve", mini_batch=str(number))
         work(backend)

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
@@ -94,9 +95,17 @@ class LoopThread:
     """Runs from the constructor to `close`."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=f"weft-{name}", daemon=True)
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._until_closed(started),), name=f"weft-{name}", daemon=True
+        )
         self._thread.start()
+        self.loop = started.result()
+
+    async def _until_closed(self, started: "Future[asyncio.AbstractEventLoop]") -> None:
+        self._closed = asyncio.Event()
+        started.set_result(asyncio.get_running_loop())
+        await self._closed.wait()
 
     def run(self, what: Coroutine[Any, Any, Result], timeout: float) -> Result:
         """What the coroutine returns or raises. Raises ``TimeoutError`` if it takes longer, and cancels it then."""
@@ -113,23 +122,9 @@ class LoopThread:
     def close(self, timeout: float) -> bool:
         """Cancel all tasks and end the thread; whether it ended in time. May be called twice."""
         if self._thread.is_alive() and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(max(0.0, timeout))
         return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        finally:
-            asyncio.set_event_loop(None)
-            self.loop.close()
 
 
 class Runtimes(dict[str, Runtime]):
