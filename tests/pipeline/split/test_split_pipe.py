@@ -6,6 +6,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.pipeline.pipe_cases import assert_close, assert_gradients_equal, rows
 from tests.pipeline.split.test_zoo import needs_transformers
 from tests.pipeline.split.zoo import DataDependent, Dropping, ShapeDriven, Shared, UNet, gpt2
 from weft.core.errors import BatchError, PartitionError, SplitError, UsageError
+from weft.pipeline import tracing
 from weft.pipeline.split import split_pipe
 
 
@@ -282,33 +284,29 @@ def test_glue_that_needs_inputs_alone_is_made_anew_where_it_is_smaller() -> None
     assert sorted(each.bytes for each in pipe.routes) == [16 * 8, 16 * 8 * 8]  # a row's mask, and its activation
 
 
-def test_auto_measures_the_items_of_lists() -> None:
-    class Uneven(nn.Module):
-        def __init__(self) -> None:
+def test_auto_measures_the_items_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(tracing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    class Timed(nn.Module):
+        def __init__(self, seconds: float) -> None:
             super().__init__()
-            self.layers = nn.ModuleList([*(nn.Linear(64, 64) for _ in range(3)), *(Slow() for _ in range(3))])
+            self.linear, self.seconds = nn.Linear(8, 8), seconds
 
         def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x).tanh()
-            return x
+            clock[0] += self.seconds
+            return self.linear(x)
 
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(60):
-                x = self.linear(x)
-            return x
-
-    model = Uneven()
-    pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, sample=torch.randn(4, 64))
-    assert pipe.split in (["layers.4"], ["layers.5"])
-    assert_trains_as(pipe, copy.deepcopy(model), torch.randn(4, 64))
+    model = Chain()
+    model.layers = nn.ModuleList(Timed(seconds) for seconds in (1, 1, 1, 9, 9, 9))
+    pipe = weft.Pipe(model, chunks=2, split="auto", devices=["cpu"] * 2, sample=rows(4, 8))
+    assert pipe.split == ["layers.4"]
+    assert_trains_as(pipe, copy.deepcopy(model), rows(4, 8))
     with pytest.warns(UserWarning, match="sizes of parameters"):
         assert weft.Pipe(Chain(), chunks=2, split="auto", devices=["cpu"] * 2).split == ["layers.2"]
+    assert (
+        weft.Pipe(nn.Sequential(nn.Linear(8, 8)), chunks=2, split="auto", devices="cpu", sample=rows(2, 8)).split == []
+    )
     with pytest.raises(PartitionError, match="finds 4"):
         weft.Pipe(Chain(), chunks=2, split="auto", devices=["cpu"] * 5, sample=rows(2, 8))
 
