@@ -48,16 +48,13 @@ _READS = {
     *(_T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
 }
 _SHAPES = {_T.shape.__get__, _T.size, _T.__len__, _T.numel, _T.nelement, _T.stride, torch.numel}
+_SETTERS = (_T.data.__set__, _T.requires_grad.__set__, _T.grad.__set__)
+_UNSEEN = (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.__dlpack__)
 _REFUSED: dict[Any, str] = {
-    **{
-        each: f"sets .{each.__self__.__name__}" for each in (_T.data.__set__, _T.requires_grad.__set__, _T.grad.__set__)
-    },
+    **{each: f"sets .{each.__self__.__name__}" for each in _SETTERS},
+    **{each: f"takes a tensor out of PyTorch's sight ({each.__name__})" for each in _UNSEEN},
     **dict.fromkeys((torch.autograd.grad, torch.autograd.backward, _T.backward), "asks torch.autograd for a gradient"),
     **dict.fromkeys((_T.register_hook, _T.retain_grad), "hangs a hook on a tensor's gradient"),
-    **{
-        each: f"takes a tensor out of PyTorch's sight ({each.__name__})"
-        for each in (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.__dlpack__)
-    },
 }
 PLAIN: tuple[type[Any], ...] = (
     *(type(None), bool, int, float, complex, str, bytes),
@@ -165,7 +162,7 @@ class ForwardRecorder(TorchFunctionMode):
             found.leaves = _without(made, found.reads)
             scalars = [isinstance(x, Tensor) and not x.dim() and x.is_floating_point() for x in made]
             found.has_scalars = any(scalars)
-        self._begin([])  # lets go of all tensors
+        self._begin([])  # lets go of what the run has made
         return found
 
     def _forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -194,10 +191,8 @@ class ForwardRecorder(TorchFunctionMode):
         self._device = self.devices[0]
         for k, leaf in enumerate(inputs):
             if isinstance(leaf, Tensor):
-                self._recording.sizes[Ref("in", k)], self._recording.storages[Ref("in", k)] = (
-                    leaf.nbytes,
-                    storage_id(leaf),
-                )
+                self._recording.sizes[Ref("in", k)] = leaf.nbytes
+                self._recording.storages[Ref("in", k)] = storage_id(leaf)
             if isinstance(leaf, Tensor) or not isinstance(leaf, PLAIN):
                 self._know(leaf, Ref("in", k), -1)
         for module in self.model.modules():
