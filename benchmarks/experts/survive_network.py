@@ -16,8 +16,7 @@ from benchmarks.experts.survive_steps import UID, Applied, counted, marks, step_
 from tests.experts.bad_network import CALM, BadNetwork, Weather
 from weft.experts import ExpertBackend
 from weft.experts.client import GrpcTransport, Retry
-from weft.experts.client.connections import FixedResolver
-from weft.experts.client.retry import RetryingCaller
+from weft.experts.client.retry import FixedResolver, RetryingCaller
 from weft.experts.server import Server
 from weft.experts.wire import Call, DeadlineError, Header, Kind, LostError, UnreachableError
 from weft.experts.wire.service import read_receipt

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.experts import ExpertBackend, IdempotencyOptions, TensorSpec
-from weft.experts.client.connections import FixedResolver
-from weft.experts.client.retry import Retry, RetryingCaller
+from weft.experts.client.retry import FixedResolver, Retry, RetryingCaller
 from weft.experts.client.transport import Transport
 from weft.experts.wire import Call, Header, Kind
 from weft.experts.wire.service import Receipt, read_receipt

@@ -18,7 +18,7 @@ from weft.experts import ExpertBackend
 from weft.experts.client import LocalTransport, RemoteExpert, commit
 from weft.experts.serialization import deserialize, serialize
 from weft.experts.server import Server
-from weft.experts.wire.tensors import memory
+from weft.experts.wire.frame import aligned_body
 
 Life = Callable[[], list[Any]]
 
@@ -115,6 +115,6 @@ def test_checkpoints_and_messages_are_read_and_written_under_any_default_device(
     state = {"some": numbers(3, 2), "none": torch.empty(0, 2), "narrow": torch.ones(2, dtype=torch.complex128)}
     with torch.device("meta"):
         read = deserialize(serialize(state))
-        body = memory(memoryview(bytes(range(16))), 3)
+        body = aligned_body(memoryview(bytes(range(16)))[3:])
     assert all(each.device.type == "cpu" and torch.equal(each, state[name]) for name, each in read.items())
     assert np.array_equal(body, np.arange(3, 16))

@@ -35,7 +35,7 @@ from weft.experts.wire import (
     encode_parts,
 )
 from weft.experts.wire.frame import MESSAGE_BYTES
-from weft.experts.wire.tensors import ALIGNMENT, CODES, DTYPES
+from weft.experts.wire.header import ALIGNMENT, CODES, DTYPES
 
 ASK = Header(kind=Kind.FORWARD, call_id=1, uid="ffn.0")
 
@@ -420,7 +420,8 @@ def test_a_header_that_asks_for_2_to_the_63_costs_no_memory_and_no_time() -> Non
 HOSTILE = """
 import resource
 from weft.experts.wire import LimitError, decode
-from weft.experts.wire.frame import HEADER_BYTES, _prefix
+from weft.experts.wire.frame import _prefix
+from weft.experts.wire.header import HEADER_BYTES
 
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -11,8 +11,7 @@ from weft.core.errors import UsageError
 from weft.core.validation import Validator, token_fault
 from weft.experts.address import address_fault, split
 from weft.experts.client import ClientTls, Connections, GrpcTransport, LocalTransport, RemoteExpert, Retry
-from weft.experts.client.group import create_remote_experts
-from weft.experts.client.remote import check_remote_expert
+from weft.experts.client.remote import check_remote_expert, create_remote_experts
 from weft.experts.compression import Policy
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from weft.experts.client import commit, discard
-from weft.experts.client.group import Commits
+from weft.experts.client.remote import Commits
 
 
 class Several(nn.Module):

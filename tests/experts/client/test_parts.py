@@ -11,7 +11,7 @@ from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.client import Connections, create_remote_experts
 from weft.experts.client.autograd import RecomputeCache
-from weft.experts.client.connections import DirectoryResolver
+from weft.experts.client.retry import DirectoryResolver
 from weft.experts.client.stream import PendingCalls
 from weft.experts.client.stub import OpenMiniBatch
 from weft.experts.discovery import LocalDirectory

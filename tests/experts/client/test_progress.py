@@ -4,7 +4,7 @@ import pytest
 
 from tests.experts.client.test_retry import Scripted
 from weft.experts.client import Connections, StepsLostWarning, Transport
-from weft.experts.client.connections import DirectoryResolver, FixedResolver, Resolver
+from weft.experts.client.retry import DirectoryResolver, FixedResolver, Resolver
 from weft.experts.client.stub import ExpertProgress, RequestBuilder, client_name
 from weft.experts.compression import Policy
 from weft.experts.discovery import LocalDirectory

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import SpecError, UsageError
-from weft.experts.client.connections import FixedResolver
-from weft.experts.client.retry import NEVER, Retry, RetryingCaller
+from weft.experts.client.retry import NEVER, FixedResolver, Retry, RetryingCaller
 from weft.experts.client.transport import TransportStatistics
 from weft.experts.errors import ExpiredError, GradientError, OverloadError, ResultEvictedError
 from weft.experts.wire import (

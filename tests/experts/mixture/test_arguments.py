@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.apart import python
 from weft.core.validation import Validator, kind_fault
 from weft.experts.mixture.grid import check_grid
+from weft.experts.mixture.mixture import check_switch
 from weft.experts.mixture.mixture_options import check_options
-from weft.experts.mixture.switch import check_switch
 
 GOOD: dict[str, Any] = {
     "k_best": 4,

@@ -9,8 +9,7 @@ from tests.experts.bad_network import CALM, BadNetwork, Weather
 from tests.experts.expert_cases import fussy_backend
 from tests.experts.waiting import until
 from weft.experts.client import GrpcTransport, Retry
-from weft.experts.client.connections import FixedResolver
-from weft.experts.client.retry import RetryingCaller
+from weft.experts.client.retry import FixedResolver, RetryingCaller
 from weft.experts.server import Server
 from weft.experts.wire import LIMITS, Call, Header, Kind, Limits
 from weft.experts.wire.frame import MESSAGE_BYTES

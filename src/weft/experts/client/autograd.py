@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from weft.core.autograd import has_tangent
 from weft.core.errors import TWICE, BackwardTwiceError, InPlaceError, UsageError
 from weft.core.segment import version
-from weft.experts.client.signature import Signature
-from weft.experts.client.stub import ExpertStub, IdempotencyKey
+from weft.experts.client.stub import ExpertStub, IdempotencyKey, Signature
 
 ONLY_ONCE = (
     "has its graph at its server, and hands on first gradients only; compute such a penalty with layers of this "

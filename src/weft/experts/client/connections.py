@@ -1,32 +1,24 @@
-"""Connections: one transport per server, shared by all its experts; and resolvers, which say where an expert is.
+"""Connections: one transport per server, shared by all its experts, and the directory's snapshot.
 
-    with Connections(directory) as connections:
-        experts = create_remote_experts(["ffn.0", "ffn.1"], connections)
-
-    FixedResolver        always the same transport
-    DirectoryResolver    snapshot ── owner, else any server of it ──> address ──> transport of the connections
-
-A dead address stays in the directory until its lease ends; so every further attempt takes the next address. A server
-that only follows an expert says so (`NotOwnerError`): it is alive, and takes over when the owner's lease has ended.
+with Connections(directory) as connections:
+    experts = create_remote_experts(["ffn.0", "ffn.1"], connections)
 """
 
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
-from weft.core.errors import UsageError, escaped, listed
+from weft.core.errors import UsageError
 from weft.core.validation import LONGEST, Validator, uid_fault
 from weft.experts.address import address_fault
 from weft.experts.client.transport import GrpcTransport, Transport, TransportStatistics
 from weft.experts.discovery import Directory, DirectoryCache, LocalDirectory, Snapshot
-from weft.experts.errors import NotOwnerError, UnreachableError
 from weft.experts.fork_guard import finalizer
 from weft.experts.tls import ClientTls, address_faults, credential_faults, directory_faults
 from weft.experts.wire import LIMITS, Limits
 
 _WANTED = "one, such as EtcdDirectory(['host:2379']), or addresses by uid, such as {'ffn.0': 'host:31330'}"
-_LISTED = 10  # names that a message lists; there may be as many as experts
 
 
 class Connections:
@@ -116,90 +108,6 @@ class Connections:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-@runtime_checkable
-class Resolver(Protocol):
-    """How one expert is reached."""
-
-    def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """Where to send the attempt of this number (from 0), after the one before ended with ``last``.
-
-        Raises ``UnreachableError`` if no server has the expert now, ``UsageError`` if none ever will.
-        """
-        ...
-
-    def token(self) -> int:
-        """The fencing token of the expert's owner, as far as it is known; 0: none."""
-        ...
-
-    def takeover_expected(self, error: BaseException) -> bool:
-        """Whether, after this error, a server is sure to take the expert over soon."""
-        ...
-
-
-class FixedResolver:
-    """A resolver to one transport."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """See `Resolver.transport`."""
-        return self._transport
-
-    def token(self) -> int:
-        """See `Resolver.token`."""
-        return 0
-
-    def takeover_expected(self, error: BaseException) -> bool:
-        """See `Resolver.takeover_expected`."""
-        return False
-
-
-class DirectoryResolver:
-    """A resolver to the server that the directory names."""
-
-    def __init__(self, uid: str, connections: Connections) -> None:
-        self.connections = connections
-        self._uid = uid
-
-    def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """See `Resolver.transport`."""
-        named = last.details.get("address") if isinstance(last, NotOwnerError) else None
-        if named and self.connections.refusal(named) is None:
-            return self.connections.to(named)
-        snapshot = self.connections.snapshot()
-        owner, addresses = snapshot.owner(self._uid), list(snapshot.addresses(self._uid))
-        if owner is not None and owner.address in addresses:
-            addresses.remove(owner.address)
-            addresses.insert(0, owner.address)
-        if not addresses and self.connections.fixed:
-            raise UsageError(
-                f"these connections were given no address of expert {self._uid!r}, but addresses of "
-                f"{', '.join(sorted(snapshot.experts)[:_LISTED]) or 'no expert'}"
-            )
-        if not addresses:
-            raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
-        refusals = {address: self.connections.refusal(address) for address in addresses}
-        trusted = [address for address, refusal in refusals.items() if refusal is None]
-        if not trusted:
-            raise UnreachableError(
-                listed(
-                    f"the directory knows no server of expert {self._uid!r} that may be connected to:",
-                    [escaped(each) for each in refusals.values()],
-                )
-            )
-        return self.connections.to(trusted[attempt % len(trusted)])
-
-    def token(self) -> int:
-        """See `Resolver.token`."""
-        owner = self.connections.snapshot().owner(self._uid)
-        return 0 if owner is None else owner.token
-
-    def takeover_expected(self, error: BaseException) -> bool:
-        """See `Resolver.takeover_expected`."""
-        return isinstance(error, NotOwnerError)
 
 
 def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:

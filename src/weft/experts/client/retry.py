@@ -1,4 +1,4 @@
-"""Retries: which calls are sent again, and the loop that sends them within one deadline.
+"""Retries: which server to call, which calls are sent again, and the loop that sends them within one deadline.
 
     call ── resolve ── submit ── wait ──┬── answer
              ^                          └── error ── retry? ── pause ──┐
@@ -10,6 +10,12 @@
     connection lost, no answer in time                     may have been executed      retry
     a certificate that one end rejects                     would fail again            raise
     any other error                                        would fail again            raise
+
+    FixedResolver        always the same transport
+    DirectoryResolver    snapshot ── owner, else any server of it ──> address ──> transport of the connections
+
+A dead address stays in the directory until its lease ends; so every further attempt takes the next address. A server
+that only follows an expert says so (`NotOwnerError`): it is alive, and takes over when the owner's lease has ended.
 
 A call that may have been executed can be retried because a forward changes nothing, and a backward or commit bears its
 idempotency key: under the same key it steps once, however often it is sent.
@@ -27,18 +33,112 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
-from weft.core.errors import UsageError, WeftError
+from weft.core.errors import UsageError, WeftError, escaped, listed
 from weft.core.rng import waiting
 from weft.core.validation import Validator
-from weft.experts.client.connections import Resolver
+from weft.experts.client.connections import Connections
 from weft.experts.client.stream import TICK, named
-from weft.experts.errors import CertificateError, DeadlineError, ExpiredError, LostError
+from weft.experts.client.transport import Transport
+from weft.experts.errors import (
+    CertificateError,
+    DeadlineError,
+    ExpiredError,
+    LostError,
+    NotOwnerError,
+    UnreachableError,
+)
 from weft.experts.wire import RETRYABLE, Call, Received
 
 _MAX_EXPONENT = 60.0  # far beyond any pause, and far from overflow
 _GRACE = 10 * TICK  # a transport ends late calls itself; this is for one that does not
+_LISTED = 10  # names that a message lists; there may be as many as experts
 _random = random.Random()  # its own: the user's generators are not touched
+
+
+@runtime_checkable
+class Resolver(Protocol):
+    """How one expert is reached."""
+
+    def transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """Where to send the attempt of this number (from 0), after the one before ended with ``last``.
+
+        Raises ``UnreachableError`` if no server has the expert now, ``UsageError`` if none ever will.
+        """
+        ...
+
+    def token(self) -> int:
+        """The fencing token of the expert's owner, as far as it is known; 0: none."""
+        ...
+
+    def takeover_expected(self, error: BaseException) -> bool:
+        """Whether, after this error, a server is sure to take the expert over soon."""
+        ...
+
+
+class FixedResolver:
+    """A resolver to one transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """See `Resolver.transport`."""
+        return self._transport
+
+    def token(self) -> int:
+        """See `Resolver.token`."""
+        return 0
+
+    def takeover_expected(self, error: BaseException) -> bool:
+        """See `Resolver.takeover_expected`."""
+        return False
+
+
+class DirectoryResolver:
+    """A resolver to the server that the directory names."""
+
+    def __init__(self, uid: str, connections: Connections) -> None:
+        self.connections = connections
+        self._uid = uid
+
+    def transport(self, attempt: int, last: BaseException | None) -> Transport:
+        """See `Resolver.transport`."""
+        named = last.details.get("address") if isinstance(last, NotOwnerError) else None
+        if named and self.connections.refusal(named) is None:
+            return self.connections.to(named)
+        snapshot = self.connections.snapshot()
+        owner, addresses = snapshot.owner(self._uid), list(snapshot.addresses(self._uid))
+        if owner is not None and owner.address in addresses:
+            addresses.remove(owner.address)
+            addresses.insert(0, owner.address)
+        if not addresses and self.connections.fixed:
+            raise UsageError(
+                f"these connections were given no address of expert {self._uid!r}, but addresses of "
+                f"{', '.join(sorted(snapshot.experts)[:_LISTED]) or 'no expert'}"
+            )
+        if not addresses:
+            raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
+        refusals = {address: self.connections.refusal(address) for address in addresses}
+        trusted = [address for address, refusal in refusals.items() if refusal is None]
+        if not trusted:
+            raise UnreachableError(
+                listed(
+                    f"the directory knows no server of expert {self._uid!r} that may be connected to:",
+                    [escaped(each) for each in refusals.values()],
+                )
+            )
+        return self.connections.to(trusted[attempt % len(trusted)])
+
+    def token(self) -> int:
+        """See `Resolver.token`."""
+        owner = self.connections.snapshot().owner(self._uid)
+        return 0 if owner is None else owner.token
+
+    def takeover_expected(self, error: BaseException) -> bool:
+        """See `Resolver.takeover_expected`."""
+        return isinstance(error, NotOwnerError)
 
 
 @dataclass(frozen=True)

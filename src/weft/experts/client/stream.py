@@ -67,14 +67,14 @@ class PendingCall:
 
 
 class PendingCalls:
-    """All calls in flight on one transport. Thread-safe. ``address`` is for errors."""
+    """All calls in flight on one transport. Thread-safe. ``address`` is for errors; ``closed``: `close` was called."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self._numbers = count(1)
         self._entries: dict[int, PendingCall] = {}
         self._changed = threading.Condition()
-        self._closed = False
+        self.closed = False
         self._calls = self._answered = 0
         self._failed: Counter[str] = Counter()
         self._clock: threading.Thread | None = None
@@ -86,7 +86,7 @@ class PendingCalls:
             raise UsageError(*seconds_fault("a call's timeout", timeout))
         entry = PendingCall(next(self._numbers), call, timeout, time.monotonic() + timeout, Future())
         with self._changed:
-            if self._closed:
+            if self.closed:
                 raise UsageError(f"the transport to {self.address} was closed; make a new one")
             self._entries[entry.number] = entry
             self._calls += 1
@@ -116,7 +116,7 @@ class PendingCalls:
     def close(self) -> None:
         """End all calls, and the clock."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             entries = list(self._entries.values())
             self._entries.clear()
             self._changed.notify_all()
@@ -125,11 +125,6 @@ class PendingCalls:
             self._end(entry, kind(f"the transport to {self.address} was closed while {named(entry.call)} waited"))
         if self._clock is not None and self._clock is not threading.current_thread():
             self._clock.join(_JOIN)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def counts(self) -> tuple[int, int, int, dict[str, int]]:
         """Calls so far, answers so far, calls in flight, errors by class."""
@@ -158,11 +153,11 @@ class PendingCalls:
             with self._changed:
                 quiet = 0 if self._entries else quiet + 1
                 self._asleep = quiet > _IDLE
-                if not self._closed:
+                if not self.closed:
                     self._changed.wait(None if self._asleep else TICK)
                 quiet = 0 if self._asleep else quiet
                 self._asleep = False
-                if self._closed:
+                if self.closed:
                     return
                 now = time.monotonic()
                 late = [entry for entry in self._entries.values() if entry.deadline <= now or entry.future.cancelled()]
@@ -175,7 +170,7 @@ class PendingCalls:
 
 
 class Stream:
-    """One gRPC stream, for calls of ``pending``. ``draining``: the server takes no new work."""
+    """One gRPC stream, for calls of ``pending``. ``draining``: the server takes no new work. ``gone``: it has ended."""
 
     def __init__(self, start: Start, pending: PendingCalls, limits: Limits, explain: Explain) -> None:
         self.draining = False
@@ -185,7 +180,7 @@ class Stream:
         self._limits = limits
         self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._gone = False
+        self.gone = False
         self._decided = threading.Event()
         self._open = False
         self._fault: WeftError | None = None
@@ -193,15 +188,10 @@ class Stream:
         self._reader = threading.Thread(target=self._read, name=f"weft-stream-{pending.address}", daemon=True)
         self._reader.start()
 
-    @property
-    def gone(self) -> bool:
-        """Whether it has ended."""
-        return self._gone
-
     def send(self, entry: PendingCall) -> bool:
         """Queue a call; False if the stream is gone."""
         with self._lock:
-            if self._gone:
+            if self.gone:
                 return False
             entry.stream = self
             self._queue.put(entry)
@@ -220,7 +210,7 @@ class Stream:
         kept: PendingCall | None = None
         while True:
             first = self._queue.get() if kept is None else kept
-            if first is None or self._gone:
+            if first is None or self.gone:
                 return
             batch, kept = self._batch(first)
             for entry in batch:
@@ -294,7 +284,7 @@ class Stream:
 
     def _end(self, error: Any) -> None:
         with self._lock:
-            self._gone = True
+            self.gone = True
         self._call.cancel()
         self._decided.set()
         self._queue.put(None)

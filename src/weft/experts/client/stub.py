@@ -8,6 +8,11 @@
 
 A call that steps bears a fence: the fencing token of the owner that the directory names (a replaced owner refuses), and
 for a commit the incarnation of the server that holds the sum. An answer of a replaced owner is not used.
+
+The signature of an expert checks a call before anything is sent, and an answer before it is used:
+
+    expert(x, mask=m) ── nested as the schema says? ── flat [x, m] ── fits? ──> sent
+    flat outputs ── fit? ──> nested as the module returns them, on the device of the inputs
 """
 
 import os
@@ -18,21 +23,31 @@ import time
 import uuid
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.core.errors import WeftError
+from weft.core.errors import SpecError, WeftError, listed
+from weft.core.pytree import difference, flatten, structure_paths
 from weft.core.rng import waiting
-from weft.experts.client.connections import Resolver
-from weft.experts.client.retry import RetryingCaller
-from weft.experts.client.signature import Signature
+from weft.core.spec import TensorSpec
+from weft.experts.client.retry import Resolver, RetryingCaller
 from weft.experts.compression import Policy
 from weft.experts.discovery.fencing import number_of, replaced
-from weft.experts.errors import CommitError, DeadlineError, InputsGoneError, NotOwnerError, StepsLostWarning
+from weft.experts.errors import (
+    CommitError,
+    DeadlineError,
+    InputsGoneError,
+    MalformedError,
+    NotOwnerError,
+    StepsLostWarning,
+)
+from weft.experts.schema import FlatSchema, NestedSchema, call_schema, gradient_columns, output_schema
 from weft.experts.task import REPEATED
 from weft.experts.wire import Call, Header, Kind, Received
 from weft.experts.wire.service import Description, Receipt, read_description, read_receipt
@@ -72,7 +87,7 @@ class ExpertStub:
         """Of a call that begins now, as a time of `time.monotonic`."""
         return time.monotonic() + self.options.timeout
 
-    def signature(self, deadline: float) -> Signature:
+    def signature(self, deadline: float) -> "Signature":
         """The expert's signature, requested once. Raises ``DeadlineError`` if it is not known by ``deadline``."""
         found = self._signature
         if found is not None:
@@ -227,7 +242,7 @@ class IdempotencyKey:
 
     keep: bool = False
     evaluation: bool = False
-    text: str = field(default_factory=lambda: secrets.token_hex(16))  # not of the user's generators
+    text: str = field(default_factory=partial(secrets.token_hex, 16))  # not of the user's generators
     kept: bool = False
     _repetition: int = 0
     _parts: "list[IdempotencyKey]" = field(default_factory=list["IdempotencyKey"])
@@ -251,12 +266,12 @@ class IdempotencyKey:
         return self._parts
 
 
-@dataclass(frozen=True)
 class RequestBuilder:
     """Calls of any expert, as a client sends them under its name. ``token``: the fencing token of the owner."""
 
-    client: str
-    compression: Policy
+    def __init__(self, client: str, compression: Policy) -> None:
+        self.client = client
+        self._choose = lru_cache(64)(compression.choose)
 
     def info(self, uid: str) -> Call:
         """Request the description of an expert."""
@@ -272,9 +287,9 @@ class RequestBuilder:
             key=key.text,
             keep=key.keep,
             evaluation=key.evaluation,
-            reply=self.compression.choose("outputs", 1)[0],
+            reply=self._choose("outputs", 1)[0],
         )
-        return Call(header, inputs, self.compression.choose("inputs", len(inputs)))
+        return Call(header, inputs, self._choose("inputs", len(inputs)))
 
     def backward(
         self,
@@ -297,11 +312,11 @@ class RequestBuilder:
             key=key.text,
             evaluation=key.evaluation,
             mini_batch=mini_batch,
-            reply=self.compression.choose("input_gradients", 1)[0],
+            reply=self._choose("input_gradients", 1)[0],
             data=Receipt(None, 0, token).to_bytes(),
         )
-        ways = self.compression.choose("output_gradients", len(gradients))
-        whole = Call(header, [*inputs, *gradients], [*self.compression.choose("inputs", len(inputs)), *ways])
+        ways = self._choose("output_gradients", len(gradients))
+        whole = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *ways])
         if not key.kept:
             return whole, whole
         return Call(header._replace(keep=True), gradients, ways), whole
@@ -454,3 +469,83 @@ class ExpertProgress:
             return self._resolver.transport(0, None).address
         except WeftError:  # the directory has no server any more
             return "an unknown address"
+
+
+class Signature:
+    """What one expert takes and returns, from its description.
+
+    Values may be nested in other containers of the same names (a list for a tuple, a named tuple of one's own).
+    """
+
+    def __init__(self, description: Description) -> None:
+        self.name = description.name
+        self.trained = description.trained
+        self.max_batch_size = description.max_batch_size
+        self.inputs: NestedSchema = call_schema(description.name, description.args, description.kwargs)
+        self.outputs: NestedSchema = output_schema(description.name, description.outputs)
+        self.tracked = [spec.dtype.is_floating_point or spec.dtype.is_complex for spec in self.outputs.specs]
+        self._columns = FlatSchema(self.inputs.columns())
+        self._answers = FlatSchema(self.outputs.columns())
+        self._gradients = FlatSchema(gradient_columns(self.outputs))
+        self._paths = structure_paths(self.inputs.structure, "call")
+        self._plain = self._paths == [f"call[0][{place}]" for place in range(len(self.inputs.specs))]
+        self._constants = [
+            (place, leaf) for place, leaf in enumerate(flatten(self.inputs.tree)[0]) if not isinstance(leaf, TensorSpec)
+        ]
+
+    def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call, in order. Raises one ``SpecError`` that lists all that does not fit.
+
+        Under autocast, floating point tensors are cast to the dtypes of the schema, as autocast does for layers.
+        """
+        where = f"expert {self.name!r}"
+        tensors = self._tensors(args, kwargs, where)
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+            tensors = [_cast(leaf, spec) for leaf, spec in zip(tensors, self.inputs.specs, strict=True)]
+        self._columns.check(tensors, where)
+        return tensors
+
+    def _tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> list[Any]:
+        """The leaves where tensors are wanted. Raises ``SpecError`` if the call is nested otherwise."""
+        if self._plain and not kwargs and len(args) == len(self.inputs.specs) and all(type(x) is Tensor for x in args):
+            return list(args)  # the common case, and on the path of every call
+        named = {name: kwargs[name] for name in self.inputs.tree[1] if name in kwargs}
+        rest = {name: value for name, value in kwargs.items() if name not in named}
+        leaves, structure = flatten((tuple(args), {**named, **rest}))
+        if structure != self.inputs.structure and structure_paths(structure, "call") != self._paths:
+            fault = difference(self.inputs.structure, structure, "the call (args, kwargs)")
+            raise SpecError(f"{where} was called with other arguments: {fault}")
+        wrong = [(place, leaf) for place, leaf in self._constants if not _same(leaf, leaves[place])]
+        if wrong:
+            faults = [f"{self._paths[place]} is {leaves[place]!r}, wanted {leaf!r}" for place, leaf in wrong]
+            raise SpecError(listed(f"{where} takes only these constants:", faults))
+        return [leaves[place] for place in self.inputs.places]
+
+    def results(self, answer: Received, device: torch.device) -> list[Tensor]:
+        """The flat outputs. Raises ``MalformedError`` if they are not what the expert said it returns."""
+        return self._checked(answer, self._answers, device)
+
+    def input_gradients(self, answer: Received, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """One gradient per flat input, like it in shape, dtype and device. Raises as `results`."""
+        found = self._checked(answer, self._columns, torch.device("cpu"))
+        if any(gradient.shape != tensor.shape for gradient, tensor in zip(found, inputs, strict=True)):
+            raise MalformedError(f"expert {self.name!r} returned gradients of other shapes", reason="shape")
+        return [g.to(device=x.device, dtype=x.dtype) for g, x in zip(found, inputs, strict=True)]
+
+    def _checked(self, answer: Received, columns: FlatSchema, device: torch.device) -> list[Tensor]:
+        tensors = answer.tensors()
+        try:
+            columns.check(tensors, f"the answer of expert {self.name!r}")
+        except SpecError as error:
+            raise MalformedError(str(error), reason="answer") from None
+        return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
+
+
+def _cast(leaf: Any, spec: TensorSpec) -> Any:
+    if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point and spec.dtype.is_floating_point:
+        return leaf.to(spec.dtype)
+    return leaf
+
+
+def _same(wanted: Any, seen: Any) -> bool:
+    return type(seen) is type(wanted) and seen == wanted

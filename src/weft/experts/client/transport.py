@@ -19,6 +19,7 @@ In TLS 1.3 a server may refuse a client after the handshake, without a word; gRP
     any other text, "Connection refused"   no matter of certificates          gRPC's words are enough
 """
 
+import os
 import socket
 import ssl
 import threading
@@ -178,6 +179,7 @@ class GrpcTransport(_BaseTransport):
         self._metadata = () if token is None else ((AUTHORIZATION, f"{BEARER}{token}"),)
         self._channel = open_channel(address, tls, limits)
         self._trace = trace
+        self._process = os.getpid()
         self._explain = partial(unreachable, address, tls)
         self._name = f"the transport to {address}"
         self._lock = threading.Lock()
@@ -188,7 +190,8 @@ class GrpcTransport(_BaseTransport):
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
         """See `Transport.submit`."""
-        check_fork(self._name)
+        if os.getpid() != self._process:
+            check_fork(self._name)
         entry = self._pending.open(call, timeout)
         if call.header.kind is Kind.INFO:
             self._request_info(entry)

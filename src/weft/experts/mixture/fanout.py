@@ -27,8 +27,8 @@ from torch import Tensor
 
 from weft.core.errors import listed
 from weft.core.rng import waiting
-from weft.experts.client.connections import Connections, DirectoryResolver
-from weft.experts.client.retry import Retry
+from weft.experts.client.connections import Connections
+from weft.experts.client.retry import DirectoryResolver, Retry
 from weft.experts.client.stub import ExpertProgress, OpenMiniBatch, RequestBuilder
 from weft.experts.errors import (
     AnomalyError,

@@ -21,8 +21,7 @@ from torch import Tensor
 from weft.core.errors import UsageError, listed
 from weft.core.validation import Validator
 from weft.experts.client.autograd import RecomputeCache
-from weft.experts.client.signature import Signature
-from weft.experts.client.stub import IdempotencyKey
+from weft.experts.client.stub import IdempotencyKey, Signature
 from weft.experts.discovery import Snapshot
 from weft.experts.errors import NoExpertsError
 from weft.experts.mixture.dispatch import RowSpan

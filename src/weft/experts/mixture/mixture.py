@@ -1,16 +1,21 @@
-"""RemoteMixtureOfExperts: a router here, and for each sample k remote experts, as an ordinary layer.
+"""Mixtures of remote experts as ordinary layers: a router here, and for each sample k experts out there.
 
     x ── router (proj) ──> scores ── top k of those that live ──> chosen       grid.py, router.py: no remote call
     x, chosen ── rows by expert ── one call each ──> answers                   dispatch.py, mixture_function.py
-    answers ── softmax over those that came ── weighted mean ──> y             router.py: plain autograd
+    answers ── weights ── weighted mean ──> y                                  router.py: plain autograd
+
+    RemoteMixtureOfExperts          softmax over those that answered
+    RemoteSwitchMixtureOfExperts    softmax over all that live; and a loss that keeps all of them equally busy
 
 Experts that fail or are late get weight zero, in forward and in backward, as long as each sample has its ``k_min``. The
 contract, and the way of waiting, are those of hivemind's mixture (Ryabinin and Gusev, "Towards Crowdsourced Training
-of Large Neural Networks using Decentralized Mixture-of-Experts", 2020).
+of Large Neural Networks using Decentralized Mixture-of-Experts", 2020). The second is after Fedus, Zoph and Shazeer,
+"Switch Transformers" (2021). There one expert is chosen; here k may be.
 """
 
 import time
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import torch
@@ -19,7 +24,7 @@ from torch import Tensor, nn
 from weft.core.autograd import apply, graph_break
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import SpecError, UsageError
-from weft.core.validation import Validator
+from weft.core.validation import Validator, is_number
 from weft.experts.client.autograd import RemoteLayer, forbid_tangents
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
@@ -31,7 +36,16 @@ from weft.experts.mixture.grid import CachedCall, Grid, GridClient, LiveExperts,
 from weft.experts.mixture.mini_batch import Committer, MixtureMiniBatch
 from weft.experts.mixture.mixture_function import MixtureFunction, Services
 from weft.experts.mixture.mixture_options import MixtureOptions, check_mixture
-from weft.experts.mixture.router import choose, chosen_scores, gating_input, weighted_mean, weights_of_answered
+from weft.experts.mixture.router import (
+    all_scores,
+    choose,
+    chosen_scores,
+    gating_input,
+    jittered,
+    load_balancing_loss,
+    weighted_mean,
+    weights_of_answered,
+)
 
 RETRY = Retry(attempts=3)
 """A mixture has other experts to go on with, so it does not retry one for long."""
@@ -160,7 +174,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         dispatch = Dispatch(chosen.cpu(), most=signature.max_batch_size)
         answers, alive = self._call(signature, flat, live, chosen, dispatch, cached, deadline)
         weights = weights_of_answered(chosen_scores(scores, places, sizes, chosen), alive)
-        return signature.nested([weighted_mean(each, weights) for each in answers])
+        return signature.outputs.pack([weighted_mean(each, weights) for each in answers])
 
     def _check(self, check: Validator) -> None:
         """Check the arguments of a subclass, which has set them before."""
@@ -284,3 +298,102 @@ class RemoteMixtureOfExperts(RemoteLayer):
             answers = [x.detach() for x in outputs]
             client.cache.put(flat, CachedCall(live, chosen, function.alive, answers, function.keys))
         return outputs, function.alive.to(chosen.device)
+
+
+class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
+    """As `RemoteMixtureOfExperts`, but an answer's weight is its probability among all living experts.
+
+    Args:
+        k_best, k_min, backward_k_min, allow_zero_outputs: as there. By default one expert is chosen, and a sample whose
+            expert fails is zero: it is to stand in a residual layer, ``x + mixture(x)[0]``.
+        jitter_eps: in training mode, what the router reads is multiplied by uniform numbers from 1 - eps to 1 + eps.
+            The experts get the input itself.
+        capacity_factor: an expert gets at most ``capacity_factor * samples * k / experts`` rows (rounded up) of a
+            batch; the choices beyond it are dropped, last choices first. None drops nothing.
+        options: all other arguments of `RemoteMixtureOfExperts`.
+
+    Raises what `RemoteMixtureOfExperts` raises.
+
+    Example:
+        >>> from weft.experts.discovery import LocalDirectory
+        >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
+        >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(3)]
+        >>> with weft.Server(experts, directory=directory), weft.Connections(directory) as connections:
+        ...     mixture = weft.RemoteSwitchMixtureOfExperts(
+        ...         in_features=8, grid_size=[3], uid_prefix="ffn", connections=connections
+        ...     )
+        ...     outputs, balancing_loss = mixture(torch.randn(4, 8))
+        >>> outputs.shape
+        torch.Size([4, 8])
+        >>> directory.close()
+    """
+
+    def __init__(
+        self,
+        *,
+        in_features: int,
+        grid_size: Sequence[int],
+        uid_prefix: str,
+        connections: Connections,
+        k_best: int = 1,
+        k_min: int = 0,
+        backward_k_min: int = 0,
+        allow_zero_outputs: bool = True,
+        jitter_eps: float = 1e-2,
+        capacity_factor: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.jitter_eps, self.capacity_factor = jitter_eps, capacity_factor  # first, for `_check`
+        super().__init__(
+            in_features=in_features,
+            grid_size=grid_size,
+            uid_prefix=uid_prefix,
+            connections=connections,
+            k_best=k_best,
+            k_min=k_min,
+            backward_k_min=backward_k_min,
+            allow_zero_outputs=allow_zero_outputs,
+            **options,
+        )
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        """What the experts return, weighted, and the load-balancing loss (a scalar; see `load_balancing_loss`).
+
+        Add the loss to that of the model with a factor of about 0.01. Raises what `RemoteMixtureOfExperts.forward`
+        raises.
+        """
+        return super().forward(input, *args, **kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
+        deadline = time.monotonic() + self.options.forward_timeout
+        signature, flat, live, cached = self._begin(args, kwargs, deadline)
+        read = self._gating_input(args[0])
+        if self.training and self.jitter_eps:
+            read = jittered(read, self.jitter_eps)
+        scores = all_scores(self._scores(read), live.places.to(read.device), self.grid.sizes)
+        probabilities = scores.softmax(1)
+        best = scores.detach().topk(min(self.options.k_best, len(live)), dim=1)
+        chosen = best.indices if cached is None else cached.chosen
+        dispatch = Dispatch(chosen.cpu(), capacity=self._capacity(chosen, len(live)), most=signature.max_batch_size)
+        if cached is None:
+            self._client.counters.count("dropped", chosen.numel() - len(dispatch.rows))
+        answers, alive = self._call(signature, flat, live, chosen, dispatch, cached, deadline)
+        weights = probabilities.gather(1, chosen) * alive
+        outputs = signature.outputs.pack([weighted_mean(each, weights) for each in answers])
+        return outputs, load_balancing_loss(probabilities, chosen)
+
+    def _check(self, check: Validator) -> None:
+        check_switch(check, self.jitter_eps, self.capacity_factor)
+
+    def _capacity(self, chosen: Tensor, experts: int) -> int | None:
+        if self.capacity_factor is None:
+            return None
+        return max(1, ceil(self.capacity_factor * chosen.numel() / max(1, experts)))
+
+
+def check_switch(check: Validator, jitter_eps: Any, capacity_factor: Any) -> None:
+    """Check these arguments of `RemoteSwitchMixtureOfExperts`."""
+    valid = is_number(jitter_eps) and 0 <= jitter_eps < 1
+    check.that(valid, f"jitter_eps is {jitter_eps!r}, wanted a number from 0 to less than 1")
+    valid = capacity_factor is None or (is_number(capacity_factor) and 0 < capacity_factor < float("inf"))
+    check.that(valid, f"capacity_factor is {capacity_factor!r}, wanted a positive number, or None")

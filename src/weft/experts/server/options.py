@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.experts.address import address_fault, is_wildcard, split
-from weft.experts.wire.frame import Limits
+from weft.experts.wire.header import Limits
 
 
 @dataclass(frozen=True)

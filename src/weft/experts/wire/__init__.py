@@ -1,7 +1,7 @@
 """What travels between clients and servers: frames of calls, a protobuf header with raw tensor bytes behind it.
 
-experts.proto   the format, and gRPC's service      frame.py     calls <-> messages, within limits
-tensors.py      tensors <-> bytes, without copies   faults.py    errors <-> bytes
+experts.proto   the format, and gRPC's service      header.py    what is said of calls and tensors, and limits
+frame.py        calls and tensors <-> messages      faults.py    errors <-> bytes
 service.py      methods and options of gRPC, receipts, descriptions
 """
 
@@ -23,19 +23,8 @@ from weft.experts.errors import (
     WireError,
 )
 from weft.experts.wire.faults import RETRYABLE, read_fault, register_fault, write_fault
-from weft.experts.wire.frame import (
-    LIMITS,
-    Call,
-    Descriptor,
-    Frame,
-    Header,
-    Kind,
-    Limits,
-    Received,
-    decode,
-    encode,
-    encode_parts,
-)
+from weft.experts.wire.frame import Frame, Received, decode, encode, encode_parts
+from weft.experts.wire.header import LIMITS, Call, Descriptor, Header, Kind, Limits
 
 __all__ = [
     "LIMITS",

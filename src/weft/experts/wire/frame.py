@@ -7,9 +7,19 @@
     |<----- Header of experts.proto ---->|<------------- body, 16-aligned --------------->|     a Frame of experts.proto
 
 Protobuf for all but the tensors, which lie behind it as they are; no pickle, no eval. protobuf reads the header, which
-is at most `HEADER_BYTES` long; everything it says of tensors is checked against the limits before a byte of theirs is
+is at most 256 KiB long; everything it says of tensors is checked against the limits before a byte of theirs is
 allocated. Sizes are Python integers, so no product overflows. A frame that breaks the format is refused whole: past a
 fault nothing in it can be believed. All its calls are of one client, so nobody else pays.
+
+Tensors are not copied where none is needed:
+
+    encode   contiguous CPU tensor  ──view as bytes──>  memoryview on the tensor's own memory
+    decode   the frame's bytes      ──view as dtype──>  tensor on the frame's own memory
+
+Between the two stands numpy where it knows the dtype: nearly every operation of torch lets go of the interpreter's
+lock, and where many threads send small tensors each of them waits for it again. A decoded tensor keeps the whole
+message alive, and who writes into it writes into the message. Messages that arrived belong to nobody else, so a module
+may work in place on its input. A message at an odd address is copied once.
 
 A server takes messages of `MESSAGE_BYTES` at most: gRPC holds a message before anybody has seen a byte of it. A larger
 frame goes on in messages with a body only (`Frame.append`), for which the server has counted its size before.
@@ -17,8 +27,6 @@ frame goes on in messages with a body only (`Frame.append`), for which the serve
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,21 +36,25 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from weft.core.errors import UsageError, listed
-from weft.core.validation import Validator
-from weft.experts.compression import Compression, packed_bytes
+from weft.experts.compression import Compression, compress, expand, packed_bytes
 from weft.experts.errors import LimitError, MalformedError, TruncatedError, WireError
 from weft.experts.protobuf import load_messages
-from weft.experts.wire.tensors import ALIGNMENT, CODES, DTYPES, Body, aligned_body, to_bytes, to_tensor
+from weft.experts.wire.header import (
+    ALIGNMENT,
+    CODES,
+    DTYPES,
+    LIMITS,
+    WITH_TENSORS,
+    Call,
+    Descriptor,
+    Header,
+    Kind,
+    Limits,
+)
 
 MESSAGE_BYTES = 512 << 10
 """The largest message that a server takes, which is a frame or a part of one."""
-HEADER_BYTES = 256 << 10
-"""The largest header. Parsed it takes up to 80 times as much memory, for as long as `decode` runs."""
 _PART = 128 << 10  # bytes of the body in every part of a frame but the last
-MOST_FRAME_BYTES = 0x7FFF_FFFF - (
-    1 << 16
-)  # gRPC counts the bytes of a message, which has some of its own, with 31 bits
-_MOST_AXES = 64  # of torch
 _HEADER_TAG, _BODY_TAG = 0x0A, 0x12  # of `Frame`: number << 3 | 2
 _MOST_DEADLINE = (1 << 32) - 1
 
@@ -51,79 +63,17 @@ _HEADER = load_messages("weft.experts.wire", "experts", "Call.tensors")["Header"
 _TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
 _TENSOR_BYTES = 1024  # of those that are remembered
 Bytes = bytes | bytearray | memoryview
+Body = np.ndarray[Any, np.dtype[np.uint8]]
+"""The body of a frame: flat, at an aligned address."""
+_NUMPY: dict[torch.dtype, "np.dtype[np.generic]"] = {
+    dtype: np.dtype(str(dtype).removeprefix("torch.").replace("bool", "bool_"))
+    for dtype in CODES
+    if (dtype.itemsize > 1 and dtype is not torch.bfloat16) or not dtype.is_floating_point
+}
 
 
-class Kind(IntEnum):
-    """What a call is, as in experts.proto."""
-
-    FORWARD = 1
-    BACKWARD = 2
-    COMMIT = 3
-    RESULT = 4
-    ERROR = 5
-    INFO = 6
-    PING = 7
-    GOAWAY = 8
-    STATE = 9
-    DISCARD = 10
-
-
-WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
 _KINDS = {int(kind): kind for kind in Kind}
 _COMPRESSIONS = {int(one): one for one in Compression}
-
-
-class Header(NamedTuple):  # a tuple: made for every call, and three times as fast as a frozen dataclass
-    """All of a call but its tensors.
-
-    ``call_id`` pairs an answer with its call. ``key`` is the idempotency key of a backward or commit; that of a
-    backward is also the key of its forward: by it both draw the same random numbers. What stands behind a ``+`` tells
-    several backwards of one forward apart.
-    ``mini_batch`` names the sum that a backward's gradient is added to, that a commit applies and a discard drops;
-    empty: step now.
-    ``deadline_ms`` is what is left of the caller's time when the frame is sent, ``None`` for no deadline. ``reply``
-    is how the caller would like the answer's tensors compressed. ``step`` is, in a result, the expert's number of
-    optimizer steps. ``data`` is opaque here: a fault (`faults.py`), a receipt, or what an info call answers.
-    ``keep``, of a forward: keep its graph and its inputs for the backward that has the same key. Of its result: they
-    are kept. Of a backward: its inputs are those that are kept, and not sent again. ``evaluation``, of a forward and
-    its backward: the module runs as after ``eval()``.
-    """
-
-    kind: Kind
-    call_id: int
-    uid: str = ""
-    key: str = ""
-    client: str = ""
-    mini_batch: str = ""
-    deadline_ms: int | None = None
-    keep: bool = False
-    evaluation: bool = False
-    reply: Compression = Compression.NONE
-    step: int = 0
-    data: bytes = b""
-
-
-class Descriptor(NamedTuple):
-    """One tensor of a call: what it is, and where its ``nbytes`` bytes lie, counted from the start of the body."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    compression: Compression
-    nbytes: int
-    offset: int
-
-    @property
-    def decoded_bytes(self) -> int:
-        """How many bytes the tensor takes once decoded."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Call(NamedTuple):
-    """One call to send: its header, its tensors in flat order, and how each may be compressed (empty: none is)."""
-
-    header: Header
-    tensors: Sequence[Tensor] = ()
-    compressions: Sequence[Compression] = ()
 
 
 class Received(NamedTuple):
@@ -140,42 +90,8 @@ class Received(NamedTuple):
         """
         return [
             to_tensor(self.body[offset : offset + nbytes], dtype, shape, how)
-            for dtype, shape, how, nbytes, offset in self.descriptors
+            for dtype, shape, how, nbytes, offset, _ in self.descriptors
         ]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The caps of one frame, all inclusive, checked before anything of it is allocated.
-
-    ``frame_bytes`` and ``header_bytes`` are on the wire; ``decoded_bytes`` of all its tensors together, so compression
-    may not be used to blow up. ``elements`` are of a tensor, ``name_bytes`` of each name in a call, ``data_bytes`` of
-    its opaque data. The limits of a server are its own; a client that keeps to the server's is never refused by them.
-
-    Raises ``UsageError`` that lists what is no int from 1, and what is more than the format can hold.
-    """
-
-    frame_bytes: int = 64 << 20
-    header_bytes: int = HEADER_BYTES
-    data_bytes: int = 128 << 10
-    decoded_bytes: int = 256 << 20
-    calls: int = 256
-    tensors: int = 256
-    axes: int = 16
-    elements: int = 1 << 28
-    name_bytes: int = 1024
-
-    def __post_init__(self) -> None:
-        caps = {"axes": _MOST_AXES, "header_bytes": HEADER_BYTES, "frame_bytes": MOST_FRAME_BYTES}
-        with Validator("invalid limits") as check:
-            for name in (field.name for field in fields(self)):
-                value, cap = getattr(self, name), caps.get(name)
-                if check.count(name, value) and cap is not None:
-                    check.that(value <= cap, f"{name} is {value}, the format ends at {cap}")
-
-
-LIMITS = Limits()
-"""The limits where none are given."""
 
 
 def encode(calls: Sequence[Call], limits: Limits = LIMITS) -> bytes:
@@ -311,7 +227,7 @@ def _too_large(calls: Sequence[Call], sizes: dict[str, int], limits: Limits) -> 
 
 
 def decode(message: Bytes, limits: Limits = LIMITS) -> list[Received]:
-    """The calls of one whole frame. Tensors are views of ``message``: see `tensors.py` for who may write into them.
+    """The calls of one whole frame. Tensors are views of ``message``: see above for who may write into them.
 
     Raises ``MalformedError``, ``TruncatedError`` or ``LimitError``, and nothing else, whatever the bytes are; before
     anything is allocated beyond the parsed header.
@@ -406,12 +322,12 @@ class Frame:
         found: list[Descriptor] = []
         for raw in tensors:
             read = _read_tensor if len(raw) <= _TENSOR_BYTES else _read_tensor.__wrapped__
-            descriptor, elements, size = read(raw, limits.axes, self.body_bytes)
+            descriptor, elements = read(raw, limits.axes, self.body_bytes)
             if elements > limits.elements:
                 raise _exceeded("elements", elements, limits.elements)
             found.append(descriptor)
             self.body_bytes += descriptor.nbytes + -descriptor.nbytes % ALIGNMENT
-            decoded += size
+            decoded += descriptor.decoded_bytes
         if decoded > limits.decoded_bytes:
             raise _exceeded("decoded_bytes", decoded, limits.decoded_bytes)
         return tuple(found), decoded
@@ -439,8 +355,8 @@ def _read_header(call: Any) -> Header:
 
 
 @lru_cache(4096)
-def _read_tensor(raw: bytes, axes: int, offset: int) -> tuple[Descriptor, int, int]:
-    """The descriptor, its extent, and its bytes once decoded."""
+def _read_tensor(raw: bytes, axes: int, offset: int) -> tuple[Descriptor, int]:
+    """The descriptor, and the extent of its shape."""
     try:
         tensor: Any = _TENSOR.FromString(raw)
     except DecodeError as error:
@@ -455,8 +371,7 @@ def _read_tensor(raw: bytes, axes: int, offset: int) -> tuple[Descriptor, int, i
     if nbytes is None:
         text = f"{how.name} does not apply to a tensor of {dtype}, shape {shape}"
         raise MalformedError(text, reason="compression")
-    descriptor = Descriptor(dtype, shape, how, nbytes, offset)
-    return descriptor, _extent(shape), descriptor.decoded_bytes
+    return Descriptor(dtype, shape, how, nbytes, offset, math.prod(shape) * dtype.itemsize), _extent(shape)
 
 
 def _exceeded(name: str, seen: int, most: int) -> LimitError:
@@ -511,3 +426,71 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         if shift >= 64:
             raise MalformedError("a number of more than 64 bits", reason="field")
     raise TruncatedError(f"the frame ends at byte {len(message)}, within a field", reason="length")
+
+
+def to_bytes(tensor: Tensor, how: Compression) -> tuple[Compression, list[memoryview]]:
+    """What was done to ``tensor`` (any device, strides and size), and buffers that hold its bytes in order.
+
+    The buffers look into the tensor where it is contiguous, on the CPU and not compressed: do not write into it
+    before they were sent. Raises ``UsageError`` for tensors without plain bytes.
+    """
+    if how is Compression.NONE and _is_plain(tensor):
+        seen = (tensor.detach() if tensor.requires_grad else tensor).numpy()
+        if not seen.size:
+            return how, []
+        # A memoryview casts faster than numpy, but knows no complex numbers.
+        return how, [seen.reshape(-1).view(np.uint8).data if seen.dtype.kind == "c" else seen.data.cast("B")]
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.dtype not in CODES:
+        text = f"a tensor of {tensor.dtype}, layout {tensor.layout}, on {tensor.device}"
+        raise UsageError(f"{text} cannot be sent: wanted a dense tensor with data, of one of {sorted(map(str, CODES))}")
+    values = tensor.detach().cpu().resolve_conj().resolve_neg()
+    done, parts = (how, [values.contiguous()]) if how is Compression.NONE else compress(values, how)
+    # A contiguous tensor of size 1 may have any stride, which views as bytes and `reshape` leave alone.
+    flat = (part.as_strided((part.numel(),), (1,)) for part in parts)
+    return done, [part.view(torch.uint8).numpy().data for part in flat if part.numel()]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether numpy can show its memory, byte for byte as it is sent."""
+    if not tensor.is_cpu or tensor.dtype not in _NUMPY or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_nested or not tensor.is_contiguous():
+        return False
+    return not (tensor.is_neg() or tensor.is_conj())
+
+
+def aligned_body(message: memoryview) -> Body:
+    """These bytes at an aligned address; a view if it can be, and torch may have it."""
+    seen: Body = np.frombuffer(message, np.uint8)
+    interface = seen.__array_interface__
+    address, read_only = interface["data"]
+    if address % ALIGNMENT:
+        fresh: Body = torch.empty(len(seen), dtype=torch.uint8, device="cpu").numpy()  # torch aligns to 64
+        fresh[:] = seen
+        return fresh
+    if read_only:
+        interface["data"] = (address, False)
+        return np.asarray(_Borrowed(seen, interface))
+    return seen
+
+
+class _Borrowed:
+    """Read-only memory, shown to torch as what it can hold: it knows no read-only tensors, and warns about them."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, owner: Body, interface: dict[str, Any]) -> None:
+        self._owner = owner
+        self.__array_interface__ = interface
+
+
+def to_tensor(packed: Body, dtype: torch.dtype, shape: tuple[int, ...], how: Compression) -> Tensor:
+    """The tensor of these bytes: new if they are compressed, else a view of them.
+
+    Raises ``MalformedError`` for a bool that is neither 0 nor 1: torch would compute nonsense with it.
+    """
+    if dtype == torch.bool and packed.size and int(packed.max()) > 1:
+        raise MalformedError(f"a bool is {int(packed.max())}, wanted 0 or 1", reason="bool")
+    if how is Compression.NONE and packed.size and dtype in _NUMPY:
+        return torch.from_numpy(packed.view(_NUMPY[dtype]).reshape(shape))
+    return expand(torch.from_numpy(packed), how, dtype, shape)

@@ -29,8 +29,8 @@ from weft.core.errors import UsageError, listed
 from weft.core.spec import TensorSpec
 from weft.experts.errors import MalformedError
 from weft.experts.protobuf import load_messages
-from weft.experts.wire.frame import MESSAGE_BYTES, Limits
-from weft.experts.wire.tensors import CODES
+from weft.experts.wire.frame import MESSAGE_BYTES
+from weft.experts.wire.header import CODES, Limits
 
 _MESSAGES = load_messages("weft.experts.wire", "experts")
 PROTO: bytes = _MESSAGES["Frame"].DESCRIPTOR.file.serialized_pb
@@ -139,6 +139,7 @@ class Receipt:
     incarnation: int
     token: int = 0
 
+    @lru_cache(256)  # noqa: B019 - every answer has one, and most say what the one before said
     def to_bytes(self) -> bytes:
         """A Receipt of experts.proto, the data of a result."""
         return _MESSAGES["Receipt"](
@@ -146,7 +147,7 @@ class Receipt:
         ).SerializeToString()
 
 
-@lru_cache(256)  # every answer has one, and most say what the one before said
+@lru_cache(256)
 def read_receipt(data: bytes) -> Receipt:
     """The inverse. Raises ``MalformedError`` for other bytes, and for none."""
     if not data:
