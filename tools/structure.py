@@ -229,7 +229,7 @@ LINES, FILES = (31_500, 47_000), (195, 395)
 CLASSES, BASES, OFTEN, CORE = (0, 40), (0, 40), (0, 6), (0, 0)
 PIPE = (14, 14), (120, 110)
 RECURRENT = (12, 12), (70, 55)
-EXPERT = (26, 28), (150, 165)
+EXPERT = (26, 26), (150, 150)
 
 
 def main() -> int:

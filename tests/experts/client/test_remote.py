@@ -477,7 +477,9 @@ class SlowToTell:
 def test_the_first_call_has_one_deadline_with_the_question_before_it(
     fake: FakeTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock().rules(monkeypatch, "weft.experts.client.stub", "weft.experts.client.retry")
+    clock = Clock().rules(
+        monkeypatch, "weft.experts.client.remote", "weft.experts.client.stub", "weft.experts.client.retry"
+    )
     slow = SlowToTell(fake, clock)
     remote = RemoteExpert("fussy", slow, timeout=10.0)
     for _ in range(2):

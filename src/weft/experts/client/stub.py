@@ -84,7 +84,7 @@ class ExpertStub:
         return self._described(self.options.timeout)
 
     def deadline(self) -> float:
-        """Of a call that begins now, as a time of `time.monotonic`."""
+        """Of a backward or commit that begins now, as a time of `time.monotonic`."""
         return time.monotonic() + self.options.timeout
 
     def signature(self, deadline: float) -> "Signature":
