@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
 
+from weft import Pipe
 from weft.core.errors import ScheduleError, UsageError, WeftError, escaped
 from weft.pipeline.schedule import SCHEDULES, build
 from weft.pipeline.simulate import StageCost, forecast
@@ -46,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=_count)
     parser.add_argument("--chunks", type=_count, help="micro-batches")
-    made = "a function that returns a Pipe, made with split= and sample=: what crosses in it is drawn"
+    made = "a function that returns a Pipe; of one made with split= and sample=, what crosses is drawn"
     parser.add_argument("--pipe", metavar="MODULE:FUNCTION", help=made)
     names = f"{', '.join(SCHEDULES)}, or the file of a table (%(default)s)"
     parser.add_argument("--schedule", default="1f1b", metavar="NAME|FILE", help=names)
@@ -142,7 +143,8 @@ def _plan(chosen: argparse.Namespace) -> None:
     if chosen.pipe is not None:
         pipe = _made(chosen.pipe)
         chosen.stages, chosen.chunks = chosen.stages or len(pipe.devices), chosen.chunks or pipe.chunks
-        _draw(pipe)
+        if hasattr(pipe, "routes"):  # made with split=
+            _draw(pipe)
     if chosen.stages is None or chosen.chunks is None:
         raise UsageError("plan needs --stages and --chunks, or --pipe")
     named = chosen.schedule in SCHEDULES or not Path(chosen.schedule).is_file()
@@ -158,14 +160,19 @@ def _plan(chosen: argparse.Namespace) -> None:
     print(f"forecast: takes {seen.total:g}, idle {seen.bubble:.1%} of the time of {len(table.workers)} workers")
 
 
-def _made(name: str) -> Any:
+def _made(name: str) -> Pipe:
     """The pipe that the function of that name returns."""
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
+    wanted = f"--pipe {name}: wanted MODULE:FUNCTION, a function that returns a Pipe"
     try:
-        return getattr(import_module(module), function)()
+        make = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"--pipe {name}: wanted MODULE:FUNCTION, a function that returns a Pipe; {error}") from None
+        raise UsageError(f"{wanted}; {error}") from None
+    pipe = make()
+    if not isinstance(pipe, Pipe):
+        raise UsageError(f"{wanted}; {function}() returned {type(pipe).__name__}")
+    return pipe
 
 
 def _draw(pipe: Any) -> None:

@@ -17,6 +17,14 @@ from torch import nn
 def build():
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     return weft.Pipe(model, chunks=2, split=["1", "2"], devices=["cpu"] * 3, sample=torch.randn(2, 8))
+
+
+def plain():
+    return weft.Pipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), chunks=2, devices=["cpu"] * 2)
+
+
+def none():
+    return None
 """
 
 
@@ -30,6 +38,11 @@ def test_plan_draws_the_routes_of_a_pipe(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:3] == ["o--->       64 bytes  0", "    o--->   64 bytes  1"]
     assert any(line.startswith("live micro-batches of each stage: 2 2 1") for line in lines)
+    assert main(["plan", "--pipe", "making_a_pipe:plain"]) == 0
+    assert "live micro-batches of each stage: 2 1" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--pipe", "making_a_pipe:none"])
+    assert "none() returned NoneType" in capsys.readouterr().err
 
 
 def test_plan_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
