@@ -1,8 +1,10 @@
 """What holds for every way to an expert: over gRPC, within the process, and made up."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from weft.experts.client import GrpcTransport, LocalTransport, Transport
 from weft.experts.compression import Compression
 from weft.experts.errors import UnreachableError
 from weft.experts.server import Server
+from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.wire import Call, DeadlineError, ExpertFailedError, Header, Kind, LostError, UnknownExpertError
 from weft.experts.wire.service import read_description, read_receipt
 
@@ -156,3 +159,23 @@ def test_statistics_count_calls_and_errors(there: tuple[Server, Transport]) -> N
     there[1].submit(forward(rows(2, 0), "nobody"), PATIENCE).exception(PATIENCE)
     seen = there[1].statistics()
     assert (seen.calls, seen.answered, seen.waiting, dict(seen.failed)) == (2, 1, 0, {"UnknownExpertError": 1})
+
+
+def test_a_stream_that_is_never_opened_is_given_up_and_its_calls_were_not_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.experts.client.stream.OPENING", 0.2)
+    opened = threading.Event()
+
+    async def silent(self: GrpcServer, messages: object, context: Any) -> None:
+        opened.set()
+        await asyncio.sleep(PATIENCE)
+
+    monkeypatch.setattr(GrpcServer, "_stream", silent)
+    with Server([fussy_backend()]) as server, GrpcTransport(server.address) as transport:
+        future = transport.submit(forward(rows(1, 0)), PATIENCE)
+        with pytest.raises(UnreachableError, match=r"did not answer the opening of a stream within 0\.2 s"):
+            future.result(PATIENCE)
+        assert opened.is_set() and transport.statistics().streams == 1
+        assert transport.submit(forward(rows(1, 0)), PATIENCE).exception(PATIENCE) is not None
+        assert transport.statistics().streams == 2

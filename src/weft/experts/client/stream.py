@@ -42,6 +42,8 @@ from weft.experts.errors import (
 from weft.experts.wire import Call, Kind, Limits, Received, decode, encode_parts, read_fault
 from weft.experts.wire.service import COALESCED, FRAME_BYTES
 
+OPENING = 10.0
+"""Seconds in which a server has to answer the opening of a stream; a call is then tried again on another one."""
 TICK = 0.02
 """Seconds by which a deadline may be noticed late."""
 _IDLE = 50  # ticks without a call before the clock stops
@@ -182,7 +184,7 @@ class Stream:
         self._lock = threading.Lock()
         self.gone = False
         self._decided = threading.Event()
-        self._open = False
+        self._open = self._late = False
         self._fault: WeftError | None = None
         self._call = start(self._frames())
         self._reader = threading.Thread(target=self._read, name=f"weft-stream-{pending.address}", daemon=True)
@@ -206,7 +208,10 @@ class Stream:
     # The sender, in a thread of gRPC's.
 
     def _frames(self) -> Iterator[bytes]:
-        self._decided.wait()
+        if not self._decided.wait(OPENING):
+            self._late = True
+            self._call.cancel()
+            return
         kept: PendingCall | None = None
         while True:
             first = self._queue.get() if kept is None else kept
@@ -300,6 +305,8 @@ class Stream:
         if not self._open and code is _grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadError(f"{address} takes no more clients: {text}")
         if not self._open:
+            if self._late:
+                text = f"it did not answer the opening of a stream within {OPENING:g} s"
             if self._unreached is None:  # once for all calls: it may have to probe the server
                 self._unreached = self._explain("cannot be reached", text)
             return type(self._unreached)(str(self._unreached))
