@@ -88,7 +88,7 @@ _WHOLE = {
     "hurry": 500,
     "silent": 2,
     "keys": 100_000,
-    "saving": 20,
+    "saving": 65,
     "starts": 3,
     "away": 60,
     "disk": 5,

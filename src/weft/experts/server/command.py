@@ -20,6 +20,9 @@ from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 from weft.experts.server.server import Server
 
 _LOOK = 0.25  # seconds
+_SWITCH = 0.0005
+"""Seconds after which a thread that computes hands the interpreter over. By Python's default of 0.005 a call waits that
+long in each of the threads that it passes, while another thread writes a checkpoint."""
 _FROZEN = 10_000
 """Objects out of garbage collections, from which on the caller has put them there: Python 3.12 begins with 400."""
 
@@ -56,7 +59,8 @@ def serve(config: Mapping[str, Any]) -> None:
     """
     keep_freed_memory()
     use_large_pages()
-    stop, frozen = _Stop(), gc.get_freeze_count()
+    stop, frozen, interval = _Stop(), gc.get_freeze_count(), sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH)
     before = {each: signal.signal(each, stop) for each in _signals()}
     try:
         found = ServeConfig.parse(config)
@@ -66,6 +70,7 @@ def serve(config: Mapping[str, Any]) -> None:
     finally:  # also where the configuration was refused: Ctrl-C is the caller's again
         for each, handler in before.items():
             signal.signal(each, handler)
+        sys.setswitchinterval(interval)
         if frozen < _FROZEN:
             gc.unfreeze()
 
