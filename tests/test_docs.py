@@ -106,16 +106,17 @@ def test_the_example_of_every_public_name_runs(
     parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=OPTIONS)
     found = importlib.import_module(module)
     without: list[str] = []
-    for name in found.__all__:
-        thing = getattr(found, name)
-        if not inspect.isclass(thing) and not inspect.isfunction(thing):
+    for name in ["__doc__", *found.__all__]:
+        thing = found if name == "__doc__" else getattr(found, name)
+        if thing is not found and not inspect.isclass(thing) and not inspect.isfunction(thing):
             continue  # a module, or a table, whose own docstring shows it
         text = inspect.cleandoc(thing.__doc__ or "")
         names = {"torch": torch, "nn": nn, "weft": weft}
         example = parser.get_doctest(text, names, f"{module}.{name}", inspect.getsourcefile(thing), None)
+        error = inspect.isclass(thing) and issubclass(thing, Exception)  # the docstring of `weft.errors` shows them
         if not example.examples:
-            without.append(name)
-        elif module == "weft" or name not in weft.__all__:  # once is enough
+            without += [] if error or (thing is found and module != "weft.errors") else [name]
+        elif thing is found or module == "weft" or name not in weft.__all__:  # once is enough
             torch.manual_seed(0)
             runner.run(example)
     assert without == [], "no example (a line that begins with >>>) in the docstring"

@@ -13,6 +13,16 @@
 Each also derives from the built-in error that PyTorch or Python would have raised at that place. `weft.core.errors` and
 `weft.experts.errors` say what each of them means. Those of experts and recurrent networks are loaded on first access,
 so that importing this stays cheap.
+
+Example:
+    >>> with weft.RemoteExpert("ffn.0", "127.0.0.1:9", timeout=0.5) as expert:
+    ...     try:
+    ...         expert(torch.ones(1, 2))
+    ...     except weft.errors.RefusedError:
+    ...         print("nothing ran: ask again later")
+    ...     except (weft.errors.UnreachableError, weft.errors.DeadlineError) as error:
+    ...         print(type(error).__name__)  # a ConnectionError and a TimeoutError as well
+    UnreachableError
 """
 
 from typing import TYPE_CHECKING

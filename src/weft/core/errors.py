@@ -30,186 +30,67 @@ from types import TracebackType
 
 
 class WeftError(Exception):
-    """Base of all errors that weft raises on purpose.
-
-    Example:
-        >>> try:
-        ...     weft.Pipe(nn.Sequential(nn.ReLU()), chunks=0, devices=["cpu"])
-        ... except weft.WeftError as error:  # any of them
-        ...     print(type(error).__name__)
-        UsageError
-    """
+    """Base of all errors that weft raises on purpose."""
 
 
 class UsageError(WeftError, ValueError):
-    """Arguments that do not make sense, alone or together.
-
-    Example:
-        >>> weft.Pipe(nn.Sequential(nn.ReLU()), chunks=0, balance=[1, 1], devices=["cpu"])
-        Traceback (most recent call last):
-        weft.errors.UsageError: ...
-    """
+    """Arguments that do not make sense, alone or together."""
 
 
 class SpecError(WeftError, TypeError):
-    """A value does not look as its spec says.
-
-    Example:
-        >>> weft.Recurrent(lambda x, h: (x, h.double()), backend="eager")(torch.ones(2, 1, 1), torch.ones(1, 1))
-        Traceback (most recent call last):
-        weft.errors.SpecError: ...
-    """
+    """A value does not look as its spec says."""
 
 
 class BatchError(WeftError, ValueError):
-    """A mini-batch cannot be cut into micro-batches, or micro-batches cannot be joined.
-
-    Example:
-        >>> weft.Pipe(nn.Sequential(nn.Flatten(0)), chunks=2, devices=["cpu"])(torch.ones(4, 3))
-        Traceback (most recent call last):
-        weft.errors.BatchError: ...
-    """
+    """A mini-batch cannot be cut into micro-batches, or micro-batches cannot be joined."""
 
 
 class ScheduleError(WeftError, ValueError):
-    """A schedule is malformed, incomplete, or would deadlock.
-
-    Example:
-        >>> weft.Schedule.parse("0F0,0X0")
-        Traceback (most recent call last):
-        weft.errors.ScheduleError: ...
-    """
+    """A schedule is malformed, incomplete, or would deadlock."""
 
 
 class PartitionError(WeftError, ValueError):
-    """Layers cannot be spread over the stages as asked.
-
-    Example:
-        >>> weft.Pipe(nn.Sequential(nn.ReLU()), chunks=1, balance=[2], devices=["cpu"])
-        Traceback (most recent call last):
-        weft.errors.PartitionError: ...
-    """
+    """Layers cannot be spread over the stages as asked."""
 
 
 class DeviceError(WeftError, RuntimeError):
-    """A parameter or buffer is not on the device where its stage runs.
-
-    Example:
-        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2)), chunks=1, devices=["cpu"])
-        >>> pipe.to("meta")(torch.ones(2, 2))
-        Traceback (most recent call last):
-        weft.errors.DeviceError: ...
-    """
+    """A parameter or buffer is not on the device where its stage runs."""
 
 
 class InPlaceError(WeftError, RuntimeError):
-    """A stage wrote into a tensor that others still need.
-
-    Example:
-        >>> issubclass(weft.errors.InPlaceError, RuntimeError)  # use the out-of-place form in that layer
-        True
-    """
+    """A stage wrote into a tensor that others still need."""
 
 
 class DoubleBackwardError(WeftError, RuntimeError):
-    """The gradient of a gradient was asked for across a cut.
-
-    Example:
-        >>> pipe = weft.Pipe(nn.Sequential(nn.Tanh()), chunks=1, devices=["cpu"])
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> torch.autograd.grad(pipe(x).sum(), x, create_graph=True)
-        Traceback (most recent call last):
-        weft.errors.DoubleBackwardError: ...
-    """
+    """The gradient of a gradient was asked for across a cut."""
 
 
 class BackwardTwiceError(WeftError, RuntimeError):
-    """Backward ran a second time over a step whose intermediates were freed.
-
-    Example:
-        >>> loss = weft.Pipe(nn.Sequential(nn.Linear(2, 2)), chunks=1, devices=["cpu"])(torch.ones(2, 2)).sum()
-        >>> loss.backward()
-        >>> loss.backward()
-        Traceback (most recent call last):
-        weft.errors.BackwardTwiceError: ...
-    """
+    """Backward ran a second time over a step whose intermediates were freed."""
 
 
 class RandomnessError(WeftError, RuntimeError):
-    """A recomputation did not draw the random numbers of its forward.
-
-    Example:
-        >>> class Once(nn.Module):
-        ...     def forward(self, x):
-        ...         return x if weft.is_recomputing() else x * torch.rand_like(x)
-        >>> pipe = weft.Pipe(nn.Sequential(Once()), chunks=1, devices=["cpu"], checkpoint="always")
-        >>> pipe(torch.ones(2, requires_grad=True)).sum().backward()
-        Traceback (most recent call last):
-        weft.errors.RandomnessError: ...
-    """
+    """A recomputation did not draw the random numbers of its forward."""
 
 
 class ChangedError(WeftError, RuntimeError):
-    """A layer changed between its forward and its recomputation.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> pipe = weft.Pipe(nn.Sequential(layer), chunks=1, devices=["cpu"], checkpoint="always")
-        >>> loss = pipe(torch.ones(2, 2)).sum()
-        >>> with torch.no_grad():
-        ...     _ = layer.weight.mul_(2)
-        >>> loss.backward()
-        Traceback (most recent call last):
-        weft.errors.ChangedError: ...
-    """
+    """A layer changed between its forward and its recomputation."""
 
 
 class SplitError(WeftError, ValueError):
-    """A model's forward() cannot be cut there. (No TypeError: operators take one for "not implemented".)
-
-    Example:
-        >>> weft.Pipe(nn.TransformerEncoderLayer(4, 1, batch_first=True), chunks=1, devices=["cpu"] * 2, split=["gone"])
-        Traceback (most recent call last):
-        weft.errors.SplitError: ...
-    """
+    """A model's forward() cannot be cut there. (No TypeError: operators take one for "not implemented".)"""
 
 
 class GuardError(WeftError, RuntimeError):
-    """The code between blocks would go another way than when it was recorded.
-
-    Example:
-        >>> issubclass(weft.errors.GuardError, RuntimeError)  # the step is lost; the next one records the code anew
-        True
-    """
+    """The code between blocks would go another way than when it was recorded."""
 
 
 class SkipError(WeftError, RuntimeError):
-    """A layer broke its own skip declaration while running.
-
-    Example:
-        >>> @weft.skippable(stash=["early"])
-        ... class Forgets(nn.Module):
-        ...     def forward(self, x):
-        ...         return x
-        ...         yield
-        >>> Forgets()(torch.ones(1))
-        Traceback (most recent call last):
-        weft.errors.SkipError: ...
-    """
+    """A layer broke its own skip declaration while running."""
 
 
 class SkipWiringError(WeftError, TypeError):
-    """The skips of a model do not fit together.
-
-    Example:
-        >>> @weft.skippable(pop=["early"])
-        ... class Decode(nn.Module):
-        ...     def forward(self, x):
-        ...         return x + (yield weft.pop("early"))
-        >>> weft.Pipe(nn.Sequential(Decode()), chunks=1, devices=["cpu"])
-        Traceback (most recent call last):
-        weft.errors.SkipWiringError: ...
-    """
+    """The skips of a model do not fit together."""
 
 
 TWICE = (

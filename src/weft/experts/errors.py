@@ -50,8 +50,7 @@
 
 A tensor that does not match the schema raises `SpecError`, as everywhere. Errors of the user's own module keep their
 type in the process that runs it, with a note that names the expert and the client. Most of these are the same class
-on both sides of a connection; `weft.experts.wire.fault` has the number of each. `reason_of` gives the short word under
-which statistics count an error.
+on both sides of a connection; `weft.experts.wire.faults` has the number of each.
 """
 
 from collections.abc import Mapping
@@ -61,368 +60,133 @@ from weft.core.errors import SpecError, UsageError, WeftError
 
 
 class ExpertError(WeftError, RuntimeError):
-    """An expert could not do what was asked.
-
-    Example:
-        >>> issubclass(weft.errors.ExpertError, RuntimeError)  # the base of all that an expert answers
-        True
-    """
+    """An expert could not do what was asked. ``reason`` is one word for counting, inherited unless given."""
 
     reason: ClassVar[str] = "expert"
 
-
-class RefusedError(ExpertError):
-    """Refused before anything ran.
-
-    Example:
-        >>> issubclass(weft.errors.RefusedError, weft.errors.ExpertError)  # nothing changed, so asking again is safe
-        True
-    """
-
-    reason: ClassVar[str] = "refused"
+    def __init_subclass__(cls, *, reason: str = "") -> None:
+        super().__init_subclass__()
+        cls.reason = reason or cls.reason
 
 
-class TooManyRowsError(RefusedError, ValueError):
-    """One task alone has more rows than a batch may have.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 2), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn", nn.Linear(2, 2), args_schema=rows, max_batch_size=4)
-        >>> forward, backward = expert.get_pools()
-        >>> forward.submit_task(torch.ones(5, 2))
-        Traceback (most recent call last):
-        weft.errors.TooManyRowsError: ...
-    """
-
-    reason: ClassVar[str] = "rows"
+class RefusedError(ExpertError, reason="refused"):
+    """Refused before anything ran."""
 
 
-class OverloadError(RefusedError):
-    """The queue is full.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 2), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn", nn.Linear(2, 2), args_schema=rows, max_tasks=1)
-        >>> forward, backward = expert.get_pools()
-        >>> waiting = forward.submit_task(torch.ones(1, 2))
-        >>> forward.submit_task(torch.ones(1, 2))
-        Traceback (most recent call last):
-        weft.errors.OverloadError: ...
-    """
-
-    reason: ClassVar[str] = "overload"
+class TooManyRowsError(RefusedError, ValueError, reason="rows"):
+    """One task alone has more rows than a batch may have."""
 
 
-class QuotaError(RefusedError):
-    """This client has too many tasks or rows waiting at this expert.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 2), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn", nn.Linear(2, 2), args_schema=rows, max_client_tasks=1)
-        >>> forward, backward = expert.get_pools()
-        >>> waiting = forward.submit_task(torch.ones(1, 2), client="me")
-        >>> forward.submit_task(torch.ones(1, 2), client="me")
-        Traceback (most recent call last):
-        weft.errors.QuotaError: ...
-    """
-
-    reason: ClassVar[str] = "quota"
+class OverloadError(RefusedError, reason="overload"):
+    """The queue is full."""
 
 
-class ExpiredError(RefusedError, TimeoutError):
-    """The deadline passed while the task waited.
-
-    Example:
-        >>> import time
-        >>> rows = (weft.TensorSpec((None, 2), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn", nn.Linear(2, 2), args_schema=rows, max_batch_size=4)
-        >>> forward, backward = expert.get_pools()
-        >>> forward.submit_task(torch.ones(1, 2), deadline=time.monotonic() - 1)
-        Traceback (most recent call last):
-        weft.errors.ExpiredError: ...
-    """
-
-    reason: ClassVar[str] = "expired"
+class QuotaError(RefusedError, reason="quota"):
+    """This client has too many tasks or rows waiting at this expert."""
 
 
-class ClosedError(RefusedError):
-    """The pool takes no more tasks.
-
-    Example:
-        >>> issubclass(weft.errors.ClosedError, weft.errors.RefusedError)  # nothing ran: ask another server
-        True
-    """
-
-    reason: ClassVar[str] = "closed"
+class ExpiredError(RefusedError, TimeoutError, reason="expired"):
+    """The deadline passed while the task waited."""
 
 
-class ResultEvictedError(RefusedError):
-    """The request of this key was applied, and its result is no longer stored.
-
-    Example:
-        >>> issubclass(weft.errors.ResultEvictedError, weft.errors.RefusedError)  # it has stepped: go on
-        True
-    """
-
-    reason: ClassVar[str] = "evicted"
+class ClosedError(RefusedError, reason="closed"):
+    """The pool takes no more tasks."""
 
 
-class KeyReusedError(RefusedError, ValueError):
-    """The key was used for a request with another payload.
-
-    Example:
-        >>> issubclass(weft.errors.KeyReusedError, ValueError)  # a bug of the client: keys are never used twice
-        True
-    """
-
-    reason: ClassVar[str] = "reused"
+class ResultEvictedError(RefusedError, reason="evicted"):
+    """The request of this key was applied, and its result is no longer stored."""
 
 
-class CommitError(RefusedError):
-    """There is no such mini-batch to commit, or to add to.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 2), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn", nn.Linear(2, 2), torch.optim.SGD, args_schema=rows, max_batch_size=4)
-        >>> forward, backward = expert.get_pools()
-        >>> with weft.Runtime([expert]):
-        ...     expert.commit("none").result(10)
-        Traceback (most recent call last):
-        weft.errors.CommitError: ...
-    """
-
-    reason: ClassVar[str] = "commit"
+class KeyReusedError(RefusedError, ValueError, reason="reused"):
+    """The key was used for a request with another payload."""
 
 
-class InputsGoneError(RefusedError):
-    """A backward came without its inputs, and those of its forward are not held any more.
-
-    Example:
-        >>> issubclass(weft.errors.InputsGoneError, weft.errors.RefusedError)  # `RemoteExpert` sends them
-        True
-    """
-
-    reason: ClassVar[str] = "inputs"
+class CommitError(RefusedError, reason="commit"):
+    """There is no such mini-batch to commit, or to add to."""
 
 
-class GradientError(ExpertError):
-    """A gradient is not finite or too large; weights, buffers and optimizer are as before.
-
-    Example:
-        >>> rows = (weft.TensorSpec((None, 2), torch.float32),)
-        >>> expert = weft.ExpertBackend("ffn", nn.Linear(2, 2), torch.optim.SGD, args_schema=rows, max_batch_size=4)
-        >>> forward, backward = expert.get_pools()
-        >>> with weft.Runtime([expert]):
-        ...     backward.submit_task(torch.ones(1, 2), torch.full((1, 2), float("nan"))).result(10)
-        Traceback (most recent call last):
-        weft.errors.GradientError: ...
-    """
-
-    reason: ClassVar[str] = "gradient"
+class InputsGoneError(RefusedError, reason="inputs"):
+    """A backward came without its inputs, and those of its forward are not held any more."""
 
 
-class StepError(ExpertError):
-    """The optimizer, its schedule or an overridden ``apply_gradients`` raised.
-
-    Example:
-        >>> issubclass(weft.errors.StepError, weft.errors.ExpertError)  # load a checkpoint
-        True
-    """
-
-    reason: ClassVar[str] = "step"
+class GradientError(ExpertError, reason="gradient"):
+    """A gradient is not finite or too large; weights, buffers and optimizer are as before."""
 
 
-class ModuleExitError(ExpertError):
-    """The module raised ``SystemExit`` or ``KeyboardInterrupt``, which must not end the process that serves it.
-
-    Example:
-        >>> issubclass(weft.errors.ModuleExitError, weft.errors.ExpertError)  # and no SystemExit: the server goes on
-        True
-    """
-
-    reason: ClassVar[str] = "exit"
+class StepError(ExpertError, reason="step"):
+    """The optimizer, its schedule or an overridden ``apply_gradients`` raised."""
 
 
-class ReplayError(ExpertError):
-    """A log of batches does not fit the expert that it is replayed on.
-
-    Example:
-        >>> issubclass(weft.errors.ReplayError, weft.errors.ExpertError)  # load the state before the log
-        True
-    """
-
-    reason: ClassVar[str] = "replay"
+class ModuleExitError(ExpertError, reason="exit"):
+    """The module raised ``SystemExit`` or ``KeyboardInterrupt``, which must not end the process that serves it."""
 
 
-class RemoteError(ExpertError):
-    """The other side answered with an error or not at all. ``details`` are words by name, such as an address.
+class ReplayError(ExpertError, reason="replay"):
+    """A log of batches does not fit the expert that it is replayed on."""
 
-    Example:
-        >>> error = weft.errors.RemoteError("moved", {"address": "10.0.0.7:7070"})
-        >>> error.details["address"]
-        '10.0.0.7:7070'
-    """
 
-    reason: ClassVar[str] = "remote"
+class RemoteError(ExpertError, reason="remote"):
+    """The other side answered with an error or not at all. ``details`` are words by name, such as an address."""
 
     def __init__(self, message: str, details: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.details: dict[str, str] = dict(details or {})
 
 
-class UnknownExpertError(RemoteError):
-    """There is no expert of this name.
-
-    Example:
-        >>> with weft.Server() as server, weft.RemoteExpert("ffn.9", server.address) as remote:
-        ...     remote(torch.ones(1, 2))
-        Traceback (most recent call last):
-        weft.errors.UnknownExpertError: ...
-    """
-
-    reason: ClassVar[str] = "unknown"
+class UnknownExpertError(RemoteError, reason="unknown"):
+    """There is no expert of this name."""
 
 
-class ForbiddenError(RemoteError, PermissionError):
-    """The caller's certificate, or the role that it stands for, does not allow the call.
-
-    Example:
-        >>> issubclass(weft.errors.ForbiddenError, PermissionError)  # asking again would not help
-        True
-    """
-
-    reason: ClassVar[str] = "forbidden"
+class ForbiddenError(RemoteError, PermissionError, reason="forbidden"):
+    """The caller's certificate, or the role that it stands for, does not allow the call."""
 
 
-class ExpertFailedError(RemoteError):
-    """The expert's own module raised; ``details["type"]`` names the class of what it raised.
-
-    Example:
-        >>> error = weft.errors.ExpertFailedError("no such row", {"type": "IndexError"})
-        >>> error.details["type"]
-        'IndexError'
-    """
-
-    reason: ClassVar[str] = "module"
+class ExpertFailedError(RemoteError, reason="module"):
+    """The expert's own module raised; ``details["type"]`` names the class of what it raised."""
 
 
-class DeadlineError(RemoteError, TimeoutError):
-    """The deadline passed before the answer came. Whether the work was done is not known.
-
-    Example:
-        >>> issubclass(weft.errors.DeadlineError, TimeoutError)  # give the `RemoteExpert` a longer `timeout`
-        True
-    """
-
-    reason: ClassVar[str] = "deadline"
+class DeadlineError(RemoteError, TimeoutError, reason="deadline"):
+    """The deadline passed before the answer came. Whether the work was done is not known."""
 
 
-class LostError(RemoteError, ConnectionError):
-    """The connection ended before the answer came. Whether the work was done is not known.
-
-    Example:
-        >>> issubclass(weft.errors.LostError, ConnectionError)  # `Retry` says how often a call is sent again
-        True
-    """
-
-    reason: ClassVar[str] = "lost"
+class LostError(RemoteError, ConnectionError, reason="lost"):
+    """The connection ended before the answer came. Whether the work was done is not known."""
 
 
-class UnreachableError(RemoteError, ConnectionError):
-    """There is no connection, and so the request never left.
-
-    Example:
-        >>> with weft.RemoteExpert("ffn.0", "127.0.0.1:9", timeout=0.5) as remote:
-        ...     remote(torch.ones(1, 2))
-        Traceback (most recent call last):
-        weft.errors.UnreachableError: ...
-    """
-
-    reason: ClassVar[str] = "unreachable"
+class UnreachableError(RemoteError, ConnectionError, reason="unreachable"):
+    """There is no connection, and so the request never left."""
 
 
-class CertificateError(UnreachableError):
-    """No connection, for one end does not believe the other's certificate. Asking again would not help.
-
-    Example:
-        >>> issubclass(weft.errors.CertificateError, weft.errors.UnreachableError)  # but not retried
-        True
-    """
-
-    reason: ClassVar[str] = "certificate"
+class CertificateError(UnreachableError, reason="certificate"):
+    """No connection, for one end does not believe the other's certificate. Asking again would not help."""
 
 
-class DrainingError(RemoteError):
-    """The server is going away and takes no new work.
-
-    Example:
-        >>> issubclass(weft.errors.DrainingError, weft.errors.RemoteError)  # ask another server
-        True
-    """
-
-    reason: ClassVar[str] = "draining"
+class DrainingError(RemoteError, reason="draining"):
+    """The server is going away and takes no new work."""
 
 
-class NotOwnerError(RemoteError):
-    """Another server owns this expert; ``details["address"]`` says which, where it is known.
-
-    Example:
-        >>> weft.errors.NotOwnerError("moved", {"address": "10.0.0.7:7070"}).details["address"]
-        '10.0.0.7:7070'
-    """
-
-    reason: ClassVar[str] = "owner"
+class NotOwnerError(RemoteError, reason="owner"):
+    """Another server owns this expert; ``details["address"]`` says which, where it is known."""
 
 
-class NoExpertsError(ExpertError):
-    """No expert of the grid lives.
-
-    Example:
-        >>> with weft.Connections({}) as connections:
-        ...     options = {"in_features": 4, "grid_size": [2], "uid_prefix": "ffn", "connections": connections}
-        ...     weft.RemoteMixtureOfExperts(**options, forward_timeout=1.0)(torch.ones(1, 4))
-        Traceback (most recent call last):
-        weft.errors.NoExpertsError: ...
-    """
-
-    reason: ClassVar[str] = "nobody"
+class NoExpertsError(ExpertError, reason="nobody"):
+    """No expert of the grid lives."""
 
 
-class TooFewAnswersError(ExpertError, TimeoutError):
-    """Samples without enough answers. ``faults`` says, by expert, what came instead.
-
-    Example:
-        >>> error = weft.errors.TooFewAnswersError("row 0 has 1 of 2 answers", {"ffn.1": TimeoutError()})
-        >>> list(error.faults)
-        ['ffn.1']
-    """
-
-    reason: ClassVar[str] = "answers"
+class TooFewAnswersError(ExpertError, TimeoutError, reason="answers"):
+    """Samples without enough answers. ``faults`` says, by expert, what came instead."""
 
     def __init__(self, message: str, faults: Mapping[str, BaseException] | None = None) -> None:
         super().__init__(message)
         self.faults = dict(faults or {})
 
 
-class AnomalyError(ExpertError, ArithmeticError, ValueError):
-    """NaN or Inf in what the caller gave, with ``detect_anomalies``. Nothing was sent.
-
-    Example:
-        >>> issubclass(weft.errors.AnomalyError, ValueError)  # the fault is in this process: look at the layer before
-        True
-    """
-
-    reason: ClassVar[str] = "anomaly"
+class AnomalyError(ExpertError, ArithmeticError, ValueError, reason="anomaly"):
+    """NaN or Inf in what the caller gave, with ``detect_anomalies``. Nothing was sent."""
 
 
 class MixtureCommitError(CommitError):
-    """Too few experts have their whole mini-batch, or stepped with it. ``faults`` says, by expert, what went wrong.
-
-    Example:
-        >>> error = weft.errors.MixtureCommitError("ffn.1 has no gradient", {"ffn.1": TimeoutError()})
-        >>> list(error.faults)
-        ['ffn.1']
-    """
+    """Too few experts have their whole mini-batch, or stepped with it. ``faults`` says, by expert, what went wrong."""
 
     def __init__(self, message: str, faults: Mapping[str, BaseException] | None = None) -> None:
         super().__init__(message)
@@ -430,16 +194,7 @@ class MixtureCommitError(CommitError):
 
 
 class WireError(WeftError, ValueError):
-    """Bytes that are no valid frame. ``reason`` is one word for counting, ``call_id`` the call at fault if known.
-
-    Example:
-        >>> from weft.experts.wire import decode
-        >>> try:
-        ...     decode(b"GET / HTTP/1.1")
-        ... except weft.errors.WireError as error:
-        ...     print(error.reason)
-        field
-    """
+    """Bytes that are no valid frame. ``reason`` is one word for counting, ``call_id`` the call at fault if known."""
 
     def __init__(self, message: str, *, reason: str = "unspecified", call_id: int | None = None) -> None:
         super().__init__(message)
@@ -448,70 +203,31 @@ class WireError(WeftError, ValueError):
 
 
 class MalformedError(WireError):
-    """Not this format, or a header that contradicts itself.
-
-    Example:
-        >>> issubclass(weft.errors.MalformedError, weft.errors.WireError)  # the peer is no weft of this version
-        True
-    """
+    """Not this format, or a header that contradicts itself."""
 
 
 class TruncatedError(WireError):
-    """The bytes end before, or go on after, what their header says.
-
-    Example:
-        >>> issubclass(weft.errors.TruncatedError, weft.errors.WireError)  # the message was cut
-        True
-    """
+    """The bytes end before, or go on after, what their header says."""
 
 
 class LimitError(WireError):
-    """The header asks for more than the limits allow. Nothing was allocated for it.
-
-    Example:
-        >>> issubclass(weft.errors.LimitError, weft.errors.WireError)  # send less, or raise the `Limits`
-        True
-    """
+    """The header asks for more than the limits allow. Nothing was allocated for it."""
 
 
 class DirectoryError(WeftError, RuntimeError):
-    """A directory cannot do what was asked.
-
-    Example:
-        >>> issubclass(weft.errors.DirectoryError, RuntimeError)  # the base of all that a directory answers
-        True
-    """
+    """A directory cannot do what was asked."""
 
 
 class AwayError(DirectoryError, ConnectionError):
-    """The directory does not answer, or was closed.
-
-    Example:
-        >>> from weft.experts.discovery import LocalDirectory
-        >>> directory = LocalDirectory()
-        >>> directory.close()
-        >>> directory.watch("ffn")
-        Traceback (most recent call last):
-        weft.errors.AwayError: ...
-    """
+    """The directory does not answer, or was closed."""
 
 
 class LeaseLostError(DirectoryError):
-    """The lease ended before it was renewed; what was declared and claimed under it is gone.
-
-    Example:
-        >>> issubclass(weft.errors.LeaseLostError, weft.errors.DirectoryError)  # a `Server` declares again
-        True
-    """
+    """The lease ended before it was renewed; what was declared and claimed under it is gone."""
 
 
 class OwnedError(DirectoryError):
-    """Another server owns this expert. ``address`` says which.
-
-    Example:
-        >>> weft.errors.OwnedError("ffn.0 has an owner", "10.0.0.7:7070").address
-        '10.0.0.7:7070'
-    """
+    """Another server owns this expert. ``address`` says which."""
 
     def __init__(self, message: str, address: str = "") -> None:
         super().__init__(message)
@@ -519,68 +235,33 @@ class OwnedError(DirectoryError):
 
 
 class DeclaredError(DirectoryError):
-    """Another server lists this expert, and neither says that it has replicas.
-
-    Example:
-        >>> issubclass(weft.errors.DeclaredError, weft.errors.DirectoryError)  # choose another name
-        True
-    """
+    """Another server lists this expert, and neither says that it has replicas."""
 
 
 class FencedError(DirectoryError):
-    """A newer owner exists, and so this one's writes are refused.
-
-    Example:
-        >>> issubclass(weft.errors.FencedError, weft.errors.DirectoryError)  # a newer owner steps the expert
-        True
-    """
+    """A newer owner exists, and so this one's writes are refused."""
 
 
 class WatchLostError(DirectoryError):
-    """Events were missed, since the watch was too far behind.
-
-    Example:
-        >>> issubclass(weft.errors.WatchLostError, weft.errors.DirectoryError)  # take a new snapshot
-        True
-    """
+    """Events were missed, since the watch was too far behind."""
 
 
 class CheckpointError(WeftError, RuntimeError):
-    """A checkpoint cannot be written, or there are checkpoints and none of them can be read.
-
-    Example:
-        >>> issubclass(weft.errors.CheckpointError, RuntimeError)  # the expert goes on; its file is as before
-        True
-    """
+    """A checkpoint cannot be written, or there are checkpoints and none of them can be read."""
 
 
 class TornError(CheckpointError):
-    """A tensor was written to while it was copied, so the copy would be of two steps at once.
-
-    Example:
-        >>> issubclass(weft.errors.TornError, weft.errors.CheckpointError)  # try again when nobody writes to the tensor
-        True
-    """
+    """A tensor was written to while it was copied, so the copy would be of two steps at once."""
 
 
 class DamagedError(CheckpointError):
-    """A file is not what was once written into it.
-
-    Example:
-        >>> issubclass(weft.errors.DamagedError, weft.errors.CheckpointError)  # an older one is read
-        True
-    """
+    """A file is not what was once written into it."""
 
 
 class StepsLostWarning(UserWarning):
     """A server came back with fewer steps of an expert than its client had heard of: older weights, or fresh ones.
 
     To have it raised: ``warnings.simplefilter("error", StepsLostWarning)``.
-
-    Example:
-        >>> warning = weft.errors.StepsLostWarning("ffn.0", 120, 100, "10.0.0.7:7070")
-        >>> warning.before - warning.after
-        20
     """
 
     def __init__(self, uid: str, before: int, after: int, server: str) -> None:
