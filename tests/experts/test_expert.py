@@ -28,7 +28,7 @@ from tests.experts.expert_cases import (
     weights,
 )
 from weft.core.errors import SpecError, UsageError
-from weft.core.pytree import nested_flatten
+from weft.core.pytree import flatten
 from weft.core.spec import TensorSpec
 from weft.core.validation import Validator
 from weft.experts import ExpertBackend, GraphBudget, Guards, Journal, Runtime
@@ -42,7 +42,7 @@ def nested_call(count: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in nested_flatten(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 99))

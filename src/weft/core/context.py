@@ -1,20 +1,18 @@
 """What surrounds a call in PyTorch without being an argument of it.
 
-Grad mode, autocast, the default device and context variables belong to a *thread*. A worker thread starts
-without them, so a stage that runs there would silently compute something else. They are captured once where
-the user calls, entered by every worker, and entered again when a stage is recomputed in backward, which
-usually runs outside of the user's ``with torch.autocast(...)``.
-
-Flags that belong to the *process* (deterministic algorithms, float32 matmul precision) need no carrying into
-threads, but a recomputation must see those of its forward: `ExecutionContext.process_flags` sees to it.
+Autocast, the default device and context variables belong to a *thread*. A worker thread starts without them, so a stage
+that runs there would silently compute something else. They are captured once where the user calls, entered by every
+worker, and entered again when a stage is recomputed in backward, which usually runs outside of the user's
+``with torch.autocast(...)``. Flags that belong to the *process* (deterministic algorithms, float32 matmul precision)
+need no carrying into threads, but a recomputation must see those of its forward.
 """
 
 import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch.utils._device import DeviceContext
@@ -80,8 +78,7 @@ def has_local_modes() -> bool:
     return any(type(_c._get_function_stack_at(i)) is not DeviceContext for i in range(count))
 
 
-@dataclass(frozen=True)
-class ProcessFlags:
+class ProcessFlags(NamedTuple):
     """The process-wide switches that change what an operator computes."""
 
     deterministic: bool
@@ -166,13 +163,13 @@ class ExecutionContext:
 
         self.context.copy().run(inside)
 
-    def process_flags(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def process_flags(self) -> Generator[None]:
         """Re-establish the process-wide flags of the capture, where they have changed since."""
         now = ProcessFlags.capture()
-        return nullcontext() if now == self.flags else self._flags_of_capture(now)
-
-    @contextmanager
-    def _flags_of_capture(self, now: ProcessFlags) -> Generator[None]:
+        if now == self.flags:
+            yield
+            return
         self.flags.establish()
         try:
             yield

@@ -1,27 +1,8 @@
 """Every error that weft raises on purpose.
 
-    Exception
-    └── WeftError
-        ├── UsageError (ValueError)          arguments that do not make sense, alone or together
-        ├── SpecError (TypeError)            a value does not look as its spec says
-        ├── BatchError (ValueError)          a mini-batch cannot be cut into, or joined from, micro-batches
-        ├── ScheduleError (ValueError)       a schedule is malformed, incomplete or would deadlock
-        ├── PartitionError (ValueError)      layers cannot be spread over the stages as asked
-        ├── DeviceError (RuntimeError)       a parameter is not where its stage runs
-        ├── InPlaceError (RuntimeError)      a stage wrote into a tensor that others still need
-        ├── DoubleBackwardError (RuntimeError)   the gradient of a gradient was asked for
-        ├── BackwardTwiceError (RuntimeError)    backward ran again over a step that was freed
-        ├── RandomnessError (RuntimeError)   a recomputation did not draw the numbers of its forward
-        ├── ChangedError (RuntimeError)      a layer changed between its forward and its recomputation
-        ├── SplitError (ValueError)          a model's forward() cannot be cut there
-        ├── GuardError (RuntimeError)        the code between blocks would go another way than was recorded
-        ├── SkipError (RuntimeError)         a layer broke its own skip declaration while running
-        └── SkipWiringError (TypeError)      the skips of a model do not fit together
-
-Each class also derives from the built-in that PyTorch would have raised at that place, so existing
-``except`` clauses keep working. A message says where, what was seen, what was wanted, and what to do.
-Errors of the user's own layers are never wrapped: they keep their type and traceback, and get a note
-(PEP 678) that names stage, micro-batch and layer.
+Each class also derives from the built-in that PyTorch would have raised at that place, so existing ``except`` clauses
+keep working. A message says where, what was seen, what was wanted, and what to do. Errors of the user's own layers are
+never wrapped: they keep their type and traceback, and get a note (PEP 678) that names stage, micro-batch and layer.
 """
 
 import os

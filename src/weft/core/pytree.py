@@ -4,16 +4,12 @@
                                                            structure  ({"mask": *, "ids": [*, *]}, *)
                                                            paths      [0]['mask']  [0]['ids'][0]  ...  [1]
 
-Everything behind this file works on the flat list; the structure puts it back together at the other end.
-Containers are tuples, lists, dicts (in their own order), named tuples, and whatever else PyTorch knows as a
-container (``OrderedDict``, ``torch.return_types``, classes registered as pytree nodes). ``None`` and every
-other object is a leaf. This is the only file that touches ``torch.utils._pytree``.
-
-The idea of public ``nested_*`` functions is hivemind's; PyTorch's pytree does the work.
+Containers are tuples, lists, dicts (in their own order), named tuples, and whatever else PyTorch knows as a container
+(``OrderedDict``, ``torch.return_types``, classes registered as pytree nodes). All else is a leaf, ``None`` included.
+This is the only file that touches ``torch.utils._pytree``.
 """
 
-import sys
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, cast
@@ -70,11 +66,6 @@ def _opaque_dataclass(leaf: Any) -> bool:
     return any(isinstance(each, torch.Tensor) or _opaque_dataclass(each) for each in inside)
 
 
-def pack(leaves: Sequence[Any], like: Any) -> Any:
-    """The leaves, nested as ``like`` is. Raises ``SpecError`` if their number differs."""
-    return unflatten(flatten(like)[1], leaves)
-
-
 def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
     """``fn`` over the leaves of values of one structure; the result has that structure too.
 
@@ -93,24 +84,12 @@ def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
     return unflatten(wanted, [fn(*row) for row in zip(*columns, strict=True)])
 
 
-def compare(a: Any, b: Any) -> bool:
-    """Whether both values have one structure: the same containers, keys, order of keys and lengths."""
-    return flatten(a)[1] == flatten(b)[1]
-
-
-def paths(value: Any, root: str = "") -> list[str]:
-    """A readable name for every leaf, such as ``args[0]['mask']`` for the root ``args``."""
-    return structure_paths(flatten(value)[1], root)
-
-
 def structure_paths(structure: Structure, root: str = "") -> list[str]:
-    """The same as :func:`paths`, where only the structure is at hand."""
+    """A readable name for every leaf, such as ``args[0]['mask']`` for the root ``args``."""
     if structure.is_leaf():
         return [root]
-    names: list[str] = []
-    for key, child in zip(_keys(structure), structure.children(), strict=True):
-        names += structure_paths(child, root + key)
-    return names
+    children = zip(_keys(structure), structure.children(), strict=True)
+    return [name for key, child in children for name in structure_paths(child, root + key)]
 
 
 def difference(wanted: Structure, seen: Structure, root: str = "") -> str | None:
@@ -123,16 +102,6 @@ def difference(wanted: Structure, seen: Structure, root: str = "") -> str | None
     pairs = zip(_keys(wanted), wanted.children(), seen.children(), strict=True)
     faults = (difference(child, other, root + key) for key, child, other in pairs)
     return next(fault for fault in faults if fault is not None)
-
-
-def nested_flatten(value: Any) -> list[Any]:
-    """The leaves of ``value`` in order."""
-    return flatten(value)[0]
-
-
-nested_pack = pack
-nested_map = map_leaves
-nested_compare = compare
 
 
 def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
@@ -157,75 +126,19 @@ def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
     return [each for entry, child, name in parts for each in spread(entry, child, root + name)]
 
 
-def to_plain(structure: Structure) -> Any:
-    """The structure as lists, strings and keys, such as a message can carry; `from_plain` is the inverse.
-
-    A leaf is ``None``; another node is ``[kind, keys, children]``. Raises ``SpecError`` for a container other than
-    tuple, list, dict, ``OrderedDict`` and named tuple, and for a key that is neither str, int, float, bool nor None.
-    """
-    if structure.is_leaf():
-        return None
-    kind, keys = structure.type, _mapping_keys(structure)
-    name = _PLAIN.get(kind)
-    if _fields(structure) is not None:
-        name = f"{structure.context.__module__}:{structure.context.__qualname__}"
-    strange = [key for key in keys or () if not isinstance(key, str | int | float | None)]
-    if name is None or strange:
-        what = f"a key {strange[0]!r}" if strange else f"a {kind.__name__}"
-        raise SpecError(
-            f"{what} cannot be sent to another process; nest values in tuples, lists and dicts with str keys"
-        )
-    return [name, keys, [to_plain(child) for child in structure.children()]]
-
-
-def from_plain(plain: Any) -> Structure:
-    """The structure behind what `to_plain` made. Raises ``SpecError`` for a named tuple that is unknown here."""
-    return flatten(_value_of(plain))[1]
-
-
-_PLAIN: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict", OrderedDict: "OrderedDict"}
-
-
-def _value_of(plain: Any) -> Any:
-    """A value of the structure, with None for its leaves."""
-    if plain is None:
-        return None
-    name, keys, children = cast("tuple[str, list[Any] | None, list[Any]]", plain)
-    values = [_value_of(child) for child in children]
-    kind = next((kind for kind, known in _PLAIN.items() if known == name), None)
-    if kind is not None:
-        return kind(zip(keys, values, strict=True)) if keys is not None else kind(values)
-    module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)  # nothing is imported for a message
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    named = isinstance(found, type) and issubclass(found, tuple)
-    if not named or len(getattr(cast(Any, found), "_fields", ())) != len(values):
-        raise SpecError(f"{name} is no named tuple of {len(values)} fields in this process; define it in a module")
-    return cast(Any, tuple).__new__(found, values)  # no code of the class runs for a message
-
-
 def _mapping_keys(structure: Structure) -> list[Any] | None:
     """The keys of a dict-like node; ``None`` for every other node."""
     if not (isinstance(structure.type, type) and issubclass(structure.type, dict)):
         return None
-    # A defaultdict keeps its factory before its keys.
     context = cast("list[Any]", structure.context)
-    return context[1] if issubclass(structure.type, defaultdict) else context
-
-
-def _fields(structure: Structure) -> tuple[str, ...] | None:
-    """The field names of a named tuple, whose class is kept as context; ``None`` for every other node."""
-    return cast("tuple[str, ...] | None", getattr(structure.context, "_fields", None))
+    return context[1] if issubclass(structure.type, defaultdict) else context  # a defaultdict's factory comes first
 
 
 def _keys(structure: Structure) -> list[str]:
     """How the children of a node are reached from it, as Python spells it."""
-    keys = _mapping_keys(structure)
-    if keys is not None:
+    if (keys := _mapping_keys(structure)) is not None:
         return [f"[{key!r}]" for key in keys]
-    fields = _fields(structure)
-    if fields is not None:
+    if (fields := getattr(structure.context, "_fields", None)) is not None:  # a named tuple's class is its context
         return [f".{field}" for field in fields]
     return [f"[{index}]" for index in range(structure.num_children)]
 
@@ -234,10 +147,8 @@ def _describe(structure: Structure) -> str:
     """One node in words: what it is and how many children or which keys it has."""
     if structure.is_leaf():
         return "a leaf"
-    keys = _mapping_keys(structure)
-    if keys is not None:
+    if (keys := _mapping_keys(structure)) is not None:
         return f"a {structure.type.__name__} with keys {keys}"
-    fields = _fields(structure)
-    if fields is not None:
+    if (fields := getattr(structure.context, "_fields", None)) is not None:
         return f"a {structure.context.__name__} with fields {list(fields)}"
     return f"a {structure.type.__name__} of {structure.num_children}"

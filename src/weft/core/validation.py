@@ -80,40 +80,36 @@ class Validator:
 
     def count(self, name: str, value: Any, *, least: int = 1, optional: bool = False) -> bool:
         """An int of at least ``least``; or None where it is optional."""
-        valid = (value is None and optional) or (is_whole(value) and value >= least)
-        return self._expect(valid, name, value, f"an int of at least {least}", optional)
+        return self._expect(is_whole(value) and value >= least, name, value, f"an int of at least {least}", optional)
 
     def number(
         self, name: str, value: Any, *, least: float = 0.0, most: float | None = None, optional: bool = False
     ) -> bool:
         """An int or a float from ``least`` to ``most``, and not NaN."""
-        valid = (value is None and optional) or (
-            is_number(value) and value >= least and (most is None or value <= most)
-        )
-        return self._expect(valid, name, value, f"a number {_range(least, most)}", optional)
+        fits = is_number(value) and value >= least and (most is None or value <= most)
+        wanted = f"a number of at least {least:g}" if most is None else f"a number from {least:g} to {most:g}"
+        return self._expect(fits, name, value, wanted, optional)
 
     def seconds(self, name: str, value: Any, *, zero: bool = False, optional: bool = False) -> bool:
         """A span of time for which a thread can wait."""
         fits = is_number(value) and (0 < value <= LONGEST or (zero and value == 0))
         wanted = f"seconds, {'at least' if zero else 'above'} 0 and at most {LONGEST:g}"
-        return self._expect(fits or (value is None and optional), name, value, wanted, optional)
+        return self._expect(fits, name, value, wanted, optional)
 
     def boolean(self, name: str, value: Any) -> bool:
         """True or False."""
-        return self._expect(isinstance(value, bool), name, value, "True or False", False)
+        return self._expect(isinstance(value, bool), name, value, "True or False")
 
     def instance(
         self, name: str, value: Any, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False
     ) -> bool:
         """A value of this kind; ``wanted`` says how one gets it."""
-        valid = isinstance(value, kind) or (value is None and optional)
-        return self._expect(valid, name, value, wanted, optional)
+        return self._expect(isinstance(value, kind), name, value, wanted, optional)
 
     def choice(self, name: str, value: Any, choices: Iterable[Any], *, optional: bool = False) -> bool:
         """One of several values."""
         known = list(choices)
-        valid = (value is None and optional) or any(value is each or value == each for each in known)
-        return self._expect(valid, name, value, f"one of {', '.join(map(repr, known))}", optional)
+        return self._expect(value in known, name, value, f"one of {', '.join(map(repr, known))}", optional)
 
     def known(self, names: Iterable[str], allowed: Iterable[str], what: str) -> bool:
         """No name but those that are allowed."""
@@ -122,31 +118,11 @@ class Validator:
         self.add(*(f"{what} has {name!r}, known are {', '.join(known)}" for name in strange))
         return not strange
 
-    def _expect(self, valid: bool, name: str, value: Any, wanted: str, optional: bool) -> bool:
+    def _expect(self, valid: bool, name: str, value: Any, wanted: str, optional: bool = False) -> bool:
         plain = value is None or isinstance(value, str | bytes | int | float)
         seen = repr(value) if plain else f"of type {type(value).__name__}"
-        return self.that(valid, f"{name} is {seen}, wanted {wanted}{', or None' * optional}")
-
-
-def _range(least: float, most: float | None) -> str:
-    return f"of at least {least:g}" if most is None else f"from {least:g} to {most:g}"
-
-
-def seconds_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
-    """What is wrong with so many seconds, in words; nothing, if a thread can wait for them.
-
-    Args:
-        name: what the user calls them.
-        value: what was given, of whatever type.
-        zero: whether 0 makes sense.
-        none: whether None does.
-    """
-    if value is None and none:
-        return []
-    if is_number(value) and (0 < value <= LONGEST or (zero and value == 0)):
-        return []
-    least = "at least 0" if zero else "above 0"
-    return [f"{name} is {value!r}, wanted seconds, {least} and at most {LONGEST:g}{', or None' * none}"]
+        fits = valid or (value is None and optional)
+        return self.that(fits, f"{name} is {seen}, wanted {wanted}{', or None' * optional}")
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -154,25 +130,9 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def count_fault(name: str, value: Any, *, zero: bool = False, none: bool = False) -> list[str]:
-    """What is wrong with a count, in words; ``zero`` and ``none``: whether 0 and None make sense."""
-    least = 0 if zero else 1
-    if (value is None and none) or (is_whole(value) and value >= least):
-        return []
-    return [f"{name} is {value!r}, wanted an int of at least {least}{', or None' * none}"]
-
-
 def is_whole(value: Any) -> TypeGuard[int]:
     """Whether this is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def kind_fault(name: str, value: Any, kind: type, wanted: str, *, none: bool = False) -> list[str]:
-    """What is wrong with a value that must be of this kind, in words: ``wanted`` says how one gets it."""
-    if isinstance(value, kind) or (value is None and none):
-        return []
-    seen = repr(value) if value is None or isinstance(value, str | int | float) else f"of type {type(value).__name__}"
-    return [f"{name} is {seen}, wanted {wanted}{', or None' * none}"]
 
 
 def uid_fault(uid: Any) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import SpecError, UsageError, listed
-from weft.core.pytree import difference, flatten, map_leaves, paths, structure_paths, unflatten
+from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
 from weft.core.spec import TensorSpec
 from weft.core.validation import Validator
 
@@ -212,7 +212,7 @@ def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
         check.instance("kwargs_schema", kwargs, Mapping, "a dict by the names of the arguments", optional=True)
     given = cast("tuple[Sequence[Any], Mapping[str, Any]]", (args or (), kwargs or {}))
     tree = _as_specs((tuple(given[0]), dict(given[1])))
-    names = [*paths(tree[0], "args"), *paths(tree[1], "kwargs")]
+    names = [*structure_paths(flatten(tree[0])[1], "args"), *structure_paths(flatten(tree[1])[1], "kwargs")]
     nest = NestedSchema(tree, "call", names)
     _check_batch_axis(f"the schemas of expert {name!r} cannot be used", nest)
     explicit = any(spec.requires_grad for spec in nest.specs)

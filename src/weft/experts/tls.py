@@ -27,7 +27,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, listed
-from weft.core.validation import kind_fault, token_fault
+from weft.core.validation import Validator, token_fault
 from weft.experts.address import address_fault, is_loopback, split
 
 _LOG = logging.getLogger("weft.experts.tls")
@@ -188,7 +188,9 @@ def _check_server(pems: _Pems, allow_expired: bool) -> None:
 
 def credential_faults(tls: Any, token: Any) -> list[str]:
     """What is wrong with the arguments by which a client proves itself."""
-    return [*kind_fault("tls", tls, ClientTls, "a ClientTls", none=True), *token_fault(token)]
+    check = Validator("invalid credentials")
+    check.instance("tls", tls, ClientTls, "a ClientTls", optional=True)
+    return [*check.faults, *token_fault(token)]
 
 
 def address_faults(address: str, tls: ClientTls | None, token: str | None) -> list[str]:

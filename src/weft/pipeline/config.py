@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError, listed
-from weft.core.pytree import nested_flatten
+from weft.core.pytree import flatten
 from weft.core.validation import Validator, is_whole
 from weft.pipeline.loss import own_reduction
 from weft.pipeline.partition import balance_by_parameters, balance_by_time
@@ -96,7 +96,7 @@ class BatchDims:
 def _faults(name: str, value: Any, *, none: bool) -> list[str]:
     return [
         f"{name} has {each!r}, wanted an int from 0 up"
-        for each in nested_flatten(value)
+        for each in flatten(value)[0]
         if not ((is_whole(each) and each >= 0) or (each is None and none))
     ]
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weft.core.pytree import map_leaves, nested_flatten, pack
+from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.spec import TensorSpec
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import NEVER
@@ -112,11 +112,11 @@ class Servers:
     def _work(self, header: Header, tensors: Sequence[Tensor]) -> Answer:
         if header.kind is Kind.COMMIT:
             return []
-        count = len(nested_flatten(self._sample))
+        count = len(flatten(self._sample)[0])
         inputs = [x.requires_grad_(x.is_floating_point()) for x in tensors[:count]]
-        args, kwargs = pack(inputs, self._sample)
+        args, kwargs = unflatten(flatten(self._sample)[1], inputs)
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            outputs = nested_flatten(self.modules[header.uid](*args, **kwargs))
+            outputs = flatten(self.modules[header.uid](*args, **kwargs))[0]
             if header.kind is Kind.FORWARD:
                 return [x.detach() for x in outputs]
             torch.autograd.backward(outputs, list(tensors[count:]))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.apart import python
-from weft.core.validation import Validator, kind_fault
+from weft.core.validation import Validator
 from weft.experts.mixture.grid import check_grid
 from weft.experts.mixture.mixture import check_switch
 from weft.experts.mixture.mixture_options import check_options
@@ -113,8 +113,3 @@ def test_both_numbers_of_a_switch_are_told_together(bad: Any) -> None:
     faults = faults_of(check_switch, bad, bad)
     assert [fault.split()[0] for fault in faults] == ["jitter_eps", "capacity_factor"]
     assert faults_of(check_switch, 0, None) == faults_of(check_switch, 0.5, 1) == []
-
-
-def test_large_values_are_told_by_their_type() -> None:
-    assert kind_fault("x", [0] * 1000, str, "a name") == ["x is of type list, wanted a name"]
-    assert kind_fault("x", None, str, "a name", none=True) == kind_fault("x", "y", str, "a name") == []

@@ -30,7 +30,7 @@ from typing import Any, cast
 import grpc
 
 from weft.core.errors import UsageError, WeftError
-from weft.core.validation import LONGEST, seconds_fault
+from weft.core.validation import LONGEST
 from weft.experts.errors import (
     DeadlineError,
     ForbiddenError,
@@ -85,7 +85,7 @@ class PendingCalls:
     def open(self, call: Call, timeout: float) -> PendingCall:
         """A new entry. Raises ``UsageError`` after `close`, and for a timeout that no thread can wait for."""
         if not 0 < timeout <= LONGEST:  # checked at every call, so without a Validator
-            raise UsageError(*seconds_fault("a call's timeout", timeout))
+            raise UsageError(f"a call's timeout is {timeout!r}, wanted seconds, above 0 and at most {LONGEST:g}")
         entry = PendingCall(next(self._numbers), call, timeout, time.monotonic() + timeout, Future())
         with self._changed:
             if self.closed:
