@@ -68,10 +68,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     none. The reason names the test, since -rs folds equal reasons."""
     named = any("::" in word or word.endswith(".py") for word in config.args)
     if not config.getoption("--all") and not named:
-        quick = list(pairwise(item for item in items if not item.get_closest_marker("long")))
-        kept = {id(item) for item in quick}
-        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
-        items[:] = quick
+        quick = set(pairwise(item for item in items if not item.get_closest_marker("long")))
+        config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+        items[:] = [item for item in items if item in quick]
     if torch.cuda.is_available():
         return
     for item in items:
@@ -81,22 +80,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pairwise(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of every grid of parameters, the points that add a pair of values; of what has one parameter or none, all."""
-    seen: dict[object, set[object]] = {}
+    """Of every grid of parameters, few points in which each pair of values occurs (greedily, those with the most new
+    pairs first); of what has one parameter or none, all."""
+    grids: dict[object, dict[pytest.Item, set[object]]] = {}
     for item in items:
-        point = getattr(item, "callspec", None)
-        if point is None:
+        if point := getattr(item, "callspec", None):
+            plain = (str, int, bool, type(None))
+            values = [
+                (name, each if isinstance(each, plain) else point.indices[name]) for name, each in point.params.items()
+            ]
+            pairs = set(combinations(values, 2)) or {tuple(values)}
+            grids.setdefault((item.parent, getattr(item, "originalname", "")), {})[item] = pairs
+        else:
             yield item
-            continue
-        plain = (str, int, bool, type(None))
-        values = [
-            (name, each if isinstance(each, plain) else point.indices[name]) for name, each in point.params.items()
-        ]
-        pairs = set(combinations(values, 2)) or {tuple(values)}
-        found = seen.setdefault((item.parent, getattr(item, "originalname", "")), set())
-        if not pairs <= found:
-            found |= pairs
-            yield item
+    for grid in grids.values():
+        missing = set().union(*grid.values())
+        while missing:
+            best = max(grid, key=lambda item: len(grid[item] & missing))
+            missing -= grid[best]
+            yield best
 
 
 @pytest.hookimpl(wrapper=True)

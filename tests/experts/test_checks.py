@@ -101,26 +101,32 @@ WRONG: list[tuple[type, str, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "values"), WRONG, ids=[f"{kind.__name__}.{name}" for kind, name, _ in WRONG])
-def test_options_of_another_type_are_refused_by_name(kind: Any, name: str, values: list[Any]) -> None:
+def test_options_of_another_type_are_refused_by_name(subtests: pytest.Subtests) -> None:
     """As where no types are checked: here they would be, before the options are looked at."""
-    for value in values:
-        options = object.__new__(kind)
-        for one in fields(kind):
-            object.__setattr__(options, one.name, 1 if one.default is MISSING else one.default)
-        options.__post_init__()
-        object.__setattr__(options, name, value)
-        with pytest.raises(UsageError, match=rf"  - {name} is .*, wanted"):
-            options.__post_init__()
+    for kind, name, values in WRONG:
+        with subtests.test(kind=kind, name=name, values=values):
+            for value in values:
+                options = object.__new__(kind)
+                for one in fields(kind):
+                    object.__setattr__(options, one.name, 1 if one.default is MISSING else one.default)
+                options.__post_init__()
+                object.__setattr__(options, name, value)
+                with pytest.raises(UsageError, match=rf"  - {name} is .*, wanted"):
+                    options.__post_init__()
 
 
-@pytest.mark.parametrize("option", SECONDS)
-def test_seconds_that_no_thread_can_wait_for_are_refused_by_name_and_the_longest_taken(option: str) -> None:
-    for seconds in (-1.0, float("inf"), float("nan"), 1e300):
-        with pytest.raises(UsageError, match=rf"{option.rpartition('.')[2]} is {seconds!r}".replace("+", r"\+")):
-            SECONDS[option](seconds)
-    SECONDS[option](LONGEST)
-    assert threading.TIMEOUT_MAX > LONGEST
+def test_seconds_that_no_thread_can_wait_for_are_refused_by_name_and_the_longest_taken(
+    subtests: pytest.Subtests,
+) -> None:
+    for option, wait in SECONDS.items():
+        with subtests.test(option=option):
+            for seconds in (-1.0, float("inf"), float("nan"), 1e300):
+                with pytest.raises(
+                    UsageError, match=rf"{option.rpartition('.')[2]} is {seconds!r}".replace("+", r"\+")
+                ):
+                    wait(seconds)
+            wait(LONGEST)
+            assert threading.TIMEOUT_MAX > LONGEST
 
 
 @pytest.mark.parametrize(

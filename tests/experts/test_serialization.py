@@ -57,14 +57,15 @@ def test_every_value_comes_back_with_its_type(value: Any) -> None:
     assert same(deserialize(serialize(value)), value)
 
 
-@pytest.mark.parametrize("dtype", sorted(CODES, key=str), ids=str)
-def test_every_tensor_comes_back_to_the_bit(dtype: torch.dtype) -> None:
-    shapes = [(), (0, 3), (1,), (4, 6)]
-    forms = ["plain", "transposed", "strided", "expanded"]
-    tensors = [formed(random_tensor(dtype, shape, 9), form) for shape in shapes for form in forms]
-    odd = torch.ones(3, dtype=torch.int8)  # an odd number of bytes must not misalign what follows
-    found = deserialize(serialize([odd, *tensors, odd.clone()]))
-    assert all(map(same_bytes, found[1:-1], tensors))
+def test_every_tensor_comes_back_to_the_bit(subtests: pytest.Subtests) -> None:
+    for dtype in sorted(CODES, key=str):
+        with subtests.test(dtype=dtype):
+            shapes = [(), (0, 3), (1,), (4, 6)]
+            forms = ["plain", "transposed", "strided", "expanded"]
+            tensors = [formed(random_tensor(dtype, shape, 9), form) for shape in shapes for form in forms]
+            odd = torch.ones(3, dtype=torch.int8)  # an odd number of bytes must not misalign what follows
+            found = deserialize(serialize([odd, *tensors, odd.clone()]))
+            assert all(map(same_bytes, found[1:-1], tensors))
 
 
 def test_a_loaded_tensor_may_be_written_to() -> None:

@@ -53,10 +53,11 @@ def test_an_address_is_a_host_and_a_port(host: str, port: int) -> None:
     assert split(f"{host}:{port}") == (host.strip("[]"), port)
 
 
-@pytest.mark.parametrize("address", [*NO_ADDRESSES, None, 5, b"a:80", ("a", 80)], ids=repr)
-def test_what_is_no_address_is_said_with_what_is_wanted(address: Any) -> None:
-    (fault,) = address_fault("where", address)
-    assert repr(address) in fault and fault.startswith("where is ") and "wanted host:port" in fault
+def test_what_is_no_address_is_said_with_what_is_wanted(subtests: pytest.Subtests) -> None:
+    for address in [*NO_ADDRESSES, None, 5, b"a:80", ("a", 80)]:
+        with subtests.test(address=address):
+            (fault,) = address_fault("where", address)
+            assert repr(address) in fault and fault.startswith("where is ") and "wanted host:port" in fault
 
 
 def test_port_0_is_for_who_listens() -> None:
@@ -73,11 +74,11 @@ MADE_FROM_ADDRESSES: list[Callable[[str], object]] = [
 ]
 
 
-@pytest.mark.parametrize("make", MADE_FROM_ADDRESSES)
-@pytest.mark.parametrize("address", NO_ADDRESSES, ids=repr)
-def test_all_who_take_addresses_refuse_what_is_none(make: Callable[[str], object], address: str) -> None:
-    with pytest.raises(UsageError, match="wanted host:port"):
-        make(address)
+def test_all_who_take_addresses_refuse_what_is_none(subtests: pytest.Subtests) -> None:
+    for make in MADE_FROM_ADDRESSES:
+        for address in NO_ADDRESSES:
+            with subtests.test(address=address), pytest.raises(UsageError, match="wanted host:port"):
+                make(address)
 
 
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1))
@@ -93,12 +94,13 @@ MADE_WITH_TOKENS: list[Callable[[str], object]] = [
 ]
 
 
-@pytest.mark.parametrize("make", MADE_WITH_TOKENS)
-@pytest.mark.parametrize("token", NO_TOKENS, ids=repr)
-def test_what_is_no_token_is_refused_and_not_shown(make: Callable[[str], object], token: str) -> None:
-    with pytest.raises(UsageError, match="token ") as caught:
-        make(token)
-    assert "s3" not in str(caught.value)
+def test_what_is_no_token_is_refused_and_not_shown(subtests: pytest.Subtests) -> None:
+    for make in MADE_WITH_TOKENS:
+        for token in NO_TOKENS:
+            with subtests.test(make=make, token=token):
+                with pytest.raises(UsageError, match="token ") as caught:
+                    make(token)
+                assert "s3" not in str(caught.value)
 
 
 GOOD: dict[str, list[Any]] = {
@@ -134,11 +136,12 @@ def faults_of(uid: Any, where: Any, **options: Any) -> list[str]:
     return check.faults
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, each) for name, values in BAD.items() for each in values])
-def test_each_fault_is_told_by_its_name(name: str, value: Any) -> None:
-    good = {each: values[0] for each, values in GOOD.items()}
-    (fault,) = faults_of(**{"where": HERE, **good, name: value})
-    assert fault.startswith((name, f"there is no option '{name}'"))
+def test_each_fault_is_told_by_its_name(subtests: pytest.Subtests) -> None:
+    for name, value in [(name, each) for name, values in BAD.items() for each in values]:
+        with subtests.test(name=name, value=value):
+            good = {each: values[0] for each, values in GOOD.items()}
+            (fault,) = faults_of(**{"where": HERE, **good, name: value})
+            assert fault.startswith((name, f"there is no option '{name}'"))
 
 
 @given(st.data())

@@ -5,7 +5,6 @@ import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -223,9 +222,8 @@ def test_pauses_are_within_their_bound(attempt: int, first: float, growth: float
     assert 0 <= pause <= min(longest, first * growth ** (attempt - 1) * (1 + 1e-9))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_rules_that_make_no_sense_are_misuse(subtests: pytest.Subtests) -> None:
+    for options in [
         {"attempts": 0},
         {"attempts": 2.5},
         {"attempts": True},
@@ -241,19 +239,18 @@ def test_pauses_are_within_their_bound(attempt: int, first: float, growth: float
         {"longest": float("nan")},
         {"attempt_seconds": 0.0},
         {"attempts": 0, "growth": None, "first": "a", "longest": None, "attempt_seconds": "b"},
-    ],
-)
-def test_rules_that_make_no_sense_are_misuse(options: dict[str, Any]) -> None:
-    rule = object.__new__(Retry)  # past the checks of types that this suite adds
-    for name, value in {
-        "attempts": 1,
-        "first": 0.0,
-        "growth": 1.0,
-        "longest": 1.0,
-        "attempt_seconds": None,
-        **options,
-    }.items():
-        object.__setattr__(rule, name, value)
-    with pytest.raises(UsageError) as caught:
-        rule.__post_init__()
-    assert all(f"{name} is {options[name]!r}" in str(caught.value) for name in options)
+    ]:
+        with subtests.test(options=options):
+            rule = object.__new__(Retry)  # past the checks of types that this suite adds
+            for name, value in {
+                "attempts": 1,
+                "first": 0.0,
+                "growth": 1.0,
+                "longest": 1.0,
+                "attempt_seconds": None,
+                **options,
+            }.items():
+                object.__setattr__(rule, name, value)
+            with pytest.raises(UsageError) as caught:
+                rule.__post_init__()
+            assert all(f"{name} is {options[name]!r}" in str(caught.value) for name in options)

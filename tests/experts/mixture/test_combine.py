@@ -14,20 +14,21 @@ def counted(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inner", [(), (1,), (3,), (2, 0), (2, 3)])
-def test_rows_lie_at_their_pairs(dtype: torch.dtype, inner: tuple[int, ...]) -> None:
-    buffer = CombineBuffer(3, 2, finite=False)
-    assert buffer.rows() is None
-    first, second = counted((2, *inner), dtype), counted((3, *inner), dtype)
-    buffer.put(torch.tensor([5, 0]), [first, first.bool()])
-    buffer.put(torch.tensor([1, 4, 2]), [second, second.bool()])
-    wanted = torch.zeros(6, *inner, dtype=dtype)
-    wanted[torch.tensor([5, 0])], wanted[torch.tensor([1, 4, 2])] = first, second
-    seen = buffer.rows()
-    assert seen is not None
-    assert torch.equal(seen[0], wanted.view(3, 2, *inner)) and torch.equal(seen[1], seen[0].bool())
-    assert buffer.alive.tolist() == [True, True, True, False, True, True]
+def test_rows_lie_at_their_pairs(subtests: pytest.Subtests) -> None:
+    for dtype in DTYPES:
+        for inner in [(), (1,), (3,), (2, 0), (2, 3)]:
+            with subtests.test(dtype=dtype, inner=inner):
+                buffer = CombineBuffer(3, 2, finite=False)
+                assert buffer.rows() is None
+                first, second = counted((2, *inner), dtype), counted((3, *inner), dtype)
+                buffer.put(torch.tensor([5, 0]), [first, first.bool()])
+                buffer.put(torch.tensor([1, 4, 2]), [second, second.bool()])
+                wanted = torch.zeros(6, *inner, dtype=dtype)
+                wanted[torch.tensor([5, 0])], wanted[torch.tensor([1, 4, 2])] = first, second
+                seen = buffer.rows()
+                assert seen is not None
+                assert torch.equal(seen[0], wanted.view(3, 2, *inner)) and torch.equal(seen[1], seen[0].bool())
+                assert buffer.alive.tolist() == [True, True, True, False, True, True]
 
 
 def test_rows_that_do_not_lie_one_after_the_other_are_laid_down_as_well() -> None:

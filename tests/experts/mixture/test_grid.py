@@ -18,9 +18,8 @@ def test_a_name_and_its_place_belong_together(sizes: list[int], data: st.DataObj
     assert Grid("ffn", sizes).uid(place) == grid.uid(place)
 
 
-@pytest.mark.parametrize(
-    "uid",
-    [
+def test_names_of_others_are_passed_over(subtests: pytest.Subtests) -> None:
+    for uid in [
         *(
             "ffn.4.0",
             "ffn.0.32",
@@ -34,12 +33,11 @@ def test_a_name_and_its_place_belong_together(sizes: list[int], data: st.DataObj
             "ffn.0.",
         ),
         *("", "ffn.0." + "9" * 10000, "ffn0.0", "ffn. 1.0", "ffn.+1.0"),
-    ],
-)
-def test_names_of_others_are_passed_over(uid: str) -> None:
-    assert Grid("ffn", [4, 32]).place(uid) is None
-    crowd = Grid("ffn", [4, 32]).live(Snapshot(1, {uid: ("a:1",), "ffn.3.17": ("b:1",)}))
-    assert crowd.uids == ("ffn.3.17",) and crowd.places.tolist() == [[3, 17]]
+    ]:
+        with subtests.test(uid=uid):
+            assert Grid("ffn", [4, 32]).place(uid) is None
+            crowd = Grid("ffn", [4, 32]).live(Snapshot(1, {uid: ("a:1",), "ffn.3.17": ("b:1",)}))
+            assert crowd.uids == ("ffn.3.17",) and crowd.places.tolist() == [[3, 17]]
 
 
 def test_a_crowd_is_sorted_by_place_and_may_be_empty() -> None:

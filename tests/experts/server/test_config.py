@@ -48,22 +48,25 @@ def replicas(**more: Any) -> dict[str, Any]:
     return {"directory": "local", "replicas": more}
 
 
-@pytest.mark.parametrize("wrong", [5, True, "x", 1.5])
-@pytest.mark.parametrize("name", [*TABLES, *LISTS])
-def test_a_value_of_a_wrong_type_is_told_with_its_name(name: str, wrong: Any) -> None:
-    seen = f"of type {type(wrong).__name__}" if name in ("tokens", "replicas") else repr(wrong)  # these hold secrets
-    assert f"{name} is {seen}, wanted a {'table' if name in TABLES else 'list'}" in refused({**GOOD, name: wrong})
+def test_a_value_of_a_wrong_type_is_told_with_its_name(subtests: pytest.Subtests) -> None:
+    for wrong in [5, True, "x", 1.5]:
+        for name in [*TABLES, *LISTS]:
+            with subtests.test(wrong=wrong, name=name):
+                secret = name in ("tokens", "replicas")
+                seen = f"of type {type(wrong).__name__}" if secret else repr(wrong)
+                kind = "table" if name in TABLES else "list"
+                assert f"{name} is {seen}, wanted a {kind}" in refused({**GOOD, name: wrong})
 
 
-@pytest.mark.parametrize("wrong", [5, True, "x", [1]])
-@pytest.mark.parametrize("name", ["experts", "grants"])
-def test_an_entry_that_is_no_table_is_told_with_its_number(name: str, wrong: Any) -> None:
-    assert f"{name}[0] is {wrong!r}, wanted a table" in refused({**GOOD, name: [wrong]})
+def test_an_entry_that_is_no_table_is_told_with_its_number(subtests: pytest.Subtests) -> None:
+    for wrong in [5, True, "x", [1]]:
+        for name in ["experts", "grants"]:
+            with subtests.test(wrong=wrong, name=name):
+                assert f"{name}[0] is {wrong!r}, wanted a table" in refused({**GOOD, name: [wrong]})
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
+def test_every_part_says_what_it_does_not_take(subtests: pytest.Subtests) -> None:
+    for more, words in [
         ({"grants": [{"role": ["train"]}]}, ["grants[0].role is ['train']"]),
         ({"grants": [{"role": 1}]}, ["grants[0].role is 1"]),
         ({"imports": [5, ""]}, ["imports[0] is 5", "imports[1] is ''"]),
@@ -99,18 +102,16 @@ def test_an_entry_that_is_no_table_is_told_with_its_number(name: str, wrong: Any
         (replicas(follow_seconds=-1), ["replicas: follow_seconds is -1.0"]),
         (replicas(tls={"zz": "x"}), ["replicas.tls has 'zz'"]),
         (replicas(tls={"key": "x"}), ["replicas.tls: a key goes with its certificate"]),
-    ],
-)  # fmt: skip
-def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list[str]) -> None:
-    text = refused({**GOOD, **more})
-    for word in words:
-        assert word in text
-    assert "s3cret" not in text
+    ]:
+        with subtests.test(more=more, words=words):
+            text = refused({**GOOD, **more})
+            for word in words:
+                assert word in text
+            assert "s3cret" not in text
 
 
-@pytest.mark.parametrize(
-    ("more", "word"),
-    [
+def test_an_entry_that_cannot_be_made_is_told_with_its_number(subtests: pytest.Subtests) -> None:
+    for more, word in [
         *(({"arguments": {"hidden": wrong}}, "hidden") for wrong in ("8", 8.5, True)),
         *(({"arguments": {"hidden": wrong}}, f"hidden is {wrong}, wanted an int") for wrong in (-8, 0)),
         ({"kind": "transformer", "arguments": {"hidden": 8, "dropout": 2.0}}, "dropout is 2.0"),
@@ -164,11 +165,10 @@ def test_every_part_says_what_it_does_not_take(more: dict[str, Any], words: list
         ({"count": 2}, "{}"),
         ({"name": "f.{}"}, "experts[0]: it is called 'f.{}' and has no count"),
         ({"name": ""}, "name is ''"),
-    ],
-)
-def test_an_entry_that_cannot_be_made_is_told_with_its_number(more: dict[str, Any], word: str) -> None:
-    text = refused(expert(**more))
-    assert word in text and "experts[0]" in text
+    ]:
+        with subtests.test(more=more, word=word):
+            text = refused(expert(**more))
+            assert word in text and "experts[0]" in text
 
 
 def test_an_entry_may_say_all_that_training_needs() -> None:

@@ -32,15 +32,16 @@ def test_an_address_is_a_host_and_a_port_that_there_can_be(host: str, port: int)
     assert (not address_fault("it", address)) == (0 < port <= 65535)
 
 
-@pytest.mark.parametrize("address", [*NONE, "127.0.0.1:70000", "127.0.0.1:-1"])
-def test_what_is_none_is_refused_before_anything_listens(address: str) -> None:
-    with pytest.raises(UsageError):
-        split(address)
-    with pytest.raises(UsageError, match=r"(?s)invalid address.*address is") as caught:
-        Server([make_expert("ffn", hidden=4).backend("f")], address=address)
-    assert repr(address) in str(caught.value)
-    with pytest.raises(UsageError, match="advertise is"):
-        Server([], directory=LocalDirectory(), advertise=address)
+def test_what_is_none_is_refused_before_anything_listens(subtests: pytest.Subtests) -> None:
+    for address in [*NONE, "127.0.0.1:70000", "127.0.0.1:-1"]:
+        with subtests.test(address=address):
+            with pytest.raises(UsageError):
+                split(address)
+            with pytest.raises(UsageError, match=r"(?s)invalid address.*address is") as caught:
+                Server([make_expert("ffn", hidden=4).backend("f")], address=address)
+            assert repr(address) in str(caught.value)
+            with pytest.raises(UsageError, match="advertise is"):
+                Server([], directory=LocalDirectory(), advertise=address)
 
 
 def test_what_no_directory_would_list_is_not_advertised() -> None:
