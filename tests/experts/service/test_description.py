@@ -78,7 +78,7 @@ def test_an_ordered_dict_becomes_a_dict_in_order() -> None:
 def test_all_that_cannot_be_told_is_listed() -> None:
     with pytest.raises(UsageError) as caught:
         describe(info((torch.float32,), {"k": {1.5: None}}, [object()]), None, 1)
-    assert all(place in str(caught.value) for place in ("args[0]", "kwargs['k'] has the key 1.5", "output[0]"))
+    assert all(place in str(caught.value) for place in ("args[0]", "kwargs['k'] has the key 1.5", "outputs[0]"))
 
 
 @given(st.binary(max_size=40))

@@ -6,54 +6,32 @@ service.py      methods and options of gRPC, receipts, descriptions
 """
 
 from weft.experts import extras as extras  # says what is not installed
-from weft.experts.errors import (
-    CertificateError,
-    DeadlineError,
-    DrainingError,
-    ExpertFailedError,
-    ForbiddenError,
-    LimitError,
-    LostError,
-    MalformedError,
-    NotOwnerError,
-    RemoteError,
-    TruncatedError,
-    UnknownExpertError,
-    UnreachableError,
-    WireError,
-)
-from weft.experts.wire.faults import RETRYABLE, read_fault, register_fault, write_fault
-from weft.experts.wire.frame import Frame, Received, decode, encode, encode_parts
-from weft.experts.wire.header import LIMITS, Call, Descriptor, Header, Kind, Limits
-
-__all__ = [
-    "LIMITS",
-    "RETRYABLE",
-    "Call",
-    "CertificateError",
-    "DeadlineError",
-    "Descriptor",
-    "DrainingError",
-    "ExpertFailedError",
-    "ForbiddenError",
-    "Frame",
-    "Header",
-    "Kind",
-    "LimitError",
-    "Limits",
-    "LostError",
-    "MalformedError",
-    "NotOwnerError",
-    "Received",
-    "RemoteError",
-    "TruncatedError",
-    "UnknownExpertError",
-    "UnreachableError",
-    "WireError",
-    "decode",
-    "encode",
-    "encode_parts",
-    "read_fault",
-    "register_fault",
-    "write_fault",
-]
+from weft.experts.errors import CertificateError as CertificateError
+from weft.experts.errors import DeadlineError as DeadlineError
+from weft.experts.errors import DrainingError as DrainingError
+from weft.experts.errors import ExpertFailedError as ExpertFailedError
+from weft.experts.errors import ForbiddenError as ForbiddenError
+from weft.experts.errors import LimitError as LimitError
+from weft.experts.errors import LostError as LostError
+from weft.experts.errors import MalformedError as MalformedError
+from weft.experts.errors import NotOwnerError as NotOwnerError
+from weft.experts.errors import RemoteError as RemoteError
+from weft.experts.errors import TruncatedError as TruncatedError
+from weft.experts.errors import UnknownExpertError as UnknownExpertError
+from weft.experts.errors import UnreachableError as UnreachableError
+from weft.experts.errors import WireError as WireError
+from weft.experts.wire.faults import RETRYABLE as RETRYABLE
+from weft.experts.wire.faults import read_fault as read_fault
+from weft.experts.wire.faults import register_fault as register_fault
+from weft.experts.wire.faults import write_fault as write_fault
+from weft.experts.wire.frame import Frame as Frame
+from weft.experts.wire.frame import Received as Received
+from weft.experts.wire.frame import decode as decode
+from weft.experts.wire.frame import encode as encode
+from weft.experts.wire.frame import encode_parts as encode_parts
+from weft.experts.wire.header import LIMITS as LIMITS
+from weft.experts.wire.header import Call as Call
+from weft.experts.wire.header import Descriptor as Descriptor
+from weft.experts.wire.header import Header as Header
+from weft.experts.wire.header import Kind as Kind
+from weft.experts.wire.header import Limits as Limits

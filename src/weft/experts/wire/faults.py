@@ -60,13 +60,12 @@ def write_fault(error: BaseException) -> bytes:
     kind, own = type(error), isinstance(error, WeftError)
     numbers = {cls: code for code, cls in FAULTS.items()}
     base = next((each for each in kind.__mro__ if each in numbers), RemoteError if own else ExpertFailedError)
-    details: dict[str, str] = {}
     if isinstance(error, WireError):
         details = {"reason": error.reason}
-    elif isinstance(error, RemoteError):
-        details = dict(error.details)
-    if kind is not base and not isinstance(error, WireError):
-        details.setdefault("type", kind.__qualname__)
+    else:
+        details = dict(error.details) if isinstance(error, RemoteError) else {}
+        if kind is not base:
+            details.setdefault("type", kind.__qualname__)
     try:
         text = str(error)
     except Exception:  # a stranger's __str__ may do anything
@@ -82,12 +81,10 @@ def read_fault(data: bytes) -> WeftError:
         fault: Any = _FAULT.FromString(data)
     except DecodeError as error:
         raise MalformedError(f"this is no Fault of experts.proto: {error}", reason="fault") from None
-    code: int = fault.code
-    message: str = fault.message
-    if len(fault.details) > MOST_DETAILS or len(message) > MOST_TEXT:
-        text = f"an error of {len(message)} signs with {len(fault.details)} details"
+    code, message, details = int(fault.code), str(fault.message), dict[str, str](fault.details)
+    if len(details) > MOST_DETAILS or len(message) > MOST_TEXT:
+        text = f"an error of {len(message)} signs with {len(details)} details"
         raise LimitError(f"{text}; at most {MOST_TEXT} and {MOST_DETAILS}", reason="fault")
-    details: dict[str, str] = dict(fault.details)
     kind = FAULTS.get(code)
     if kind is None:  # from a newer peer
         return RemoteError(message, {**details, "code": str(code)})

@@ -1,25 +1,21 @@
 """Frames: calls of one client, packed into one message, and unpacked on the other side.
 
     Call(Header(FORWARD, 7, "ffn.3"), [x])  ─┐                                    ┌─ Received(header, descriptors)
-    Call(Header(BACKWARD, 8, ...), [x, g])  ─┴─ encode ──> message ── decode ─────┴─ Received   .tensors()  .into(outs)
+    Call(Header(BACKWARD, 8, ...), [x, g])  ─┴─ encode ──> message ── decode ─────┴─ Received   .tensors()
 
     | call 7, x | call 8, x, g | padding |  bytes of x .. | bytes of x .. | bytes of g .. |
     |<----- Header of experts.proto ---->|<------------- body, 16-aligned --------------->|     a Frame of experts.proto
 
-Protobuf for all but the tensors, which lie behind it as they are; no pickle, no eval. protobuf reads the header, which
-is at most 256 KiB long; everything it says of tensors is checked against the limits before a byte of theirs is
-allocated. Sizes are Python integers, so no product overflows. A frame that breaks the format is refused whole: past a
-fault nothing in it can be believed. All its calls are of one client, so nobody else pays.
+Protobuf for all but the tensors, which lie behind it as they are; no pickle, no eval. Everything that a header says of
+tensors is checked against the limits before a byte of theirs is allocated. Sizes are Python integers, so no product
+overflows. A frame that breaks the format is refused whole: past a fault nothing in it can be believed. All its calls
+are of one client, so nobody else pays.
 
-Tensors are not copied where none is needed:
-
-    encode   contiguous CPU tensor  ──view as bytes──>  memoryview on the tensor's own memory
-    decode   the frame's bytes      ──view as dtype──>  tensor on the frame's own memory
-
-Between the two stands numpy where it knows the dtype: nearly every operation of torch lets go of the interpreter's
-lock, and where many threads send small tensors each of them waits for it again. A decoded tensor keeps the whole
+A contiguous CPU tensor is sent from its own memory, and a decoded one is a view of the message: it keeps the whole
 message alive, and who writes into it writes into the message. Messages that arrived belong to nobody else, so a module
-may work in place on its input. A message at an odd address is copied once.
+may work in place on its input. A message at an odd address is copied once. Between bytes and tensors stands numpy where
+it knows the dtype: nearly every operation of torch lets go of the interpreter's lock, and where many threads send small
+tensors each of them waits for it again.
 
 A server takes messages of `MESSAGE_BYTES` at most: gRPC holds a message before anybody has seen a byte of it. A larger
 frame goes on in messages with a body only (`Frame.append`), for which the server has counted its size before.
@@ -35,7 +31,7 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError
 from weft.experts.compression import Compression, compress, expand, packed_bytes
 from weft.experts.errors import LimitError, MalformedError, TruncatedError, WireError
 from weft.experts.protobuf import load_messages
@@ -56,12 +52,16 @@ MESSAGE_BYTES = 512 << 10
 """The largest message that a server takes, which is a frame or a part of one."""
 _PART = 128 << 10  # bytes of the body in every part of a frame but the last
 _HEADER_TAG, _BODY_TAG = 0x0A, 0x12  # of `Frame`: number << 3 | 2
+_CALLS_TAG, _PADDING_TAG = 0x0A, 0x12  # of `Header`
 _MOST_DEADLINE = (1 << 32) - 1
 
 # Tensors stay bytes until they are looked up: most calls' are like those of calls before.
-_HEADER = load_messages("weft.experts.wire", "experts", "Call.tensors")["Header"]
+_MESSAGES = load_messages("weft.experts.wire", "experts", "Call.tensors")
+_CALL, _HEADER = _MESSAGES["Call"], _MESSAGES["Header"]
 _TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
 _TENSOR_BYTES = 1024  # of those that are remembered
+_KINDS = {int(kind): kind for kind in Kind}
+_COMPRESSIONS = {int(one): one for one in Compression}
 Bytes = bytes | bytearray | memoryview
 Body = np.ndarray[Any, np.dtype[np.uint8]]
 """The body of a frame: flat, at an aligned address."""
@@ -70,10 +70,6 @@ _NUMPY: dict[torch.dtype, "np.dtype[np.generic]"] = {
     for dtype in CODES
     if (dtype.itemsize > 1 and dtype is not torch.bfloat16) or not dtype.is_floating_point
 }
-
-
-_KINDS = {int(kind): kind for kind in Kind}
-_COMPRESSIONS = {int(one): one for one in Compression}
 
 
 class Received(NamedTuple):
@@ -107,14 +103,10 @@ def encode_parts(calls: Sequence[Call], limits: Limits = LIMITS) -> Iterator[byt
     buffers, body_bytes = _encoded(calls, limits)
     message = b"".join(buffers)
     if len(message) <= MESSAGE_BYTES:
-        return iter((message,))
-    return _parts(message, body_bytes)
-
-
-def _parts(message: bytes, body_bytes: int) -> Iterator[bytes]:
-    """The messages of a frame whose body is the end of ``message``."""
+        yield message
+        return
     body = memoryview(message)[len(message) - body_bytes :]
-    head = message[: len(message) - body_bytes - len(_prefix(_BODY_TAG, body_bytes))]
+    head = buffers[0]
     while len(body):
         part = body[: MESSAGE_BYTES - len(head) - len(_prefix(_BODY_TAG, MESSAGE_BYTES))]
         yield b"".join([head, _prefix(_BODY_TAG, len(part)), part])
@@ -122,12 +114,12 @@ def _parts(message: bytes, body_bytes: int) -> Iterator[bytes]:
 
 
 def _encoded(calls: Sequence[Call], limits: Limits) -> tuple[list[bytes | memoryview], int]:
-    """Buffers that make one message, the body's last; and the size of the body. They look into the tensors."""
+    """Buffers that make one message, first the header; and the size of the body. They look into the tensors."""
     if not calls:
         raise UsageError("a frame holds at least one call, and none was given")
     if len(calls) > limits.calls:
         raise LimitError(f"{len(calls)} calls in a frame, at most {limits.calls} are allowed", reason="calls")
-    header = _HEADER()
+    head: list[bytes] = []  # protobuf's bytes of a `Header`, each call of it written once
     body: list[bytes | memoryview] = []
     body_bytes = decoded = 0
     for call in calls:
@@ -135,81 +127,83 @@ def _encoded(calls: Sequence[Call], limits: Limits) -> tuple[list[bytes | memory
         if len(compressions) != len(call.tensors):
             raise UsageError(f"{len(call.tensors)} tensors, and compressions for {len(compressions)}")
         tensors: list[bytes] = []
-        fits = len(call.tensors) <= limits.tensors
         for tensor, how in zip(call.tensors, compressions, strict=True):
             done, buffers = to_bytes(tensor, how)
-            written, axes, elements = _write_tensor(tensor.dtype, tensor.shape, done)
-            fits = fits and axes <= limits.axes and elements <= limits.elements
-            tensors.append(written)
+            tensors.append(_write_tensor(tensor.dtype, tensor.shape, done, limits.axes, limits.elements))
             body += buffers
             nbytes = sum(map(len, buffers))
             if padding := -nbytes % ALIGNMENT:
                 body.append(bytes(padding))
             body_bytes += nbytes + padding
             decoded += tensor.nbytes
-        size = _write_call(header.calls.add(), call.header, tensors)
-        if not fits or size > min(limits.name_bytes, limits.data_bytes):
-            _check_call(call.header, [tensor.shape for tensor in call.tensors], limits)
+        written = _write_call(call.header, tensors)
+        if len(tensors) > limits.tensors or len(written) > min(limits.name_bytes, limits.data_bytes):
+            _check_call(call.header, len(tensors), limits)
+        head += (_prefix(_CALLS_TAG, len(written)), written)
     prefix = _prefix(_BODY_TAG, body_bytes) if body_bytes else b""
-    if body_bytes:
-        size = header.ByteSize() + 2  # with the tag and the length of the padding
-        header.padding = bytes(-(len(_prefix(_HEADER_TAG, size + ALIGNMENT - 1)) + size + len(prefix)) % ALIGNMENT)
-    head: bytes = header.SerializeToString()
-    start = _prefix(_HEADER_TAG, len(head))
-    frame = len(start) + len(head) + len(prefix) + body_bytes
-    if frame > limits.frame_bytes or decoded > limits.decoded_bytes or len(head) > limits.header_bytes:
-        raise _too_large(calls, {"header_bytes": len(head), "frame_bytes": frame, "decoded_bytes": decoded}, limits)
-    return [start, head, prefix, *body], body_bytes
+    size = sum(map(len, head))
+    if body_bytes:  # the body begins at a multiple of `ALIGNMENT`: the padding's own tag and length take two bytes
+        padding = -(len(_prefix(_HEADER_TAG, size + 2 + ALIGNMENT)) + size + 2 + len(prefix)) % ALIGNMENT
+        head.append(_prefix(_PADDING_TAG, padding) + bytes(padding))
+        size += 2 + padding
+    start = b"".join([_prefix(_HEADER_TAG, size), *head])
+    frame = len(start) + len(prefix) + body_bytes
+    if frame > limits.frame_bytes or decoded > limits.decoded_bytes or size > limits.header_bytes:
+        raise _too_large(calls, {"header_bytes": size, "frame_bytes": frame, "decoded_bytes": decoded}, limits)
+    return [start, prefix, *body], body_bytes
 
 
-def _write_call(message: Any, header: Header, tensors: Sequence[bytes]) -> int:
-    """Fill in one call; returns its bytes. Raises ``UsageError`` for what no field can hold."""
+def _write_call(header: Header, tensors: list[bytes]) -> bytes:
+    """A `Call` of experts.proto. Raises ``UsageError`` for what no field can hold."""
     if tensors and header.kind not in WITH_TENSORS:
         raise UsageError(f"a call of kind {header.kind.name} carries no tensors, and {len(tensors)} were given")
+    left = header.deadline_ms
     try:
-        message.kind = header.kind
-        message.call_id = header.call_id
-        if header.deadline_ms is not None:
-            message.deadline_ms = min(max(0, header.deadline_ms), _MOST_DEADLINE)
-        message.uid, message.key, message.client = header.uid, header.key, header.client
-        message.mini_batch, message.data, message.step = header.mini_batch, header.data, header.step
-        message.keep, message.evaluation, message.reply = header.keep, header.evaluation, header.reply
+        return _CALL(
+            kind=header.kind,
+            call_id=header.call_id,
+            uid=header.uid,
+            key=header.key,
+            client=header.client,
+            mini_batch=header.mini_batch,
+            deadline_ms=None if left is None else min(max(0, left), _MOST_DEADLINE),
+            keep=header.keep,
+            evaluation=header.evaluation,
+            reply=header.reply,
+            step=header.step,
+            data=header.data,
+            tensors=tensors,
+        ).SerializeToString()
     except (ValueError, TypeError) as error:
         raise UsageError(f"a call of kind {header.kind.name} cannot be sent: {error}") from None
-    message.tensors.extend(tensors)
-    return message.ByteSize()
 
 
 @lru_cache(4096)
-def _write_tensor(dtype: torch.dtype, shape: torch.Size, how: Compression) -> tuple[bytes, int, int]:
-    """A tensor as in `Call`, its axes, and its extent."""
-    return _TENSOR(dtype=CODES[dtype], shape=shape, compression=how).SerializeToString(), len(shape), _extent(shape)
+def _write_tensor(dtype: torch.dtype, shape: torch.Size, how: Compression, axes: int, elements: int) -> bytes:
+    """A `Tensor` of experts.proto. Raises ``LimitError`` for a shape beyond these limits."""
+    _check_shape(shape, axes, elements)
+    return _TENSOR(dtype=CODES[dtype], shape=shape, compression=how).SerializeToString()
 
 
-def _check_call(header: Header, shapes: Sequence[Sequence[int]], limits: Limits) -> None:
-    """Raise ``LimitError`` that lists which limits a call exceeds."""
-    faults: list[tuple[str, str]] = []
-    for field in ("uid", "key", "client", "mini_batch"):
-        size, most = len(getattr(header, field).encode()), limits.name_bytes
-        faults += [("name_bytes", f"{field} takes {size} bytes, at most {most} are allowed")] * (size > most)
-    if len(header.data) > limits.data_bytes:
-        faults.append(("data_bytes", f"data takes {len(header.data)} bytes, at most {limits.data_bytes} are allowed"))
-    if len(shapes) > limits.tensors:
-        faults.append(("tensors", f"there are {len(shapes)} tensors, at most {limits.tensors} are allowed"))
-    for index, shape in enumerate(shapes):
-        if len(shape) > limits.axes:
-            faults.append(("axes", f"tensor {index} has {len(shape)} axes, at most {limits.axes} are allowed"))
-        elif _extent(shape) > limits.elements:
-            text = f"tensor {index} has shape {tuple(shape)}, at most {limits.elements} elements are allowed"
-            faults.append(("elements", text))
-    if faults:
-        text = listed("this call is larger than the limits:", [text for _, text in faults])
-        raise LimitError(text, reason=faults[0][0], call_id=header.call_id)
+def _check_shape(shape: Sequence[int], axes: int, elements: int) -> None:
+    """Raise ``LimitError``. Empty axes count as 1: that is the largest stride that torch has to count to."""
+    if len(shape) > axes:
+        raise LimitError(f"a tensor has {len(shape)} axes, at most {axes} are allowed", reason="axes")
+    if math.prod(max(1, size) for size in shape) > elements:
+        text = f"a tensor has shape {tuple(shape)}, at most {elements} elements are allowed"
+        raise LimitError(text, reason="elements")
 
 
-def _extent(shape: Sequence[int]) -> int:
-    """The number of elements, with empty axes counted as 1: the largest stride that torch has to count to."""
-    return math.prod(max(1, size) for size in shape)
+def _check_call(header: Header, tensors: int, limits: Limits) -> None:
+    """Raise ``LimitError`` for names, data and tensors beyond the limits."""
+    sizes = {
+        name: ("name_bytes", len(getattr(header, name).encode())) for name in ("uid", "key", "client", "mini_batch")
+    }
+    for what, (limit, size) in {**sizes, "data": ("data_bytes", len(header.data))}.items():
+        if size > getattr(limits, limit):
+            raise LimitError(f"{what} takes {size} bytes, at most {getattr(limits, limit)} are allowed", reason=limit)
+    if tensors > limits.tensors:
+        raise LimitError(f"there are {tensors} tensors, at most {limits.tensors} are allowed", reason="tensors")
 
 
 def _too_large(calls: Sequence[Call], sizes: dict[str, int], limits: Limits) -> LimitError:
@@ -265,13 +259,11 @@ class Frame:
         self.body_bytes = decoded = 0
         self._calls: list[tuple[Header, tuple[Descriptor, ...]]] = []
         for call in parsed.calls:
-            header = _read_header(call)
             try:
-                descriptors, decoded = self._described(call.tensors, header, decoded)
+                decoded = self._read(call, decoded)
             except WireError as error:
-                error.call_id = header.call_id
+                error.call_id = call.call_id
                 raise
-            self._calls.append((header, descriptors))
         self._joined: Body | None = None
         self._have = len(self._body)
         self.wanted = self.body_bytes - self._have
@@ -310,68 +302,61 @@ class Frame:
         body = aligned_body(self._body) if self._joined is None else self._joined
         return [Received(header, descriptors, body) for header, descriptors in self._calls]
 
-    def _described(self, tensors: Any, header: Header, decoded: int) -> tuple[tuple[Descriptor, ...], int]:
-        """The descriptors of a call, and the bytes of all tensors so far once they are decoded."""
-        limits = self._limits
-        if len(tensors) and header.kind not in WITH_TENSORS:
-            text = f"a call of kind {header.kind.name} carries {len(tensors)} tensors, wanted none"
+    def _read(self, call: Any, decoded: int) -> int:
+        """Read one call. Takes and returns the bytes of all tensors so far once they are decoded."""
+        limits, kind, reply, tensors = self._limits, _KINDS.get(call.kind), _COMPRESSIONS.get(call.reply), call.tensors
+        if kind is None or reply is None:
+            what = f"kind {call.kind}" if kind is None else f"reply {call.reply}"
+            raise MalformedError(f"{what} is not known", reason="kind" if kind is None else "reply")
+        header = Header(
+            kind,
+            call.call_id,
+            call.uid,
+            call.key,
+            call.client,
+            call.mini_batch,
+            call.deadline_ms if call.HasField("deadline_ms") else None,
+            call.keep,
+            call.evaluation,
+            reply,
+            call.step,
+            call.data,
+        )
+        if len(tensors) > limits.tensors or self._header_bytes > min(limits.name_bytes, limits.data_bytes):
+            _check_call(header, len(tensors), limits)
+        if tensors and kind not in WITH_TENSORS:
+            text = f"a call of kind {kind.name} carries {len(tensors)} tensors, wanted none"
             raise MalformedError(text, reason="kind")
-        fits = len(tensors) <= limits.tensors and self._header_bytes <= min(limits.name_bytes, limits.data_bytes)
-        if not fits:
-            _check_call(header, [()] * len(tensors), limits)
         found: list[Descriptor] = []
         for raw in tensors:
             read = _read_tensor if len(raw) <= _TENSOR_BYTES else _read_tensor.__wrapped__
-            descriptor, elements = read(raw, limits.axes, self.body_bytes)
-            if elements > limits.elements:
-                raise _exceeded("elements", elements, limits.elements)
+            descriptor = read(raw, limits.axes, limits.elements, self.body_bytes)
             found.append(descriptor)
             self.body_bytes += descriptor.nbytes + -descriptor.nbytes % ALIGNMENT
             decoded += descriptor.decoded_bytes
         if decoded > limits.decoded_bytes:
             raise _exceeded("decoded_bytes", decoded, limits.decoded_bytes)
-        return tuple(found), decoded
-
-
-def _read_header(call: Any) -> Header:
-    kind, reply = _KINDS.get(call.kind), _COMPRESSIONS.get(call.reply)
-    if kind is None or reply is None:
-        what, value = ("kind", call.kind) if kind is None else ("reply", call.reply)
-        raise MalformedError(f"{what} {value} is not known", reason=what, call_id=call.call_id)
-    return Header(
-        kind,
-        call.call_id,
-        call.uid,
-        call.key,
-        call.client,
-        call.mini_batch,
-        call.deadline_ms if call.HasField("deadline_ms") else None,
-        call.keep,
-        call.evaluation,
-        reply,
-        call.step,
-        call.data,
-    )
+        self._calls.append((header, tuple(found)))
+        return decoded
 
 
 @lru_cache(4096)
-def _read_tensor(raw: bytes, axes: int, offset: int) -> tuple[Descriptor, int]:
-    """The descriptor, and the extent of its shape."""
+def _read_tensor(raw: bytes, axes: int, elements: int, offset: int) -> Descriptor:
+    """The inverse of `_write_tensor`, with the place of its bytes in the body."""
     try:
         tensor: Any = _TENSOR.FromString(raw)
     except DecodeError as error:
         raise MalformedError(f"a tensor is no Tensor of experts.proto: {error}", reason="header") from None
-    if len(tensor.shape) > axes:
-        raise _exceeded("axes", len(tensor.shape), axes)
-    code, packing, shape = tensor.dtype, tensor.compression, tuple(tensor.shape)
-    dtype, how = DTYPES.get(code), _COMPRESSIONS.get(packing)
+    dtype, how = DTYPES.get(tensor.dtype), _COMPRESSIONS.get(tensor.compression)
     if dtype is None or how is None:
-        raise MalformedError(f"a tensor of dtype {code}, compression {packing}", reason="dtype")
+        raise MalformedError(f"a tensor of dtype {tensor.dtype}, compression {tensor.compression}", reason="dtype")
+    _check_shape(tensor.shape, axes, elements)
+    shape = tuple(tensor.shape)
     nbytes = packed_bytes(how, dtype, shape)
     if nbytes is None:
         text = f"{how.name} does not apply to a tensor of {dtype}, shape {shape}"
         raise MalformedError(text, reason="compression")
-    return Descriptor(dtype, shape, how, nbytes, offset, math.prod(shape) * dtype.itemsize), _extent(shape)
+    return Descriptor(dtype, shape, how, nbytes, offset, math.prod(shape) * dtype.itemsize)
 
 
 def _exceeded(name: str, seen: int, most: int) -> LimitError:

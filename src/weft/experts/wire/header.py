@@ -16,9 +16,7 @@ ALIGNMENT = 16
 """Every tensor begins at a multiple of it."""
 HEADER_BYTES = 256 << 10
 """The largest header. Parsed it takes up to 80 times as much memory, for as long as `decode` runs."""
-MOST_FRAME_BYTES = 0x7FFF_FFFF - (
-    1 << 16
-)  # gRPC counts the bytes of a message, which has some of its own, with 31 bits
+MOST_FRAME_BYTES = 0x7FFF_FFFF - (1 << 16)  # gRPC counts a message's bytes, with some of its own, in 31 bits
 _MOST_AXES = 64  # of torch
 
 # Left out are dtypes that torch cannot store as whole bytes (`uint1` ... `int7`, `float4_e2m1fn_x2`), the quantized
@@ -51,23 +49,14 @@ WITH_TENSORS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.RESULT})
 
 
 class Header(NamedTuple):  # a tuple: made for every call, and three times as fast as a frozen dataclass
-    """All of a call but its tensors.
+    """All of a call but its tensors; experts.proto says what each field means.
 
-    ``call_id`` pairs an answer with its call. ``key`` is the idempotency key of a backward or commit; that of a
-    backward is also the key of its forward: by it both draw the same random numbers. What stands behind a ``+`` tells
-    several backwards of one forward apart.
-    ``mini_batch`` names the sum that a backward's gradient is added to, that a commit applies and a discard drops;
-    empty: step now.
-    ``deadline_ms`` is what is left of the caller's time when the frame is sent, ``None`` for no deadline. ``reply``
-    is how the caller would like the answer's tensors compressed. ``step`` is, in a result, the expert's number of
-    optimizer steps. ``data`` is opaque here: a fault (`faults.py`), a receipt, or what an info call answers.
-    ``keep``, of a forward: keep its graph and its inputs for the backward that has the same key. Of its result: they
-    are kept. Of a backward: its inputs are those that are kept, and not sent again. ``evaluation``, of a forward and
-    its backward: the module runs as after ``eval()``.
+    ``call_id`` is set on the way. ``key``: what stands behind a ``+`` tells several backwards of one forward apart.
+    ``deadline_ms``: what is left of the caller's time when the frame is sent. ``data`` is opaque here.
     """
 
     kind: Kind
-    call_id: int
+    call_id: int = 0
     uid: str = ""
     key: str = ""
     client: str = ""

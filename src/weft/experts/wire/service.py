@@ -58,12 +58,6 @@ Options = list[tuple[str, int | str]]
 _ROOM = 1 << 16  # gRPC's own framing is no concern of our limits
 
 
-def common_options(limits: Limits) -> Options:
-    """What both ends set: the size of messages, which gRPC checks before it allocates."""
-    size = limits.frame_bytes + _ROOM
-    return [("grpc.max_receive_message_length", size), ("grpc.max_send_message_length", size)]
-
-
 def client_options(limits: Limits) -> Options:
     """A connection of its own, that comes back soon after a restart and notices a peer that fell silent.
 
@@ -72,7 +66,8 @@ def client_options(limits: Limits) -> Options:
     by itself it asks a quiet peer twice at most.
     """
     return [
-        *common_options(limits),
+        ("grpc.max_receive_message_length", limits.frame_bytes + _ROOM),  # checked before gRPC allocates
+        ("grpc.max_send_message_length", limits.frame_bytes + _ROOM),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),
         ("grpc.max_reconnect_backoff_ms", 250),  # a server that is back is found within 0.3 s
@@ -117,10 +112,14 @@ def write_status(json_text: str) -> bytes:
 
 def read_status(data: bytes) -> str:
     """The JSON of it. Raises ``MalformedError`` for other bytes."""
+    return _read_message("StatusReply", data).json
+
+
+def _read_message(name: str, data: bytes) -> Any:
     try:
-        return _MESSAGES["StatusReply"].FromString(data).json
+        return _MESSAGES[name].FromString(data)
     except DecodeError as error:
-        raise MalformedError(f"this is no StatusReply of experts.proto: {error}", reason="status") from None
+        raise MalformedError(f"this is no {name} of experts.proto: {error}", reason=name.lower()) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +141,8 @@ class Receipt:
     @lru_cache(256)  # noqa: B019 - every answer has one, and most say what the one before said
     def to_bytes(self) -> bytes:
         """A Receipt of experts.proto, the data of a result."""
-        return _MESSAGES["Receipt"](
-            durable=self.durable, incarnation=self.incarnation, token=self.token
-        ).SerializeToString()
+        fields = {"durable": self.durable, "incarnation": self.incarnation, "token": self.token}
+        return _MESSAGES["Receipt"](**fields).SerializeToString()
 
 
 @lru_cache(256)
@@ -152,10 +150,7 @@ def read_receipt(data: bytes) -> Receipt:
     """The inverse. Raises ``MalformedError`` for other bytes, and for none."""
     if not data:
         raise MalformedError("an answer without a receipt", reason="receipt")
-    try:
-        read: Any = _MESSAGES["Receipt"].FromString(data)
-    except DecodeError as error:
-        raise MalformedError(f"this is no Receipt of experts.proto: {error}", reason="receipt") from None
+    read = _read_message("Receipt", data)
     return Receipt(read.durable if read.HasField("durable") else None, read.incarnation, read.token)
 
 
@@ -167,9 +162,8 @@ _MOST_DEPTH = 64
 class Description:
     """An expert as its clients see it. ``args``, ``kwargs`` and ``outputs`` have TensorSpec as leaves.
 
-    ``trained``: whether a backward steps. ``max_batch_size``: rows of the largest call. The rest is as of the
-    moment of asking: optimizer ``steps``, the ``durable`` ones of them (None: there are no checkpoints), and the
-    server's ``incarnation``.
+    ``trained``: whether a backward steps. ``max_batch_size``: rows of the largest call. ``steps`` of the optimizer; the
+    rest as in `Receipt`.
     """
 
     name: str
@@ -187,20 +181,17 @@ def describe(info: Mapping[str, Any], durable: int | None, incarnation: int) -> 
     """What `ExpertBackend.get_info` says, as JSON. Raises ``UsageError`` that lists what cannot be told."""
     faults: list[str] = []
     args, kwargs = info["forward_schema"]
-    fields = {
-        "name": info["name"],
-        "args": _written(tuple(args), "args", faults),
-        "kwargs": _written(dict(kwargs), "kwargs", faults),
-        "outputs": _written(info["outputs_schema"], "output", faults),
-        "trained": info["trained"],
-        "max_batch_size": info["max_batch_size"],
-        "steps": info["steps"],
-        "durable": durable,
-        "incarnation": incarnation,
-    }
+    fields = {name: info[name] for name in ("name", "trained", "max_batch_size", "steps")}
+    fields |= {"durable": durable, "incarnation": incarnation}
+    for name, tree in (("args", tuple(args)), ("kwargs", dict(kwargs)), ("outputs", info["outputs_schema"])):
+        fields[name] = _written(tree, name, faults)
     if faults:
         raise UsageError(listed(f"clients cannot be told what expert {info['name']!r} takes:", faults))
     return json.dumps(fields).encode()
+
+
+_NUMBERS = dict.fromkeys(("max_batch_size", "steps", "incarnation"), int)
+_KINDS = {"name": str, "args": tuple, "kwargs": dict, "trained": bool, "durable": int | None, **_NUMBERS}
 
 
 def read_description(data: bytes) -> Description:
@@ -212,24 +203,10 @@ def read_description(data: bytes) -> Description:
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         text = f"this does not describe an expert: {type(error).__name__}: {error}"
         raise MalformedError(text, reason="description") from None
-    _check(found)
-    return found
-
-
-def _check(found: Description) -> None:
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "name": str,
-        "args": tuple,
-        "kwargs": dict,
-        "trained": bool,
-        "max_batch_size": int,
-        "steps": int,
-        "durable": (int, type(None)),
-        "incarnation": int,
-    }
-    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(found, name), kind)]
+    wrong = [name for name, kind in _KINDS.items() if not isinstance(getattr(found, name), kind)]
     if wrong:
         raise MalformedError(f"this does not describe an expert: {', '.join(wrong)} have a wrong type", reason="type")
+    return found
 
 
 def _written(tree: object, path: str, faults: list[str], depth: int = 0) -> Any:
@@ -263,7 +240,9 @@ def _read(node: Any) -> Any:
     ((kind, inner),) = cast("dict[str, Any]", node).items()
     if kind == "spec":
         shape, dtype, requires_grad = inner
-        return TensorSpec(_shape(shape), _DTYPES[dtype], bool(requires_grad))
+        if not all(size is None or (type(size) is int and size >= 0) for size in shape):
+            raise MalformedError(f"a shape {shape!r}", reason="description")
+        return TensorSpec(tuple(shape), _DTYPES[dtype], bool(requires_grad))
     if kind in ("tuple", "list"):
         items = [_read(one) for one in inner]
         return items if kind == "list" else tuple(items)
@@ -274,9 +253,3 @@ def _read(node: Any) -> Any:
         made: Any = namedtuple(name, names)  # pyright: ignore[reportUntypedNamedTuple]
         return made(*[_read(one) for one in rest])
     raise MalformedError(f"a container of kind {kind!r} is not known", reason="description")
-
-
-def _shape(sizes: Any) -> tuple[int | None, ...]:
-    if not all(size is None or (type(size) is int and size >= 0) for size in sizes):
-        raise MalformedError(f"a shape {sizes!r}", reason="description")
-    return tuple(sizes)
