@@ -91,7 +91,6 @@ if TYPE_CHECKING:
         TruncatedError,
         UnknownExpertError,
         UnreachableError,
-        WatchLostError,
         WireError,
     )
     from weft.recurrent import InputWidthError, LayerInputError, NoPlanWarning
@@ -157,7 +156,6 @@ __all__ = [
     "UnknownExpertError",
     "UnreachableError",
     "UsageError",
-    "WatchLostError",
     "WeftError",
     "WireError",
 ]

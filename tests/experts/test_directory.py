@@ -10,23 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.experts.waiting import until
 from weft.core.errors import UsageError
 from weft.experts.discovery import (
     AwayError,
     Directory,
-    Event,
     Lease,
     LeaseLostError,
     LocalDirectory,
     OwnedError,
     Snapshot,
-    Watch,
 )
 
 FOREVER = 1000.0
-SOON = 0.1  # seconds: within these a change is to be seen by whoever waits for it, in the best of several tries
-LATE = 20.0  # seconds: within these it is seen in any case, whatever the machine does besides
-PATIENCE = 60.0
+SOON = 0.1  # seconds: within these a change is to be seen, in the best of several tries
 
 
 @dataclass
@@ -68,17 +65,6 @@ def real(request: pytest.FixtureRequest) -> Iterator[Directory]:
     directory.close()
 
 
-def drained(watch: Watch) -> list[Event]:
-    events: list[Event] = []
-    while (event := watch.next(timeout=0.0)) is not None:
-        events.append(event)
-    return events
-
-
-def told(events: list[Event]) -> list[tuple[str, str, str]]:
-    return [(event.kind, event.uid, event.address) for event in events]
-
-
 def test_what_is_declared_is_found_by_its_prefix(case: Case) -> None:
     case.directory.declare(["ffn.0", "ffn.1", "ffn.10", "att.0"], "a:1", 10.0)
     case.directory.declare("ffn.1", "b:1", 10.0)
@@ -94,13 +80,11 @@ def test_what_is_declared_is_found_by_its_prefix(case: Case) -> None:
 def test_a_lease_that_is_not_renewed_ends_with_all_that_stands_under_it(case: Case) -> None:
     lease = case.directory.declare(["a", "b"], "x:1", 1.0)
     case.directory.claim("a", lease)
-    with case.directory.watch() as watch:
-        case.advance(0.6)
-        case.directory.renew(lease)
-        case.advance(0.6)
-        assert drained(watch) == [] and len(case.directory.get()) == 2
-        case.advance(0.6)
-        assert sorted(told(drained(watch))) == [("left", "a", "x:1"), ("left", "b", "x:1"), ("released", "a", "x:1")]
+    case.advance(0.6)
+    case.directory.renew(lease)
+    case.advance(0.6)
+    assert len(case.directory.get()) == 2
+    case.advance(0.6)
     assert len(case.directory.get()) == 0 and case.directory.get().owner("a") is None
     with pytest.raises(LeaseLostError, match=r"of x:1 ended.*Declare again"):
         case.directory.renew(lease)
@@ -122,13 +106,11 @@ def test_withdrawing_is_at_once_and_may_be_repeated(case: Case) -> None:
 @pytest.mark.long
 def test_a_server_that_comes_back_before_its_old_lease_ends_stays_listed(case: Case) -> None:
     case.directory.declare("a", "x:1", 1.0)
-    with case.directory.watch() as watch:
-        again = case.directory.declare("a", "x:1", FOREVER)
-        case.advance(1.5)
-        assert case.directory.get().addresses("a") == ("x:1",)
-        assert drained(watch) == []
-        case.directory.withdraw(again)
-        assert told(drained(watch)) == [("left", "a", "x:1")]
+    again = case.directory.declare("a", "x:1", FOREVER)
+    case.advance(1.5)
+    assert case.directory.get().addresses("a") == ("x:1",)
+    case.directory.withdraw(again)
+    assert len(case.directory.get()) == 0
 
 
 @pytest.mark.long
@@ -160,18 +142,28 @@ def test_a_server_that_comes_back_replaces_its_own_claim_with_a_larger_token(cas
     assert case.directory.get().owner("a") == new
 
 
-def test_a_watch_tells_every_change_after_its_revision_in_order(case: Case) -> None:
-    before = case.directory.get("a").revision
-    lease = case.directory.declare(["a1", "b1"], "x:1", FOREVER)
-    middle = case.directory.get("a")
-    case.directory.claim("a1", lease)
-    case.directory.withdraw(lease)
-    everything = [("joined", "a1", "x:1"), ("owned", "a1", "x:1"), ("left", "a1", "x:1"), ("released", "a1", "x:1")]
-    with case.directory.watch("a", after=before) as whole, case.directory.watch("a", after=middle.revision) as rest:
-        assert sorted(told(drained(whole))) == sorted(everything)
-        assert sorted(told(drained(rest))) == sorted(everything[1:])
-    with case.directory.watch() as late:
-        assert drained(late) == []
+def test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_or_the_directory_is_closed(
+    real: Directory,
+) -> None:
+    watch, other = real.watch("a"), real.watch()
+    assert len(watch.snapshot()) == 0
+    lease = real.declare(["a1", "b1"], "x:1", FOREVER)
+    until(lambda: watch.snapshot().addresses("a1") == ("x:1",))
+    ownership = real.claim("a1", lease)
+    until(lambda: watch.snapshot().owner("a1") == ownership)
+    assert watch.snapshot().uids == ("a1",) and watch.away_seconds == 0
+    real.withdraw(lease)
+    until(lambda: not watch.snapshot().experts and not watch.snapshot().owners and not len(other.snapshot()))
+    real.declare("a2", "x:1", FOREVER)
+    until(lambda: watch.snapshot().uids == other.snapshot().uids == ("a2",))
+    watch.close()
+    watch.close()
+    real.close()
+    assert watch.snapshot().uids == other.snapshot().uids == ("a2",)
+    for call in (real.get, real.watch, lambda: real.declare("a", "x:1", 1.0)):
+        with pytest.raises(AwayError):
+            call()
+    real.close()
 
 
 @dataclass(frozen=True)
@@ -263,105 +255,19 @@ def apply(step: Step, case: Case, model: Model, leases: dict[int, Lease], tokens
 @pytest.mark.parametrize("make", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @settings(max_examples=150)
 @given(st.lists(STEPS, max_size=30), st.sampled_from(["", "a"]))
-def test_snapshots_are_as_they_should_be_and_a_snapshot_and_the_events_after_it_make_the_next(
-    make: Callable[[], Case], steps: list[Step], prefix: str
-) -> None:
+def test_snapshots_are_as_they_should_be(make: Callable[[], Case], steps: list[Step], prefix: str) -> None:
     case, model = make(), Model()
     leases: dict[int, Lease] = {}
     tokens: list[int] = []
     try:
-        followed = case.directory.get(prefix)
-        with case.directory.watch(prefix, after=followed.revision) as watch:
-            for number, step in enumerate(steps):
+        with case.directory.watch(prefix) as watch:
+            for step in steps:
                 apply(step, case, model, leases, tokens)
                 model.check(case.directory.get())
-                if number % 3 == 2:
-                    followed = followed.after(drained(watch))
-                    now = case.directory.get(prefix)
-                    assert (followed.experts, followed.owners) == (now.experts, now.owners)
+                now, seen = case.directory.get(prefix), watch.snapshot()
+                assert (seen.experts, seen.owners) == (now.experts, now.owners)
     finally:
         case.directory.close()
-
-
-def test_whoever_waits_hears_of_the_end_of_a_lease(real: Directory) -> None:
-    with real.watch() as watch:
-        ends = time.monotonic() + 0.2
-        real.declare("a", "x:1", 0.2)
-        assert watch.next(timeout=PATIENCE) is not None
-        event = watch.next(timeout=PATIENCE)  # nobody calls meanwhile
-        assert event is not None and event.kind == "left"
-        assert -0.01 < time.monotonic() - ends < LATE
-
-
-def test_whoever_waits_hears_of_a_lease_that_is_shorter_than_those_before(real: Directory) -> None:
-    real.declare("a", "x:1", FOREVER)
-    with real.watch("b") as watch:
-        heard: list[float] = []
-
-        def wait() -> None:
-            for _ in range(2):
-                watch.next(timeout=PATIENCE)
-                heard.append(time.monotonic())
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        time.sleep(0.05)
-        start = time.monotonic()
-        real.declare("b", "x:1", 0.15)
-        thread.join(PATIENCE)
-    assert heard[0] - start < LATE and 0.14 < heard[1] - start < LATE
-
-
-def test_whoever_waits_hears_of_an_end_that_came_nearer_without_an_event(real: Directory) -> None:
-    real.declare("a", "x:1", FOREVER)
-    with real.watch() as watch:
-        seen: list[Event | None] = []
-        thread = threading.Thread(target=lambda: seen.append(watch.next(timeout=PATIENCE)))
-        thread.start()
-        time.sleep(0.05)
-        start = time.monotonic()
-        real.declare("a", "x:1", 0.1)  # the same expert at the same address: nobody joins
-        thread.join(PATIENCE)
-        assert time.monotonic() - start < LATE
-        assert told([event for event in seen if event]) == [("left", "a", "x:1")]
-
-
-def test_waiting_for_nothing_ends_in_time_and_closing_wakes_who_waits(real: Directory) -> None:
-    watch = real.watch()
-    start = time.monotonic()
-    assert watch.next(timeout=0.05) is None
-    assert 0.04 < time.monotonic() - start < LATE
-    raised: list[BaseException] = []
-    seen: list[Event] = []
-
-    def wait() -> None:
-        try:
-            watch.next()
-        except AwayError as error:
-            raised.append(error)
-
-    def read() -> None:
-        with real.watch() as another:
-            seen.extend(another)
-
-    threads = [threading.Thread(target=wait), threading.Thread(target=read)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.05)
-    real.declare("a", "x:1", FOREVER)
-    watch.close()
-    threads[0].join(LATE)
-    end = time.monotonic() + LATE
-    while not seen and time.monotonic() < end:
-        time.sleep(0.001)
-    real.close()
-    threads[1].join(LATE)
-    assert not any(thread.is_alive() for thread in threads)
-    assert told(seen) == [("joined", "a", "x:1")] and len(raised) <= 1
-    for call in (real.get, real.watch, lambda: real.declare("a", "x:1", 1.0)):
-        with pytest.raises(AwayError):
-            call()
-    real.close()
 
 
 def test_of_many_who_claim_at_once_one_wins_and_every_token_is_larger_than_the_last(real: Directory) -> None:

@@ -1,7 +1,6 @@
 """A directory in a real etcd obeys the laws of every directory, and survives the loss of members.
 
-The laws come from `test_directory`. Time is stretched, since etcd's leases last whole seconds; and a watch is given a
-moment, since its events come over a network.
+The laws come from `test_directory`. Time is stretched, since etcd's leases last whole seconds.
 """
 
 import os
@@ -15,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,19 +30,17 @@ from tests.experts.test_directory import (
     test_a_lease_that_is_not_renewed_ends_with_all_that_stands_under_it,
     test_a_server_that_comes_back_before_its_old_lease_ends_stays_listed,
     test_a_server_that_comes_back_replaces_its_own_claim_with_a_larger_token,
-    test_a_watch_tells_every_change_after_its_revision_in_order,
+    test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_or_the_directory_is_closed,
     test_of_many_who_claim_at_once_one_wins_and_every_token_is_larger_than_the_last,
     test_only_one_owns_an_expert_until_it_lets_go_or_its_lease_ends,
-    test_waiting_for_nothing_ends_in_time_and_closing_wakes_who_waits,
     test_what_is_declared_is_found_by_its_prefix,
     test_withdrawing_is_at_once_and_may_be_repeated,
-    told,
 )
 from tests.experts.waiting import until
 from tests.forked import forked
 from weft.core.errors import UsageError
-from weft.experts.discovery import AwayError, Directory, DirectoryCache, Lease, WatchLostError
-from weft.experts.discovery.etcd import EtcdDirectory, EtcdWatch
+from weft.experts.discovery import AwayError, Directory, Lease
+from weft.experts.discovery.etcd import EtcdDirectory
 from weft.experts.discovery.etcd_client import MESSAGES, EtcdTls, RefusedByEtcdError
 from weft.experts.discovery.fencing import epoch_of, later
 
@@ -53,17 +49,15 @@ LAWS = (
     test_a_lease_that_is_not_renewed_ends_with_all_that_stands_under_it,
     test_a_server_that_comes_back_before_its_old_lease_ends_stays_listed,
     test_a_server_that_comes_back_replaces_its_own_claim_with_a_larger_token,
-    test_a_watch_tells_every_change_after_its_revision_in_order,
+    test_a_watch_follows_every_change_and_keeps_the_last_snapshot_when_it_or_the_directory_is_closed,
     test_of_many_who_claim_at_once_one_wins_and_every_token_is_larger_than_the_last,
     test_only_one_owns_an_expert_until_it_lets_go_or_its_lease_ends,
-    test_waiting_for_nothing_ends_in_time_and_closing_wakes_who_waits,
     test_what_is_declared_is_found_by_its_prefix,
     test_withdrawing_is_at_once_and_may_be_repeated,
 )
 """What pytest collects here once more, with the fixtures of this file."""
 
 STRETCH = 2.0
-MOMENT = 0.3  # seconds that events may take to come when a law does not wait for them
 
 
 @pytest.fixture(autouse=True)
@@ -74,16 +68,10 @@ def needs_etcd(request: pytest.FixtureRequest) -> None:
 
 
 class Stretched(EtcdDirectory):
-    """Leases last longer than was said, and a watch that is not waited for waits a moment."""
+    """Leases last longer than was said."""
 
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
         return super().declare(uids, address, STRETCH * ttl)
-
-    def watch(self, prefix: str = "", after: int | None = None) -> EtcdWatch:
-        made = super().watch(prefix, after)
-        plain = made.next
-        made.next = lambda timeout=None: plain(MOMENT if timeout == 0.0 else timeout)
-        return made
 
 
 @pytest.fixture(scope="module")
@@ -124,42 +112,25 @@ def test_snapshots_are_as_they_should_be_and_events_lead_from_one_to_the_next(
     member: Member, steps: list[Step], prefix: str
 ) -> None:
     model, leases, tokens = Model(), dict[int, Lease](), list[int]()
-    with fresh(member) as directory:
-        followed = directory.get(prefix)
-        with directory.watch(prefix, after=followed.revision) as watch:
-            for step in steps:
-                apply(step, Case(directory, time.sleep), model, leases, tokens)
-                model.check(directory.get())
-            now = directory.get(prefix)
-            end = time.monotonic() + 5
-            while (followed.experts, followed.owners) != (now.experts, now.owners):
-                event = watch.next(timeout=end - time.monotonic())
-                assert event is not None, "the events do not lead to what is there now"
-                followed = followed.after([event])
+    with fresh(member) as directory, directory.watch(prefix) as watch:
+        for step in steps:
+            apply(step, Case(directory, time.sleep), model, leases, tokens)
+            model.check(directory.get())
+        now = directory.get(prefix)
+        until(lambda: (watch.snapshot().experts, watch.snapshot().owners) == (now.experts, now.owners))
 
 
-def test_whoever_waits_hears_of_a_change_within_100_ms(real: Directory) -> None:
-    late: dict[str, list[float]] = {"joined": [], "left": []}
+def test_a_change_is_seen_within_100_ms(real: Directory) -> None:
+    late = list[float]()
     with real.watch() as watch:
-        heard: list[tuple[str, float]] = []
-
-        def wait() -> None:
-            while len(heard) < 6 and (event := watch.next(timeout=5.0)) is not None:
-                heard.append((event.kind, time.monotonic()))
-
-        thread = threading.Thread(target=wait)
-        thread.start()
         for i in range(3):
             lease = real.declare(f"e{i}", "x:1", 60.0)
-            late["joined"].append(time.monotonic())
-            time.sleep(0.15)
+            start = time.monotonic()
+            until(lambda: len(watch.snapshot()))
+            late.append(time.monotonic() - start)
             real.withdraw(lease)
-            late["left"].append(time.monotonic())
-            time.sleep(0.15)
-        thread.join(5)
-    assert [kind for kind, _ in heard] == ["joined", "left"] * 3
-    for kind, said in late.items():  # the best of three: a busy machine only ever adds
-        assert min(at - soon for (_, at), soon in zip([h for h in heard if h[0] == kind], said, strict=True)) < SOON
+            until(lambda: not len(watch.snapshot()))
+    assert min(late) < SOON  # the best of three: a busy machine only ever adds
 
 
 def test_leases_are_rounded_up_to_whole_seconds_and_say_so(real: Directory) -> None:
@@ -183,59 +154,15 @@ def test_namespaces_do_not_see_each_other_and_strangers_keys_are_passed_over(mem
             request = put.success.add().request_put
             request.key, request.value = other._keys.range("")[0] + tail, b"?"
         other._txn(put, Lease(0, (), "", 1.0))
-        assert len(other.get()) == 0 and watch.next(timeout=0.2) is None
+        assert len(other.get()) == 0 and len(watch.snapshot()) == 0
 
 
-def test_a_watch_that_its_reader_forgot_is_lost(member: Member) -> None:
-    with fresh(member, history=5) as directory, directory.watch() as watch:
-        for i in range(10):
-            directory.declare(f"e{i}", "x:1", 60.0)
-        with pytest.raises(WatchLostError, match="more than 5 events"):
-            for _ in range(20):
-                watch.next(timeout=2.0)
-
-
-def test_a_watch_from_before_what_etcd_remembers_is_lost_and_a_mirror_goes_on(member: Member) -> None:
-    with fresh(member) as directory:
-        start = directory.get().revision
-        directory.declare("a", "x:1", 60.0)
-        directory.declare("b", "x:1", 60.0)
-        compact(member, directory.get().revision)
-        with directory.watch(after=start - 1) as watch, pytest.raises(WatchLostError, match="get a new snapshot"):
-            watch.next(timeout=2.0)
-        with DirectoryCache(directory) as mirror:
-            assert mirror.snapshot().uids == ("a", "b")
-
-
-def compact(member: Member, revision: int) -> None:
-    """Let etcd forget what was before a revision."""
-    number, request = revision, bytearray(b"\x08")  # CompactionRequest: revision = 1, as a varint
-    while number > 127:
-        request.append(number & 127 | 128)
-        number >>= 7
-    request.append(number)
-    with grpc.insecure_channel(member.endpoint) as channel:
-        channel.unary_unary("/etcdserverpb.KV/Compact")(bytes(request), timeout=10.0)
-
-
-def test_closing_a_directory_wakes_its_watches_and_leaves_no_thread(member: Member) -> None:
+def test_closing_a_directory_ends_its_watches_and_leaves_no_thread(member: Member) -> None:
     directory = fresh(member)
-    watch = directory.watch()
-    raised: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            watch.next()
-        except AwayError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    time.sleep(0.05)
+    watches = [directory.watch(), directory.watch("a")]
     directory.close()
-    thread.join(5)
-    assert len(raised) == 1
-    assert not [each for each in threading.enumerate() if each.name.startswith("weft-etcd")]
+    until(lambda: not [each for each in threading.enumerate() if each.name.startswith("weft-etcd")])
+    assert all(len(each.snapshot()) == 0 for each in watches)
     directory.close()
 
 
@@ -244,7 +171,7 @@ def test_closing_a_directory_wakes_its_watches_and_leaves_no_thread(member: Memb
 def test_a_fork_of_the_process_leaves_the_directory_to_its_parent(member: Member) -> None:
     with fresh(member) as directory, directory.watch() as watch:
         directory.declare("a", "here:1", 60.0)
-        assert told([watch.next(5.0)]) == [("joined", "a", "here:1")]
+        until(lambda: watch.snapshot().uids == ("a",))
 
         def child() -> bool:
             with pytest.raises(UsageError, match="was forked from one that uses gRPC"):
@@ -279,13 +206,10 @@ def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_p
             lease = directory.declare("a", "x:1", 60.0)
             mine = directory.claim("a", lease)
             with directory.watch() as watch:
-                directory.declare("first", "x:1", 60.0)
-                event = watch.next(timeout=10.0)
-                assert event is not None and event.uid == "first"
                 begin, changed = directory._client.watch, threading.Event()
 
                 def slowly(index: int, requests: Any) -> Any:
-                    changed.wait(20)  # what happens meanwhile must be told as well
+                    changed.wait(20)  # what happens meanwhile must be seen as well
                     return begin(index, requests)
 
                 directory._client.watch = slowly
@@ -295,37 +219,30 @@ def test_a_cluster_goes_on_without_any_one_member_and_watches_miss_nothing(tmp_p
                 newer = directory.claim("a", lease)
                 assert newer.token > mine.token
                 changed.set()
-                seen = [watch.next(timeout=10.0) for _ in range(2)]
-                assert told([event for event in seen if event]) == [("joined", "b", "x:1"), ("owned", "a", "x:1")]
+                until(lambda: watch.snapshot().uids == ("a", "b") and watch.snapshot().owner("a") == newer)
 
 
-def test_a_server_of_which_etcd_forgot_nothing_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_a_watch_serves_while_etcd_is_away_and_catches_up_after(tmp_path: Path) -> None:
     with cluster(tmp_path) as (member,):
         wait_for_port(member.endpoint)
         with EtcdDirectory(member.endpoint, timeout=2.0) as directory:
             lease = directory.declare("a", "x:1", 60.0)
-            with DirectoryCache(directory, retry=0.05) as mirror:
+            with directory.watch() as watch:
                 member.kill()
-                time.sleep(0.2)
-                assert mirror.snapshot().addresses("a") == ("x:1",)
+                until(lambda: watch.away_seconds)
                 with pytest.raises(AwayError):
                     directory.renew(lease)
-                assert mirror.snapshot().uids == ("a",) and mirror.away_seconds > 0
+                assert watch.snapshot().uids == ("a",) and watch.away_seconds > 0
                 member.start()
                 wait_for_port(member.endpoint)
-                end = time.monotonic() + 10
-                while mirror.away_seconds and time.monotonic() < end:
-                    mirror.snapshot()
-                    time.sleep(0.05)
+                until(lambda: not watch.away_seconds)
                 directory.renew(lease)
                 directory.declare("b", "x:1", 60.0)
-                while "b" not in mirror.snapshot() and time.monotonic() < end:
-                    time.sleep(0.02)
-                assert mirror.snapshot().uids == ("a", "b") and mirror.away_seconds == 0
+                until(lambda: watch.snapshot().uids == ("a", "b"))
 
 
 @pytest.mark.parametrize(("before", "since"), [(20, 0), (0, 20)], ids=["smaller", "larger"])
-def test_an_etcd_that_was_emptied_has_another_life_and_watches_of_the_one_before_are_lost(
+def test_an_etcd_that_was_emptied_has_another_epoch_and_watches_see_what_it_holds_now(
     before: int, since: int, tmp_path: Path
 ) -> None:
     def pass_by(directory: EtcdDirectory, count: int) -> None:
@@ -334,34 +251,23 @@ def test_an_etcd_that_was_emptied_has_another_life_and_watches_of_the_one_before
 
     with cluster(tmp_path) as (member,):
         wait_for_port(member.endpoint)
-        with EtcdDirectory(member.endpoint) as directory, DirectoryCache(directory, retry=0.05) as mirror:
+        with EtcdDirectory(member.endpoint) as directory, directory.watch() as watch:
             pass_by(directory, before)
             old = directory.claim("a", directory.declare("a", "x:1", 60.0))
-            assert mirror.snapshot().owner("a") in (None, old)
-            begin, ready = directory._client.watch, threading.Event()
-
-            def slowly(index: int, requests: Any) -> Any:
-                assert ready.wait(20)  # what happens meanwhile is not of this watch's life
-                return begin(index, requests)
-
-            with directory.watch(after=directory.get().revision) as watch:
-                directory._client.watch = slowly
-                member.kill()
-                shutil.rmtree(tmp_path / "m0")
-                member.start()
-                wait_for_port(member.endpoint)
-                with EtcdDirectory(member.endpoint) as other:
-                    pass_by(other, since)
-                    lease = other.declare("b", "y:1", 60.0)
-                    new = other.claim("b", lease)
-                    ready.set()
-                    with pytest.raises(WatchLostError, match="begun anew"):
-                        watch.next(timeout=10.0)
-                    assert epoch_of(new.token) != epoch_of(old.token)
-                    until(lambda: mirror.snapshot().uids == ("b",) and mirror.snapshot().owner("b") == new)
-                    again = directory.claim("b", Lease(lease.number, ("b",), "y:1", 60.0))
-                    assert later(again.token, new.token)
-                    assert directory.get().owner("b") == again
+            until(lambda: watch.snapshot().owner("a") == old)
+            member.kill()
+            shutil.rmtree(tmp_path / "m0")
+            member.start()
+            wait_for_port(member.endpoint)
+            with EtcdDirectory(member.endpoint) as other:
+                pass_by(other, since)
+                lease = other.declare("b", "y:1", 60.0)
+                new = other.claim("b", lease)
+                assert epoch_of(new.token) != epoch_of(old.token)
+                until(lambda: watch.snapshot().uids == ("b",) and watch.snapshot().owner("b") == new)
+                again = directory.claim("b", Lease(lease.number, ("b",), "y:1", 60.0))
+                assert later(again.token, new.token)
+                assert directory.get().owner("b") == again
 
 
 @pytest.fixture(scope="module")
@@ -392,8 +298,7 @@ def test_etcd_is_reached_with_certificates_and_only_with_the_right_ones(certific
         right = EtcdTls(at["ca.pem"], at["client.key"], at["client.pem"])
         with EtcdDirectory(member.endpoint, tls=right) as directory, directory.watch() as watch:
             directory.declare("a", "x:1", 60.0)
-            event = watch.next(timeout=5.0)
-            assert event is not None and told([event]) == [("joined", "a", "x:1")]
+            until(lambda: watch.snapshot().addresses("a") == ("x:1",))
         for wrong in (EtcdTls(at["ca.pem"]), EtcdTls(), None):
             with EtcdDirectory(member.endpoint, tls=wrong, timeout=1.0) as directory, pytest.raises(AwayError):
                 directory.get()

@@ -1,12 +1,11 @@
-"""What only the directory of this process promises: bounded memory, and no thread."""
+"""What only the directory of this process promises: no thread, and snapshots that cost nothing twice."""
 
 import threading
 import time
 
 import pytest
 
-from weft.core.errors import UsageError
-from weft.experts.discovery import LocalDirectory, WatchLostError
+from weft.experts.discovery import AwayError, LocalDirectory
 
 
 def test_it_has_no_thread() -> None:
@@ -17,24 +16,16 @@ def test_it_has_no_thread() -> None:
     directory.close()
 
 
-def test_a_watch_that_is_too_far_behind_is_lost_and_memory_stays_flat() -> None:
-    directory = LocalDirectory(history=10)
-    slow, start = directory.watch(), directory.get().revision
-    for _ in range(100):
-        directory.withdraw(directory.declare("a", "x:1", 5.0))
-    assert len(directory._events) < 20
-    with pytest.raises(WatchLostError, match=r"stopped at revision 0.*get a new snapshot"):
-        slow.next(timeout=0.0)
-    with pytest.raises(WatchLostError):
-        directory.watch(after=start).next(timeout=0.0)
-    near = directory.watch(after=directory.get().revision - 10)
-    assert [near.next(timeout=0.0) is not None for _ in range(11)] == [True] * 10 + [False]
+def test_a_snapshot_is_made_once_for_each_revision_and_lasts_while_the_directory_is_away() -> None:
+    directory = LocalDirectory()
+    lease, watch = directory.declare("a", "x:1", 60.0), directory.watch()
+    first = watch.snapshot()
+    directory.renew(lease)
+    assert watch.snapshot() is first
     directory.close()
-
-
-def test_a_history_must_hold_something() -> None:
-    with pytest.raises(UsageError, match="history is 0"):
-        LocalDirectory(history=0)
+    assert watch.snapshot() is first and watch.away_seconds > 0
+    with pytest.raises(AwayError):
+        directory.watch()
 
 
 def test_a_thousand_experts_are_found_in_a_millisecond_or_so() -> None:

@@ -1,7 +1,6 @@
 """What can be told of a directory in etcd without an etcd: its keys, its options, and that it is away."""
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 
 from weft.core.errors import UsageError
 from weft.experts.discovery import AwayError, Lease, LocalDirectory, OwnedError, Ownership
-from weft.experts.discovery.etcd import EtcdDirectory, EtcdKeys, open_directory
-from weft.experts.discovery.etcd_client import DELETE, PUT, RANGE, EtcdTls
+from weft.experts.discovery.etcd import EtcdDirectory, EtcdKeys, _snapshot, open_directory
+from weft.experts.discovery.etcd_client import RANGE, EtcdTls
 
 
 def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
@@ -29,7 +28,6 @@ def test_an_etcd_that_is_away_is_said_to_be_away_within_the_timeout() -> None:
         ({"endpoints": []}, "there is no endpoint"),
         ({"endpoints": ["a:1", "b"], "timeout": 0.0}, r"an endpoint is 'b', wanted host:port(.|\n)*timeout is 0.0"),
         ({"endpoints": "a:1", "namespace": ""}, "namespace is ''"),
-        ({"endpoints": "a:1", "history": 0}, "history is 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
@@ -73,10 +71,7 @@ def test_whatever_others_put_below_the_namespace_spoils_nothing(name: bytes, val
     found = RANGE.response()
     for key, content in [*strange, *there]:
         found.kvs.add(key=key, value=content, mod_revision=7)
-        for kind in (PUT, DELETE):
-            told = keys.event(SimpleNamespace(kv=found.kvs[-1], prev_kv=found.kvs[-1], type=kind))
-            assert told is None or isinstance(told.address, str)
-    snapshot = keys.snapshot(found)
+    snapshot = _snapshot(7, map(keys.read, found.kvs))
     assert snapshot.experts["mine"] == ("a:1",) and snapshot.owners["mine"] == Ownership("mine", "a:1", 7)
     owner = snapshot.owners["x"].address  # it is owned: nobody may step it
     assert owner.encode() == value.partition(b"\0")[0] or "\\x" in owner

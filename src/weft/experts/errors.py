@@ -39,8 +39,7 @@
     │   ├── LeaseLostError                       the lease ended with all entries under it: declare again
     │   ├── OwnedError                           another server owns the expert: follow it
     │   ├── DeclaredError                        another server lists the expert, and it is no replica
-    │   ├── FencedError                          this owner was replaced: stop writing
-    │   └── WatchLostError                       events were missed: take a new snapshot
+    │   └── FencedError                          this owner was replaced: stop writing
     └── CheckpointError (RuntimeError)       it cannot be written, or there are some and none can be read
         ├── TornError                            the value changed while it was copied
         └── DamagedError                         a file is not what was once written
@@ -240,10 +239,6 @@ class DeclaredError(DirectoryError):
 
 class FencedError(DirectoryError):
     """A newer owner exists, and so this one's writes are refused."""
-
-
-class WatchLostError(DirectoryError):
-    """Events were missed, since the watch was too far behind."""
 
 
 class CheckpointError(WeftError, RuntimeError):

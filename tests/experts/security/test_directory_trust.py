@@ -249,8 +249,7 @@ def test_servers_write_their_prefix_and_clients_read_it(secured: tuple[str, str,
                     forbidden()
             assert clients.get().owner("ffn.0") == owned
             servers.declare(["ffn.1"], "weft-1.weft:7070", ttl=30.0)
-            event = watch.next(10.0)
-            assert event is not None and event.uid == "ffn.1"
+            until(lambda: watch.snapshot().addresses("ffn.1") == ("weft-1.weft:7070",))
         with EtcdDirectory(at, tls=certificates.tls("weft-server"), namespace="elsewhere") as other:
             for outside in (lambda: other.declare(["x"], "a:1", ttl=30.0), other.get):
                 with pytest.raises(RefusedByEtcdError, match="PERMISSION_DENIED"):

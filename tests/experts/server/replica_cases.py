@@ -11,14 +11,11 @@ from weft.experts.client import Connections, RemoteExpert
 from weft.experts.discovery import (
     AwayError,
     Directory,
-    Event,
     Lease,
     LocalDirectory,
     Ownership,
     Snapshot,
-    WatchLostError,
 )
-from weft.experts.discovery.local import LocalWatch
 from weft.experts.replication import Replica, ReplicaOptions
 from weft.experts.server import Server, ServerOptions
 
@@ -37,19 +34,6 @@ class Away(LocalDirectory):
         if self.away:
             raise AwayError("away")
         super()._expire()
-
-
-class CutWatch(LocalWatch):
-    """A watch of a directory that may be cut off, or begin anew."""
-
-    def __init__(self, directory: "Cut", prefix: str, after: int) -> None:
-        super().__init__(directory.inner, prefix, after)
-        self._outer = directory
-
-    def next(self, timeout: float | None = None) -> Event | None:
-        if self._outer._there() is not self._directory:
-            raise WatchLostError("the directory has begun anew")
-        return super().next(timeout)
 
 
 class Cut(LocalDirectory):
@@ -81,9 +65,6 @@ class Cut(LocalDirectory):
 
     def get(self, prefix: str = "") -> Snapshot:
         return self._there().get(prefix)
-
-    def watch(self, prefix: str = "", after: int | None = None) -> CutWatch:
-        return CutWatch(self, prefix, self._there().get().revision if after is None else after)
 
     def claim(self, uid: str, lease: Lease) -> Ownership:
         return self._there().claim(uid, lease)
@@ -145,7 +126,7 @@ def die(server: Server) -> None:
     server._replication.stop()
     server._tasks.stop("lease", 1.0)
     server._running, server._ended = False, True
-    server._owned[:] = [close for close in server._owned if "Peers" in repr(close)]
+    server._owned[:] = [close for close in server._owned if "LeaseHeartbeat" in repr(close)]
     server._close(1.0)
 
 

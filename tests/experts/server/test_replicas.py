@@ -311,10 +311,17 @@ def test_experts_that_come_and_go_leave_the_claims_of_the_others_in_place() -> N
     directory = LocalDirectory()
     with make(directory, expert("a")) as one, make(directory, expert("a"), expert("b")) as two:
         assert role(one, "a") == "owner" and role(two, "b") == "owner"
-        with directory.watch("a") as watch:
-            one.add(expert("b"))
-            kinds = [event.kind for event in iter(lambda: watch.next(0.0), None)]
-        assert "owned" in kinds and "released" not in kinds  # it moved to the new lease, and nobody could come between
+        owners, change = list[bool](), directory._change
+
+        def changed() -> None:
+            change()
+            owners.append("a" in directory._owners)
+
+        directory._change = changed
+        before = directory.get().owner("a")
+        one.add(expert("b"))
+        assert all(owners)  # it moved to the new lease, and nobody could come between
+        assert directory.get().owner("a").token > before.token
         assert role(one, "a") == "owner" and role(one, "b") == "follower"
         two.remove("b")
         until(lambda: role(one, "b") == "owner")

@@ -95,9 +95,7 @@ def test_a_signal_during_the_start_gives_it_up_and_closes_what_there_is(
             os.kill(os.getpid(), number)
             return super().declare(uids, address, ttl)
 
-        def watch(
-            self, *arguments: Any, **options: Any
-        ) -> Any:  # what is done about the signal must not depend on the directory
+        def watch(self, prefix: str = "") -> Any:  # what is done about the signal must not depend on the directory
             raise AwayError("it does not answer")
 
     def close() -> None:

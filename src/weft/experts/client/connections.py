@@ -13,7 +13,7 @@ from weft.core.errors import UsageError
 from weft.core.validation import LONGEST, Validator, uid_fault
 from weft.experts.address import address_fault
 from weft.experts.client.transport import GrpcTransport, Transport, TransportStatistics
-from weft.experts.discovery import Directory, DirectoryCache, LocalDirectory, Snapshot
+from weft.experts.discovery import Directory, LocalDirectory, Snapshot, Watch
 from weft.experts.fork_guard import finalizer
 from weft.experts.tls import ClientTls, address_faults, credential_faults, directory_faults
 from weft.experts.wire import LIMITS, Limits
@@ -67,11 +67,11 @@ class Connections:
         self.fixed = isinstance(directory, Mapping)
         """Whether addresses were given, so that an expert which is not among them never will be."""
         found = _fixed_directory(directory) if isinstance(directory, Mapping) else directory
-        self._mirror = None if found is None else DirectoryCache(found)
+        self._watch = None if found is None else found.watch()
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._closed = threading.Event()
-        self._finalizer = finalizer(self, _close, self._closed, self._lock, self._transports, self._mirror)
+        self._finalizer = finalizer(self, _close, self._closed, self._lock, self._transports, self._watch)
 
     def to(self, address: str) -> Transport:
         """The transport to this address. Raises ``UsageError`` after `close`."""
@@ -89,9 +89,9 @@ class Connections:
 
     def snapshot(self) -> Snapshot:
         """The newest known snapshot of the directory. Raises ``UsageError`` without a directory."""
-        if self._mirror is None:
+        if self._watch is None:
             raise UsageError("these connections have no directory to look experts up in; give Connections(directory)")
-        return self._mirror.snapshot()
+        return self._watch.snapshot()
 
     def statistics(self) -> dict[str, TransportStatistics]:
         """Of every transport, by address."""
@@ -128,12 +128,12 @@ def _no_faults(address: str) -> list[str]:
 
 
 def _close(
-    closed: threading.Event, lock: threading.Lock, transports: dict[str, Transport], mirror: DirectoryCache | None
+    closed: threading.Event, lock: threading.Lock, transports: dict[str, Transport], watch: Watch | None
 ) -> None:
     with lock:
         closed.set()
         found = list(transports.values())
     for transport in found:
         transport.close()
-    if mirror is not None:
-        mirror.close()
+    if watch is not None:
+        watch.close()

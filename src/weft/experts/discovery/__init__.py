@@ -1,13 +1,12 @@
 """Discovery: which server serves which expert, under leases, so that a dead server is forgotten.
 
 directory.py   what every directory can do, and its snapshots     fencing.py   tokens that refuse replaced owners
-local.py       a directory within this process                    cache.py     a snapshot that follows a directory
+local.py       a directory within this process
 etcd.py        a directory in etcd, for several machines          etcd_client.py, etcd.proto   etcd's API over gRPC
 registration.py   a server's entry in the directory, renewed, and the other servers there
 """
 
-from weft.experts.discovery.cache import DirectoryCache
-from weft.experts.discovery.directory import Directory, Event, Lease, Ownership, Snapshot, Watch
+from weft.experts.discovery.directory import Directory, Lease, Ownership, Snapshot, Watch
 from weft.experts.discovery.fencing import Fence
 from weft.experts.discovery.local import LocalDirectory
 from weft.experts.errors import (
@@ -17,16 +16,13 @@ from weft.experts.errors import (
     FencedError,
     LeaseLostError,
     OwnedError,
-    WatchLostError,
 )
 
 __all__ = [
     "AwayError",
     "DeclaredError",
     "Directory",
-    "DirectoryCache",
     "DirectoryError",
-    "Event",
     "Fence",
     "FencedError",
     "Lease",
@@ -36,5 +32,4 @@ __all__ = [
     "Ownership",
     "Snapshot",
     "Watch",
-    "WatchLostError",
 ]

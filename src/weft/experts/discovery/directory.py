@@ -3,30 +3,26 @@
     server A   declare("ffn.0" "ffn.1", "a:1", ttl 5)  ──> lease 1 ── renew ── renew ── (silence) ──> gone after 5 s
     server B   declare("ffn.1", "b:1", ttl 5)          ──> lease 2         ffn.1 has two addresses: replicas
     server A   claim("ffn.1", lease 1)                 ──> token 7         it may step; B follows
-                 ... lease 1 ends ...                                      left, left, released
+                 ... lease 1 ends ...
     server B   claim("ffn.1", lease 2)                 ──> token 12        A's late writes bear 7 and are refused
-    client     get("ffn.") ──> snapshot of revision 9, then watch("ffn.", after=9) ──> every event since, in order
+    client     watch("ffn.") ── snapshot() ──> what is there now, as far as is known; also while the directory is away
 
-Every entry stands under a lease and ends with it, so a dead server leaves nothing behind. A change raises the revision;
-a snapshot and the events after it always add up to the next snapshot:
-
-    snapshot of revision 9  + joined 10 + left 11 + owned 12  =  snapshot of revision 12
+Every entry stands under a lease and ends with it, so a dead server leaves nothing behind. A change raises the revision.
 
 Leases: Gray and Cheriton (SOSP 1989). Fencing tokens: Kleppmann, "How to do distributed locking" (2016). Revisions and
 watches are those of etcd, which fits behind this protocol as it is.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from weft.core.errors import UsageError
 from weft.core.validation import Validator
-from weft.experts.errors import AwayError
-
-EventKind = Literal["joined", "left", "owned", "released"]
+from weft.experts.errors import LeaseLostError, OwnedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +59,6 @@ class Ownership:
     uid: str
     address: str
     token: int
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One change: an address of an expert came or went, or its owner did (then with the owner's token).
-
-    Example:
-        >>> from weft.experts.discovery import Event
-        >>> Event(revision=7, kind="joined", uid="ffn.0", address="10.0.0.7:7070").kind
-        'joined'
-    """
-
-    revision: int
-    kind: EventKind
-    uid: str
-    address: str
-    token: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,63 +99,32 @@ class Snapshot:
         """The owner of this expert."""
         return self.owners.get(uid)
 
-    def after(self, events: Iterable[Event]) -> "Snapshot":
-        """The snapshot that results from these events. Older ones are skipped.
-
-        Events of its own revision are applied: several may share one, and to repeat one changes nothing.
-        """
-        experts, owners, revision = dict(self.experts), dict(self.owners), self.revision
-        for event in events:
-            if event.revision < self.revision:
-                continue
-            revision, uid = event.revision, event.uid
-            if event.kind in ("joined", "left"):
-                others = {address for address in experts.get(uid, ()) if address != event.address}
-                now = {*others, event.address} if event.kind == "joined" else others
-                experts[uid] = tuple(sorted(now))
-                if not now:
-                    del experts[uid]
-            elif event.kind == "owned":
-                owners[uid] = Ownership(uid, event.address, event.token)
-            else:
-                owners.pop(uid, None)
-        return Snapshot(revision, experts, owners)
-
 
 @runtime_checkable
 class Watch(Protocol):
-    """The changes after some revision, each once and in order. A context manager; closing it wakes its readers.
+    """The experts with one prefix, as the directory last listed them. Thread-safe. A context manager.
 
-    Implementations inherit what follows from `next` and `close`.
+    An address in its snapshot may be dead: its callers learn that soonest, and try another one.
 
     Example:
         >>> from weft.experts.discovery import LocalDirectory
         >>> directory = LocalDirectory()
-        >>> watch = directory.watch("ffn.")
-        >>> lease = directory.declare(["ffn.0"], "10.0.0.7:7070", ttl=5.0)
-        >>> watch.next(timeout=1.0).kind
-        'joined'
+        >>> with directory.watch("ffn.") as watch:
+        ...     watch.snapshot().experts
+        {}
         >>> directory.close()
     """
 
-    def next(self, timeout: float | None = None) -> Event | None:
-        """The next event, or ``None`` if none came within ``timeout`` seconds (``None``: until closed).
+    @property
+    def away_seconds(self) -> float:
+        """For how long the directory has been away; 0 if it is there."""
+        ...
 
-        Raises ``WatchLostError`` if events were missed, ``AwayError`` if watch or directory are closed or away.
-        """
+    def snapshot(self) -> Snapshot:
+        """The newest that is known, without waiting for a network. The last one still serves after `close`."""
         ...
 
     def close(self) -> None: ...
-
-    def __iter__(self) -> Iterator[Event]:
-        """Every event until the watch or the directory is closed."""
-        while True:
-            try:
-                event = self.next()
-            except AwayError:
-                return
-            if event is not None:
-                yield event
 
     def __enter__(self) -> "Watch":
         return self
@@ -217,8 +165,8 @@ class Directory(Protocol):
         """All experts whose name starts with ``prefix``, as of one moment."""
         ...
 
-    def watch(self, prefix: str = "", after: int | None = None) -> Watch:
-        """The changes of these experts after a revision (such as a snapshot's); ``None``: from now on."""
+    def watch(self, prefix: str = "") -> Watch:
+        """A snapshot of these experts that follows every change, and stays while the directory is away."""
         ...
 
     def claim(self, uid: str, lease: Lease) -> Ownership:
@@ -251,3 +199,22 @@ def check_declaration(uids: str | Sequence[str], address: str, ttl: float) -> tu
         check.that(bool(address), "the address is empty")
         check.seconds("ttl", ttl)
     return names
+
+
+def check_claim(uid: str, lease: Lease) -> None:
+    """Raise ``UsageError`` for an expert that was not declared under this lease."""
+    if uid not in lease.uids:
+        raise UsageError(f"expert {uid!r} was not declared under the lease of {lease.address}: declare it first")
+
+
+def owned_error(uid: str, there: str, lease: Lease) -> OwnedError:
+    """The error of a claim while another address owns the expert."""
+    return OwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
+
+
+def lease_lost_error(lease: Lease) -> LeaseLostError:
+    """The error of a lease that has ended."""
+    return LeaseLostError(
+        f"the lease {lease.number} of {lease.address} ended: it was not renewed within {lease.ttl:g} s, or was "
+        "withdrawn. Declare again"
+    )

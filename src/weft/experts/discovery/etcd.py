@@ -4,9 +4,8 @@
     renew     lease keep-alive                                          lease                    lease
     withdraw  lease revoke: etcd deletes the keys                       expert at an address     key
     get       one range                                                 snapshot's revision      store revision
-    watch     one watch                                                 event                    put or delete
-    claim     transaction: if it has no owner, or this address has it   token                    mod revision of its key
-                                                                                                 and the epoch
+    watch     one watch, and a range when it has begun                  token                    mod revision of its key
+    claim     transaction: if it has no owner, or this address has it                            and the epoch
 Keys, each under its server's lease, but for the epoch:
 
     weft/ffn.3.17 0 a 10.0.0.5:7000      a server of the expert        value: nothing
@@ -23,8 +22,9 @@ server is seen up to half a second later.
 
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from math import ceil
 from queue import SimpleQueue
@@ -32,7 +32,17 @@ from typing import Any
 
 from weft.core.errors import UsageError
 from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed)
-from weft.experts.discovery.directory import Directory, Event, Lease, Ownership, Snapshot, Watch, check_declaration
+from weft.experts.discovery.directory import (
+    Directory,
+    Lease,
+    Ownership,
+    Snapshot,
+    Watch,
+    check_claim,
+    check_declaration,
+    lease_lost_error,
+    owned_error,
+)
 from weft.experts.discovery.etcd_client import (
     CREATED,
     DELETE,
@@ -53,13 +63,14 @@ from weft.experts.discovery.etcd_client import (
 )
 from weft.experts.discovery.fencing import new_epoch, number_of, token_of
 from weft.experts.discovery.local import LocalDirectory
-from weft.experts.errors import AwayError, LeaseLostError, OwnedError, WatchLostError
+from weft.experts.errors import AwayError
 
 _SCHEME = "etcd://"
 _PUTS = 100  # of one transaction; etcd takes 128 unless told otherwise
 _TRIES = 100  # of a claim that others keep changing
-_JOIN = 5.0  # seconds that `close` waits for the thread of a watch
-_PAUSE = 0.02  # seconds between two rounds, for members that accept and then end the stream
+_JOIN = 0.5  # seconds that `close` waits for the thread of a watch; it ends with its call of etcd, at the latest
+_RETRY = 0.25  # seconds between two rounds over all members, where the first brought nothing
+_PAUSE = 0.02  # and where members accept a watch and then end it
 _END = b"\0"
 _DIGITS = 8  # more than an epoch has
 
@@ -95,7 +106,6 @@ class EtcdDirectory:
         namespace: of the keys; directories with different ones share an etcd.
         tls: certificates; None: nothing is encrypted.
         timeout: seconds for each call, over all members.
-        history: events that may wait for the reader of a watch.
 
     Raises ``UsageError`` for invalid addresses and options. Nothing is connected before the first call.
     """
@@ -107,13 +117,9 @@ class EtcdDirectory:
         namespace: str = "weft",
         tls: EtcdTls | None = None,
         timeout: float = 5.0,
-        history: int = 65536,
     ) -> None:
-        if history < 1:
-            raise UsageError(f"history is {history}, wanted at least 1")
         self._keys = EtcdKeys(namespace)
         self._client = EtcdClient([endpoints] if isinstance(endpoints, str) else endpoints, tls, timeout)
-        self._history = history
         self._watches: list[EtcdWatch] = []
         self._epoch = 0  # as last seen; every claim compares it
 
@@ -141,7 +147,7 @@ class EtcdDirectory:
         request = LEASE_KEEP_ALIVE.request(ID=lease.number)
         answer = self._client.call(LEASE_KEEP_ALIVE, request, lease.ttl / 3)  # else one slow answer takes all of it
         if answer.TTL <= 0:
-            raise _ended(lease)
+            raise lease_lost_error(lease)
 
     def withdraw(self, lease: Lease) -> None:
         """See `Directory.withdraw`."""
@@ -154,18 +160,18 @@ class EtcdDirectory:
     def get(self, prefix: str = "") -> Snapshot:
         """See `Directory.get`."""
         start, end = self._keys.range(prefix)
-        return self._keys.snapshot(self._client.call(RANGE, RANGE.request(key=start, range_end=end)))
+        found = self._client.call(RANGE, RANGE.request(key=start, range_end=end))
+        return _snapshot(found.header.revision, map(self._keys.read, found.kvs))
 
-    def watch(self, prefix: str = "", after: int | None = None) -> "EtcdWatch":
+    def watch(self, prefix: str = "") -> "EtcdWatch":
         """See `Directory.watch`. It has a thread, which ends with `close`."""
-        made = EtcdWatch(self._client, self._keys, prefix, after, self._history)
-        self._watches = [*(each for each in self._watches if not each.closed), made]
+        made = EtcdWatch(self._client, self._keys, prefix)
+        self._watches = [*(each for each in self._watches if not each.closed.is_set()), made]
         return made
 
     def claim(self, uid: str, lease: Lease) -> Ownership:
         """See `Directory.claim`."""
-        if uid not in lease.uids:
-            raise UsageError(f"expert {uid!r} was not declared under the lease of {lease.address}: declare it first")
+        check_claim(uid, lease)
         key, seen = self._keys.owner(uid), 0
         for _ in range(_TRIES):
             epoch = self._epoch
@@ -181,7 +187,7 @@ class EtcdDirectory:
             found = answer.responses[0].response_range.kvs
             there = self._keys.ownership(uid, found[0]).address if found else lease.address
             if there != lease.address:
-                raise OwnedError(f"expert {uid!r} is owned by {there}, and {lease.address} cannot claim it", there)
+                raise owned_error(uid, there, lease)
             seen = found[0].mod_revision if found else 0
         raise AwayError(f"the owner of expert {uid!r} changed {_TRIES} times while {lease.address} claimed it")
 
@@ -224,7 +230,7 @@ class EtcdDirectory:
             return self._client.call(TXN, request)
         except RefusedByEtcdError as error:
             if error.missing:
-                raise _ended(lease) from None
+                raise lease_lost_error(lease) from None
             raise
 
 
@@ -235,11 +241,19 @@ def _unchanged(key: bytes, revision: int) -> Any:
     return MESSAGES["Compare"](result=EQUAL, target=CREATED, key=key, create_revision=0)
 
 
-def _ended(lease: Lease) -> LeaseLostError:
-    return LeaseLostError(
-        f"the lease {lease.number} of {lease.address} ended: it was not renewed within {lease.ttl:g} s, or was "
-        "withdrawn. Declare again"
-    )
+Entry = tuple[str, str | Ownership]
+"""An expert, and an address that serves it or its owner."""
+
+
+def _snapshot(revision: int, entries: Iterable[Entry | None]) -> Snapshot:
+    experts: dict[str, list[str]] = {}
+    owners: dict[str, Ownership] = {}
+    for uid, what in filter(None, entries):
+        if isinstance(what, Ownership):
+            owners[uid] = what
+        else:
+            experts.setdefault(uid, []).append(what)
+    return Snapshot(revision, {uid: tuple(sorted(addresses)) for uid, addresses in experts.items()}, owners)
 
 
 class EtcdKeys:
@@ -279,42 +293,16 @@ class EtcdKeys:
         start = self._root + prefix.encode()
         return start, start[:-1] + bytes([start[-1] + 1])  # UTF-8 has no byte 255
 
-    def snapshot(self, found: Any) -> Snapshot:
-        """The snapshot, out of a RangeResponse."""
-        experts: dict[str, list[str]] = {}
-        owners: dict[str, Ownership] = {}
-        for each in found.kvs:
-            uid, kind, address = self._read(each.key)
-            if kind == "a":
-                experts.setdefault(uid, []).append(address)
-            elif kind == "o":
-                owners[uid] = self.ownership(uid, each)
-        lists = {uid: tuple(sorted(addresses)) for uid, addresses in experts.items()}
-        return Snapshot(found.header.revision, lists, owners)
-
-    def event(self, found: Any) -> Event | None:
-        """The event, out of etcd's; ``None`` if nothing changed, such as for an entry that moved to another lease."""
-        kv, gone = found.kv, found.type == DELETE
-        uid, kind, address = self._read(kv.key)
-        if kind == "a":
-            if not gone and kv.create_revision != kv.mod_revision:
-                return None
-            return Event(kv.mod_revision, "left" if gone else "joined", uid, address)
-        if kind != "o":
-            return None
-        if gone:
-            before = self.ownership(uid, found.prev_kv)
-            return Event(kv.mod_revision, "released", uid, before.address, before.token)
-        now = self.ownership(uid, kv)
-        return Event(kv.mod_revision, "owned", uid, now.address, now.token)
-
-    def _read(self, key: bytes) -> tuple[str, str, str]:
-        """Name, kind and address; all empty for a key that others put there."""
-        uid, end, rest = key.removeprefix(self._root).partition(_END)
+    def read(self, kv: Any) -> Entry | None:
+        """What a KeyValue says; None for the epoch, and for a key that others put there."""
+        uid, _, rest = kv.key.removeprefix(self._root).partition(_END)
         try:
-            return (uid.decode(), rest[:1].decode(), rest[1:].decode()) if end else ("", "", "")
+            name, address = uid.decode(), rest[1:].decode()
         except UnicodeDecodeError:
-            return "", "", ""
+            return None
+        if rest[:1] == b"o":
+            return name, self.ownership(name, kv)
+        return (name, address) if rest[:1] == b"a" else None
 
 
 def _read_epoch(value: bytes) -> int:
@@ -323,161 +311,113 @@ def _read_epoch(value: bytes) -> int:
 
 
 class EtcdWatch(Watch):
-    """The protocol `Watch`, over whichever member answers. Raises ``AwayError`` if none does in time.
+    """The protocol `Watch`, over whichever member answers.
 
-        member 1 ── events 7, 8 ── gone          next() ──> 7, 8, 9 ...
-        member 2 ── from 9 on ── events 9 ...    all gone: the events that came, then AwayError
-        member 1 ── another epoch ── lost        revisions of an etcd that was emptied mean something else
+        member 1 ── began ── range: snapshot 6 ── events 7, 8 ── gone        what happens between the two streams
+        member 2 ── began ── range: snapshot 9 ── event 10 ...               is in the second snapshot
+        all gone: the last snapshot, and a new round after a while
 
-    One thread reads the stream into a queue, since a stream of gRPC cannot be waited for with a timeout. A watch whose
-    reader falls behind the queue's length is lost, instead of memory growing with the slowest reader.
+    A stream begins at the revision of now, and the range is asked for when it has begun, so no change is in neither; of
+    those in both the older are skipped. So an etcd that forgot old revisions, or has lost its data, needs nothing more.
     """
 
-    def __init__(self, client: EtcdClient, keys: EtcdKeys, prefix: str, after: int | None, most: int) -> None:
-        self._client, self._keys, self._prefix, self._most = client, keys, prefix, most
-        self._next = 0 if after is None else after + 1
-        self._epoch: bytes | None = None
-        self._changed = threading.Condition()
-        self._events: deque[Event] = deque()
-        self._end: Exception | None = None
-        self._closed = False
+    def __init__(self, client: EtcdClient, keys: EtcdKeys, prefix: str) -> None:
+        self.closed = threading.Event()
+        self._client, self._keys, self._prefix = client, keys, prefix
+        self._entries: dict[bytes, Entry | None] = {}
+        self._snapshot = Snapshot()
+        self._away_since: float | None = None
         self._call: Any = None
-        self._listening = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="weft-etcd-watch", daemon=True)
+        self._begun: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="weft-etcd-watch", daemon=True)
         self._thread.start()
-        if not self._listening.wait(client.timeout):
-            self._end = AwayError(f"etcd did not begin to be watched within {client.timeout:g} s")
-        if isinstance(self._end, AwayError):
+        try:
+            self._begun.result(client.timeout)
+        except FutureTimeout:
             self.close()
-            raise self._end
+            raise AwayError(f"etcd did not begin to be watched within {client.timeout:g} s") from None
+        except Exception:
+            self.close()
+            raise
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+    def away_seconds(self) -> float:
+        """See `Watch.away_seconds`."""
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
 
-    def next(self, timeout: float | None = None) -> Event | None:
-        """See `Watch.next`."""
-        end = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while True:
-                if self._closed:
-                    raise AwayError("the watch is closed")
-                if self._events:
-                    return self._events.popleft()
-                if self._end is not None:
-                    raise self._end
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._changed.wait(left)
+    def snapshot(self) -> Snapshot:
+        """See `Watch.snapshot`."""
+        return self._snapshot
 
     def close(self) -> None:
         """See `Watch.close`. In a fork of its process it does nothing."""
         if not self._client.fork_guard.here:
             return
-        with self._changed:
-            self._closed = True
-            call = self._call
-            self._changed.notify_all()
-        if call is not None:
-            call.cancel()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_JOIN)
+        self.closed.set()
+        if self._call is not None:
+            self._call.cancel()
+        self._thread.join(_JOIN)
 
-    def _read(self) -> None:
-        """The thread: one stream after the other, until one round over all members brought nothing."""
-        try:
-            alive, faults = True, list[str]()
-            while alive:
-                alive = False
-                faults.clear()
-                for index in self._client.order():
-                    came, fault = self._follow(index)
-                    if self._closed:
-                        return
-                    alive = alive or came
-                    faults.append(fault)
-                time.sleep(_PAUSE)
-            raise AwayError(f"etcd cannot be watched any more: {'; '.join(faults)}")
-        except Exception as error:
-            with self._changed:
-                self._end = error
-                self._changed.notify_all()
-        finally:
-            self._listening.set()
+    def _run(self) -> None:
+        """The thread: one stream after the other."""
+        while not self.closed.is_set():
+            before = self._snapshot
+            try:
+                faults = [self._follow(index) for index in self._client.order()]
+                failure: Exception = AwayError(f"etcd cannot be watched: {'; '.join(faults)}")
+            except Exception as error:
+                failure = error
+            if self._snapshot is before:
+                self._away_since = self._away_since or time.monotonic()
+                if not self._begun.done():
+                    self._begun.set_exception(failure)
+            self.closed.wait(_RETRY if self._snapshot is before else _PAUSE)
 
-    def _follow(self, index: int) -> tuple[bool, str]:
-        """Read one member until its stream ends. Whether anything came, and why it ended.
-
-        Raises ``WatchLostError``, and ``RefusedByEtcdError`` where others would refuse as well.
-        """
-        came = False
+    def _follow(self, index: int) -> str:
+        """Read one member until its stream ends; returns why. Raises ``AwayError`` if others would refuse as well."""
+        start, end = self._keys.range(self._prefix)
+        request = WATCH.request()
+        request.create_request.key, request.create_request.range_end = start, end
         requests: SimpleQueue[Any] = SimpleQueue()
-        requests.put(self._wanted())
-        call = self._client.watch(index, iter(requests.get, None))
+        requests.put(request)
+        self._call = call = self._client.watch(index, iter(requests.get, None))
         timer = threading.Timer(self._client.timeout, call.cancel)  # until the member says that it began
-        timer.name, timer.daemon = "weft-etcd-watch-start", True
+        timer.daemon = True
         timer.start()
-        with self._changed:
-            self._call = call
-            if self._closed:
-                call.cancel()
         try:
+            if self.closed.is_set():
+                return "closed"
             for response in call:
                 timer.cancel()
-                came = True
-                self._take(response)
+                if response.canceled:
+                    return f"etcd ended the watch: {response.cancel_reason or 'it gave no reason'}"
+                if response.created:
+                    found = self._client.call(RANGE, RANGE.request(key=start, range_end=end))
+                    revision = found.header.revision
+                    self._entries = {kv.key: self._keys.read(kv) for kv in found.kvs}
+                else:
+                    revision = self._apply(response.events)
+                self._snapshot, self._away_since = _snapshot(revision, self._entries.values()), None
+                if not self._begun.done():
+                    self._begun.set_result(None)
         except (RpcError, ValueError) as error:
-            if self._closed:
-                return came, "closed"
-            return came, self._client.fault(index, error)
+            return self._client.fault(index, error)
         finally:
             timer.cancel()
             requests.put(None)
             call.cancel()
-        return came, f"{self._client.addresses[index]}: the stream ended"
+        return f"{self._client.addresses[index]}: the stream ended"
 
-    def _wanted(self) -> Any:
-        start, end = self._keys.range(self._prefix)
-        made = WATCH.request()
-        create = made.create_request
-        create.key, create.range_end, create.start_revision = start, end, self._next
-        create.progress_notify = create.prev_kv = True
-        return made
-
-    def _check_epoch(self) -> None:
-        """Raise ``WatchLostError`` if this is not the etcd that was watched before: it lost its data."""
-        found = self._client.call(RANGE, RANGE.request(key=self._keys.epoch))  # at least as new as any event so far
-        epoch = found.kvs[0].value if found.kvs else b""
-        if found.header.revision + 1 < self._next or self._epoch not in (None, epoch):
-            raise WatchLostError(
-                f"the watch stopped before revision {self._next}, and etcd has begun anew since, and is at "
-                f"{found.header.revision}: get a new snapshot and watch from there"
-            )
-        self._epoch = epoch
-
-    def _take(self, response: Any) -> None:
-        if response.compact_revision:
-            raise WatchLostError(
-                f"the watch stopped before revision {self._next}, and etcd forgot what was before "
-                f"{response.compact_revision}: get a new snapshot and watch from there"
-            )
-        if response.canceled:
-            raise AwayError(f"etcd ended the watch: {response.cancel_reason or 'it gave no reason'}")
-        found = [event for each in response.events if (event := self._keys.event(each)) is not None]
-        if response.events:
-            self._next = max(each.kv.mod_revision for each in response.events) + 1
-        elif response.created:
-            self._check_epoch()
-            self._next = self._next or response.header.revision + 1
-            self._listening.set()
-        else:
-            self._next = max(self._next, response.header.revision + 1)  # all events before it have come
-        with self._changed:
-            if len(self._events) + len(found) > self._most:
-                raise WatchLostError(
-                    f"more than {self._most} events wait for their reader: get a new snapshot and watch from there"
-                )
-            self._events.extend(found)
-            self._changed.notify_all()
+    def _apply(self, events: Iterable[Any]) -> int:
+        """Update the entries by what came after the snapshot; returns the revision."""
+        revision = self._snapshot.revision
+        for event in events:
+            if event.kv.mod_revision <= self._snapshot.revision:
+                continue
+            revision = event.kv.mod_revision
+            if event.type == DELETE:
+                self._entries.pop(event.kv.key, None)
+            else:
+                self._entries[event.kv.key] = self._keys.read(event.kv)
+        return revision

@@ -3,12 +3,13 @@
     declare ── renew ── renew ── (directory away) ── renew: LeaseLostError ──> declare ── ... ── withdraw
        '── another server lists one of the experts, which is no replica: DeclaredError, and it is not declared
 
-While the directory is away the server serves on: clients that know it need no directory. `Peers` keeps the last
-snapshot, because the status must not wait for a directory that is away.
+While the directory is away the server serves on: clients that know it need no directory. The status tells what its
+watch saw last.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from weft.experts.discovery import (
     AwayError,
     DeclaredError,
     Directory,
-    DirectoryCache,
     DirectoryError,
     Lease,
     LeaseLostError,
     Snapshot,
+    Watch,
 )
 
 _MARGIN = 0.1  # of a lease, by which its owner stops to step before it ends
@@ -42,145 +43,6 @@ class LeaseStatistics:
     left: float
     late: float
     latest: float
-
-
-class LeaseHeartbeat:
-    """Lists experts at an address. Thread-safe.
-
-    ``uids`` is called at every turn: experts may be added and removed while the server runs. ``moved`` is called with
-    a new lease while the one before it still lasts: claims under that one are to be moved to this one.
-    ``replicated``: whether several servers may list an expert.
-    """
-
-    def __init__(
-        self,
-        directory: Directory,
-        uids: Callable[[], Sequence[str]],
-        address: str,
-        ttl: float,
-        moved: Callable[[Lease, Lease], None] | None = None,
-        replicated: Callable[[str], bool] = lambda uid: False,
-    ) -> None:
-        self.address = address
-        self._directory = directory
-        self._uids = uids
-        self._moved = moved
-        self._replicated = replicated
-        self._until = self._due = float("-inf")
-        self._late = self._latest = 0.0
-        self._ttl = ttl
-        self._lock = threading.Lock()
-        self._lease: Lease | None = None
-        self._ended = False
-
-    @property
-    def listed(self) -> tuple[str, ...]:
-        """What the last declaration listed; empty before it, and after `withdraw`."""
-        lease = self._lease
-        return () if lease is None else lease.uids
-
-    @property
-    def lease(self) -> Lease | None:
-        """Under which it is listed now, as far as is known."""
-        return self._lease
-
-    def until(self, lease: Lease) -> float:
-        """Until when (`time.monotonic`) this lease surely lasts; minus infinity if it is not the one of now.
-
-        Counted from before the directory was asked to renew it, so that the directory cannot have ended it sooner; and
-        a little less, so that a step which is about to be taken then is over before another server may own the expert.
-        """
-        now, until = self._lease, self._until
-        return until if now is not None and now.number == lease.number else float("-inf")
-
-    def statistics(self) -> "LeaseStatistics | None":
-        """How the renewals keep up; None where nothing is listed."""
-        lease = self._lease
-        if lease is None:
-            return None
-        return LeaseStatistics(lease.ttl, self._until - time.monotonic(), self._late, self._latest)
-
-    def turn(self) -> None:
-        """Declare or renew, whichever is due.
-
-        Raises ``AwayError`` if the directory does not answer, ``DeclaredError`` for experts that are listed elsewhere;
-        then what was listed before still is.
-        """
-        with self._lock:
-            if self._ended:
-                return
-            uids, start = tuple(self._uids()), time.monotonic()
-            if self._lease is not None and set(self._lease.uids) == set(uids):
-                try:
-                    self._directory.renew(self._lease)
-                    self._renewed(start, self._lease)
-                    return
-                except LeaseLostError:
-                    self._lease = None
-            if uids and (fault := self._declared_elsewhere(uids)):
-                if self._lease is not None:
-                    self._directory.renew(self._lease)
-                    self._renewed(start, self._lease)
-                raise DeclaredError(fault)
-            # What is listed twice for a moment is found; what is not listed for a moment is not.
-            lasted = time.monotonic() < self._until
-            lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
-            # Two servers may have looked before either declared: then both see the other now, and both step back.
-            if lease is not None and (fault := self._declared_elsewhere(uids)):
-                before, self._lease, self._until = self._lease, None, float("-inf")
-                for each in (lease, before):  # entries have moved to the new lease, so none is left under the old one
-                    if each is not None:
-                        self._directory.withdraw(each)
-                raise DeclaredError(fault)
-            before, self._lease = self._lease, lease
-            if lease is not None:
-                self._renewed(start, lease)
-            else:
-                self._until = self._due = float("-inf")
-            if before is not None:
-                if lease is not None and self._moved is not None and lasted:
-                    self._moved(before, lease)
-                self._directory.withdraw(before)
-
-    def withdraw(self, patience: float = PATIENCE) -> None:
-        """Be listed no more, for good. May be called twice; the second time does not wait.
-
-        A directory that is away forgets by itself when the lease ends: it is waited for ``patience`` seconds at most,
-        and asked in a thread of its own, which ends with that call.
-        """
-        if self._ended:
-            return
-        self._ended = True
-        thread = threading.Thread(target=self._withdraw, name="weft-withdraw", daemon=True)
-        thread.start()
-        thread.join(patience)
-
-    def _declared_elsewhere(self, uids: Sequence[str]) -> str | None:
-        """The fault if another server lists one of these experts that is no replica; None if none does."""
-        alone = [uid for uid in uids if not self._replicated(uid)]
-        known = self._directory.get() if alone else None
-        others = {uid: set(known.addresses(uid)) - {self.address} for uid in alone} if known is not None else {}
-        faults = [f"{uid!r} at {', '.join(sorted(found))}" for uid, found in others.items() if found]
-        if not faults:
-            return None
-        return listed(
-            f"the server at {self.address} cannot list experts that other servers list: clients might move between "
-            "different weights. Give them other names, or say replicas= at every server that has them:",
-            faults,
-        )
-
-    def _renewed(self, start: float, lease: Lease) -> None:
-        """The directory has answered a call that began at ``start``."""
-        self._late = max(0.0, time.monotonic() - self._due) if self._due > float("-inf") else 0.0
-        self._latest = max(self._late, self._latest)
-        self._until, self._due = start + lease.ttl * (1 - _MARGIN), start + lease.ttl / 3
-
-    def _withdraw(self) -> None:
-        with self._lock:  # whatever is declared meanwhile is withdrawn as well
-            lease, self._lease = self._lease, None
-        if lease is not None:
-            with suppress(DirectoryError):
-                self._directory.withdraw(lease)
 
 
 @dataclass(frozen=True)
@@ -203,46 +65,160 @@ class DirectoryStatistics:
     servers: Mapping[str, PeerStatistics]
 
 
-class Peers:
-    """The other servers of the directory, as of the last `look`. `statistics` may be called in any thread."""
+class LeaseHeartbeat:
+    """Lists experts at an address, and watches the directory. Thread-safe.
 
-    def __init__(self, directory: Directory, here: str) -> None:
-        self._directory = directory
-        self._here = here
+    ``uids`` is called at every turn: experts may be added and removed while the server runs. ``moved`` is called with
+    a new lease while the one before it still lasts: claims under that one are to be moved to this one.
+    ``replicated``: whether several servers may list an expert. ``lease``: under which it is listed now, as far as is
+    known. ``watch``: of the whole directory; None until `look` has found it there.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        uids: Callable[[], Sequence[str]],
+        address: str,
+        ttl: float,
+        moved: Callable[[Lease, Lease], None] | None = None,
+        replicated: Callable[[str], bool] = lambda uid: False,
+    ) -> None:
+        self.address = address
+        self.lease: Lease | None = None
+        self.watch: Watch | None = None
+        self._directory, self._uids, self._ttl = directory, uids, ttl
+        self._moved, self._replicated = moved, replicated
+        self._until = self._due = float("-inf")
+        self._late = self._latest = 0.0
         self._lock = threading.Lock()
-        self._closed = False
-        self._cache: DirectoryCache | None = None
-        self._snapshot = Snapshot()
+        self._ended = False
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """What the last declaration listed; empty before it, and after `withdraw`."""
+        lease = self.lease
+        return () if lease is None else lease.uids
+
+    def until(self, lease: Lease) -> float:
+        """Until when (`time.monotonic`) this lease surely lasts; minus infinity if it is not the one of now.
+
+        Counted from before the directory was asked to renew it, so that the directory cannot have ended it sooner; and
+        a little less, so that a step which is about to be taken then is over before another server may own the expert.
+        """
+        now, until = self.lease, self._until
+        return until if now is not None and now.number == lease.number else float("-inf")
+
+    def statistics(self) -> LeaseStatistics | None:
+        """How the renewals keep up; None where nothing is listed."""
+        lease = self.lease
+        if lease is None:
+            return None
+        return LeaseStatistics(lease.ttl, self._until - time.monotonic(), self._late, self._latest)
+
+    def directory_statistics(self) -> DirectoryStatistics:
+        """The servers that the directory lists, as far as is known."""
+        if self.watch is None:
+            return DirectoryStatistics(self.address, 0.0, {})
+        snapshot = self.watch.snapshot()
+        experts = Counter(address for addresses in snapshot.experts.values() for address in addresses)
+        owns = Counter(owner.address for owner in snapshot.owners.values())
+        servers = {address: PeerStatistics(count, owns[address]) for address, count in experts.items()}
+        return DirectoryStatistics(self.address, self.watch.away_seconds, servers)
 
     def look(self) -> None:
-        """Update; where the directory does not answer, the renewal of the own lease reports it."""
-        with suppress(AwayError):
-            self._look()
+        """Begin to watch the directory; where it does not answer, the renewal of the lease reports it."""
+        if self.watch is None and not self._ended:
+            with suppress(AwayError):
+                self.watch = self._directory.watch()
 
-    def _look(self) -> None:
+    def turn(self) -> None:
+        """Declare or renew, whichever is due.
+
+        Raises ``AwayError`` if the directory does not answer, ``DeclaredError`` for experts that are listed elsewhere;
+        then what was listed before still is.
+        """
         with self._lock:
-            if self._closed:
+            if self._ended:
                 return
-            if self._cache is None:
-                self._cache = DirectoryCache(self._directory)
-            self._snapshot = self._cache.snapshot()
+            uids, start = tuple(self._uids()), time.monotonic()
+            if self.lease is not None and set(self.lease.uids) == set(uids):
+                try:
+                    return self._renew(start, self.lease)
+                except LeaseLostError:
+                    self.lease = None
+            if uids and (fault := self._declared_elsewhere(uids)):
+                if self.lease is not None:
+                    self._renew(start, self.lease)
+                raise DeclaredError(fault)
+            # What is listed twice for a moment is found; what is not listed for a moment is not.
+            lasted = time.monotonic() < self._until
+            lease = self._directory.declare(uids, self.address, self._ttl) if uids else None
+            before = self.lease
+            # Two servers may have looked before either declared: then both see the other now, and both step back.
+            if lease is not None and (fault := self._declared_elsewhere(uids)):
+                self.lease, self._until = None, float("-inf")
+                for each in (lease, before):  # entries have moved to the new lease, so none is left under the old one
+                    if each is not None:
+                        self._directory.withdraw(each)
+                raise DeclaredError(fault)
+            self.lease = lease
+            if lease is not None:
+                self._renewed(start, lease)
+            else:
+                self._until = self._due = float("-inf")
+            if before is not None:
+                if lease is not None and self._moved is not None and lasted:
+                    self._moved(before, lease)
+                self._directory.withdraw(before)
 
-    def statistics(self) -> DirectoryStatistics:
-        """As of the last look."""
-        snapshot, cache = self._snapshot, self._cache
-        experts: dict[str, int] = {}
-        owns: dict[str, int] = {}
-        for addresses in snapshot.experts.values():
-            for address in addresses:
-                experts[address] = experts.get(address, 0) + 1
-        for owner in snapshot.owners.values():
-            owns[owner.address] = owns.get(owner.address, 0) + 1
-        servers = {address: PeerStatistics(count, owns.get(address, 0)) for address, count in experts.items()}
-        return DirectoryStatistics(self._here, 0.0 if cache is None else cache.away_seconds, servers)
+    def withdraw(self, patience: float = PATIENCE) -> None:
+        """Be listed no more, for good. May be called twice; the second time does not wait.
+
+        A directory that is away forgets by itself when the lease ends: it is waited for ``patience`` seconds at most,
+        and asked in a thread of its own, which ends with that call.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        thread = threading.Thread(target=self._withdraw, name="weft-withdraw", daemon=True)
+        thread.start()
+        thread.join(patience)
 
     def close(self) -> None:
-        """Look no more."""
-        with self._lock:
-            self._closed = True
-            if self._cache is not None:
-                self._cache.close()
+        """Watch no more."""
+        self._ended = True
+        if self.watch is not None:
+            self.watch.close()
+
+    def _declared_elsewhere(self, uids: Sequence[str]) -> str | None:
+        """The fault if another server lists one of these experts that is no replica; None if none does."""
+        alone = [uid for uid in uids if not self._replicated(uid)]
+        known = self._directory.get() if alone else Snapshot()
+        others = {uid: set(known.addresses(uid)) - {self.address} for uid in alone}
+        faults = [f"{uid!r} at {', '.join(sorted(found))}" for uid, found in others.items() if found]
+        return (
+            None
+            if not faults
+            else listed(
+                f"the server at {self.address} cannot list experts that other servers list: clients might move between "
+                "different weights. Give them other names, or say replicas= at every server that has them:",
+                faults,
+            )
+        )
+
+    def _renew(self, start: float, lease: Lease) -> None:
+        self._directory.renew(lease)
+        self._renewed(start, lease)
+
+    def _renewed(self, start: float, lease: Lease) -> None:
+        """The directory has answered a call that began at ``start``."""
+        self._late = max(0.0, time.monotonic() - self._due) if self._due > float("-inf") else 0.0
+        self._latest = max(self._late, self._latest)
+        self._until, self._due = start + lease.ttl * (1 - _MARGIN), start + lease.ttl / 3
+
+    def _withdraw(self) -> None:
+        with self._lock:  # whatever is declared meanwhile is withdrawn as well
+            lease, self.lease = self.lease, None
+        if lease is not None:
+            with suppress(DirectoryError):
+                self._directory.withdraw(lease)

@@ -25,7 +25,6 @@ from weft.core.errors import UsageError, WeftError, listed
 from weft.experts.discovery import (
     AwayError,
     Directory,
-    DirectoryCache,
     DirectoryError,
     Lease,
     LeaseLostError,
@@ -101,7 +100,6 @@ class ReplicationManager:
         self._directory = directory or LocalDirectory()  # never used without options
         self._limits = limits
         self._heartbeat: LeaseHeartbeat | None = None
-        self._cache: DirectoryCache | None = None
         self._streams: dict[str, FollowerStream] = {}  # by the leader's address
         self._next_try: dict[str, float] = {}
         self._retired = False
@@ -206,8 +204,6 @@ class ReplicationManager:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
-        if self._cache is not None:
-            self._cache.close()
 
     def statistics(self) -> dict[str, ReplicaStatistics]:
         """Of every replica."""
@@ -232,10 +228,9 @@ class ReplicationManager:
                 _LOG.debug("replicas: a turn failed", exc_info=True)
 
     def _turn(self) -> None:
-        if self._cache is None:
-            self._cache = DirectoryCache(self._directory, retry=_AGAIN)
-        snapshot = self._cache.snapshot()
-        lease = None if self._heartbeat is None else self._heartbeat.lease
+        if self._heartbeat is None or self._heartbeat.watch is None:
+            return
+        snapshot, lease = self._heartbeat.watch.snapshot(), self._heartbeat.lease
         led: list[Replica] = []
         for replica in list(self.replicas.values()):
             if self._stop.is_set():

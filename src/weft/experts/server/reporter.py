@@ -11,12 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, cast
 
-from weft.experts.discovery.registration import (
-    DirectoryStatistics,
-    LeaseHeartbeat,
-    LeaseStatistics,
-    Peers,
-)
+from weft.experts.discovery.registration import DirectoryStatistics, LeaseHeartbeat, LeaseStatistics
 from weft.experts.expert import ExpertBackend
 from weft.experts.replication import ReplicaStatistics
 from weft.experts.runtime import Runtime
@@ -87,7 +82,6 @@ class Reporter:
     ) -> None:
         self.began: float | None = None
         self.heartbeat: LeaseHeartbeat | None = None
-        self.peers: Peers | None = None
         self.replicas: Callable[[], dict[str, ReplicaStatistics]] = dict
         self._dispatcher = dispatcher
         self._grpc_server = grpc_server
@@ -122,7 +116,7 @@ class Reporter:
             experts=dict(self._last),
             keeping={uid: CheckpointStatistics(one.durable, one.restored, one.notes) for uid, one in served.items()},
             runtimes={name: runtime.statistics() for name, runtime in dict(self._runtimes).items()},
-            directory=None if self.peers is None else self.peers.statistics(),
+            directory=None if self.heartbeat is None else self.heartbeat.directory_statistics(),
             lease=None if self.heartbeat is None else self.heartbeat.statistics(),
             replicas=self.replicas(),
         )

@@ -24,7 +24,7 @@ from weft.core.errors import UsageError, WeftError, escaped
 from weft.experts.address import is_loopback, split
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import DeclaredError, Directory
-from weft.experts.discovery.registration import LeaseHeartbeat, Peers
+from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
 from weft.experts.replication import ReplicaOptions, ReplicationManager
@@ -109,7 +109,6 @@ class Server:
         self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.leader_streams)
         self._runtimes = Runtimes()
         self._heartbeat: LeaseHeartbeat | None = None
-        self._peers: Peers | None = None
         self._tasks = PeriodicTasks()
         self._reporter = Reporter(self._dispatcher, self._grpc_server, self._runtimes, self._tasks)
         self._reporter.replicas = self._replication.statistics
@@ -293,12 +292,11 @@ class Server:
             self._heartbeat = LeaseHeartbeat(
                 self._directory, lambda: self.experts, here, ttl, self._replication.moved, self._replication.covers
             )
-            self._peers = Peers(self._directory, here)
-            self.own(self._peers.close)
-            self._reporter.heartbeat, self._reporter.peers = self._heartbeat, self._peers
+            self.own(self._heartbeat.close)
+            self._reporter.heartbeat = self._heartbeat
             self._announce()
             self._tasks.begin("lease", ttl / 3, self._heartbeat.turn, urgent=True)  # waits behind nothing else
-            self._tasks.begin("peers", ttl / 3, self._peers.look)
+            self._tasks.begin("directory", ttl / 3, self._heartbeat.look)
             self._replication.start(self._heartbeat, self.experts)
         if self._panel is not None:
             self.own(partial(self._panel.stop, _LAST))
@@ -319,10 +317,10 @@ class Server:
         Raises ``UsageError`` for experts that another server lists, for longer than the lease of a dead one lasts.
         """
         end = time.monotonic() + 1.5 * self.options.lease_seconds
-        while self._heartbeat is not None and self._peers is not None:
+        while self._heartbeat is not None:
             try:
                 self._heartbeat.turn()
-                self._peers.look()
+                self._heartbeat.look()
                 return
             except ConnectionError:
                 return
