@@ -328,8 +328,3 @@ def test_the_order_is_computed_once() -> None:
 def test_weight_gradients_come_before_other_work() -> None:
     order = Schedule.parse("0F0,0I0,0W0\n1F0,1I0,1W0").order
     assert " ".join(str(action) for _, action in order) == "0F0 1F0 1I0 1W0 0I0 0W0"
-
-
-def test_a_restriction_to_no_micro_batch_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="at least one micro-batch"):
-        gpipe(2, 2).restricted(0)

@@ -4,32 +4,20 @@ ones.
     worker 0   0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3        1F1B, two stages, four micro-batches
     worker 1   1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
 
-Nothing else decides what runs when: executors walk a schedule, the simulation predicts it, the report draws it, and a
-user may write one by hand or take it from ``torch.distributed.pipelining``. A worker holds one stage or several.
-
-The stages form a chain. Forward runs down it, backward runs up again, and no micro-batch waits for another:
+Nothing else decides what runs when: executors walk a schedule, the simulation predicts it. A worker holds one stage or
+several. The stages form a chain, and no micro-batch waits for another:
 
     0F0 --> 1F0 --> 2F0          F   forward
      |       |       |           B   the whole backward, or in two parts
      v       v       v           I     the gradients of the stage's inputs
     0B0 <-- 1B0 <-- 2B0          W     the gradients of its weights: after I, and no other action waits for it
 
-Skip routes add no arrow, since the chain between their source and their destination implies it. What binds
-micro-batches to each other is only the list of each worker. `needs` defines this once, for the checks, the serial order
-and the simulation.
+Skips add no arrow, since the chain between their source and their destination implies it.
 
-A check returns sentences. Later checks forgive what earlier ones reported: an action that is missing holds no other up,
-and one that stands too early on its own worker is not called a deadlock as well. So every cause is named once, and what
-remains stuck is a cycle between workers.
-
-As text a schedule has one line per worker, its actions separated by commas; empty cells are bubbles:
-
-    0F0,0F1,   ,0B0,0B1            stage 0 on worker 0
-       ,1F0,1B0,1F1,1B1            stage 1 on worker 1
-
-This is the format of PyTorch's CSV tables, both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes
-its parts, one after the other; sends, receives, (un)sharding, reduction of gradients, and (from PyTorch 2.15 on) waits
-for them are dropped, because weft derives transfers from the routes.
+As text a schedule has one line per worker, its actions separated by commas; empty cells are bubbles. This is the format
+of PyTorch's CSV tables, both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes its parts, one after
+the other; sends, receives, (un)sharding, reduction of gradients, and waits for them are dropped, because weft derives
+transfers from the routes.
 
 The built-in schedules have one stage per worker. They take the same time and differ in what is alive; here with three
 stages and four micro-batches:
@@ -47,8 +35,8 @@ the loss of each micro-batch.
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -58,6 +46,10 @@ from weft.core.errors import ScheduleError, listed
 from weft.core.validation import is_whole
 
 KINDS = ("F", "B", "I", "W")
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+_DROPPED = re.compile(r"\d+((WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B|UNSHARD|RESHARD)\d*", re.ASCII)
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_COLORS = {"F": "#2f6fb0", "B": "#b86e00", "I": "#3d7d46", "W": "#b75d69"}
 
 
 class Action(NamedTuple):
@@ -76,8 +68,8 @@ Table = tuple[tuple[Action, ...], ...]
 
 
 def needs(action: Action) -> tuple[Action, ...]:
-    """The actions that must be done first. Those which a table does not hold are to be ignored:
-    a neighbour beyond the chain's end, or B where the neighbour's backward is split into I and W."""
+    """The actions that must be done first. Those which a table does not hold are to be ignored: a neighbour beyond the
+    chain's end, or B where the neighbour's backward is split into I and W."""
     stage, kind, micro_batch = action
     if kind == "F":
         return (Action(stage - 1, "F", micro_batch),)
@@ -92,69 +84,73 @@ def waits(table: Table) -> dict[Action, tuple[Action, ...]]:
     return {action: tuple(need for need in needs(action) if need in present) for action in present}
 
 
-def walk(table: Table, waiting: Mapping[Action, tuple[Action, ...]]) -> tuple[list[tuple[int, Action]], list[int]]:
+def _walk(table: Table, waiting: Mapping[Action, tuple[Action, ...]]) -> tuple[list[tuple[int, Action]], list[str]]:
     """Walk all lists at once, one action after the other, as far as they go.
 
-    Among the workers' next actions, the one whose micro-batch has come furthest goes first: deep stages
-    before shallow ones in forward, backward before forward, weight gradients at once. So a micro-batch goes
-    through while its tensors are still in the cache, and what is kept for backward is freed early.
+    Among the workers' next actions, the one whose micro-batch has come furthest goes first: deep stages before shallow
+    ones in forward, backward before forward, weight gradients at once. So a micro-batch goes through while its tensors
+    are still in the cache, and what is kept for backward is freed early.
 
-    Returns the order as (worker, action) pairs, and for each worker how far it came; a worker that did not
-    reach the end of its list is stuck for ever. Costs O(actions * workers).
+    Returns the order as (worker, action) pairs; and, for each worker that is stuck, where it stands and what it waits
+    for. Costs O(actions * workers).
     """
     depth = 1 + max((action.stage for row in table for action in row), default=0)
+
+    def progress(worker: int) -> int:
+        stage, kind, _ = table[worker][heads[worker]]
+        return stage if kind == "F" else 2 * depth - (1 + stage if kind != "W" else 0)
+
     order: list[tuple[int, Action]] = []
     heads = [0] * len(table)
     done: set[Action] = set()
     while True:
-        best, chosen = -1, -1
-        for worker, row in enumerate(table):
-            if heads[worker] == len(row) or not done.issuperset(waiting[row[heads[worker]]]):
-                continue
-            progress = _progress(row[heads[worker]], depth)
-            if progress > best:
-                best, chosen = progress, worker
-        if chosen < 0:
-            return order, heads
+        unfinished = [worker for worker, row in enumerate(table) if heads[worker] < len(row)]
+        ready = [worker for worker in unfinished if done.issuperset(waiting[table[worker][heads[worker]]])]
+        if not ready:
+            break
+        chosen = max(ready, key=progress)
         action = table[chosen][heads[chosen]]
         heads[chosen] += 1
         done.add(action)
         order.append((chosen, action))
-
-
-def _progress(action: Action, depth: int) -> int:
-    """How far its micro-batch has come: 0 at the first stage's forward, 2 * depth - 1 at its backward."""
-    if action.kind == "F":
-        return action.stage
-    return 2 * depth - 1 - action.stage if action.kind != "W" else 2 * depth
-
-
-def faults(table: Table, stages: int | None, micro_batches: int | None) -> list[str]:
-    """Every fault of a table, as sentences; none if it is valid. See `weft.pipeline.schedule.Schedule.check`."""
-    found = list(_unknown(table))
-    table = tuple(tuple(action for action in row if _is_known(action)) for row in table)
-    has_stages = 1 + max((action.stage for row in table for action in row), default=-1)
-    has_micro_batches = 1 + max((action.micro_batch for row in table for action in row), default=-1)
-    found += _counts(has_stages, stages, "stages")
-    found += _counts(has_micro_batches, micro_batches, "micro-batches")
-    found += _idle(table)
-    found += _shared(table)
-    found += _repeated(table)
-    found += _incomplete(table, has_stages, has_micro_batches)
-    found += _stuck(table)
-    return found
-
-
-def deadlocks(table: Table, waiting: Mapping[Action, tuple[Action, ...]], heads: Sequence[int]) -> list[str]:
-    """For each worker that did not reach its end in a walk: where it stands, and what it waits for."""
-    done = {action for row, head in zip(table, heads, strict=True) for action in row[:head]}
     owner = {action: worker for worker, row in enumerate(table) for action in row}
-    found: list[str] = []
-    for worker, (row, head) in enumerate(zip(table, heads, strict=True)):
-        if head < len(row):
-            missing = [f"{need} of worker {owner[need]}" for need in waiting[row[head]] if need not in done]
-            found.append(f"deadlock: worker {worker} stands at {row[head]} and waits for {_and(missing)}")
-    return found
+    stuck: list[str] = []
+    for worker in unfinished:
+        action = table[worker][heads[worker]]
+        missing = [f"{need} of worker {owner[need]}" for need in waiting[action] if need not in done]
+        stuck.append(f"deadlock: worker {worker} stands at {action} and waits for {' and '.join(missing)}")
+    return order, stuck
+
+
+def _faults(table: Table, stages: int | None = None, micro_batches: int | None = None) -> Iterator[str]:
+    """Every fault of a table; none if it is valid. Later checks forgive what earlier ones reported, so that every cause
+    is named once: an action that is missing holds no other up, and one that stands too early on its own worker is not
+    called a deadlock as well. What remains stuck is a cycle between workers."""
+    for worker, action in ((worker, action) for worker, row in enumerate(table) for action in row):
+        if not _is_known(action):
+            shown = str(action) if isinstance(cast(Any, action), Action) else repr(action)
+            yield f"worker {worker}: {shown} is no action: a stage, F, B, I or W, and a micro-batch"
+    table = tuple(tuple(action for action in row if _is_known(action)) for row in table)
+    counts = Counter(action for row in table for action in row)
+    has_stages = 1 + max((action.stage for action in counts), default=-1)
+    has_micro_batches = 1 + max((action.micro_batch for action in counts), default=-1)
+    sizes = (has_stages, stages, "stages"), (has_micro_batches, micro_batches, "micro-batches")
+    for has, wanted, what in sizes:
+        if wanted is not None and has != wanted:
+            yield f"the table has {has} {what}, but {wanted} are wanted"
+    if not table:
+        yield "the table has no workers"
+    owners: defaultdict[int, list[int]] = defaultdict(list)
+    for worker, row in enumerate(table):
+        if not row:
+            yield f"worker {worker} has nothing to do; leave it out"
+        for stage in {action.stage for action in row}:
+            owners[stage].append(worker)
+    for stage, workers in sorted((stage, on) for stage, on in owners.items() if len(on) > 1):
+        yield f"stage {stage} is on workers {' and '.join(map(str, workers))}; a stage lives on one worker"
+    yield from (f"{action} occurs {count} times" for action, count in counts.items() if count > 1)
+    yield from _incomplete(counts, has_stages, has_micro_batches)
+    yield from _stuck(table)
 
 
 def _is_known(action: Any) -> bool:
@@ -163,49 +159,11 @@ def _is_known(action: Any) -> bool:
     return all(is_whole(number) and number >= 0 for number in (action.stage, action.micro_batch))
 
 
-def _unknown(table: Table) -> Iterator[str]:
-    for worker, row in enumerate(table):
-        for action in row:
-            if not _is_known(action):
-                shown = str(action) if isinstance(cast(Any, action), Action) else repr(action)
-                yield f"worker {worker}: {shown} is no action: a stage, F, B, I or W, and a micro-batch"
-
-
-def _counts(has: int, wanted: int | None, what: str) -> Iterator[str]:
-    if wanted is not None and has != wanted:
-        yield f"the table has {has} {what}, but {wanted} are wanted"
-
-
-def _idle(table: Table) -> Iterator[str]:
-    if not table:
-        yield "the table has no workers"
-    for worker, row in enumerate(table):
-        if not row:
-            yield f"worker {worker} has nothing to do; leave it out"
-
-
-def _shared(table: Table) -> Iterator[str]:
-    owners: dict[int, list[int]] = {}
-    for worker, row in enumerate(table):
-        for stage in sorted({action.stage for action in row}):
-            owners.setdefault(stage, []).append(worker)
-    for stage, workers in sorted(owners.items()):
-        if len(workers) > 1:
-            yield f"stage {stage} is on workers {_and(workers)}; a stage lives on one worker"
-
-
-def _repeated(table: Table) -> Iterator[str]:
-    counts = Counter(action for row in table for action in row)
-    for action, count in counts.items():
-        if count > 1:
-            yield f"{action} occurs {count} times"
-
-
-def _incomplete(table: Table, stages: int, micro_batches: int) -> Iterator[str]:
+def _incomplete(actions: Iterable[Action], stages: int, micro_batches: int) -> Iterator[str]:
     """Every micro-batch needs F on every stage and, unless there is forward alone, B or I and W."""
     has: dict[int, dict[str, set[int]]] = {}
-    for action in (action for row in table for action in row):
-        has.setdefault(action.stage, {kind: set() for kind in KINDS})[action.kind].add(action.micro_batch)
+    for stage, kind, micro_batch in actions:
+        has.setdefault(stage, {kind: set() for kind in KINDS})[kind].add(micro_batch)
     if gaps := _gaps(has, stages):
         yield f"stage {gaps} has no action at all"
     backward = any(kinds["B"] | kinds["I"] | kinds["W"] for kinds in has.values())
@@ -218,8 +176,8 @@ def _incomplete(table: Table, stages: int, micro_batches: int) -> Iterator[str]:
             for micro_batch in sorted(kinds[have] - kinds[lack] - kinds["B"]):
                 yield f"stage {stage}: {lack} is missing for micro-batch {micro_batch}, which has {have}"
         for micro_batch in sorted(kinds["B"] & (kinds["I"] | kinds["W"])):
-            parts = [kind for kind in "IW" if micro_batch in kinds[kind]]
-            yield f"stage {stage}: micro-batch {micro_batch} has both B and {_and(parts)}; B is both in one"
+            parts = " and ".join(kind for kind in "IW" if micro_batch in kinds[kind])
+            yield f"stage {stage}: micro-batch {micro_batch} has both B and {parts}; B is both in one"
 
 
 def _stuck(table: Table) -> Iterator[str]:
@@ -228,65 +186,17 @@ def _stuck(table: Table) -> Iterator[str]:
     for worker, row in enumerate(table):
         place = {action: column for column, action in reversed(list(enumerate(row)))}
         for column, action in enumerate(row):
-            late = tuple(need for need in waiting[action] if place.get(need, -1) > column)
+            late = [need for need in waiting[action] if place.get(need, -1) > column]
             waiting[action] = tuple(need for need in waiting[action] if need not in late)
             for need in late:
                 yield f"worker {worker}: {action} stands before {need}, which it needs"
-    yield from deadlocks(table, waiting, walk(table, waiting)[1])
+    yield from _walk(table, waiting)[1]
 
 
 def _gaps(present: Iterable[int], end: int) -> str:
     """The numbers below `end` that are absent, as ranges: ``0-3, 5``. Its cost does not grow with `end`."""
-    ranges: list[str] = []
-    start = 0
-    for number in [*sorted(present), end]:
-        if number > start:
-            ranges.append(str(start) if number == start + 1 else f"{start}-{number - 1}")
-        start = max(start, number + 1)
-    return ", ".join(ranges)
-
-
-def _and(items: Sequence[int] | Sequence[str]) -> str:
-    return " and ".join(map(str, items))
-
-
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
-_DROPPED = re.compile(r"\d+((WAIT_)?(REDUCE_GRAD|SEND_F|SEND_B)|RECV_F|RECV_B|UNSHARD|RESHARD)\d*", re.ASCII)
-_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-
-
-def looks_like_table(text: str) -> bool:
-    """Is this meant as a table, rather than as the name of a schedule?"""
-    return "," in text or "\n" in text.strip() or _ACTION.fullmatch(text.strip()) is not None
-
-
-def parse_table(text: str) -> Table:
-    """Read a table. Lines of white space are skipped; whether the table makes sense is not asked.
-
-    Raises ScheduleError, which lists every cell that is no action.
-    """
-    faults: list[str] = []
-    lines = [line for line in text.splitlines() if line.strip()]
-    table = tuple(tuple(_actions(worker, line, faults)) for worker, line in enumerate(lines))
-    if faults:
-        headline = "the table cannot be read; an action is a stage, F, B, I or W, and a micro-batch: 2F0"
-        raise ScheduleError(listed(headline, faults))
-    return table
-
-
-def table_text(table: Table) -> str:
-    """Write a table, without bubbles; every line ends with a line feed."""
-    return "".join(",".join(map(str, row)) + "\n" for row in table)
-
-
-def _actions(worker: int, line: str, faults: list[str]) -> Iterator[Action]:
-    for column, cell in enumerate(line.split(",")):
-        overlap = _OVERLAP.fullmatch(cell.strip())
-        for part in overlap[1].split(";") if overlap else [cell]:
-            if match := _ACTION.fullmatch(part.strip()):
-                yield Action(int(match[1]), match[2], int(match[3]))
-            elif part.strip() and not _DROPPED.fullmatch(part.strip()):
-                faults.append(f"worker {worker}, cell {column}: {part.strip()!r} is no action")
+    pairs = pairwise([-1, *sorted(present), end])
+    return ", ".join(f"{a + 1}-{b - 1}" if b - a > 2 else str(a + 1) for a, b in pairs if b - a > 1)
 
 
 @dataclass(frozen=True)
@@ -323,27 +233,44 @@ class Schedule:
         """
         if not isinstance(cast(Any, text), str):
             raise ScheduleError(f"a table is parsed from text, but this is of type {type(text).__name__}")
-        return cls(parse_table(text))
+        table: list[list[Action]] = []
+        faults: list[str] = []
+        for worker, line in enumerate(line for line in text.splitlines() if line.strip()):
+            table.append([])
+            for column, cell in enumerate(line.split(",")):
+                overlap = _OVERLAP.fullmatch(cell.strip())
+                for part in map(str.strip, overlap[1].split(";") if overlap else [cell]):
+                    if match := _ACTION.fullmatch(part):
+                        table[-1].append(Action(int(match[1]), match[2], int(match[3])))
+                    elif part and not _DROPPED.fullmatch(part):
+                        faults.append(f"worker {worker}, cell {column}: {part!r} is no action")
+        if faults:
+            headline = "the table cannot be read; an action is a stage, F, B, I or W, and a micro-batch: 2F0"
+            raise ScheduleError(listed(headline, faults))
+        return cls(tuple(map(tuple, table)))
 
     def text(self) -> str:
-        """The table as text, which `parse` and ``torch.distributed.pipelining`` read."""
-        return table_text(self.workers)
+        """The table as text, without bubbles, which `parse` and ``torch.distributed.pipelining`` read."""
+        return "".join(",".join(map(str, row)) + "\n" for row in self.workers)
 
     def _repr_html_(self) -> str:
         """A table for notebooks: a row per worker, a column per time, if all actions took equally long.
 
         A schedule that cannot run shows its rows as they are, without bubbles.
         """
-        rows = [[(place, action) for place, action in enumerate(row)] for row in self.workers]
-        if not faults(self.workers, None, None):
-            rows = _unit_times(self)
-        columns = 1 + max((place for row in rows for place, _ in row), default=-1)
-        lines: list[str] = []
-        for worker, row in enumerate(rows):
-            at = dict(row)
-            lines.append(f"<tr><th>worker {worker}</th>{''.join(_cell(at.get(i)) for i in range(columns))}</tr>")
-        style = "border-collapse: collapse; font-variant-numeric: tabular-nums"
-        return f'<table style="{style}">{"".join(lines)}</table>'
+        rows = [dict(enumerate(row)) for row in self.workers]
+        if not any(_faults(self.workers)):
+            rows = [dict[int, Action]() for _ in self.workers]
+            begins: dict[Action, int] = {}
+            waiting = waits(self.workers)
+            for worker, action in self.order:
+                before = [*(begins[need] for need in waiting[action]), *rows[worker]]
+                begins[action] = 1 + max(before, default=-1)
+                rows[worker][begins[action]] = action
+        columns = 1 + max((place for row in rows for place in row), default=-1)
+        cells = ["".join(_cell(row.get(place)) for place in range(columns)) for row in rows]
+        lines = "".join(f"<tr><th>worker {worker}</th>{row}</tr>" for worker, row in enumerate(cells))
+        return f'<table style="border-collapse: collapse; font-variant-numeric: tabular-nums">{lines}</table>'
 
     @cached_property
     def stages(self) -> int:
@@ -364,33 +291,25 @@ class Schedule:
     def check(self, *, stages: int | None = None, micro_batches: int | None = None) -> None:
         """Prove that the table can run, and that it does all the work once. Forward alone is fine as well.
 
-        `stages` and `micro_batches`, where given, must be those of the table.
-        Raises one ScheduleError that lists every fault: unknown actions; idle workers; a stage on two
-        workers; missing or repeated actions; both B and I or W for one micro-batch on one stage; actions that
-        stand before what they need on their own worker; deadlocks, with what each stuck worker waits for.
+        `stages` and `micro_batches`, where given, must be those of the table. Raises one ScheduleError that lists every
+        fault: unknown actions; idle workers; a stage on two workers; missing or repeated actions; both B and I or W for
+        one micro-batch on one stage; actions that stand before what they need; deadlocks.
         """
-        found = faults(self.workers, stages, micro_batches)
-        if found:
+        if found := list(_faults(self.workers, stages, micro_batches)):
             raise ScheduleError(listed("the schedule cannot be used", found))
 
     @cached_property
     def order(self) -> tuple[tuple[int, Action], ...]:
-        """One serial order as (worker, action) pairs, in which every list keeps its own order.
-
-        The micro-batch that has come furthest goes first: its tensors are still in the cache, and what
-        backward needs is freed early. Raises ScheduleError on a deadlock.
-        """
-        waiting = waits(self.workers)
-        order, heads = walk(self.workers, waiting)
-        stuck = deadlocks(self.workers, waiting, heads)
+        """One serial order as (worker, action) pairs, in which every list keeps its own order, and the micro-batch that
+        has come furthest goes first. Raises ScheduleError on a deadlock."""
+        order, stuck = _walk(self.workers, waits(self.workers))
         if stuck:
             raise ScheduleError(listed("the schedule has no valid order", stuck))
         return tuple(order)
 
     @cached_property
     def splits(self) -> bool:
-        """True when on every worker all F come before all else, so that the table can be cut in between.
-        This is what a loss outside the pipeline needs."""
+        """True when on every worker all F come before all else, as a loss outside of the pipeline needs."""
         rows = [[action.kind != "F" for action in row] for row in self.workers]
         return all(row == sorted(row) for row in rows)
 
@@ -408,8 +327,8 @@ class Schedule:
         )
 
     def live(self) -> tuple[int, ...]:
-        """For every stage the largest number of micro-batches that it holds for backward at one time:
-        F has begun, and the last of B, I, W has not ended."""
+        """For every stage the largest number of micro-batches that it holds for backward at one time: F has begun, and
+        the last of B, I, W has not ended."""
         now, most = [0] * self.stages, [0] * self.stages
         for action in (action for row in self.workers for action in row):
             # I keeps the graph, because W still reads it.
@@ -428,31 +347,11 @@ class Schedule:
         return self._where(lambda action: action.kind != "F")
 
     def restricted(self, micro_batches: int) -> "Schedule":
-        """The schedule of the first micro-batches; valid when this one is, as micro-batches do not wait for
-        each other. Raises ScheduleError when fewer than one is asked for."""
-        if micro_batches < 1:
-            raise ScheduleError(f"a schedule needs at least one micro-batch; {micro_batches} were asked for")
+        """The schedule of the first micro-batches; valid when this one is, as none waits for another."""
         return self._where(lambda action: action.micro_batch < micro_batches)
 
     def _where(self, keep: Callable[[Action], bool]) -> "Schedule":
         return Schedule(tuple(tuple(action for action in row if keep(action)) for row in self.workers))
-
-
-_COLORS = {"F": "#2f6fb0", "B": "#b86e00", "I": "#3d7d46", "W": "#b75d69"}
-
-
-def _unit_times(schedule: Schedule) -> list[list[tuple[int, Action]]]:
-    """For every worker its actions with the times when they begin, if each takes 1."""
-    ends: dict[Action, int] = {}
-    rows: list[list[tuple[int, Action]]] = [[] for _ in schedule.workers]
-    waiting = waits(schedule.workers)
-    for worker, action in schedule.order:
-        before = [ends[each] for each in waiting[action]]
-        before += [rows[worker][-1][0] + 1] if rows[worker] else []
-        begin = max(before, default=0)
-        ends[action] = begin + 1
-        rows[worker].append((begin, action))
-    return rows
 
 
 def _cell(action: Action | None) -> str:
@@ -489,16 +388,13 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
         1F0,1B0,1F1,1B1
     """
     _check_sizes(stages, micro_batches)
-    return Schedule(tuple(_one_f_one_b_row(s, stages - 1 - s, micro_batches) for s in range(stages)))
-
-
-def _one_f_one_b_row(stage: int, ahead: int, micro_batches: int) -> tuple[Action, ...]:
-    row = [Action(stage, "F", i) for i in range(min(ahead, micro_batches))]
-    for i in range(micro_batches):
-        if i + ahead < micro_batches:
-            row.append(Action(stage, "F", i + ahead))
-        row.append(Action(stage, "B", i))
-    return tuple(row)
+    rows: list[tuple[Action, ...]] = []
+    for stage in range(stages):
+        ahead = min(stages - 1 - stage, micro_batches)
+        kinds = [("F", i) for i in range(ahead)]
+        kinds += [each for i in range(micro_batches) for each in (("F", i + ahead), ("B", i))]
+        rows.append(tuple(Action(stage, kind, i) for kind, i in kinds if i < micro_batches))
+    return Schedule(tuple(rows))
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
@@ -516,7 +412,8 @@ def build(schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule
     if isinstance(schedule, str):
         if schedule in SCHEDULES:
             return SCHEDULES[schedule](stages, micro_batches)
-        if not looks_like_table(schedule):
+        text = schedule.strip()
+        if not ("," in text or "\n" in text or _ACTION.fullmatch(text)):
             raise ScheduleError(
                 f"no schedule is named {schedule!r}; there are {', '.join(SCHEDULES)}. "
                 "Or pass a table as text: a line per worker of comma separated actions: 0F0,0F1,0B1,0B0"
