@@ -4,9 +4,8 @@
               |           |
     blocks  [ 4   1   1 ] [ 3   3 ]      largest block 6, the least possible; layers per part: 3, 2
 
-A pipeline runs at the pace of its slowest stage. A skip connection between two stages costs both of them (one sends or
-holds, the other receives). The cost of a block depends only on where it begins and ends, which makes dynamic
-programming over blocks exact, with skips as without.
+A skip connection between two stages costs both of them (one sends or holds, the other receives). The cost of a block
+depends only on where it begins and ends, which makes dynamic programming over blocks exact, with skips as without.
 
 Costs are measured time, measured bytes, or counted parameters. Layers are measured one at a time, each on a copy that
 is thrown away: gradients, BatchNorm statistics, random numbers and flags of the user's model stay as they are, and the
@@ -15,44 +14,40 @@ device needs room for one layer, not for the model. Profiling layer by layer for
 
 import copy
 import math
+import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import PartitionError, listed
+from weft.core.errors import PartitionError
 from weft.core.pytree import flatten, map_leaves
-from weft.core.validation import Validator, is_number, is_whole
+from weft.core.validation import Validator, is_whole
 from weft.pipeline.microbatch import NoChunk, split
 from weft.pipeline.skip.namespace import Key, Namespace
 from weft.pipeline.skip.tracker import SkipTracker, use_skip_tracker
-from weft.pipeline.tracing import seeing_saved
+from weft.pipeline.tracing import seeing_saved, storages
 
 FEWEST_ROUNDS = 3
 
 
 def profile_times(
-    module: nn.Sequential,
-    sample: Any,
-    *,
-    timeout: int | float = 1.0,
-    device: torch.device | str | None = None,
+    module: nn.Sequential, sample: Any, *, timeout: int | float = 1.0, device: torch.device | str | None = None
 ) -> list[float]:
     """Seconds of forward plus backward of each layer: the median over rounds, after one to warm up.
 
-    ``sample``, nested or not, is an input of the first layer. Every layer gets an equal share of ``timeout``
-    seconds, and at least three rounds. ``device`` is where to measure; where ``sample`` is if ``None``.
-    Layers keep their training flag; weights on the meta device count as zeros. Errors of layers get a note
-    that names the layer. Raises ``UsageError`` for arguments of another kind.
+    ``sample``, nested or not, is an input of the first layer. Every layer gets an equal share of ``timeout`` seconds,
+    and at least three rounds. ``device`` is where to measure; where ``sample`` is if ``None``. Layers keep their
+    training flag; weights on the meta device count as zeros. Errors of layers get a note that names the layer. Raises
+    ``UsageError`` for arguments of another kind.
     """
-    with _checked(module) as check:
+    with _checked(module, device) as check:
         check.seconds("timeout", timeout, zero=True)
-        check.add(*_device_fault(device))
     where = _device(sample, device)
 
     def measure(trial: _Trial) -> tuple[Any, float]:
@@ -62,9 +57,9 @@ def profile_times(
         while len(rounds) < FEWEST_ROUNDS or time.perf_counter() < end:
             output, seconds = trial.timed(where)
             rounds.append(seconds)
-        return output, sorted(rounds)[len(rounds) // 2]
+        return output, median(rounds)
 
-    return _layer_by_layer(module, map_leaves(_whole, sample), where, measure)
+    return _layer_by_layer(module, map_leaves(_bare, sample), where, measure)
 
 
 def profile_sizes(
@@ -77,52 +72,37 @@ def profile_sizes(
 ) -> list[float]:
     """Bytes that each layer needs in training: parameters, buffers, what one micro-batch saves for backward.
 
-    ``input`` is a mini-batch; the first of its ``chunks`` micro-batches is run. Parameters count
-    ``param_scale`` times (with their gradient and the optimizer's state), buffers once. Of the tensors that
-    autograd saves, storages are counted once each, without those of parameters and buffers; what a custom
-    function keeps besides is not seen. ``device`` is where to measure; where ``input`` is if ``None``.
-    Raises ``BatchError`` if ``input`` cannot be cut, ``UsageError`` for arguments of another kind. Errors of layers
-    get a note that names the layer.
+    ``input`` is a mini-batch; the first of its ``chunks`` micro-batches is run. Parameters count ``param_scale`` times
+    (with their gradient and the optimizer's state), buffers once. Of the tensors that autograd saves, storages are
+    counted once each, without those of parameters and buffers; what a custom function keeps besides is not seen.
+    ``device`` as in `profile_times`. Raises ``BatchError`` if ``input`` cannot be cut, ``UsageError`` for arguments of
+    another kind. Errors of layers get a note that names the layer.
     """
-    with _checked(module) as check:
+    with _checked(module, device) as check:
         check.count("chunks", chunks)
-        scales = is_number(param_scale) and 0 <= param_scale < math.inf
-        check.that(scales, f"param_scale is {param_scale!r}, wanted a number from 0 up")
-        check.add(*_device_fault(device))
+        check.number("param_scale", param_scale, most=sys.float_info.max)
 
     def measure(trial: _Trial) -> tuple[Any, float]:
         parameters, buffers = list(trial.layer.parameters()), list(trial.layer.buffers())
-        owned = {tensor.untyped_storage().data_ptr() for tensor in [*parameters, *buffers]}
+        owned = {address for address, _ in storages([*parameters, *buffers])}
         saved: dict[int, int] = {}  # the graph keeps them alive, so that no other tensor gets an address of theirs
-
-        def note(tensor: Tensor) -> None:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in owned:
-                saved[storage.data_ptr()] = storage.nbytes()
-
-        with seeing_saved(note):
-            output, _ = trial.forward(trial.fresh_input())
-        return output, sum(saved.values()) + _bytes(parameters) * param_scale + _bytes(buffers)
+        with seeing_saved(lambda tensor: saved.update(storages([tensor]))):
+            output, _ = trial.forward(map_leaves(_fresh, trial.input))
+        kept = sum(size for address, size in saved.items() if address not in owned)
+        return output, kept + _bytes(parameters) * param_scale + _bytes(buffers)
 
     return _layer_by_layer(module, split(input, chunks)[0], _device(input, device), measure)
 
 
-def _checked(module: Any) -> Validator:
-    """A validator for the arguments of a measurement, with what is wrong with the model noted."""
+def _checked(module: Any, device: Any = None) -> Validator:
+    """A validator for the arguments of a measurement, with what is wrong with model and device noted."""
     check = Validator("layers cannot be measured so")
     check.instance("module", module, nn.Sequential, "an nn.Sequential")
+    try:
+        torch.device("cpu" if device is None else device)
+    except (TypeError, RuntimeError):
+        check.add(f"device is {device!r}, wanted a name such as 'cpu' or 'cuda:1', a torch.device, or None")
     return check
-
-
-def parameter_bytes(module: nn.Sequential) -> list[float]:
-    """Bytes of parameters and buffers of each layer. One that several layers share counts in the first."""
-    seen: set[Tensor] = set()
-    sizes: list[float] = []
-    for layer in module:
-        new = {*layer.parameters(), *layer.buffers()} - seen
-        seen |= new
-        sizes.append(_bytes(list(new)))
-    return sizes
 
 
 class _CutSkips(SkipTracker):
@@ -152,9 +132,6 @@ class _Trial:
     input: Any
     skips: _CutSkips
 
-    def fresh_input(self) -> Any:
-        return map_leaves(_fresh, self.input)
-
     def forward(self, value: Any) -> tuple[Any, list[Tensor]]:
         """The output, and every tensor (skips included) that a backward of this layer starts from."""
         self.skips.stashed.clear()
@@ -165,7 +142,7 @@ class _Trial:
     def timed(self, device: torch.device) -> tuple[Any, float]:
         """The output, and the seconds of one forward and backward."""
         self.layer.zero_grad(set_to_none=True)
-        value = self.fresh_input()
+        value = map_leaves(_fresh, self.input)
         synchronize(device)
         start = time.perf_counter()
         output, ends = self.forward(value)
@@ -175,21 +152,18 @@ class _Trial:
         return output, time.perf_counter() - start
 
 
-def _whole(leaf: Any) -> Any:
-    """What every micro-batch gets whole is wrapped, in a sample as in a call of the pipe, but layers see it bare."""
-    return leaf.value if isinstance(leaf, NoChunk) else leaf
-
-
 def _layer_by_layer(
-    module: nn.Sequential,
-    sample: Any,
-    device: torch.device,
-    measure: Callable[[_Trial], tuple[Any, float]],
+    module: nn.Sequential, sample: Any, device: torch.device, measure: Callable[[_Trial], tuple[Any, float]]
 ) -> list[float]:
     """Hand each layer to ``measure``, copied to ``device``, with the input that the layers before made."""
     costs: list[float] = []
     skips = _CutSkips()
-    with _undisturbed(device), use_skip_tracker(skips):
+    accelerators = [] if device.type == "cpu" else [device]
+    with (
+        torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
+        torch.inference_mode(False),  # turns gradients on, too, whatever the caller's mode
+        use_skip_tracker(skips),
+    ):
         value = map_leaves(partial(_cut_off, device=device), sample)
         for index, layer in enumerate(module):
             try:
@@ -200,17 +174,6 @@ def _layer_by_layer(
             value = map_leaves(_cut_off, output)
             costs.append(cost)
     return costs
-
-
-@contextmanager
-def _undisturbed(device: torch.device) -> Generator[None]:
-    """Gradients on, whatever the caller's mode, and the random number generators as before at the end."""
-    accelerators = [] if device.type == "cpu" else [device]
-    with (
-        torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
-        torch.inference_mode(False),  # turns gradients on, too
-    ):
-        yield
 
 
 def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
@@ -226,6 +189,11 @@ def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
     return copied
 
 
+def _bare(leaf: Any) -> Any:
+    """What every micro-batch gets whole is wrapped, in a sample as in a call of the pipe, but layers see it bare."""
+    return leaf.value if isinstance(leaf, NoChunk) else leaf
+
+
 def _cut_off(leaf: Any, device: torch.device | None = None) -> Any:
     """The same data as a leaf of autograd; anything but a tensor as it is."""
     if not isinstance(leaf, Tensor):
@@ -238,18 +206,8 @@ def _fresh(leaf: Any) -> Any:
     return _cut_off(leaf).clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _bytes(tensors: list[Tensor] | list[nn.Parameter]) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-
-
-def _device_fault(device: Any) -> list[str]:
-    """What is wrong with a device to measure on, in words. Whether there is one of the kind, PyTorch says."""
-    try:
-        if device is not None:
-            torch.device(device)
-    except (TypeError, RuntimeError):
-        return [f"device is {device!r}, wanted a name such as 'cpu' or 'cuda:1', a torch.device, or None"]
-    return []
+def _bytes(tensors: Iterable[Tensor]) -> float:
+    return float(sum(tensor.nbytes for tensor in tensors))
 
 
 def _device(sample: Any, device: torch.device | str | None) -> torch.device:
@@ -272,20 +230,19 @@ Skip = tuple[int, int, int | float]
 def partition(costs: Sequence[int | float], parts: int, *, skips: Sequence[Skip] = ()) -> list[int]:
     """Cut layers into ``parts`` consecutive blocks; returns the number of layers of each, at least one.
 
-    A block costs the sum of its layers' costs, plus the cost of every skip that has exactly one of its ends
-    in the block. Each skip is (source layer, destination layer, cost), in the unit of ``costs``.
+    A block costs the sum of its layers' costs, plus the cost of every skip that has exactly one of its ends in the
+    block. Each skip is (source layer, destination layer, cost), in the unit of ``costs``.
 
-    The largest block is as small as possible, exactly. Among such cuts, the one with the smallest sum of
-    squared block costs is taken; among those, the one whose numbers of layers are most even. Time and memory
-    grow with the square of the number of layers.
+    The largest block is as small as possible, exactly. Among such cuts, the one with the smallest sum of squared block
+    costs is taken; among those, the one whose numbers of layers are most even. Time and memory grow with the square of
+    the number of layers.
 
-    Raises ``PartitionError`` that lists all faults: more parts than layers, no part, a cost or a skip that is
-    negative, infinite or no number, a skip that does not lead forward from one layer to a later one, or is none.
+    Raises ``PartitionError`` that lists all faults: more parts than layers, no part, a cost or a skip that is negative,
+    infinite or no number, a skip that does not lead forward from one layer to a later one.
     """
     _check(costs, parts, skips)
     blocks = _block_costs(costs, skips)
-    ceiling = _smallest_ceiling(blocks, parts)
-    return _most_even(blocks, parts, ceiling)
+    return _most_even(blocks, parts, _smallest_ceiling(blocks, parts))
 
 
 def balance_by_time(
@@ -298,8 +255,8 @@ def balance_by_time(
 ) -> list[int]:
     """Layers per stage, balanced by the measured time of forward and backward of each layer.
 
-    ``sample`` is an input of the model, best of the size of a micro-batch; ``timeout`` the seconds that
-    measuring may take beyond one run of every layer. See :func:`weft.pipeline.partition.profile_times`.
+    ``sample`` is an input of the model, best of the size of a micro-batch; ``timeout`` the seconds that measuring may
+    take beyond one run of every layer. See :func:`weft.pipeline.partition.profile_times`.
     Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for arguments of another kind.
 
     Example:
@@ -323,9 +280,8 @@ def balance_by_size(
     """Layers per stage, balanced by the measured bytes that each layer needs in training.
 
     ``input`` is a mini-batch, which ``chunks`` micro-batches will share; the activations of one are counted.
-    ``param_scale`` is how many times a parameter is held: itself and its gradient make 2, SGD with momentum
-    3, Adam 4. See :func:`weft.pipeline.partition.profile_sizes`.
-    Raises ``PartitionError`` if there are fewer layers than ``partitions``, UsageError for arguments of another kind.
+    ``param_scale`` is how many times a parameter is held: itself and its gradient make 2, SGD with momentum 3, Adam 4.
+    See :func:`weft.pipeline.partition.profile_sizes`. Raises as `balance_by_time`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -340,13 +296,20 @@ def balance_by_size(
 def balance_by_parameters(partitions: int, module: nn.Sequential) -> list[int]:
     """Layers per stage, balanced by the bytes of parameters and buffers alone, when there is no sample.
 
-    Raises ``PartitionError`` if there are fewer layers than ``partitions``.
+    What several layers share counts in the first. Raises ``PartitionError`` if there are fewer layers than
+    ``partitions``.
 
     Example:
         >>> weft.balance_by_parameters(2, nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
         [1, 2]
     """
-    return partition(parameter_bytes(module), partitions)
+    seen: set[Tensor] = set()
+    sizes: list[float] = []
+    for layer in module:
+        new = {*layer.parameters(), *layer.buffers()} - seen
+        seen |= new
+        sizes.append(_bytes(new))
+    return partition(sizes, partitions)
 
 
 def _check_parts(partitions: Any, module: nn.Sequential) -> None:
@@ -358,32 +321,19 @@ def _check_parts(partitions: Any, module: nn.Sequential) -> None:
 
 def _check(costs: Sequence[int | float], parts: Any, skips: Sequence[Skip]) -> None:
     layers = len(costs)
-    faults: list[str] = []
-    if not is_whole(parts):
-        faults.append(f"the number of parts is {parts!r}, wanted an int")
-    elif parts < 1:
-        faults.append("at least one part is needed")
-    elif parts > layers:
-        faults.append("every part needs at least one layer; ask for fewer parts or split layers")
-    faults += [f"layer {at} costs {cost!r}; wanted 0 or more" for at, cost in enumerate(costs) if not _valid(cost)]
-    faults += [fault for skip in skips for fault in _skip_faults(skip, layers)]
-    if faults:
-        raise PartitionError(listed(f"{layers} layers cannot be cut into {parts} parts:", faults))
-
-
-def _skip_faults(skip: Any, layers: int) -> list[str]:
-    try:
-        source, destination, cost = skip
-    except (TypeError, ValueError):
-        source = destination = cost = None
-    if not (is_whole(source) and is_whole(destination)):
-        return [f"{skip!r} is no skip, wanted (source layer, destination layer, cost)"]
-    name, faults = f"the skip from layer {source} to layer {destination}", list[str]()
-    if not 0 <= source < destination < layers:
-        faults.append(f"{name} should lead forward between layers 0 to {layers - 1}")
-    if not _valid(cost):
-        faults.append(f"{name} costs {cost!r}; wanted 0 or more")
-    return faults
+    with Validator(f"{layers} layers cannot be cut into {parts} parts", PartitionError) as check:
+        if not is_whole(parts):
+            check.add(f"the number of parts is {parts!r}, wanted an int")
+        else:
+            check.that(parts >= 1, "at least one part is needed")
+            check.that(parts <= layers, "every part needs at least one layer; ask for fewer parts or split layers")
+        for at, cost in enumerate(costs):
+            check.that(_valid(cost), f"layer {at} costs {cost!r}; wanted 0 or more")
+        for source, destination, cost in skips:
+            name = f"the skip from layer {source} to layer {destination}"
+            forward = 0 <= source < destination < layers
+            check.that(forward, f"{name} should lead forward between layers 0 to {layers - 1}")
+            check.that(_valid(cost), f"{name} costs {cost!r}; wanted 0 or more")
 
 
 def _valid(cost: Any) -> bool:

@@ -1,8 +1,8 @@
 """Simulation of a schedule: its time and its bytes before it runs, from measured costs.
 
-Time. A worker runs its list in order, and an action starts as soon as its worker is free and what it needs is
-done. A stage that recomputes does so (R) before its backward; that needs only its own worker, so it may start
-while the gradient is still on its way:
+Time. A worker runs its list in order, and an action starts as soon as its worker is free and what it needs is done. A
+stage that recomputes does so (R) before its backward; that needs only its own worker, so it may start while the
+gradient is still on its way:
 
     worker 0   ├─ 0F0 ─┤├─ 0F1 ─┤├─ 0R1 ─┤          ├── 0B1 ──┤├─ 0R0 ─┤├── 0B0 ──┤
     worker 1            ├─ 1F0 ─┤├─ 1F1 ─┤├── 1B1 ──┤├── 1B0 ──┤
@@ -17,18 +17,13 @@ Memory. It is a pure function of lifetimes, one per micro-batch:
     value              ├──────────────────────────┤           made by stage 0: end of its F to end of the
                                                               last reader's B, and of its own if kept there
 
-Where B is split into I and W, read W for the end of B. Graphs are charged to their stage, and a value once,
-to the stage that made it. A value from outside is the caller's and is not counted. In a forward-only schedule
-no graph is kept, and a value lives to the end of its last reader's F. A lifetime holds its first instant and
-not its last: what ends when another begins does not overlap it. Workers of a real run decide such a tie by a hair,
-and the peak may then be off by one value. Gradients on their way are not counted.
+Where B is split into I and W, read W for the end of B. Graphs are charged to their stage, and a value once, to the
+stage that made it; one from outside is the caller's. In a forward-only schedule no graph is kept, and a value lives to
+the end of its last reader's F. What ends when another begins does not overlap it; workers of a real run decide such a
+tie by a hair, and the peak may then be off by one value. Gradients on their way are not counted.
 
-The costs come from recordings of a few steps:
-
-    Recorder (times)  --- median per stage and kind ---> StageCost.forward, .backward, .recompute
-    Sizes    (bytes)  --- one lifetime each ----------> StageCost.saved_bytes, .recomputed_bytes, ValueCost
-
-Times and sizes want steps of their own: looking at every tensor that autograd saves would slow down the clock.
+Costs come from recordings of a few steps, times by a `Recorder` and bytes by `Sizes`. These want steps of their own:
+looking at every tensor that autograd saves would slow down the clock.
 """
 
 import math
@@ -38,16 +33,18 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from statistics import mean, median
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from weft.core.errors import ScheduleError, UsageError, listed
+from weft.core.errors import ScheduleError, UsageError
 from weft.core.pytree import flatten
+from weft.core.validation import Validator
 from weft.pipeline.routing import Address
 from weft.pipeline.schedule import Action, Schedule, waits
-from weft.pipeline.tracing import Recorder, seeing_saved
+from weft.pipeline.tracing import Recorder, seeing_saved, storages
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class Forecast:
     stage_bytes: tuple[Curve, ...]
     """Per stage: the graphs that it keeps and the values that it made."""
     live_bytes: Curve
-    """The sum over all stages."""
+    """Over all stages together."""
 
     @cached_property
     def total(self) -> float:
@@ -126,12 +123,12 @@ class Forecast:
     @cached_property
     def stage_peaks(self) -> tuple[int, ...]:
         """Per stage the most bytes at one time."""
-        return tuple(_peak(curve) for curve in self.stage_bytes)
+        return tuple(max((level for _, level in curve), default=0) for curve in self.stage_bytes)
 
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes at one time, over all stages together."""
-        return _peak(self.live_bytes)
+        return max((level for _, level in self.live_bytes), default=0)
 
 
 def forecast(
@@ -149,9 +146,18 @@ def forecast(
     Raises ScheduleError with all faults, of the schedule or of the costs.
     """
     schedule.check(stages=len(stages))
-    _check_costs(stages, values)
-    spans = _spans(schedule, stages, checkpointed or _where_it_costs(stages))
-    lifetimes = [*_graphs(spans, stages, values), *_values(schedule, spans, values)]
+    with Validator("nothing can be forecast from these costs", ScheduleError) as check:
+        for stage, cost in enumerate(stages):
+            numbers = cost.forward, cost.backward, cost.recompute, cost.saved_bytes, cost.recomputed_bytes or 0
+            valid = all(0 <= x < math.inf for x in numbers)
+            check.that(valid, f"stage {stage}: {cost} has a cost that is no number from 0 up")
+        for value in values:
+            valid = -1 <= value.source < len(stages) and value.bytes >= 0
+            check.that(valid, f"{value} needs a source from -1 to {len(stages) - 1} and bytes from 0 up")
+            valid = all(value.source < reader < len(stages) for reader in value.readers)
+            check.that(valid, f"{value} has a reader that is no stage behind its source")
+    spans = _spans(schedule, stages, checkpointed or (lambda stage, _: stages[stage].recompute > 0))
+    lifetimes = list(_lifetimes(schedule, spans, stages, values))
     return Forecast(
         spans=tuple(sorted(spans.values(), key=lambda span: (span.start, span.worker))),
         stage_bytes=tuple(_curve(life for life in lifetimes if life.stage == s) for s in range(len(stages))),
@@ -164,14 +170,6 @@ class _Lifetime(NamedTuple):
     start: float
     end: float
     bytes: int
-
-
-def _where_it_costs(stages: Sequence[StageCost]) -> Callable[[int, int], bool]:
-    def recomputes(stage: int, micro_batch: int) -> bool:
-        del micro_batch
-        return stages[stage].recompute > 0
-
-    return recomputes
 
 
 def _spans(
@@ -187,95 +185,54 @@ def _spans(
         free[worker] = start + duration
 
     for worker, action in schedule.order:
-        cost = costs[action.stage]
-        at_once = (action.stage, action.micro_batch) in schedule.backward_at_once
-        if action.kind in "BI" and not at_once and recomputes(action.stage, action.micro_batch):
+        stage, kind, micro_batch = action
+        cost = costs[stage]
+        at_once = (stage, micro_batch) in schedule.backward_at_once
+        if kind in "BI" and not at_once and recomputes(stage, micro_batch):
             run(worker, action._replace(kind="R"), cost.recompute, free[worker])
-        start = max([free[worker], *(spans[need].end for need in waiting[action])])
-        run(worker, action, _duration(cost, action.kind), start)
+        duration = cost.forward if kind == "F" else cost.backward if kind == "B" else cost.backward / 2
+        run(worker, action, duration, max([free[worker], *(spans[need].end for need in waiting[action])]))
     return spans
 
 
-def _duration(cost: StageCost, kind: str) -> float:
-    return {"F": cost.forward, "B": cost.backward}.get(kind, cost.backward / 2)
+def _lifetimes(
+    schedule: Schedule, spans: dict[Action, Span], costs: Sequence[StageCost], values: Sequence[ValueCost]
+) -> Iterator[_Lifetime]:
+    """Of graphs, from F, or from the recomputation, to the end of the backward (without backward there are none); and
+    of values."""
 
+    def last(stage: int, micro_batch: int) -> Span:
+        """The last thing that a stage does with a micro-batch."""
+        return next(spans[a] for k in "WBF" if (a := Action(stage, k, micro_batch)) in spans)
 
-def _graphs(spans: dict[Action, Span], costs: Sequence[StageCost], values: Sequence[ValueCost]) -> Iterator[_Lifetime]:
-    """From F, or from the recomputation, to the end of the backward. Without backward there are none."""
-    for action, span in spans.items():
-        end = _last(spans, action.stage, action.micro_batch)
-        if action.kind != "F" or end.action.kind == "F":
+    for (stage, kind, i), span in spans.items():
+        end = last(stage, i)
+        if kind != "F" or end.action.kind == "F":
             continue
-        again = _recomputation(spans, action.stage, action.micro_batch)
-        start, cost = (again or span).start, costs[action.stage]
-        size = _made_again(action.stage, cost, values) if again else cost.saved_bytes
-        yield _Lifetime(action.stage, start, end.end, size)
-
-
-def _made_again(stage: int, cost: StageCost, values: Sequence[ValueCost]) -> int:
-    """Bytes of a graph that is made a second time."""
-    if cost.recomputed_bytes is not None:
-        return cost.recomputed_bytes
-    return cost.saved_bytes + sum(value.bytes for value in values if value.source == stage and value.kept_by_source)
-
-
-def _values(schedule: Schedule, spans: dict[Action, Span], values: Sequence[ValueCost]) -> Iterator[_Lifetime]:
-    for value in values:
-        if value.source < 0:
-            continue
-        for micro_batch in range(schedule.micro_batches):
-            kept = value.kept_by_source and _recomputation(spans, value.source, micro_batch) is None
+        again, cost = spans.get(Action(stage, "R", i)), costs[stage]
+        size = cost.saved_bytes
+        if again and cost.recomputed_bytes is not None:
+            size = cost.recomputed_bytes
+        elif again:
+            size += sum(value.bytes for value in values if value.source == stage and value.kept_by_source)
+        yield _Lifetime(stage, (again or span).start, end.end, size)
+    for value in (value for value in values if value.source >= 0):
+        for i in range(schedule.micro_batches):
+            kept = value.kept_by_source and Action(value.source, "R", i) not in spans
             holders = (*value.readers, value.source) if kept else value.readers
-            start = spans[Action(value.source, "F", micro_batch)].end
-            end = max((_last(spans, stage, micro_batch).end for stage in holders), default=start)
+            start = spans[Action(value.source, "F", i)].end
+            end = max((last(stage, i).end for stage in holders), default=start)
             yield _Lifetime(value.source, start, end, value.bytes)
-
-
-def _recomputation(spans: dict[Action, Span], stage: int, micro_batch: int) -> Span | None:
-    return spans.get(Action(stage, "R", micro_batch))
-
-
-def _last(spans: dict[Action, Span], stage: int, micro_batch: int) -> Span:
-    """The last thing that a stage does with a micro-batch."""
-    return next(spans[a] for k in "WBF" if (a := Action(stage, k, micro_batch)) in spans)
 
 
 def _curve(lifetimes: Iterable[_Lifetime]) -> Curve:
     """Add up lifetimes. All that happens at one time makes one step."""
-    changes: dict[float, int] = {}
+    changes: Counter[float] = Counter()
     for life in lifetimes:
-        changes[life.start] = changes.get(life.start, 0) + life.bytes
-        changes[life.end] = changes.get(life.end, 0) - life.bytes
-    level = 0
-    steps: list[tuple[float, int]] = []
-    for time in sorted(changes):
-        if changes[time]:
-            level += changes[time]
-            steps.append((time, level))
-    return tuple(steps)
-
-
-def _peak(curve: Curve) -> int:
-    return max((level for _, level in curve), default=0)
-
-
-def _check_costs(stages: Sequence[StageCost], values: Sequence[ValueCost]) -> None:
-    faults = [
-        f"stage {stage}: {cost} has a cost that is no number from 0 up"
-        for stage, cost in enumerate(stages)
-        if not all(0 <= x < math.inf for x in _numbers(cost))
-    ]
-    for value in values:
-        if not -1 <= value.source < len(stages) or value.bytes < 0:
-            faults.append(f"{value} needs a source from -1 to {len(stages) - 1} and bytes from 0 up")
-        if not all(value.source < reader < len(stages) for reader in value.readers):
-            faults.append(f"{value} has a reader that is no stage behind its source")
-    if faults:
-        raise ScheduleError(listed("nothing can be forecast from these costs", faults))
-
-
-def _numbers(cost: StageCost) -> tuple[int | float, ...]:
-    return cost.forward, cost.backward, cost.recompute, cost.saved_bytes, cost.recomputed_bytes or 0
+        changes[life.start] += life.bytes
+        changes[life.end] -= life.bytes
+    times = sorted(time for time, change in changes.items() if change)
+    return tuple(zip(times, accumulate(changes[time] for time in times), strict=True))
 
 
 Storages = dict[int, int]
@@ -307,7 +264,7 @@ class Sizes:
     """
 
     def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
-        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignore}
+        self._ignored = {address for address, _ in storages(ignore)}
         self._lock = threading.Lock()
         self._graphs: dict[tuple[int, int], Storages] = {}
         self._again: dict[tuple[int, int], Storages] = {}  # the graphs that were made by recomputation
@@ -316,7 +273,7 @@ class Sizes:
 
     @contextmanager
     def doing(self, kind: str, action: Action) -> Generator[None]:
-        """See `weft.pipeline.step.Watcher`."""
+        """See `Watcher`."""
         if kind not in "FR":
             yield
             return
@@ -325,35 +282,35 @@ class Sizes:
         graphs = self._again if kind == "R" else self._graphs
         with self._lock:
             graphs[at] = saved
-
         with seeing_saved(lambda tensor: saved.update(self._storages(tensor))):
             yield
         with self._lock:
             graphs[at] = {key: size for key, size in saved.items() if key not in self._received[at]}
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
-        """See `weft.pipeline.step.Watcher`. The graph that the value came out of is made, and still there."""
+        """See `Watcher`. The graph that the value came out of is made, and still there."""
         if address.reader < 0:
             return
-        storages = self._storages(value)
+        found = self._storages(value)
         with self._lock:
             graph, sent = self._graphs[source, address.micro_batch], self._sent[source, address.micro_batch]
-            for key, size in storages.items():
+            for key, size in found.items():
                 kept = graph.pop(key, None) is not None  # from now on it counts as a value
                 sent.setdefault(key, _Sent(size, kept)).readers.add(address.reader)
-            self._received[address.reader, micro_batch].update(storages)
+            self._received[address.reader, micro_batch].update(found)
 
     def released(self, action: Action) -> None:
-        """See `weft.pipeline.step.Watcher`. Sizes are no matter of time."""
+        """See `Watcher`. Sizes are no matter of time."""
 
     def saved_bytes(self, stage: int) -> int:
         """What a graph that is kept from F on holds beyond the values that the stage reads and sends, on average."""
-        return _mean([graph for at, graph in self._graphs.items() if at[0] == stage and at not in self._again])
+        found = [sum(graph.values()) for at, graph in self._graphs.items() if at[0] == stage and at not in self._again]
+        return round(mean(found)) if found else 0
 
     def recomputed_bytes(self, stage: int) -> int | None:
         """What a graph that is made again holds beyond the values that the stage reads, on average, if any is."""
-        found = [graph for at, graph in self._again.items() if at[0] == stage]
-        return _mean(found) if found else None
+        found = [sum(graph.values()) for at, graph in self._again.items() if at[0] == stage]
+        return round(mean(found)) if found else None
 
     def values(self) -> list[ValueCost]:
         """What crosses the cuts, by source and readers, with the bytes of a micro-batch on average.
@@ -370,27 +327,16 @@ class Sizes:
                 if at not in self._again:
                     held[*place, each.kept] += each.bytes
         counts = Counter(source for source, _ in self._sent)
-        return [
-            ValueCost(*place, size, kept)
-            for place, whole in sorted(total.items())
-            for kept in (False, True)
-            if (size := round(whole / counts[place[0]] * _share(held[*place, kept], held[*place, not kept], kept)))
-        ]
+        found: list[ValueCost] = []
+        for place, whole in sorted(total.items()):
+            one, other = (held[*place, kept] for kept in (False, True))
+            kept = whole / counts[place[0]] * (other / (one + other) if one + other else 0.0)
+            sizes = {False: round(whole / counts[place[0]] - kept), True: round(kept)}
+            found += [ValueCost(*place, size, kept) for kept, size in sizes.items() if size]
+        return found
 
     def _storages(self, value: Any) -> Storages:
-        storages = [leaf.untyped_storage() for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
-        return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes() and s.data_ptr() not in self._ignored}
-
-
-def _mean(graphs: Iterable[Storages]) -> int:
-    """Bytes of a graph on average; 0 for none."""
-    found = [sum(graph.values()) for graph in graphs]
-    return round(mean(found)) if found else 0
-
-
-def _share(one: int, other: int, kept: bool) -> float:
-    """The share of `one` kind in both. Where nothing is known nothing is kept."""
-    return one / (one + other) if one + other else float(not kept)
+        return {key: size for key, size in storages(flatten(value)[0]) if key not in self._ignored}
 
 
 @dataclass(frozen=True)
@@ -409,13 +355,10 @@ class Costs:
     recomputed: frozenset[tuple[int, int]] = frozenset()
     """Which (stage, micro-batch) ran their forward twice."""
 
-    def recomputes(self, stage: int, micro_batch: int) -> bool:
-        """Whether this forward ran twice."""
-        return (stage, micro_batch) in self.recomputed
-
     def forecast(self, schedule: Schedule) -> Forecast:
         """The forecast of a schedule at these costs, with the same recomputations."""
-        return forecast(schedule, self.stages, self.values, checkpointed=self.recomputes)
+        again = self.recomputed
+        return forecast(schedule, self.stages, self.values, checkpointed=lambda stage, i: (stage, i) in again)
 
 
 def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Costs:

@@ -47,7 +47,7 @@ from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.recompute import Unchanged
 from weft.pipeline.routing import OUTSIDE, Address, Wiring
 from weft.pipeline.schedule import Action, Schedule
-from weft.pipeline.tracing import Watcher, WatchesSteps
+from weft.pipeline.tracing import Recorder, Watcher
 
 
 class Run:
@@ -74,7 +74,7 @@ class Run:
         self.retain = False
         self._keeps = keeps
         self._contexts = contexts
-        self._watcher = watcher.one_step() if watcher is not None and isinstance(watcher, WatchesSteps) else watcher
+        self._watcher = watcher.one_step() if isinstance(watcher, Recorder) else watcher
         self._rng = rng
         self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in segments]
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}

@@ -1,8 +1,7 @@
-"""Who ran what, when, and what was alive for it. Listeners only: nothing here changes a run.
+"""A recorder of what ran when, and of the bytes that were alive for it. It changes nothing of a run.
 
-A `Recorder` watches a run. Its spans are what the forecast predicts and what the report draws. Its memory curve
-counts bytes of *storages*, each once, however many tensors look into it: values on their way between stages,
-inputs and saved tensors of every tape. A storage belongs to the stage that made it. Parameters, and what the
+Its memory curve counts bytes of *storages*, each once, however many tensors look into it: values on their way between
+stages, inputs and saved tensors of every tape. A storage belongs to the stage that made it. Parameters, and what the
 caller holds anyway, do not count.
 
     bytes |        ____            F of micro-batch i on stage s: + what its graph saves
@@ -14,9 +13,9 @@ import copy
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,7 +30,7 @@ from weft.pipeline.schedule import Action
 
 @runtime_checkable
 class Watcher(Protocol):
-    """Somebody who wants to know what runs when, and what stays alive for it; see `Recorder`."""
+    """What a pipe tells of a run to: what runs when, and what stays alive for it; see `Recorder`."""
 
     def doing(self, kind: str, action: Action) -> AbstractContextManager[None]:
         """Surrounds the work of an action, without its waiting; kind "R" is a recomputation."""
@@ -43,15 +42,6 @@ class Watcher(Protocol):
 
     def released(self, action: Action) -> None:
         """The tape of the action's stage and micro-batch is gone."""
-        ...
-
-
-@runtime_checkable
-class WatchesSteps(Watcher, Protocol):
-    """A watcher that can tell steps apart: each run gets one of its own, and drops it when it is dropped itself."""
-
-    def one_step(self) -> Watcher:
-        """The watcher of one run."""
         ...
 
 
@@ -67,31 +57,19 @@ class ActionEvent:
 
 
 @dataclass
-class _Ledger:
-    """Storages by address, with the number of holders and the bytes of each."""
+class _Storage:
+    """One storage that is alive: how many tapes hold it, its bytes, and the stage that made it."""
 
-    ignored: set[int]
-    holders: dict[int, int] = field(default_factory=dict[int, int])
-    sizes: dict[int, int] = field(default_factory=dict[int, int])
-    total: int = 0
+    bytes: int
+    owner: int
+    holders: int = 0
 
-    def hold(self, tensor: Tensor) -> int | None:
-        storage = tensor.untyped_storage()
-        key, size = storage.data_ptr(), storage.nbytes()
-        if key in self.ignored or size == 0:
-            return None
-        if self.holders.get(key, 0) == 0:
-            self.total += size
-            self.sizes[key] = size
-        self.holders[key] = self.holders.get(key, 0) + 1
-        return key
 
-    def release(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            self.holders[key] -= 1
-            if self.holders[key] == 0:
-                self.total -= self.sizes.pop(key)
-                del self.holders[key]
+def storages(leaves: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """Address and bytes of the storages of all tensors that are not empty."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage()).nbytes():
+            yield storage.data_ptr(), storage.nbytes()
 
 
 def seeing_saved(note: Callable[[Tensor], None]) -> saved_tensors_hooks:
@@ -105,22 +83,21 @@ def seeing_saved(note: Callable[[Tensor], None]) -> saved_tensors_hooks:
         note(tensor)
         return tensor.detach(), tensor._version  # packing an output itself would make a cycle with its graph
 
-    return saved_tensors_hooks(pack, _unchanged)
+    def unpack(packed: tuple[Tensor, int]) -> Tensor:
+        tensor, version = packed
+        if tensor._version != version:
+            raise InPlaceError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, but was saved "
+                f"at version {version}; use the out-of-place form of the operation that wrote to it"
+            )
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)
 
 
-def _unchanged(packed: tuple[Tensor, int]) -> Tensor:
-    tensor, version = packed
-    if tensor._version != version:
-        raise InPlaceError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {tensor._version}, but was saved at "
-            f"version {version}; use the out-of-place form of the operation that wrote to it"
-        )
-    return tensor
-
-
-_Tapes = dict[tuple[int, int], list[tuple[int, int]]]
-"""What the tape of each stage and micro-batch holds: storages, as (the stage that made it, address)."""
+_Tapes = dict[tuple[int, int], list[int]]
+"""The storages that the tape of each stage and micro-batch holds, by address."""
 
 
 class Recorder:
@@ -144,9 +121,9 @@ class Recorder:
         self.stage_bytes: dict[int, list[tuple[float, int]]] = {}
         self._memory = memory
         self._lock = threading.Lock()
-        self._ledgers: dict[int, _Ledger] = {}
-        self._all = _Ledger(set())
-        self._owners: dict[int, int] = {}
+        self._ignored: set[int] = set()
+        self._alive: dict[int, _Storage] = {}  # by address
+        self._totals: dict[int, int] = {}  # bytes alive by the stage that made them
         self._tapes: _Tapes = {}
         self._gone: SimpleQueue[_Tapes] = SimpleQueue()
 
@@ -167,35 +144,29 @@ class Recorder:
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these."""
-        self._all.ignored.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        self._ignored.update(address for address, _ in storages(tensors))
 
     @contextmanager
     def doing(self, kind: str, action: Action) -> Generator[None]:
         """Surrounds the work of one action; called by the run."""
-        held: list[tuple[int, int]] = []
-
-        def note(tensor: Tensor) -> None:
-            self._hold(action.stage, tensor, held)
-
+        held: list[int] = []
         counts = self._memory and kind in "FR"
         start = time.perf_counter()
         try:
-            with seeing_saved(note) if counts else nullcontext():
+            with seeing_saved(lambda x: self._hold(action.stage, [x], held)) if counts else nullcontext():
                 yield
         finally:
             end = time.perf_counter()
             with self._lock:
                 self.events.append(ActionEvent(kind, action, threading.current_thread().name, start, end))
                 self._tapes.setdefault((action.stage, action.micro_batch), []).extend(held)
-            self._sample(action.stage, end)
+            self._sample(end)
 
     def sent(self, source: int, address: Address, micro_batch: int, value: Any) -> None:
         """A value of `source` waits for its reader's `micro_batch`, and is an input of that tape from then on."""
         if self._memory and address.reader >= 0:
-            held: list[tuple[int, int]] = []
-            for leaf in flatten(value)[0]:
-                if isinstance(leaf, Tensor):
-                    self._hold(source, leaf, held)
+            held: list[int] = []
+            self._hold(source, flatten(value)[0], held)
             with self._lock:
                 self._tapes.setdefault((address.reader, micro_batch), []).extend(held)
 
@@ -203,39 +174,42 @@ class Recorder:
         """The tape of this stage and micro-batch, with its graph and inputs, is gone."""
         with self._lock:
             self._release(self._tapes.pop((action.stage, action.micro_batch), []))
-        self._sample(action.stage, time.perf_counter())
+        self._sample(time.perf_counter())
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes that were alive at one time."""
         return max((count for _, count in self.bytes), default=0)
 
-    def _release(self, held: Iterable[tuple[int, int]]) -> None:
-        for owner, key in held:
-            self._ledgers[owner].release([key])
-            self._all.release([key])
-            if key not in self._all.holders:
-                del self._owners[key]
+    def _release(self, held: Iterable[int]) -> None:
+        for address in held:
+            storage = self._alive[address]
+            storage.holders -= 1
+            if not storage.holders:
+                self._totals[storage.owner] -= self._alive.pop(address).bytes
 
     def _forget_dropped(self) -> None:
         while not self._gone.empty():
             for held in self._gone.get().values():
                 self._release(held)
 
-    def _hold(self, stage: int, tensor: Tensor, held: list[tuple[int, int]]) -> None:
+    def _hold(self, stage: int, leaves: Iterable[Any], held: list[int]) -> None:
         with self._lock:
             self._forget_dropped()
-            key = self._all.hold(tensor)
-            if key is not None:
-                owner = self._owners.setdefault(key, stage)  # a reader that saves its input does not own it
-                self._ledgers.setdefault(owner, _Ledger(self._all.ignored)).hold(tensor)
-                held.append((owner, key))
+            for address, size in storages(leaves):
+                if address in self._ignored:
+                    continue
+                if address not in self._alive:  # a reader that saves its input does not own it
+                    self._alive[address] = _Storage(size, stage)
+                    self._totals[stage] = self._totals.get(stage, 0) + size
+                self._alive[address].holders += 1
+                held.append(address)
 
-    def _sample(self, stage: int, now: float) -> None:
+    def _sample(self, now: float) -> None:
         if not self._memory:
             return
         with self._lock:
             self._forget_dropped()
-            self.bytes.append((now, self._all.total))
-            for each, ledger in self._ledgers.items():
-                self.stage_bytes.setdefault(each, []).append((now, ledger.total))
+            self.bytes.append((now, sum(self._totals.values())))
+            for each, total in self._totals.items():
+                self.stage_bytes.setdefault(each, []).append((now, total))
