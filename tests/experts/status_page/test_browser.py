@@ -1,5 +1,7 @@
 """The page in a real browser: Chromium, without a window. Skipped by name where there is none."""
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -10,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.experts.status_page.panel_cases import layer, train
+from tests.experts.status_page.panel_cases import NASTY, layer, status, train
 from weft.experts.server import Server
 from weft.experts.status_page import http
-from weft.experts.status_page.summary import content
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -86,7 +87,7 @@ def test_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
         train(server, "b")
         # A frame of that width, since a browser's own window may not be narrower than 500: the panel forbids frames,
         # so its page is looked at as a file.
-        (tmp_path / "page.html").write_text(_measured(server), "utf-8")
+        (tmp_path / "page.html").write_text(_measured(server.status()), "utf-8")
         frame = tmp_path / "frame.html"
         frame.write_text(f'<iframe src="page.html" width="{width}" height="900"></iframe><p id="said"></p>' + LISTEN)
         document, _ = browse(frame.as_uri(), tmp_path / "p", "--virtual-time-budget=3000", "--dump-dom")
@@ -97,10 +98,72 @@ def test_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
 LISTEN = "<script>onmessage = e => document.getElementById('said').textContent = e.data</script>"
 
 
-def _measured(server: Server) -> str:
+def _told(status: dict[str, Any]) -> str:
+    """The page as a file, to which this status is told."""
+    answer = json.dumps(status).replace("</", "<\\/")
+    fetch = f"<script>fetch = async () => ({{ ok: true, json: async () => ({answer}) }})</script>"
+    return http._PAGE.replace("<head>", f"<head>{fetch}")
+
+
+def _measured(status: dict[str, Any]) -> str:
     root = "document.documentElement"
-    tell = f"<script>parent.postMessage({root}.scrollWidth + ' ' + {root}.clientWidth, '*')</script>"
-    drawn = json.dumps(content(server.status())).replace("</", "<\\/")
-    answer = f"<script>fetch = async () => ({{ ok: true, json: async () => ({drawn}) }})</script>"
-    later = tell.replace("<script>", "<script>setTimeout(() => ").replace("</script>", ", 1500)</script>")
-    return http._PAGE.replace("<head>", f"<head>{answer}").replace("</body>", f"{later}</body>")
+    tell = f"parent.postMessage({root}.scrollWidth + ' ' + {root}.clientWidth, '*')"
+    return _told(status).replace("</body>", f"<script>setTimeout(() => {tell}, 1500)</script></body>")
+
+
+def drawn(found: dict[str, Any], folder: Path) -> str:
+    """What the browser makes of the page with this status, without the script."""
+    page = folder / "page.html"
+    page.write_text(_told(found), "utf-8")
+    document, said = browse(page.as_uri(), folder / "p", "--virtual-time-budget=1000", "--dump-dom")
+    assert said == [] and 'data-state="live">live<' in document
+    return re.sub("<script>.*?</script>", "", document, flags=re.DOTALL)
+
+
+def test_every_part_of_a_status_is_drawn_and_any_name_is_plain_text(tmp_path: Path) -> None:
+    name = NASTY.replace("\ud800", "").replace("\x00", "")
+    replica = {"role": "follower", "owner": "b:2", "token": 7, "behind": 3, "followers": {name: 1}, "failure": "no way"}
+    servers = {"a:1": {"experts": 1, "owns": 0}, "b:2": {"experts": 3, "owns": 2}}
+    found = status(
+        [name],
+        directory={"here": "a:1", "away_seconds": 1.5, "servers": servers},
+        audit=[{"time": 0.0, "client": name, "peer": name, "expert": name, "what": "TRAIN", "why": name}],
+        failures={"lease": "no route"},
+        draining="bye",
+        address=name,
+        replicas={name: replica},
+        refusals={"INFO": 3, name: 1},
+        errors={name: 1},
+        answered={name: 1},
+        turned_away=1234,
+    )
+    next(iter(found["experts"][name]["pools"].values()))["merged"] = {1: 20, 4: 5}
+    seen = drawn(found, tmp_path)
+    words = re.sub("<[^>]*>", "|", seen)
+    assert "alert(1)" in words and "<script" not in seen and "<title>draining: &lt;/title" in seen
+    assert 'aria-label="batches by tasks: 20 of 1 task, 5 of 3 to 4 tasks"' in seen
+    assert (
+        "lease: no route" in words and "directory: away for 1.5 s" in words and "|draining|: bye, up 00:00:0" in words
+    )
+    assert "a:1 (this one)" in words and "|b:2|" in words and "no way" in words and "00:00:00 UTC" in words
+    assert words.index("|server full|") < words.index("|INFO|") and "1\u202f234" in words
+
+
+def test_of_a_thousand_experts_500_are_listed(tmp_path: Path) -> None:
+    plain = status()
+    many = {field: dict.fromkeys(map(str, range(1000)), plain[field]["a"]) for field in ("experts", "keeping")}
+    seen = drawn({**plain, **many}, tmp_path)
+    assert "and 500 more in /status.json" in seen and len(re.findall('data-column="durable step"', seen)) == 500
+    assert 'id="servers"' not in seen and 'id="replicas"' not in seen and "Nothing was refused." in seen
+
+
+def test_the_policy_knows_what_stands_in_the_page_and_nothing_comes_from_outside() -> None:
+    policy = http._HEADERS["Content-Security-Policy"]
+    for tag in ("script", "style"):
+        (inner,) = re.findall(f"<{tag}>(.*?)</{tag}>", http._PAGE, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    linked = re.findall(r'(?:src|href)="([^"]*)"', http._PAGE)
+    assert set(linked) == {"data:,", "/status.json", "/metrics"}
+    assert "innerHTML" not in http._PAGE and "style=" not in http._PAGE

@@ -52,7 +52,7 @@ def test_beyond_loopback_a_panel_needs_hosts_and_a_token() -> None:
 
 def test_only_the_token_opens_a_panel_that_has_one(listening: Listening) -> None:
     url = listening(PanelOptions("0.0.0.0:0", allowed_hosts=["gpu7.example"], token=TOKEN))
-    for path in ("/", "/status.json", "/content.json", "/metrics", "/nothing"):
+    for path in ("/", "/status.json", "/metrics", "/nothing"):
         code, fields, body = get(url, path, Host="gpu7.example")
         assert code == 401 and "Basic" in fields["www-authenticate"] and "weft_" not in body
     wrong = ["Bearer wrong", f"Bearer {TOKEN}x", basic(""), "Basic ???", "Bearer", f"Digest {TOKEN}"]

@@ -54,12 +54,10 @@ def test_the_page_the_json_the_metrics_and_the_terminal_tell_the_same(monkeypatc
         code, fields, page = get(url(server))
         assert code == 200 and fields["content-type"] == "text/html; charset=utf-8"
         assert "default-src 'none'" in fields["content-security-policy"]
-        assert "/content.json" in page
+        assert "/status.json" in page
         found = json.loads(get(url(server), "/status.json")[2])
         assert found["experts"] == json.loads(status(server.address, as_json=True))["experts"]
         assert 'weft_expert_steps_total{expert="a"} 2.0' in get(url(server), "/metrics")[2]
-        told = json.loads(get(url(server), "/content.json")[2])
-        assert told["title"] == f"{server.address} · weft" and told["tables"][0]["rows"][0][:2] == ["a", "2"]
         assert status(server.address).splitlines()[2].split() == ["a", "2", "-", "4", "0", "0"]
     assert server.panel_url is not None
 
@@ -118,7 +116,7 @@ def test_a_module_that_hangs_hides_nothing() -> None:
 
 def test_any_name_may_be_shown() -> None:
     with Server([layer(NASTY.replace("\ud800", ""))], panel=LOCAL) as server:
-        assert [get(url(server), path)[0] for path in ("/", "/content.json", "/metrics")] == [200, 200, 200]
+        assert [get(url(server), path)[0] for path in ("/", "/status.json", "/metrics")] == [200, 200, 200]
 
 
 def test_the_directory_says_who_else_is_alive() -> None:
@@ -130,7 +128,6 @@ def test_the_directory_says_who_else_is_alive() -> None:
             servers = seen(server)["directory"]["servers"]
             assert servers == {server.address: {"experts": 1, "owns": 0}, other.address: {"experts": 2, "owns": 0}}
             assert f"alive: {other.address}, 2 experts" in status(server.address)
-            assert f"{server.address} (this one)" in get(url(server), "/content.json")[2]
         until(lambda: other.address not in seen(server)["directory"]["servers"])
     directory.close()
 
@@ -141,9 +138,7 @@ def test_a_directory_that_is_away_is_told_and_who_was_there_is_still_shown() -> 
         directory.close()
         until(lambda: seen(server)["directory"]["away_seconds"])
         found = seen(server)["directory"]
-        assert (
-            list(found["servers"]) == [server.address] and "directory: away for" in get(url(server), "/content.json")[2]
-        )
+        assert list(found["servers"]) == [server.address]
 
 
 def test_bad_clients_of_the_panel_do_not_hold_up_the_experts() -> None:

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from weft.core.errors import UsageError, WeftError, listed
 from weft.experts.discovery import (
@@ -373,17 +372,3 @@ def _statistics(replica: Replica, versions: Mapping[str, StateVersion]) -> Repli
         received_bytes=replica.received_bytes,
         failure="" if replica.failure is None else f"{type(replica.failure).__name__}: {replica.failure}",
     )
-
-
-def replica_line(uid: str, found: Mapping[str, Any]) -> str:
-    """One replica in words; ``found`` is a `ReplicaStatistics` as a dict."""
-    if found["role"] == "owner":
-        others = ", ".join(f"{name} ({steps} steps behind)" for name, steps in sorted(found["followers"].items()))
-        lapsed = "" if found["lasts"] else ", its lease has lapsed"
-        text = f"owner with token {found['token']}{lapsed}; followed by {others or 'nobody'}"
-    elif found["role"] == "follower":
-        behind = "its state is not here yet" if found["behind"] is None else f"{found['behind']} steps behind"
-        text = f"follows {found['owner']} with token {found['token']}, {behind}" if found["owner"] else "has no owner"
-    else:
-        text = f"is taking over with token {found['token']}"
-    return f"{uid}: {text}" + (f"; goes wrong: {found['failure']}" if found["failure"] else "")

@@ -1,9 +1,7 @@
 """Status of a server over HTTP: a page for people, its numbers as JSON, and Prometheus metrics.
 
-    Server.status() ──> summary.py ──┬──> GET /content.json ──> page.html, at GET /
-          |                          '──> ``weft status``, the same numbers in a terminal
-          ├─────────────────────────────> GET /status.json
-          '───────────> metrics.py ─────> GET /metrics
+    Server.status() ──┬──────────────> GET /status.json ──> page.html, at GET /
+                      '─> metrics.py ─> GET /metrics
 
 http.py serves them. Nothing here knows the server: its one input is the status, plain values as JSON has them.
 """

@@ -1,7 +1,7 @@
 """HTTP server of the panel: Starlette on uvicorn, in a thread and an event loop of its own.
 
-    GET /               the status page        GET /content.json    what the page draws, see content.py
-    GET /status.json    ``Server.status()``    GET /metrics         for Prometheus
+    GET /    the status page, which draws the next    GET /status.json    ``Server.status()``
+                                                      GET /metrics        for Prometheus
 
 Whoever reads the panel sees names, counts and error texts, so on loopback it answers only to names of this machine (a
 web page whose name was made to point here would read it in a visitor's browser: DNS rebinding), and beyond loopback
@@ -37,8 +37,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from weft.core.errors import UsageError
 from weft.core.validation import Validator, token_fault
 from weft.experts.address import split
-from weft.experts.status_page.metrics import exposition
-from weft.experts.status_page.summary import Status, content
+from weft.experts.status_page.metrics import Status, exposition
 
 STATUS_SECONDS = 0.2
 """Age up to which a status is answered again: polling often costs the experts little."""
@@ -174,16 +173,14 @@ class Panel:
             return HTMLResponse(_PAGE)
 
         def status_json(_: Request) -> Response:
-            return _json(self._recent())
-
-        def content_json(_: Request) -> Response:
-            return _json(content(self._recent()))
+            # In ASCII, since a name may hold lone surrogates, which UTF-8 cannot encode.
+            return Response(json.dumps(self._recent()), media_type="application/json")
 
         def metrics(request: Request) -> Response:
             body, kind = exposition(self._recent(), request.headers.get("accept", ""))
             return Response(body, headers={"Content-Type": kind})
 
-        handlers = {"/": page, "/status.json": status_json, "/content.json": content_json, "/metrics": metrics}
+        handlers = {"/": page, "/status.json": status_json, "/metrics": metrics}
         # Coroutines, so that they run in the loop's own thread and need no pool beside it.
         return Router([Route(path, _in_loop(handler)) for path, handler in handlers.items()], redirect_slashes=False)
 
@@ -192,11 +189,6 @@ class Panel:
         if self._latest is None or now >= self._latest[0] + STATUS_SECONDS:
             self._latest = now, self._status()
         return self._latest[1]
-
-
-def _json(value: Any) -> Response:
-    """In ASCII, since a name may hold lone surrogates, which UTF-8 cannot encode."""
-    return Response(json.dumps(value), media_type="application/json")
 
 
 def _in_loop(handler: Callable[[Request], Response]) -> Callable[[Request], Any]:
