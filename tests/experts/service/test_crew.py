@@ -43,7 +43,7 @@ def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch
 
     def slowly(*arguments: Any) -> None:
         told(*arguments)
-        waited_for.wait(60.0)  # in gRPC's thread, which need not be through when the caller has heard
+        waited_for.wait(10.0)  # in gRPC's thread, which need not be through when the caller has heard
 
     def waiting(crew: GrpcThreads, *arguments: Any) -> bool:
         waited_for.set()

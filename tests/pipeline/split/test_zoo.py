@@ -73,9 +73,14 @@ def piped(pipe: weft.Pipe, of: Entry, inputs: dict[str, Any]) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("grid", ["pairs", pytest.param("whole", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "name", [*OWN, *(pytest.param(name, marks=needs_transformers) for name in HUGGING)], ids=[*OWN, *HUGGING]
+    ("name", "grid"),
+    [
+        *((name, "pairs") for name in OWN),
+        *(pytest.param(name, "pairs", marks=needs_transformers) for name in ("gpt2", "llama", "bert", "vit")),
+        *(pytest.param(name, "whole", marks=pytest.mark.long) for name in OWN),
+        *(pytest.param(name, "whole", marks=[pytest.mark.long, needs_transformers]) for name in HUGGING),
+    ],
 )
 def test_any_model_trains_in_stages_as_in_a_plain_loop(name: str, grid: str) -> None:
     of = entry(name)
