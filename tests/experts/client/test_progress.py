@@ -3,9 +3,9 @@
 import pytest
 
 from tests.experts.client.test_retry import Scripted
-from weft.experts.client import Connections, StepsLostWarning, Transport
-from weft.experts.client.retry import DirectoryResolver, FixedResolver, Resolver
-from weft.experts.client.stub import ExpertProgress, RequestBuilder, client_name
+from weft.experts.client import Connections, StepsLostWarning
+from weft.experts.client.retry import DirectoryResolver, FixedResolver
+from weft.experts.client.stub import ExpertProgress, RequestBuilder
 from weft.experts.compression import Policy
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.fencing import token_of
@@ -63,23 +63,17 @@ def test_a_directory_that_knows_no_server_any_more_hurts_no_warning() -> None:
             progress.update(5, Receipt(5, 2))
 
 
-class Owned:
+class Owned(FixedResolver):
     """A resolver of an expert whose owner has this token."""
 
     def __init__(self, token: int) -> None:
         self._token = token
 
-    def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        raise NotImplementedError
-
     def token(self) -> int:
         return self._token
 
-    def takeover_expected(self, error: BaseException) -> bool:
-        return False
 
-
-def accepted(resolver: Resolver, data: bytes) -> ExpertProgress:
+def accepted(resolver: FixedResolver, data: bytes) -> ExpertProgress:
     (received,) = decode(encode([Call(Header(kind=Kind.RESULT, call_id=1, uid="a", data=data))]))
     progress = ExpertProgress("a", resolver)
     progress.accept(received)
@@ -115,5 +109,5 @@ def test_an_answer_without_a_receipt_is_malformed() -> None:
 
 
 def test_a_client_has_the_name_that_it_wants_or_one_of_its_own() -> None:
-    assert client_name("me") == "me"
-    assert len({client_name("") for _ in range(9)}) == 9
+    assert RequestBuilder("me", Policy()).client == "me"
+    assert len({RequestBuilder("", Policy()).client for _ in range(9)}) == 9

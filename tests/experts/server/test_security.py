@@ -59,9 +59,9 @@ def test_a_certificate_says_who_a_client_is(secured: Server, authority: Authorit
 @pytest.mark.parametrize(
     ("who", "words"),
     [
-        ("nobody", "shown no certificate: if it asks for one, give key= and certificate= .tls=."),
-        ("stranger", "check both ends' certificates: that of this client.*that neither has expired"),
-        ("mistrusts", "check both ends' certificates.*authority= .tls=., which must have signed the other's"),
+        ("nobody", "shown no certificate.*check both ends' certificates .tls=."),
+        ("stranger", "check both ends' certificates .tls=."),
+        ("mistrusts", "check both ends' certificates .tls=.: each must be signed by the other's authority="),
         ("plain", "called without TLS: if it wants TLS, give this client certificates .tls=."),
     ],
 )

@@ -52,6 +52,14 @@ class RemoteLayer(nn.Module):
         """Whether gradients wait for a commit."""
         raise NotImplementedError
 
+    def commit(self) -> Any:
+        """One optimizer step with the gradients since the last commit: whether it stepped; of several, by uid."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Drop the gradients since the last commit."""
+        raise NotImplementedError
+
     @property
     def steps_in_backward(self) -> str:
         """See `weft.core.autograd.StepsInBackward`."""
@@ -62,11 +70,7 @@ class RemoteLayer(nn.Module):
     def anchor_for(self, who: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
         """The anchor, which wants a gradient only where the call with these inputs is to train the experts.
 
-        Args:
-            who: the experts, in an error, with "is" or "are".
-            trained: whether servers step in a backward.
-
-        Raises ``UsageError`` if it is frozen, but an input wants a gradient.
+        ``who``: the experts, with "is" or "are". Raises ``UsageError`` if it is frozen, but an input wants a gradient.
         """
         if trained and self.anchor.requires_grad:
             return self.anchor
@@ -92,7 +96,7 @@ class RemoteLayer(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Nothing of the experts, for the same reason: weights for them are unexpected, an error if ``strict``."""
+        """Weights for the experts are unexpected, an error if ``strict``."""
         key, missing = prefix + _ANCHOR, list[str]()
         if state_dict.pop(key, None) is not None and strict:
             unexpected_keys.append(key)
@@ -133,7 +137,12 @@ class RemoteFunction:
         """See `CutFunction.backward`. Every call of it has a key of its own: one more backward, not a repetition."""
         if self._freed:
             raise BackwardTwiceError(TWICE)
-        self._check_inputs()
+        names = zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
+        if changed := [name for name, tensor, before in names if version(tensor) != before]:
+            raise InPlaceError(
+                f"{', '.join(changed)} of expert {self.signature.name!r} was written to after the call, but its "
+                "backward needs it unchanged; give the expert a copy, or write into a copy"
+            )
         key, self.key = self.key, self.key.again()
         wanted = [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
@@ -151,24 +160,9 @@ class RemoteFunction:
         """See `weft.core.autograd.OnceDifferentiable`."""
         return f"expert {self.signature.name!r} {ONLY_ONCE}"
 
-    def _check_inputs(self) -> None:
-        changed = [
-            name
-            for name, tensor, before in zip(self.signature.inputs.names, self.inputs, self._versions, strict=True)
-            if version(tensor) != before
-        ]
-        if changed:
-            raise InPlaceError(
-                f"{', '.join(changed)} of expert {self.signature.name!r} was written to after the call, but its "
-                "backward needs it unchanged; give the expert a copy, or write into a copy"
-            )
-
 
 class RecomputeCache(Generic[Value]):
     """Results of forwards that will be recomputed, by their inputs. Thread-safe.
-
-        checkpointing   inputs ──> servers ──> result, stored with a copy of the inputs
-        recomputing     the same inputs ──> the stored result; nothing is sent
 
     A pipe recomputes a stage in backward to save memory. Remote experts keep no graph here, so there is nothing to
     save; and called again they might answer otherwise, if others have trained them meanwhile: the gradient would be
@@ -192,14 +186,11 @@ class RecomputeCache(Generic[Value]):
         """Remove and return the oldest result for these inputs."""
         with self._lock:
             for place, (known, value) in enumerate(self._entries):
-                if all(_same(a, b) for a, b in zip(known, inputs, strict=True)):
+                pairs = zip(known, inputs, strict=True)
+                if all(a.shape == b.shape and a.device == b.device and torch.equal(a, b.detach()) for a, b in pairs):
                     del self._entries[place]
                     return value
         return None
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.device == b.device and torch.equal(a, b.detach())
 
 
 def forbid_tangents(who: str, inputs: Sequence[Tensor]) -> None:

@@ -4,14 +4,13 @@
     model = nn.Sequential(nn.Linear(8, 512), layer, nn.Linear(512, 2))
     loss(model(x)).backward()           # also trains the expert at its server
 
-For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's. Many
-at once are created from a directory, and committed or discarded together.
+For PyTorch it is an ordinary layer. The idea of one autograd function that joins two remote calls is hivemind's.
 """
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +46,10 @@ class RemoteExpert(RemoteLayer):
             then says where the expert is at every call.
         timeout: seconds for one forward, backward or commit, with all its repetitions.
         retry: which calls are sent again, and when; see `Retry`.
-        compression: how tensors travel; see `weft.experts.compression.Policy`. ``outputs`` and ``input_gradients``
-            take one choice each.
+        compression: how tensors travel; ``outputs`` and ``input_gradients`` take one choice each.
         client: the name by which the server knows this caller, for quotas; one of this process by default.
-        accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step. For
-            mini-batches that are cut into micro-batches (in a `weft.Pipe`, or by hand): otherwise every micro-batch
-            is a step. ``False``: every backward steps.
+        accumulate: gradients of backward add up at the server until `commit`, which is one optimizer step: for
+            micro-batches, of a `weft.Pipe` or by hand. ``False``: every backward steps.
         keep_graph: ask the server to keep the graph of a forward for its backward, where it allows that. Then backward
             does not send the inputs again either.
         tls, token: see `GrpcTransport`; for an address only.
@@ -63,17 +60,13 @@ class RemoteExpert(RemoteLayer):
     a time is sent in parts, whose gradients are one step all the same. In a `weft.Pipe` that recomputes, forward
     is not sent again.
 
-    Its parameters live at the server. Here there is a single zero, ``anchor``, through which autograd finds the expert.
-    It is in `parameters`, not in `state_dict`; its gradient is zero, and its value means nothing. Freezing it forbids
-    backward.
+    Its parameters live at the server. Here there is a single zero, ``anchor``, through which autograd finds the expert:
+    in `parameters`, not in `state_dict`. Freezing it forbids backward. A copy or a pickle is one more client of the
+    same expert; with a `Transport` or `Connections` it can be copied, but not pickled.
 
-    A copy or a pickle of it is one more client of the same expert, and the same layer in all else: with an address it
-    makes a connection of its own; with a `Transport` or `Connections` it can be copied, but not pickled.
-
-    Raises ``UsageError`` that lists all invalid arguments; at the first call or `describe`,
-    ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``; at every call ``SpecError`` for arguments that do
-    not fit (before anything is sent), ``DeadlineError``, ``LostError``, and what the expert answers; see
-    `weft.experts.errors`.
+    Raises ``UsageError`` that lists all invalid arguments; at a call ``SpecError`` for arguments that do not fit
+    (before anything is sent), ``UnknownExpertError``, ``ForbiddenError``, ``UnreachableError``, ``DeadlineError``,
+    ``LostError``, and what the expert answers; see `weft.experts.errors`.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -99,8 +92,8 @@ class RemoteExpert(RemoteLayer):
         token: str | None = None,
     ) -> None:
         super().__init__()
-        options = {"timeout": timeout, "client": client, "accumulate": accumulate, "keep_graph": keep_graph}
-        options |= {"retry": retry, "compression": compression, "tls": tls, "token": token}
+        options: dict[str, Any] = {"timeout": timeout, "client": client, "accumulate": accumulate}
+        options |= {"keep_graph": keep_graph, "retry": retry, "compression": compression, "tls": tls, "token": token}
         with Validator("invalid remote expert") as check:
             check_remote_expert(check, uid, where, options)
         self.uid = uid
@@ -188,12 +181,13 @@ class RemoteExpert(RemoteLayer):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        """The state of this layer, with what subclasses or users have added, and nothing of this process."""
         if not isinstance(self._where, str):
             raise UsageError(
                 f"remote expert {self.uid!r} uses connections of this process, which cannot be pickled; make it from "
                 "an address, or make it anew where it is needed"
             )
-        return self._state()
+        return {name: value for name, value in super().__getstate__().items() if name not in _LOCAL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -202,7 +196,7 @@ class RemoteExpert(RemoteLayer):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteExpert":
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        state = self._state()
+        state = {name: each for name, each in super().__getstate__().items() if name not in _LOCAL}
         made.__setstate__({name: each if name in _SHARED else deepcopy(each, memo) for name, each in state.items()})
         return made
 
@@ -210,10 +204,6 @@ class RemoteExpert(RemoteLayer):
         """For `repr`."""
         where = self._where if isinstance(self._where, str) else type(self._where).__name__
         return f"{self.uid!r}, {where!r}"
-
-    def _state(self) -> dict[str, Any]:
-        """The state of this layer, with what subclasses or users have added, and nothing of this process."""
-        return {name: value for name, value in super().__getstate__().items() if name not in _LOCAL}
 
     def _connect(self) -> None:
         where, (tls, token) = self._where, self._credentials
@@ -254,33 +244,34 @@ def check_remote_expert(check: Validator, uid: Any, where: Any, options: Mapping
     else:
         wanted = "the server's address (host:port), a Transport, or Connections to a directory"
         check.instance("where", where, (Connections, Transport), wanted)
-    check_options(check, options, address=isinstance(where, str))
+    check_options(check, isinstance(where, str), **options)
 
 
-def check_options(check: Validator, options: Mapping[str, Any], *, address: bool) -> None:
+def check_options(
+    check: Validator,
+    address: bool,
+    *,
+    timeout: Any = 30.0,
+    retry: Any = None,
+    compression: Any = None,
+    client: Any = "",
+    accumulate: Any = False,
+    keep_graph: Any = False,
+    tls: Any = None,
+    token: Any = None,
+    **unknown: Any,
+) -> None:
     """Check keyword arguments of `RemoteExpert`; ``address``: whether it is made from one."""
-    known = {
-        "timeout": 30.0,
-        "retry": None,
-        "compression": None,
-        "client": "",
-        "accumulate": False,
-        "keep_graph": False,
-        "tls": None,
-        "token": None,
-    }
-    given = {**known, **options}
-    check.seconds("timeout", given["timeout"])
-    check.instance("retry", given["retry"], Retry, "a Retry, such as Retry(attempts=3)", optional=True)
-    check_compression(check, given["compression"])
-    check.instance("client", given["client"], str, "a text: the name by which servers know this caller")
-    check.boolean("accumulate", given["accumulate"])
-    check.boolean("keep_graph", given["keep_graph"])
-    check.add(*credential_faults(given["tls"], given["token"]))
-    own = address or (given["tls"] is None and given["token"] is None)
+    check.seconds("timeout", timeout)
+    check.instance("retry", retry, Retry, "a Retry, such as Retry(attempts=3)", optional=True)
+    check_compression(check, compression)
+    check.instance("client", client, str, "a text: the name by which servers know this caller")
+    check.boolean("accumulate", accumulate)
+    check.boolean("keep_graph", keep_graph)
+    check.add(*credential_faults(tls, token))
+    own = address or (tls is None and token is None)
     check.that(own, "tls= and token= are for an address; a transport or connections have their own")
-    for name in options.keys() - known.keys():
-        check.add(f"there is no option {name!r}, but there are {', '.join(known)}")
+    check.add(*(f"there is no option {name!r}; help(weft.RemoteExpert) lists them" for name in unknown))
 
 
 def check_compression(check: Validator, compression: Any) -> None:
@@ -297,12 +288,6 @@ def _close(caller: RetryingCaller, transport: Transport | None) -> None:
     caller.closed.set()
     if transport is not None:
         transport.close()
-
-
-_WANTED = (
-    "a directory, Connections to one, or addresses by uid; for the address of a single server, make each "
-    "RemoteExpert(uid, address)"
-)
 
 
 def create_remote_experts(
@@ -337,39 +322,12 @@ def create_remote_experts(
         if isinstance(directory, Mapping):
             check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
         else:
-            check.instance("directory", directory, (Directory, Connections), _WANTED)
-        check_options(check, options, address=False)
+            wanted = "a directory, Connections to one, or addresses by uid; a single address is for RemoteExpert"
+            check.instance("directory", directory, (Directory, Connections), wanted)
+        check_options(check, False, **options)
     connections = directory if isinstance(directory, Connections) else Connections(directory)
     known = connections.snapshot()
     return [RemoteExpert(uid, connections, **options) if uid in known else None for uid in names]
-
-
-@runtime_checkable
-class Commits(Protocol):
-    """A layer of several experts, such as a mixture, that commits to all of them."""
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients wait for `commit`."""
-        ...
-
-    def commit(self) -> Mapping[str, bool]:
-        """One optimizer step with the gradients since the last: whether it stepped, by uid."""
-        ...
-
-
-@runtime_checkable
-class Discards(Protocol):
-    """A layer that can drop its open mini-batch: a remote expert, or a layer of several."""
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients wait for `commit`."""
-        ...
-
-    def discard(self) -> None:
-        """Drop the gradients since the last commit."""
-        ...
 
 
 def commit(module: nn.Module) -> dict[str, bool]:
@@ -390,9 +348,10 @@ def commit(module: nn.Module) -> dict[str, bool]:
         {'ffn.0': True}
     """
     found: dict[str, bool] = {}
-    for each in module.modules():
-        for uid, stepped in _committed(each).items():
-            found[uid] = stepped or found.get(uid, False)
+    for each in _accumulating(module):
+        stepped = each.commit()
+        for uid, did in ({each.uid: stepped} if isinstance(each, RemoteExpert) else stepped).items():
+            found[uid] = did or found.get(uid, False)
     return found
 
 
@@ -406,12 +365,9 @@ def discard(module: nn.Module) -> None:
         >>> from weft.experts.client import discard
         >>> discard(nn.Sequential(nn.Linear(8, 8)))  # has no remote experts, so nothing is dropped
     """
-    for each in module.modules():
-        if isinstance(each, Discards) and each.accumulates:
-            each.discard()
+    for each in _accumulating(module):
+        each.discard()
 
 
-def _committed(each: nn.Module) -> Mapping[str, bool]:
-    if isinstance(each, RemoteExpert):
-        return {each.uid: each.commit()} if each.accumulates else {}
-    return each.commit() if isinstance(each, Commits) and each.accumulates else {}
+def _accumulating(module: nn.Module) -> list[RemoteLayer]:
+    return [each for each in module.modules() if isinstance(each, RemoteLayer) and each.accumulates]

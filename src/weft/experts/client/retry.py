@@ -33,7 +33,6 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from weft.core.errors import UsageError, WeftError, escaped, listed
 from weft.core.rng import waiting
@@ -57,87 +56,66 @@ _LISTED = 10  # names that a message lists; there may be as many as experts
 _random = random.Random()  # its own: the user's generators are not touched
 
 
-@runtime_checkable
-class Resolver(Protocol):
-    """How one expert is reached."""
+class FixedResolver:
+    """How one expert is reached: always by the same transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
     def transport(self, attempt: int, last: BaseException | None) -> Transport:
         """Where to send the attempt of this number (from 0), after the one before ended with ``last``.
 
         Raises ``UnreachableError`` if no server has the expert now, ``UsageError`` if none ever will.
         """
-        ...
-
-    def token(self) -> int:
-        """The fencing token of the expert's owner, as far as it is known; 0: none."""
-        ...
-
-    def takeover_expected(self, error: BaseException) -> bool:
-        """Whether, after this error, a server is sure to take the expert over soon."""
-        ...
-
-
-class FixedResolver:
-    """A resolver to one transport."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """See `Resolver.transport`."""
         return self._transport
 
     def token(self) -> int:
-        """See `Resolver.token`."""
+        """The fencing token of the expert's owner, as far as it is known; 0: none."""
         return 0
 
     def takeover_expected(self, error: BaseException) -> bool:
-        """See `Resolver.takeover_expected`."""
+        """Whether, after this error, a server is sure to take the expert over soon."""
         return False
 
 
-class DirectoryResolver:
-    """A resolver to the server that the directory names."""
+class DirectoryResolver(FixedResolver):
+    """How one expert is reached: by the server that the directory names."""
 
     def __init__(self, uid: str, connections: Connections) -> None:
         self.connections = connections
         self._uid = uid
 
     def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """See `Resolver.transport`."""
+        """The owner first, then the other servers in turn; but the one that `NotOwnerError` names, if it does."""
+        to, refusal = self.connections.to, self.connections.refusal
         named = last.details.get("address") if isinstance(last, NotOwnerError) else None
-        if named and self.connections.refusal(named) is None:
-            return self.connections.to(named)
+        if named and refusal(named) is None:
+            return to(named)
         snapshot = self.connections.snapshot()
         owner, addresses = snapshot.owner(self._uid), list(snapshot.addresses(self._uid))
-        if owner is not None and owner.address in addresses:
-            addresses.remove(owner.address)
-            addresses.insert(0, owner.address)
+        if owner is not None:
+            addresses.sort(key=lambda address: address != owner.address)
         if not addresses and self.connections.fixed:
+            known = ", ".join(sorted(snapshot.experts)[:_LISTED]) or "no expert"
             raise UsageError(
-                f"these connections were given no address of expert {self._uid!r}, but addresses of "
-                f"{', '.join(sorted(snapshot.experts)[:_LISTED]) or 'no expert'}"
+                f"these connections were given no address of expert {self._uid!r}, but addresses of {known}"
             )
         if not addresses:
             raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
-        refusals = {address: self.connections.refusal(address) for address in addresses}
-        trusted = [address for address, refusal in refusals.items() if refusal is None]
+        refusals = {address: refusal(address) for address in addresses}
+        trusted = [address for address in addresses if refusals[address] is None]
         if not trusted:
-            raise UnreachableError(
-                listed(
-                    f"the directory knows no server of expert {self._uid!r} that may be connected to:",
-                    [escaped(each) for each in refusals.values()],
-                )
-            )
-        return self.connections.to(trusted[attempt % len(trusted)])
+            head = f"the directory knows no server of expert {self._uid!r} that may be connected to:"
+            raise UnreachableError(listed(head, [escaped(each) for each in refusals.values()]))
+        return to(trusted[attempt % len(trusted)])
 
     def token(self) -> int:
-        """See `Resolver.token`."""
+        """See `FixedResolver.token`."""
         owner = self.connections.snapshot().owner(self._uid)
         return 0 if owner is None else owner.token
 
     def takeover_expected(self, error: BaseException) -> bool:
-        """See `Resolver.takeover_expected`."""
+        """Whether a follower answered."""
         return isinstance(error, NotOwnerError)
 
 
@@ -173,11 +151,8 @@ class Retry:
             valid &= check.number("growth", self.growth, least=1.0, most=1e9)
             valid &= check.seconds("first", self.first, zero=True)
             valid &= check.seconds("longest", self.longest, zero=True)
-            if valid:
-                check.that(
-                    self.first <= self.longest,
-                    f"first is {self.first}, wanted at most longest, which is {self.longest}",
-                )
+            fits = not valid or self.first <= self.longest
+            check.that(fits, f"first is {self.first}, wanted at most longest, which is {self.longest}")
             check.seconds("attempt_seconds", self.attempt_seconds, optional=True)
 
     def again(self, error: BaseException, attempt: int) -> bool:
@@ -207,7 +182,7 @@ NEVER = Retry(attempts=1)
 class RetryingCaller:
     """Calls of one expert, which wait for their answer. Thread-safe: any number of calls at a time."""
 
-    resolver: Resolver
+    resolver: FixedResolver
     retry: Retry = field(default_factory=Retry)
     closed: threading.Event = field(default_factory=threading.Event)
 

@@ -9,12 +9,8 @@ Nothing is sent before the server has answered with its metadata; so a call that
 from one that may have been. gRPC's own threads send: a round trip takes them two thirds of the time that it takes an
 asyncio loop in a thread, and no loop is shared with a server in the same process.
 
-    PendingCalls.open ──> PendingCall: future, deadline, stream ──┬── settle: the answer came, or its error
-                                                                  ├── fail: the stream that carried it is gone
-                                                                  ├── the clock: its deadline passed
-                                                                  └── close
-
-Whichever comes first takes the entry out and ends the future; the others find nothing. So no call waits for ever.
+A call ends by its answer, with its stream, by the clock at its deadline, or at `close`: whichever comes first takes the
+entry out and ends the future, and the others find nothing. So no call waits for ever.
 """
 
 import threading
@@ -31,14 +27,7 @@ import grpc
 
 from weft.core.errors import UsageError, WeftError
 from weft.core.validation import LONGEST
-from weft.experts.errors import (
-    DeadlineError,
-    ForbiddenError,
-    LostError,
-    OverloadError,
-    UnreachableError,
-    WireError,
-)
+from weft.experts.errors import DeadlineError, ForbiddenError, LostError, OverloadError, UnreachableError, WireError
 from weft.experts.wire import Call, Kind, Limits, Received, decode, encode_parts, read_fault
 from weft.experts.wire.service import COALESCED, FRAME_BYTES
 
@@ -137,15 +126,13 @@ class PendingCalls:
         future = entry.future
         if not future.set_running_or_notify_cancel():
             return
-        failed = isinstance(outcome, Exception)
-        with self._changed:
-            if failed:
-                self._failed[type(outcome).__name__] += 1
-            else:
-                self._answered += 1
         if isinstance(outcome, Exception):
+            with self._changed:
+                self._failed[type(outcome).__name__] += 1
             future.set_exception(outcome)
         else:
+            with self._changed:
+                self._answered += 1
             future.set_result(outcome)
 
     def _run(self) -> None:
@@ -218,9 +205,11 @@ class Stream:
             if first is None or self.gone:
                 return
             batch, kept = self._batch(first)
+            batch = [entry for entry in batch if not entry.future.cancelled()]
             for entry in batch:
                 entry.sent = True
-            yield from self._encoded(batch)
+            if batch:
+                yield from self._encoded(batch)
 
     def _batch(self, first: PendingCall) -> tuple[list[PendingCall], PendingCall | None]:
         """The calls that share a frame with this one, and the one that was taken too many."""
@@ -241,21 +230,14 @@ class Stream:
 
     def _encoded(self, batch: list[PendingCall]) -> Iterator[bytes]:
         """One frame, or, if something in it cannot be sent so, one for each call that can."""
-        calls = [(entry, _addressed(entry)) for entry in batch if not entry.future.cancelled()]
-        if not calls:
-            return
         try:
-            yield from encode_parts([call for _, call in calls], self._limits)
-            return
-        except Exception as error:
-            if len(calls) == 1:
-                self._pending.settle(calls[0][0].number, error)
+            yield from encode_parts([_addressed(entry) for entry in batch], self._limits)
+        except Exception as error:  # of the encoder, before the first message
+            if len(batch) == 1:
+                self._pending.settle(batch[0].number, error)
                 return
-        for entry, call in calls:
-            try:
-                yield from encode_parts([call], self._limits)
-            except Exception as error:
-                self._pending.settle(entry.number, error)
+            for entry in batch:
+                yield from self._encoded([entry])
 
     # The reader, in its own thread.
 

@@ -1,4 +1,4 @@
-"""Client stub of one expert: info, forward, backward, commit and discard as calls under one deadline each.
+"""Client stub of one expert: description, forward, backward, commit and discard, each under one deadline.
 
     forward    key ──> the server keeps graph and inputs, if it is asked to and has a budget for them, and says so
     backward   key ──> kept: only the gradients are sent; and where the inputs are gone meanwhile, the whole call
@@ -7,12 +7,8 @@
     commit     the name of the mini-batch is its key
 
 A call that steps bears a fence: the fencing token of the owner that the directory names (a replaced owner refuses), and
-for a commit the incarnation of the server that holds the sum. An answer of a replaced owner is not used.
-
-The signature of an expert checks a call before anything is sent, and an answer before it is used:
-
-    expert(x, mask=m) ── nested as the schema says? ── flat [x, m] ── fits? ──> sent
-    flat outputs ── fit? ──> nested as the module returns them, on the device of the inputs
+for a commit the incarnation of the server that holds the sum. An answer of a replaced owner is not used. The signature
+checks a call before anything is sent, and an answer before it is used.
 """
 
 import os
@@ -35,8 +31,7 @@ from torch import Tensor
 from weft.core.errors import SpecError, WeftError, listed
 from weft.core.pytree import difference, flatten, structure_paths
 from weft.core.rng import waiting
-from weft.core.spec import TensorSpec
-from weft.experts.client.retry import Resolver, RetryingCaller
+from weft.experts.client.retry import FixedResolver, RetryingCaller
 from weft.experts.compression import Policy
 from weft.experts.discovery.fencing import number_of, replaced
 from weft.experts.errors import (
@@ -47,7 +42,7 @@ from weft.experts.errors import (
     NotOwnerError,
     StepsLostWarning,
 )
-from weft.experts.schema import FlatSchema, NestedSchema, call_schema, gradient_columns, output_schema
+from weft.experts.schema import FlatSchema, NestedSchema, call_schema, output_schema
 from weft.experts.task import REPEATED
 from weft.experts.wire import Call, Header, Kind, Received
 from weft.experts.wire.service import Description, Receipt, read_description, read_receipt
@@ -73,19 +68,18 @@ class ExpertStub:
         self.uid = uid
         self.caller = caller
         self.options = options
-        self.requests = RequestBuilder(client_name(options.client), options.compression)
+        self.requests = RequestBuilder(options.client, options.compression)
         self.mini_batch = OpenMiniBatch(uid)
         self.progress = ExpertProgress(uid, caller.resolver)
         self._lock = threading.Lock()
         self._signature: Signature | None = None
 
-    def describe(self) -> Description:
+    def describe(self, timeout: float | None = None) -> Description:
         """The server's current description of the expert."""
-        return self._described(self.options.timeout)
-
-    def deadline(self) -> float:
-        """Of a backward or commit that begins now, as a time of `time.monotonic`."""
-        return time.monotonic() + self.options.timeout
+        seconds = self.options.timeout if timeout is None else timeout
+        found = read_description(self.caller.call(self.requests.info(self.uid), seconds).header.data)
+        self.progress.update(found.steps, Receipt(found.durable, found.incarnation))
+        return found
 
     def signature(self, deadline: float) -> "Signature":
         """The expert's signature, requested once. Raises ``DeadlineError`` if it is not known by ``deadline``."""
@@ -96,7 +90,7 @@ class ExpertStub:
             if not self._lock.acquire(timeout=self._left(deadline)):
                 raise self._late()
             try:
-                found = self._signature = self._signature or Signature(self._described(self._left(deadline)))
+                found = self._signature = self._signature or Signature(self.describe(self._left(deadline)))
             finally:
                 self._lock.release()
         return found
@@ -112,7 +106,7 @@ class ExpertStub:
         found: list[list[Tensor]] = []
         for part, own in zip(parts, keys, strict=True):
             answer = self._answer(self.requests.forward(self.uid, part, own), deadline)
-            own.on_response(answer)
+            own.kept = answer.header.keep
             found.append(signature.results(answer, part[0].device))
         return found[0] if len(parts) == 1 else [torch.cat(outputs) for outputs in zip(*found, strict=True)]
 
@@ -121,7 +115,7 @@ class ExpertStub:
 
         Parts of a call add to one mini-batch, which is committed in the end: they are one step as well, or none.
         """
-        deadline = self.deadline()
+        deadline = time.monotonic() + self.options.timeout
         signature = self.signature(deadline)
         parts = _split([*inputs, *gradients], signature.max_batch_size)
         mini_batch = self.mini_batch if self.options.accumulate else None
@@ -134,23 +128,39 @@ class ExpertStub:
                 for part, each in zip(parts, key.split(len(parts)), strict=True)
             ]
             if own is not None:
-                self._commit(own, deadline)
+                self.commit(own, deadline)
         except BaseException:
             if own is not None:
-                self._discard(own, 0.0)
+                self.discard(mini_batch=own)
             raise
         return [torch.cat(rows) for rows in zip(*found, strict=True)]
 
-    def commit(self) -> bool:
+    def commit(self, mini_batch: "OpenMiniBatch | None" = None, deadline: float | None = None) -> bool:
         """One step with the gradients of the open mini-batch; False if there are none."""
-        return self._commit(self.mini_batch, self.deadline())
+        mini_batch = mini_batch or self.mini_batch
+        ready = mini_batch.ready()
+        if ready is None:
+            return False
+        name, incarnation = ready
+        call = self.requests.commit(self.uid, name, incarnation, self.caller.resolver.token())
+        try:
+            self._answer(call, time.monotonic() + self.options.timeout if deadline is None else deadline)
+        except CommitError as error:
+            mini_batch.failed(name, error)
+            raise
+        mini_batch.end(name)
+        return True
 
-    def discard(self, timeout: float = 0.0) -> None:
+    def discard(self, timeout: float = 0.0, mini_batch: "OpenMiniBatch | None" = None) -> None:
         """Begin the next mini-batch, and tell the server to drop this one.
 
         Its answer is waited for at most ``timeout`` seconds, such as before the connection is closed.
         """
-        self._discard(self.mini_batch, timeout)
+        name = (mini_batch or self.mini_batch).give_up()
+        if name is not None:
+            sent = self.caller.send(self.requests.discard(self.uid, name), self.options.timeout)
+            if sent is not None and timeout:
+                wait([sent], min(timeout, self.options.timeout))
 
     def _backward(
         self,
@@ -177,31 +187,6 @@ class ExpertStub:
             mini_batch.added(name, read_receipt(answer.header.data).incarnation)
         return self.signature(deadline).input_gradients(answer, inputs)
 
-    def _commit(self, mini_batch: "OpenMiniBatch", deadline: float) -> bool:
-        ready = mini_batch.ready()
-        if ready is None:
-            return False
-        name, incarnation = ready
-        try:
-            self._answer(self.requests.commit(self.uid, name, incarnation, self.caller.resolver.token()), deadline)
-        except CommitError as error:
-            mini_batch.failed(name, error)
-            raise
-        mini_batch.end(name)
-        return True
-
-    def _discard(self, mini_batch: "OpenMiniBatch", timeout: float) -> None:
-        name = mini_batch.give_up()
-        if name is not None:
-            sent = self.caller.send(self.requests.discard(self.uid, name), self.options.timeout)
-            if sent is not None and timeout:
-                wait([sent], min(timeout, self.options.timeout))
-
-    def _described(self, seconds: float) -> Description:
-        found = read_description(self.caller.call(self.requests.info(self.uid), seconds).header.data)
-        self.progress.update(found.steps, Receipt(found.durable, found.incarnation))
-        return found
-
     def _answer(self, call: Call, deadline: float) -> Received:
         return self.caller.call(call, self._left(deadline), self.progress.accept)
 
@@ -226,11 +211,6 @@ def _split(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
     return [[tensor[part * rows : (part + 1) * rows] for tensor in tensors] for part in range(count)]
 
 
-def client_name(wanted: str) -> str:
-    """The name by which servers know a caller: the wanted one, or one that no other client has."""
-    return wanted or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
 @dataclass(eq=False, slots=True)
 class IdempotencyKey:
     """Key of a forward and its backward. By it a server finds what it kept of the one for the other, recognises a
@@ -246,10 +226,6 @@ class IdempotencyKey:
     kept: bool = False
     _repetition: int = 0
     _parts: "list[IdempotencyKey]" = field(default_factory=list["IdempotencyKey"])
-
-    def on_response(self, answer: Received) -> None:
-        """Note whether the server kept what the forward asked it to keep."""
-        self.kept = answer.header.keep
 
     def again(self) -> "IdempotencyKey":
         """The key of one more backward of the same forward."""
@@ -267,27 +243,25 @@ class IdempotencyKey:
 
 
 class RequestBuilder:
-    """Calls of any expert, as a client sends them under its name. ``token``: the fencing token of the owner."""
+    """Calls of any expert, as a client sends them under its name; by default one that no other client has.
+
+    ``token``: the fencing token of the owner.
+    """
 
     def __init__(self, client: str, compression: Policy) -> None:
-        self.client = client
+        self.client = client or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._header = partial(Header, client=self.client)
         self._choose = lru_cache(64)(compression.choose)
 
     def info(self, uid: str) -> Call:
         """Request the description of an expert."""
-        return Call(Header(kind=Kind.INFO, call_id=0, uid=uid, client=self.client))
+        return Call(self._header(Kind.INFO, uid=uid))
 
     def forward(self, uid: str, inputs: Sequence[Tensor], key: IdempotencyKey) -> Call:
         """Request flat outputs."""
-        header = Header(
-            kind=Kind.FORWARD,
-            call_id=0,
-            uid=uid,
-            client=self.client,
-            key=key.text,
-            keep=key.keep,
-            evaluation=key.evaluation,
-            reply=self._choose("outputs", 1)[0],
+        reply = self._choose("outputs", 1)[0]
+        header = self._header(
+            Kind.FORWARD, uid=uid, key=key.text, keep=key.keep, evaluation=key.evaluation, reply=reply
         )
         return Call(header, inputs, self._choose("inputs", len(inputs)))
 
@@ -304,11 +278,9 @@ class RequestBuilder:
 
         The expert steps, once for this key; or adds to its ``mini_batch``, if that is not empty.
         """
-        header = Header(
-            kind=Kind.BACKWARD,
-            call_id=0,
+        header = self._header(
+            Kind.BACKWARD,
             uid=uid,
-            client=self.client,
             key=key.text,
             evaluation=key.evaluation,
             mini_batch=mini_batch,
@@ -317,28 +289,16 @@ class RequestBuilder:
         )
         ways = self._choose("output_gradients", len(gradients))
         whole = Call(header, [*inputs, *gradients], [*self._choose("inputs", len(inputs)), *ways])
-        if not key.kept:
-            return whole, whole
-        return Call(header._replace(keep=True), gradients, ways), whole
+        return (Call(header._replace(keep=True), gradients, ways), whole) if key.kept else (whole, whole)
 
     def commit(self, uid: str, mini_batch: str, incarnation: int, token: int) -> Call:
         """Request one step with the sum of a mini-batch, which a server has if it is still of this incarnation."""
         data = Receipt(None, incarnation, token).to_bytes()
-        return Call(
-            Header(
-                kind=Kind.COMMIT,
-                call_id=0,
-                uid=uid,
-                client=self.client,
-                key=mini_batch,
-                mini_batch=mini_batch,
-                data=data,
-            )
-        )
+        return Call(self._header(Kind.COMMIT, uid=uid, key=mini_batch, mini_batch=mini_batch, data=data))
 
     def discard(self, uid: str, mini_batch: str) -> Call:
         """Request that a mini-batch is dropped."""
-        return Call(Header(kind=Kind.DISCARD, call_id=0, uid=uid, client=self.client, mini_batch=mini_batch))
+        return Call(self._header(Kind.DISCARD, uid=uid, mini_batch=mini_batch))
 
 
 class OpenMiniBatch:
@@ -349,31 +309,26 @@ class OpenMiniBatch:
 
     def __init__(self, uid: str) -> None:
         self._uid = uid
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._renew()
-
-    @property
-    def name(self) -> str:
-        """Of the mini-batch, unique."""
-        return self._name
 
     def added(self, name: str, incarnation: int) -> None:
         """A gradient was added at this incarnation of the server."""
         with self._lock:
-            if name == self._name:
+            if name == self.name:
                 self._incarnations.add(incarnation)
 
     def failed(self, name: str, error: BaseException) -> None:
         """A gradient of this mini-batch was not added."""
         with self._lock:
-            if name == self._name:
+            if name == self.name:
                 self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     @property
     def fault(self) -> str | None:
         """Why gradients are missing; None if none are."""
         with self._lock:
-            return self._missing()
+            return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
 
     def ready(self) -> tuple[str, int] | None:
         """The name and incarnation to commit; None if nothing was added.
@@ -381,31 +336,26 @@ class OpenMiniBatch:
         Raises ``CommitError`` if a part of the gradients is missing.
         """
         with self._lock:
-            why = self._missing()
-            if why is not None:
-                raise CommitError(
-                    f"a mini-batch of expert {self._uid!r} is not whole: {why}. Call discard() and run it again"
-                )
-            return None if not self._incarnations else (self._name, next(iter(self._incarnations)))
+            if why := self.fault:
+                text = f"a mini-batch of expert {self._uid!r} is not whole: {why}. Call discard() and run it again"
+                raise CommitError(text)
+            return (self.name, next(iter(self._incarnations))) if self._incarnations else None
 
     def end(self, name: str) -> None:
         """Begin the next, after this one was committed or given up."""
         with self._lock:
-            if name == self._name:
+            if name == self.name:
                 self._renew()
 
     def give_up(self) -> str | None:
         """Begin the next; the name of this one, if a server may have something of it."""
         with self._lock:
-            name = self._name if self._incarnations or self._failure is not None else None
+            name = self.name if self._incarnations or self._failure is not None else None
             self._renew()
             return name
 
-    def _missing(self) -> str | None:
-        return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
-
     def _renew(self) -> None:
-        self._name = uuid.uuid4().hex
+        self.name = uuid.uuid4().hex
         self._incarnations: set[int] = set()
         self._failure: str | None = None
 
@@ -421,7 +371,7 @@ class ExpertProgress:
     without.
     """
 
-    def __init__(self, uid: str, resolver: Resolver) -> None:
+    def __init__(self, uid: str, resolver: FixedResolver) -> None:
         self.steps: int | None = None
         self.receipt: Receipt | None = None
         self.steps_lost = 0
@@ -486,12 +436,8 @@ class Signature:
         self.tracked = [spec.dtype.is_floating_point or spec.dtype.is_complex for spec in self.outputs.specs]
         self._columns = FlatSchema(self.inputs.columns())
         self._answers = FlatSchema(self.outputs.columns())
-        self._gradients = FlatSchema(gradient_columns(self.outputs))
         self._paths = structure_paths(self.inputs.structure, "call")
         self._plain = self._paths == [f"call[0][{place}]" for place in range(len(self.inputs.specs))]
-        self._constants = [
-            (place, leaf) for place, leaf in enumerate(flatten(self.inputs.tree)[0]) if not isinstance(leaf, TensorSpec)
-        ]
 
     def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call, in order. Raises one ``SpecError`` that lists all that does not fit.
@@ -501,7 +447,12 @@ class Signature:
         where = f"expert {self.name!r}"
         tensors = self._tensors(args, kwargs, where)
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-            tensors = [_cast(leaf, spec) for leaf, spec in zip(tensors, self.inputs.specs, strict=True)]
+            tensors = [
+                x.to(spec.dtype)
+                if isinstance(x, Tensor) and x.is_floating_point() and spec.dtype.is_floating_point
+                else x
+                for x, spec in zip(tensors, self.inputs.specs, strict=True)
+            ]
         self._columns.check(tensors, where)
         return tensors
 
@@ -515,37 +466,27 @@ class Signature:
         if structure != self.inputs.structure and structure_paths(structure, "call") != self._paths:
             fault = difference(self.inputs.structure, structure, "the call (args, kwargs)")
             raise SpecError(f"{where} was called with other arguments: {fault}")
-        wrong = [(place, leaf) for place, leaf in self._constants if not _same(leaf, leaves[place])]
-        if wrong:
-            faults = [f"{self._paths[place]} is {leaves[place]!r}, wanted {leaf!r}" for place, leaf in wrong]
+        faults = [
+            f"{self._paths[place]} is {leaves[place]!r}, wanted {constant!r}"
+            for place, _, constant in self.inputs.constants
+            if type(leaves[place]) is not type(constant) or leaves[place] != constant
+        ]
+        if faults:
             raise SpecError(listed(f"{where} takes only these constants:", faults))
         return [leaves[place] for place in self.inputs.places]
 
-    def results(self, answer: Received, device: torch.device) -> list[Tensor]:
+    def results(self, answer: Received, device: torch.device, columns: FlatSchema | None = None) -> list[Tensor]:
         """The flat outputs. Raises ``MalformedError`` if they are not what the expert said it returns."""
-        return self._checked(answer, self._answers, device)
-
-    def input_gradients(self, answer: Received, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """One gradient per flat input, like it in shape, dtype and device. Raises as `results`."""
-        found = self._checked(answer, self._columns, torch.device("cpu"))
-        if any(gradient.shape != tensor.shape for gradient, tensor in zip(found, inputs, strict=True)):
-            raise MalformedError(f"expert {self.name!r} returned gradients of other shapes", reason="shape")
-        return [g.to(device=x.device, dtype=x.dtype) for g, x in zip(found, inputs, strict=True)]
-
-    def _checked(self, answer: Received, columns: FlatSchema, device: torch.device) -> list[Tensor]:
         tensors = answer.tensors()
         try:
-            columns.check(tensors, f"the answer of expert {self.name!r}")
+            (columns or self._answers).check(tensors, f"the answer of expert {self.name!r}")
         except SpecError as error:
             raise MalformedError(str(error), reason="answer") from None
         return tensors if device.type == "cpu" else [tensor.to(device) for tensor in tensors]
 
-
-def _cast(leaf: Any, spec: TensorSpec) -> Any:
-    if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point and spec.dtype.is_floating_point:
-        return leaf.to(spec.dtype)
-    return leaf
-
-
-def _same(wanted: Any, seen: Any) -> bool:
-    return type(seen) is type(wanted) and seen == wanted
+    def input_gradients(self, answer: Received, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """One gradient per flat input, like it in shape, dtype and device. Raises as `results`."""
+        found = self.results(answer, torch.device("cpu"), self._columns)
+        if any(gradient.shape != tensor.shape for gradient, tensor in zip(found, inputs, strict=True)):
+            raise MalformedError(f"expert {self.name!r} returned gradients of other shapes", reason="shape")
+        return [g.to(device=x.device, dtype=x.dtype) for g, x in zip(found, inputs, strict=True)]

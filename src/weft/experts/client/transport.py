@@ -9,14 +9,8 @@ Every future ends: with an answer, with an error of the other side, with `LostEr
 connection is gone, with `DeadlineError` when the time is up, or at `close`. A transport knows no expert and retries
 nothing; see `weft.experts.client.retry`. One protocol for the real, the local and the fake one is httpx's idea.
 
-A `GrpcTransport` has no threads but the stream's reader and the clock of `PendingCalls`; both end with `close`.
-
-In TLS 1.3 a server may refuse a client after the handshake, without a word; gRPC then reports
-
-    "Socket closed", "connection reset"    the server ended the handshake     a probe by hand finds out whether it did
-    "CERTIFICATE_VERIFY_FAILED"            this client rejects the server     what to check
-    "Hostname Verification"                the certificate is for other names which name to give
-    any other text, "Connection refused"   no matter of certificates          gRPC's words are enough
+In TLS 1.3 a server may refuse a client after the handshake, without a word; gRPC then reports a closed connection, and
+a probe by hand finds out whether the server ended the handshake.
 """
 
 import os
@@ -86,7 +80,7 @@ class Transport(Protocol):
 
     Example:
         >>> from weft.experts.client import Transport
-        >>> transport: Transport = weft.GrpcTransport("10.0.0.7:7070")  # nothing is connected before the first call
+        >>> transport: Transport = weft.GrpcTransport("10.0.0.7:7070")
         >>> transport.close()
     """
 
@@ -118,6 +112,7 @@ class _BaseTransport:
     def __init__(self, address: str) -> None:
         self._pending = PendingCalls(address)
         self._finalizer: Callable[[], object] = self._pending.close
+        self._opened = 1
 
     @property
     def address(self) -> str:
@@ -130,10 +125,7 @@ class _BaseTransport:
 
     def statistics(self) -> TransportStatistics:
         """See `Transport.statistics`."""
-        return TransportStatistics(self.address, *self._pending.counts(), self._streams_opened())
-
-    def _streams_opened(self) -> int:
-        return 1
+        return TransportStatistics(self.address, *self._pending.counts(), self._opened)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -147,8 +139,8 @@ class GrpcTransport(_BaseTransport):
         tls: certificates; None: nothing is encrypted.
         token: proves who this client is, where certificates do not.
         limits: of a frame; the server's are kept as well.
-        trace: returns a traceparent; called in the caller's thread whenever a stream is opened, whose calls then belong
-            to that trace. Such as ``current`` of a `weft.experts.telemetry.Observer`.
+        trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.Observer`;
+            called in the caller's thread.
 
     Raises ``UsageError`` for an address that is none or not one of ``tls.servers``, a token that no header can carry,
     and a token without TLS to another machine.
@@ -203,9 +195,8 @@ class GrpcTransport(_BaseTransport):
                 self._pending.settle(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
                 break
             if stream.draining:
-                self._pending.settle(
-                    entry.number, DrainingError(f"{self.address} is shutting down and takes no new work")
-                )
+                error = DrainingError(f"{self.address} is shutting down and takes no new work")
+                self._pending.settle(entry.number, error)
                 break
             if stream.send(entry):
                 break
@@ -220,9 +211,6 @@ class GrpcTransport(_BaseTransport):
 
     def __enter__(self) -> "GrpcTransport":
         return self
-
-    def _streams_opened(self) -> int:
-        return self._opened
 
     def _stream(self) -> Stream:
         with self._lock:
@@ -249,10 +237,9 @@ class GrpcTransport(_BaseTransport):
 
 
 class LocalTransport(_BaseTransport):
-    """A `Transport` to a handler of this process. A context manager.
+    """A `Transport` to a handler of this process, for tests. A context manager.
 
-    For tests, and to try on one machine what will be remote. As only bytes are handed over, neither side can write into
-    the other's tensors.
+    As only bytes are handed over, neither side can write into the other's tensors.
 
     Example:
         >>> from weft.experts.client import LocalTransport
@@ -342,10 +329,10 @@ def unreachable(
 
     A `CertificateError` where the certificates are surely at fault.
     """
-    lower = text.lower()
-    refused = tls is not None and any(words in lower for words in _REJECTED)
-    if not refused and tls is not None and any(words in lower for words in _HANDSHAKE_ENDED):
-        refused = _hangs_up(address, tls)
+    lower, refused = text.lower(), False
+    if tls is not None:
+        ended = any(words in lower for words in _HANDSHAKE_ENDED)
+        refused = any(words in lower for words in _REJECTED) or (ended and _hangs_up(address, tls))
     kind = CertificateError if refused else UnreachableError
     return kind(f"{address} {what}: {explained(text, tls, who, where)}")
 
@@ -356,12 +343,16 @@ def explained(text: str, tls: ClientTls | None, who: str = "this client", where:
     ``who`` has shown it, and was given it as ``where``.
     """
     if "hostname verification" in text.lower():
-        return (
-            f"{text} Its certificate is for other names than that in the address: call it by one of those "
-            f"(subjectAltName), or say which one it has by server_name= ({where})"
-        )
-    closed = any(words in text.lower() for words in _HANDSHAKE_ENDED)
-    return f"{text}; {_advice(tls, who, where)}" if closed else text
+        return f"{text} Call it by a name (subjectAltName) of its certificate, or give that as server_name= ({where})"
+    if not any(words in text.lower() for words in _HANDSHAKE_ENDED):
+        return text
+    if tls is None:
+        return f"{text}; it was called without TLS: if it wants TLS, give {who} certificates ({where})"
+    shown = "it was shown no certificate, which it may ask for" if tls.certificate is None else "it was shown one"
+    return (
+        f"{text}; {shown}; check both ends' certificates ({where}): each must be signed by the other's authority=, and "
+        "neither may have expired"
+    )
 
 
 def _hangs_up(address: str, tls: ClientTls) -> bool:
@@ -387,17 +378,3 @@ def _hangs_up(address: str, tls: ClientTls) -> bool:
         return "ALERT" in (error.reason or "") and "CERT" in (error.reason or "")
     except OSError:
         return False
-
-
-def _advice(tls: ClientTls | None, who: str, where: str) -> str:
-    if tls is None:
-        return f"it was called without TLS: if it wants TLS, give {who} certificates ({where})"
-    if tls.certificate is None:
-        return (
-            f"it was shown no certificate: if it asks for one, give key= and certificate= ({where}); and check that "
-            f"authority= ({where}) has signed the server's"
-        )
-    return (
-        f"check both ends' certificates: that of {who}, which the other's authority must have signed, and authority= "
-        f"({where}), which must have signed the other's; and that neither has expired"
-    )

@@ -28,7 +28,7 @@ from weft.core.validation import Validator, is_number
 from weft.experts.client.autograd import RemoteLayer, forbid_tangents
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import Retry
-from weft.experts.client.stub import RequestBuilder, client_name
+from weft.experts.client.stub import RequestBuilder
 from weft.experts.compression import Policy
 from weft.experts.mixture.dispatch import Dispatch
 from weft.experts.mixture.fanout import AsyncCaller, MixtureStatistics
@@ -149,7 +149,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         self.in_features, self.keep_graph = in_features, keep_graph
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
         self.make_anchor(self.proj.weight)
-        requests = RequestBuilder(client_name(client), compression or Policy())
+        requests = RequestBuilder(client, compression or Policy())
         self._client = GridClient(self.grid, AsyncCaller(connections, retry or RETRY, requests))
         self._batch = MixtureMiniBatch(accumulate)
 

@@ -151,7 +151,7 @@ class MixtureFunction:
         places = [torch.arange(span.start, span.stop, device=_CPU) for span in dispatch.spans]
 
         def accept(index: int, answer: Received) -> Tensor | None:
-            self.keys[dispatch.spans[index]].on_response(answer)
+            self.keys[dispatch.spans[index]].kept = answer.header.keep
             return buffer.put(dispatch.pairs[places[index]], signature.results(answer, _CPU))
 
         most = dispatch.sent.sum(1)
