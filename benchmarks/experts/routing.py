@@ -11,7 +11,7 @@ from weft.experts.client import Connections, Transport
 from weft.experts.discovery import LocalDirectory
 from weft.experts.mixture import RemoteMixtureOfExperts
 from weft.experts.mixture.dispatch import Dispatch
-from weft.experts.mixture.router import choose
+from weft.experts.mixture.grid import choose
 
 WIDTH, K = 512, 4
 WANTED_MS = 3.0

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ import torch
 
 from weft.core.errors import UsageError
 from weft.core.spec import TensorSpec
-from weft.core.validation import LONGEST
+from weft.core.validation import LONGEST, Validator
 from weft.experts import GraphBudget, Guards, IdempotencyOptions, SumsOptions
 from weft.experts.client import RemoteExpert
 from weft.experts.client.retry import Retry
 from weft.experts.client.stream import PendingCalls
 from weft.experts.discovery import LocalDirectory
 from weft.experts.discovery.etcd import EtcdDirectory
-from weft.experts.mixture.mixture_options import MixtureOptions
+from weft.experts.mixture.fanout import check_options
 from weft.experts.replication import ReplicaOptions
 from weft.experts.runtime import Runtime
 from weft.experts.schema import Column, FlatSchema
@@ -55,6 +56,14 @@ def call(timeout: float) -> None:
         pending.close()
 
 
+MIXTURE_SECONDS = ("forward_timeout", "backward_timeout", "timeout_after_k_min")
+
+
+def mixture(name: str, seconds: Any) -> None:
+    with Validator("invalid mixture options") as check:
+        check_options(check, {**TERMS, name: seconds})
+
+
 SECONDS: dict[str, Callable[[Any], object]] = {
     "PoolOptions.timeout": lambda s: PoolOptions(timeout=s),
     "ServerOptions.longest_seconds": lambda s: ServerOptions(longest_seconds=s),
@@ -66,9 +75,7 @@ SECONDS: dict[str, Callable[[Any], object]] = {
     "RemoteExpert.timeout": lambda s: RemoteExpert("a", "b:1", timeout=s).close(),
     "Retry.longest": lambda s: Retry(longest=s),
     "Retry.attempt_seconds": lambda s: Retry(attempt_seconds=s),
-    "MixtureOptions.forward_timeout": lambda s: MixtureOptions(**{**TERMS, "forward_timeout": s}),
-    "MixtureOptions.backward_timeout": lambda s: MixtureOptions(**{**TERMS, "backward_timeout": s}),
-    "MixtureOptions.timeout_after_k_min": lambda s: MixtureOptions(**{**TERMS, "timeout_after_k_min": s}),
+    **{f"MixtureOptions.{name}": partial(mixture, name) for name in MIXTURE_SECONDS},
     "GraphBudget.seconds": lambda s: GraphBudget(1, seconds=s),
     "IdempotencyOptions.max_age": lambda s: IdempotencyOptions(max_age=s),
     "IdempotencyOptions.max_result_age": lambda s: IdempotencyOptions(max_result_age=s),

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.apart import python
 from weft.core.validation import Validator
+from weft.experts.mixture.fanout import check_options
 from weft.experts.mixture.grid import check_grid
 from weft.experts.mixture.mixture import check_switch
-from weft.experts.mixture.mixture_options import check_options
 
 GOOD: dict[str, Any] = {
     "k_best": 4,

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.errors import UsageError
 from weft.experts.discovery import Snapshot
 from weft.experts.mixture.grid import Grid
 
@@ -46,10 +45,3 @@ def test_a_crowd_is_sorted_by_place_and_may_be_empty() -> None:
     assert crowd.uids == ("ffn.2", "ffn.10") and len(crowd) == 2
     nobody = grid.live(Snapshot())
     assert nobody.places.shape == (0, 1) and nobody.places.dtype == torch.int64
-
-
-def test_a_grid_that_makes_no_sense_is_refused_with_all_reasons() -> None:
-    with pytest.raises(UsageError, match=r"uid_prefix is '\.'(.|\n)*grid_size\[1\] is 0"):
-        Grid(".", [3, 0])
-    with pytest.raises(UsageError, match="grid_size is empty"):
-        Grid("ffn", [])

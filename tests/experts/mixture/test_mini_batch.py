@@ -4,13 +4,13 @@ import copy
 
 import pytest
 
-from weft.experts.mixture.mini_batch import MixtureMiniBatch
+from weft.experts.mixture.mini_batch import Contribution, MixtureMiniBatch
 from weft.experts.wire import DeadlineError
 
 
 def test_calls_that_were_answered_are_added_and_the_others_torn() -> None:
     batch = MixtureMiniBatch(True)
-    with batch.contribution() as contribution:
+    with Contribution(batch) as contribution:
         names = [contribution.begin(uid) for uid in ("a", "b", "a", "c")]
         contribution.added(0, 1)
         contribution.added(2, 1)
@@ -25,7 +25,7 @@ def test_an_error_breaks_it_until_it_is_discarded() -> None:
     batch = MixtureMiniBatch(True)
     error = ValueError()
     for each in (error, KeyError()):
-        with pytest.raises(type(each)), batch.contribution():
+        with pytest.raises(type(each)), Contribution(batch):
             raise each
     assert batch.broken is error  # the first
     batch.discard()
@@ -43,7 +43,7 @@ def test_what_is_ended_is_forgotten_but_not_what_was_opened_since() -> None:
 
 def test_without_accumulation_nothing_is_open() -> None:
     batch = MixtureMiniBatch(False)
-    with pytest.raises(ValueError), batch.contribution() as contribution:
+    with pytest.raises(ValueError), Contribution(batch) as contribution:
         assert contribution.begin("a") == ""
         contribution.added(0, 1)
         contribution.failed({0: ValueError()})

@@ -336,7 +336,7 @@ def test_experts_that_come_and_go_are_seen_by_the_next_call() -> None:
         with pytest.raises(NoExpertsError, match=r"ffn\.\*"):
             mixture(x)
         assert not make(world, allow_zero_outputs=True)._client._signature
-        mixture.options = make(world, allow_zero_outputs=True).options
+        mixture._client.options = make(world, allow_zero_outputs=True).options
         assert not mixture(x).any()
         with pytest.raises(NoExpertsError):
             make(world, allow_zero_outputs=True)(x)
@@ -355,7 +355,7 @@ def test_where_fewer_experts_live_than_must_answer_this_is_told_and_nobody_is_as
         with pytest.raises(TooFewAnswersError, match=r"needs 2 answers \(k_min\), but .* only 1 living") as caught:
             mixture(x)
         assert len(world.servers.headers) == asked and not caught.value.faults
-        mixture.options = make(world, k_min=2, allow_zero_outputs=True).options
+        mixture._client.options = make(world, k_min=2, allow_zero_outputs=True).options
         assert not mixture(x).any()
 
 

@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.experts.mixture.mixture_cases import numbers
-from weft.experts.mixture.router import (
-    gating_input,
-    jittered,
-    load_balancing_loss,
-    weighted_mean,
-    weights_of_answered,
-)
+from weft.experts.mixture.grid import load_balancing_loss, weighted_mean, weights_of_answered
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.data())
@@ -58,21 +52,6 @@ def test_following_the_gradient_of_the_loss_makes_experts_equally_busy() -> None
         assert bool(gradient.abs().sum() > 0)
         scores = (scores - 200 * gradient).detach().requires_grad_()
     assert busiest[0] > 50 and min(busiest) < 32
-
-
-def test_jitter_leaves_what_it_was_given_and_stays_within_its_bounds() -> None:
-    x = numbers(100, 7)
-    before = x.clone()
-    seen = jittered(x, 0.1)
-    assert torch.equal(x, before)
-    ratio = seen / x
-    assert 0.9 <= float(ratio.min()) < 0.92 and 1.08 < float(ratio.max()) <= 1.1
-
-
-def test_the_router_reads_the_mean_over_all_axes_between() -> None:
-    x = numbers(2, 3, 4, 5)
-    torch.testing.assert_close(gating_input(x), x.mean((1, 2)))
-    assert gating_input(x[:, 0, 0]).shape == (2, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -20,29 +20,36 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from heapq import heappop, heappush
 from queue import Empty, SimpleQueue
-from typing import Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
 
-from weft.core.errors import listed
+from weft.core.errors import UsageError, listed
 from weft.core.rng import waiting
+from weft.core.validation import Validator, is_whole
+from weft.experts.client.autograd import RecomputeCache
 from weft.experts.client.connections import Connections
 from weft.experts.client.retry import DirectoryResolver, Retry
-from weft.experts.client.stub import ExpertProgress, OpenMiniBatch, RequestBuilder
+from weft.experts.client.stub import ExpertProgress, IdempotencyKey, OpenMiniBatch, RequestBuilder, Signature
+from weft.experts.discovery import Snapshot
 from weft.experts.errors import (
     AnomalyError,
     CommitError,
     DeadlineError,
     InputsGoneError,
+    NoExpertsError,
     StepsLostWarning,
     TooFewAnswersError,
     UnreachableError,
     reason_of,
 )
+from weft.experts.mixture.dispatch import RowSpan
+from weft.experts.mixture.grid import Grid, LiveExperts
 from weft.experts.wire import Call, Received
-from weft.experts.wire.service import Receipt, read_receipt
+from weft.experts.wire.service import Description, Receipt, read_description, read_receipt
 
+_ASKED = 8  # experts that are asked for their description at the same time, at different addresses if possible
 _HINT = 30.0  # seconds after which a hint without an answer is dropped
 _LISTED = 10  # faults that a message lists; there may be as many as experts
 
@@ -51,21 +58,41 @@ Accept = Callable[[int, Received], Tensor | None]
 Direction = Literal["forward", "backward", "commit"]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertRequest:
-    """One call of one expert, to be answered by ``deadline`` (time of `time.monotonic`).
+@dataclass(frozen=True)
+class MixtureOptions:
+    """See `RemoteMixtureOfExperts`. Seconds and counts."""
 
-    ``whole``: to be sent in its place where the server lacks the inputs that the call left out.
-    """
+    k_best: int
+    k_min: int
+    backward_k_min: int
+    forward_timeout: float
+    backward_timeout: float
+    timeout_after_k_min: float | None
+    detect_anomalies: bool
+    allow_zero_outputs: bool
 
-    call: Call
-    deadline: float
-    whole: Call | None = None
+    def steps_wanted(self, touched: int) -> int:
+        """How many of so many experts must step at a commit: all, if none may be missing in backward; else one."""
+        if self.allow_zero_outputs or self.backward_k_min == 0:
+            return 0
+        return touched if self.backward_k_min == self.k_best else min(1, touched)
 
-    @property
-    def uid(self) -> str:
-        """Of the expert."""
-        return self.call.header.uid
+
+def check_options(check: Validator, given: Mapping[str, Any], places: int | None = None) -> None:
+    """Check these values of `MixtureOptions`, for a grid of so many places."""
+    k_best = given["k_best"]
+    most = k_best if check.count("k_best", k_best) else None
+    for name in ("k_min", "backward_k_min"):
+        value = given[name]
+        valid = is_whole(value) and value >= 0 and (most is None or value <= most)
+        if check.that(valid, f"{name} is {value!r}, wanted an int from 0 to k_best ({k_best!r})"):
+            fits = name != "k_min" or places is None or value <= places
+            check.that(fits, f"k_min is {value}, but the grid has only {places} experts")
+    check.seconds("forward_timeout", given["forward_timeout"])
+    check.seconds("backward_timeout", given["backward_timeout"])
+    check.seconds("timeout_after_k_min", given["timeout_after_k_min"], zero=True, optional=True)
+    check.boolean("detect_anomalies", given["detect_anomalies"])
+    check.boolean("allow_zero_outputs", given["allow_zero_outputs"])
 
 
 @dataclass(frozen=True)
@@ -77,32 +104,30 @@ class AsyncCaller:
     requests: RequestBuilder
     progress: dict[str, ExpertProgress] = field(default_factory=dict[str, ExpertProgress])
 
-    def token(self, uid: str) -> int:
-        """The fencing token of an expert's owner."""
-        return self._resolver(uid).token()
+    def resolver(self, uid: str) -> DirectoryResolver:
+        """How the expert is reached."""
+        return DirectoryResolver(uid, self.connections)
 
-    def begin(self, request: ExpertRequest, attempt: int, last: BaseException | None) -> "Future[Received]":
-        """Send it. What fails, also at once, is the future's error."""
+    def begin(
+        self, call: Call, deadline: float, attempt: int = 0, last: BaseException | None = None
+    ) -> "Future[Received]":
+        """Send it, to be answered by ``deadline``. What fails, also at once, is the future's error."""
         try:
-            left = request.deadline - time.monotonic()
+            left = deadline - time.monotonic()
             if left <= 0:
-                raise DeadlineError(f"no time was left to call expert {request.uid!r}")
+                raise DeadlineError(f"no time was left to call expert {call.header.uid!r}")
             seconds = left if self.retry.attempt_seconds is None else min(left, self.retry.attempt_seconds)
-            return self._resolver(request.uid).transport(attempt, last).submit(request.call, seconds)
+            return self.resolver(call.header.uid).transport(attempt, last).submit(call, seconds)
         except Exception as error:
             failed: Future[Received] = Future()
             failed.set_exception(error)
             return failed
 
-    def takeover_expected(self, request: ExpertRequest, error: BaseException) -> bool:
-        """See `Resolver.takeover_expected`: then the attempt does not count."""
-        return self._resolver(request.uid).takeover_expected(error)
-
     def accept(self, uid: str, answer: Received) -> Receipt:
         """Note the progress that an answer bears, and return its receipt. Raises ``NotOwnerError``."""
         progress = self.progress.get(uid)
         if progress is None:
-            progress = self.progress.setdefault(uid, ExpertProgress(uid, self._resolver(uid)))
+            progress = self.progress.setdefault(uid, ExpertProgress(uid, self.resolver(uid)))
         progress.accept(answer)
         return read_receipt(answer.header.data)
 
@@ -111,99 +136,79 @@ class AsyncCaller:
         for uid, each in mini_batches.items():
             name = each.give_up()
             if name is not None:
-                self.begin(ExpertRequest(self.requests.discard(uid, name), time.monotonic() + _HINT), 0, None)
-
-    def _resolver(self, uid: str) -> DirectoryResolver:
-        return DirectoryResolver(uid, self.connections)
+                self.begin(self.requests.discard(uid, name), time.monotonic() + _HINT)
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumTimeout:
-    """How long to wait: until ``deadline``, or ``after`` seconds from when every sample has enough answers.
-
-    ``lenient``: samples that do not get enough are no error, so the others' answers are waited for all the same.
-    """
-
-    deadline: float
-    after: float | None
-    lenient: bool
-
-
-@dataclass(slots=True)
-class QuorumResult:
-    """The number of good answers by sample (int64), and faults by call."""
-
-    counts: Tensor
-    faults: dict[int, BaseException] = field(default_factory=dict[int, BaseException])
-
-
-def fan_out(
-    caller: AsyncCaller,
-    requests: Sequence[ExpertRequest],
-    samples: Sequence[Tensor],
-    needed: Tensor,
-    timeout: QuorumTimeout,
-    accept: Accept,
-) -> QuorumResult:
-    """Make these calls at once, and wait for a quorum.
+class FanOut:
+    """Calls of many experts at once. After `run`: ``counts`` of good answers by sample (int64), ``faults`` by call.
 
     Args:
+        wholes: by call, what to send in its place where the server lacks the inputs that the call left out.
         samples: for each call the samples that its rows belong to, int64.
         needed: how many answers each sample needs, int64.
         accept: called in this thread, once for each answer.
+        deadline: until when to wait, as a time of `time.monotonic`.
+        after: seconds to wait from when every sample has enough answers; None: until the deadline.
+        lenient: samples that do not get enough are no error, so the others' answers are waited for all the same.
     """
-    running = _FanOut(caller, requests, samples, needed, timeout, accept)
-    try:
-        with waiting():
-            for index in range(len(requests)):
-                running.begin(index)
-            running.run()
-    finally:
-        running.cancel()
-    return running.result
-
-
-class _FanOut:
-    """The calls of one `fan_out`: those in flight, and those that pause before a retry."""
 
     def __init__(
         self,
         caller: AsyncCaller,
-        requests: Sequence[ExpertRequest],
+        calls: Sequence[Call],
+        wholes: Mapping[int, Call],
         samples: Sequence[Tensor],
         needed: Tensor,
-        timeout: QuorumTimeout,
         accept: Accept,
+        *,
+        deadline: float,
+        after: float | None = None,
+        lenient: bool = True,
     ) -> None:
-        self.result = QuorumResult(torch.zeros_like(needed))
-        self._caller, self._requests, self._accept = caller, list(requests), accept
-        self._samples, self._needed, self._timeout = samples, needed, timeout
+        self.counts = torch.zeros_like(needed)
+        self.faults: dict[int, BaseException] = {}
+        self._caller, self._calls, self._accept, self._wholes = caller, list(calls), accept, dict(wholes)
+        self._samples, self._needed = samples, needed
+        self._deadline, self._after, self._lenient = deadline, after, lenient
         self._ended: SimpleQueue[int] = SimpleQueue()
         self._futures: dict[int, Future[Received]] = {}
         self._pauses: list[tuple[float, int]] = []
-        self._attempts = [0] * len(requests)
-        self._counted = [0] * len(requests)
-        self._last: list[Exception | None] = [None] * len(requests)
+        self._attempts = [0] * len(calls)
+        self._counted = [0] * len(calls)
+        self._last: list[Exception | None] = [None] * len(calls)
         self._possible = torch.zeros_like(needed)  # answers that a sample has or may still get
         for rows in samples:
             self._possible.index_add_(0, rows, torch.ones_like(rows))
 
-    def begin(self, index: int) -> None:
-        future = self._caller.begin(self._requests[index], self._attempts[index], self._last[index])
+    def run(self) -> "FanOut":
+        """Make the calls, and wait for a quorum."""
+        try:
+            with waiting():
+                for index in range(len(self._calls)):
+                    self._begin(index)
+                self._wait_for_quorum()
+        finally:
+            for future in self._futures.values():
+                future.cancel()
+            self._futures.clear()
+        return self
+
+    def _begin(self, index: int) -> None:
+        future = self._caller.begin(self._calls[index], self._deadline, self._attempts[index], self._last[index])
         self._futures[index] = future
         future.add_done_callback(lambda _: self._ended.put(index))
 
-    def run(self) -> None:
-        start, end = time.monotonic(), self._timeout.deadline
+    def _wait_for_quorum(self) -> None:
+        start, end = time.monotonic(), self._deadline
         enough = False
         while self._futures or self._pauses:
             impossible = self._possible < self._needed
-            if not self._timeout.lenient and bool(impossible.any()):
+            if not self._lenient and bool(impossible.any()):
                 break
-            if not enough and bool(((self.result.counts >= self._needed) | impossible).all()):
+            if not enough and bool(((self.counts >= self._needed) | impossible).all()):
                 enough = True
-                if self._timeout.after is not None:
-                    end = min(end, time.monotonic() + self._timeout.after)
+                if self._after is not None:
+                    end = min(end, time.monotonic() + self._after)
             index = self._wait(end)
             if index is not None:
                 self._end(index)
@@ -212,12 +217,7 @@ class _FanOut:
         waited = time.monotonic() - start
         for index in [*self._futures, *(index for _, index in self._pauses)]:
             late = DeadlineError(f"no answer within {waited:.3g} s, when the wait ended")
-            self.result.faults[index] = self._last[index] or late
-
-    def cancel(self) -> None:
-        for future in self._futures.values():
-            future.cancel()
-        self._futures.clear()
+            self.faults[index] = self._last[index] or late
 
     def _wait(self, end: float) -> int | None:
         """A call that ended; None at ``end``, or when it was time for retries, which are sent here."""
@@ -226,7 +226,7 @@ class _FanOut:
             return self._ended.get(timeout=max(0.0, until - time.monotonic()))
         except Empty:
             while self._pauses and self._pauses[0][0] <= time.monotonic():
-                self.begin(heappop(self._pauses)[1])
+                self._begin(heappop(self._pauses)[1])
             return None
 
     def _end(self, index: int) -> None:
@@ -239,40 +239,31 @@ class _FanOut:
             error.__traceback__ = None  # it holds this frame, and with it all tensors of the calls
             if self._retried(index, error):
                 return
-            self.result.faults[index] = error
+            self.faults[index] = error
             good = torch.zeros_like(rows, dtype=torch.bool)
         ones = torch.ones_like(rows) if good is None else good.to(rows.dtype)
-        self.result.counts.index_add_(0, rows, ones)
+        self.counts.index_add_(0, rows, ones)
         if good is not None:
             self._possible.index_add_(0, rows, ones - 1)
             bad = len(rows) - int(ones.sum())
-            self.result.faults.setdefault(index, AnomalyError(f"{bad} of {len(rows)} rows are not finite"))
+            self.faults.setdefault(index, AnomalyError(f"{bad} of {len(rows)} rows are not finite"))
 
     def _retried(self, index: int, error: Exception) -> bool:
         """Whether a call is sent again; then its pause begins."""
-        whole, deadline = self._requests[index].whole, self._requests[index].deadline
-        if isinstance(error, InputsGoneError) and whole is not None:
-            self._requests[index] = ExpertRequest(whole, deadline)
-            self.begin(index)
+        if isinstance(error, InputsGoneError) and index in self._wholes:
+            self._calls[index] = self._wholes.pop(index)
+            self._begin(index)
             return True
         self._attempts[index] += 1
         self._last[index] = error
-        takeover = self._caller.takeover_expected(self._requests[index], error)
+        takeover = self._caller.resolver(self._calls[index].header.uid).takeover_expected(error)
         self._counted[index] = 1 if takeover else self._counted[index] + 1
         retry = self._caller.retry
         at = time.monotonic() + retry.pause(self._attempts[index])
-        if at >= self._timeout.deadline or not retry.again(error, self._counted[index]):
+        if at >= self._deadline or not retry.again(error, self._counted[index]):
             return False
         heappush(self._pauses, (at, index))
         return True
-
-
-def too_few_live(living: int, needed: int) -> TooFewAnswersError:
-    """The error where every sample needs more answers than there are experts. Nothing was sent."""
-    return TooFewAnswersError(
-        f"forward of a mixture: every sample needs {needed} answers (k_min), but the directory lists only {living} "
-        "living experts of the grid. Start more, need fewer (k_min), or let such samples be zero (allow_zero_outputs)."
-    )
 
 
 def too_few_answers(
@@ -343,8 +334,111 @@ class MixtureCounters:
             self._counts[what] += many
 
     def statistics(self, living: int) -> MixtureStatistics:
-        """All of them."""
+        """All of them, where so many experts live."""
         names = {each.name for each in fields(MixtureStatistics)} - {"failed", "living"}
         with self._lock:
             counts = {name: self._counts[name] for name in names}
             return MixtureStatistics(**counts, failed=dict(self._failed), living=living)
+
+
+class MixtureSignature(Signature):
+    """A signature whose outputs can be averaged. Raises ``UsageError`` that lists those that cannot."""
+
+    def __init__(self, description: Description) -> None:
+        super().__init__(description)
+        faults = [
+            f"{name} is of {spec.dtype}, wanted floating-point or complex numbers, which have a weighted mean"
+            for name, spec in zip(self.outputs.names, self.outputs.specs, strict=True)
+            if not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        ]
+        if faults:
+            raise UsageError(listed(f"expert {description.name!r} cannot be part of a mixture:", faults))
+
+    def output_sizes(self, inputs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
+        """The sizes of each output beyond the batch axis, as far as they are known without an answer.
+
+        A free axis is known from the first input whose spec has the same shape; otherwise it is not (None).
+        """
+        shapes = {spec.shape: tuple(x.shape) for spec, x in reversed([*zip(self.inputs.specs, inputs, strict=True)])}
+        found: list[tuple[int, ...] | None] = []
+        for spec in self.outputs.specs:
+            inner = [size for size in spec.shape[1:] if size is not None]
+            like = shapes.get(spec.shape)
+            known = tuple(inner) if len(inner) == len(spec.shape) - 1 else None
+            found.append(known if like is None else like[1:])
+        return found
+
+
+@dataclass(frozen=True)
+class CachedCall:
+    """A forward that will be recomputed: ``chosen`` (samples x k) of the ``live`` experts, which of them answered
+    (``alive``: samples x k, bool), their ``answers`` (each samples x k x ...), and the keys of the calls."""
+
+    live: LiveExperts
+    chosen: Tensor
+    alive: Tensor
+    answers: Sequence[Tensor]
+    keys: dict[RowSpan, IdempotencyKey]
+
+
+class GridClient:
+    """The experts of a grid, as the directory knows them, and the calls to them. Thread-safe.
+
+    It is no part of the model: a copy of the mixture shares it, and pickling raises an error that says what to do.
+    """
+
+    def __init__(self, grid: Grid, caller: AsyncCaller, options: MixtureOptions) -> None:
+        self.grid, self.caller, self.options = grid, caller, options
+        self.counters, self.cache = MixtureCounters(), RecomputeCache[CachedCall]()
+        self._known: tuple[Snapshot, LiveExperts] | None = None
+        self._signature: MixtureSignature | None = None
+
+    def live(self) -> LiveExperts:
+        """The living experts, as far as is known. Calls none of them."""
+        snapshot, known = self.caller.connections.snapshot(), self._known
+        if known is None or known[0] is not snapshot:
+            known = (snapshot, self.grid.live(snapshot))
+            self._known = known
+        return known[1]
+
+    def signature(self, live: LiveExperts, deadline: float) -> MixtureSignature:
+        """What the experts take and return; all of a grid are alike. The first call takes the first answer of some.
+
+        Raises ``NoExpertsError`` if there are none, ``TooFewAnswersError`` if none answers in time.
+        """
+        if self._signature is None:
+            if not len(live):
+                raise self.no_experts()
+            self._signature = MixtureSignature(self._described(live, deadline))
+        return self._signature
+
+    def no_experts(self) -> NoExpertsError:
+        """The error for a grid without experts."""
+        return NoExpertsError(f"the directory lists no living expert of the grid {self.grid.prefix}*")
+
+    def __deepcopy__(self, memo: object) -> "GridClient":
+        return self
+
+    def __reduce__(self) -> Never:
+        raise UsageError(
+            "a remote mixture holds connections, which cannot be pickled: save its state_dict(), make a mixture where "
+            "it is wanted, and load that there"
+        )
+
+    def _described(self, live: LiveExperts, deadline: float) -> Description:
+        snapshot, found = self.caller.connections.snapshot(), list[Description]()
+        by_address = {snapshot.addresses(uid)[:1]: uid for uid in reversed(live.uids)}
+        uids = list(dict.fromkeys([*by_address.values(), *live.uids[:_ASKED]]))[:_ASKED]
+
+        def accept(index: int, answer: Received) -> None:
+            found.append(read_description(answer.header.data))
+
+        calls = [self.caller.requests.info(uid) for uid in uids]
+        sample = [torch.zeros(1, dtype=torch.int64, device="cpu")] * len(uids)
+        one = torch.ones(1, dtype=torch.int64, device="cpu")
+        result = FanOut(self.caller, calls, {}, sample, one, accept, deadline=deadline, after=0.0).run()
+        if not found:
+            faults = {uids[index]: fault for index, fault in result.faults.items()}
+            what = f"{len(uids)} experts of a mixture were asked for their description"
+            raise too_few_answers(what, 1, 1, 1, faults, self.caller.retry)
+        return found[0]

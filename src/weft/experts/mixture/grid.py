@@ -1,42 +1,34 @@
-"""Experts on a grid, which of them live, and what they take and return.
+"""Experts on a grid: which of them live, their scores, the exact top k, weights of their answers, the balancing loss.
 
     prefix "ffn", grid 4 x 32      "ffn.3.17" is the expert in row 3 and column 17
+    router's scores                samples x (4 + 32): one score for each place along each axis
+    score of expert (3, 17)        scores[:, 3] + scores[:, 4 + 17]
+    all living ones                samples x experts  ──top k──>  chosen: samples x k
 
-    snapshot of the directory ──> LiveExperts: uids   ["ffn.0.0", "ffn.0.1", "ffn.3.17"]
-                                               places [[0, 0],    [0, 1],    [3, 17]]      experts x axes, int64
+    mixture   softmax over the k that answered                 weights of a sample add up to 1
+    switch    softmax over all living experts, of the chosen   a failed expert is missing, no other gets more
 
-`LiveExperts` is made once for each snapshot, not for each call. An entry of the directory under the prefix that is no
-place of the grid is ignored: it belongs to another model. Grids whose scores are sums along the axes are the product
-keys of Lample et al., "Large Memory Layers with Product Keys" (2019), in the form of hivemind's mixture.
+Grids whose scores are sums along the axes are the product keys of Lample et al., "Large Memory Layers with Product
+Keys" (2019), in the form of hivemind's mixture. A search by prefixes (a beam) may miss the best experts, and queries a
+directory for each prefix. With all scores at hand one pass over samples x experts is faster.
+
+Choosing has no gradient, so it is done on plain numbers; what the router learns by are the scores of the chosen
+(`chosen_scores`) or of all (`all_scores`), and the weights, in plain autograd.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Never, cast
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from weft.core.errors import UsageError, listed
 from weft.core.validation import Validator
-from weft.experts.client.autograd import RecomputeCache
-from weft.experts.client.stub import IdempotencyKey, Signature
 from weft.experts.discovery import Snapshot
-from weft.experts.errors import NoExpertsError
-from weft.experts.mixture.dispatch import RowSpan
-from weft.experts.mixture.fanout import (
-    AsyncCaller,
-    ExpertRequest,
-    MixtureCounters,
-    QuorumTimeout,
-    fan_out,
-    too_few_answers,
-)
-from weft.experts.wire import Received
-from weft.experts.wire.service import Description, read_description
 
-_ASKED = 8  # experts that are asked for their description at the same time, at different addresses if possible
+_BLOCK = 1 << 16  # scores that the caches of a processor hold
 
 
 @dataclass(frozen=True)
@@ -63,14 +55,9 @@ def check_grid(check: Validator, prefix: Any, sizes: Any) -> bool:
 
 
 class Grid:
-    """Names of experts as places on a grid. ``sizes``: the number of places along each axis.
-
-    Raises ``UsageError`` that lists an empty prefix, and sizes that are missing or not positive.
-    """
+    """Names of experts as places on a grid. ``sizes``: the number of places along each axis."""
 
     def __init__(self, prefix: str, sizes: Sequence[int]) -> None:
-        with Validator("invalid grid of experts") as check:
-            check_grid(check, prefix, sizes)
         self.prefix = prefix.rstrip(".") + "."
         self.sizes = tuple(sizes)
 
@@ -96,111 +83,79 @@ class Grid:
         return place if inside and self.uid(place) == uid else None  # "03" would be a second name of 3
 
     def live(self, snapshot: Snapshot) -> LiveExperts:
-        """The experts of the snapshot that are in the grid."""
+        """The experts of the snapshot that are in the grid; others under its prefix belong to another model."""
         found = sorted((place, uid) for uid in snapshot.search(self.prefix) if (place := self.place(uid)) is not None)
         places = torch.tensor([place for place, _ in found], dtype=torch.int64, device="cpu")
         return LiveExperts(tuple(uid for _, uid in found), places.reshape(-1, len(self.sizes)))
 
 
-class MixtureSignature(Signature):
-    """A signature whose outputs can be averaged. Raises ``UsageError`` that lists those that cannot."""
-
-    def __init__(self, description: Description) -> None:
-        super().__init__(description)
-        faults = [
-            f"{name} is of {spec.dtype}, wanted floating-point or complex numbers, which have a weighted mean"
-            for name, spec in zip(self.outputs.names, self.outputs.specs, strict=True)
-            if not (spec.dtype.is_floating_point or spec.dtype.is_complex)
-        ]
-        if faults:
-            raise UsageError(listed(f"expert {description.name!r} cannot be part of a mixture:", faults))
-
-    def output_sizes(self, inputs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
-        """The sizes of each output beyond the batch axis, as far as they are known without an answer.
-
-        A free axis is known from the first input whose spec has the same shape; otherwise it is not (None).
-        """
-        shapes = {spec.shape: tuple(x.shape) for spec, x in reversed([*zip(self.inputs.specs, inputs, strict=True)])}
-        found: list[tuple[int, ...] | None] = []
-        for spec in self.outputs.specs:
-            inner = [size for size in spec.shape[1:] if size is not None]
-            like = shapes.get(spec.shape)
-            known = tuple(inner) if len(inner) == len(spec.shape) - 1 else None
-            found.append(known if like is None else like[1:])
-        return found
+def all_scores(scores: Tensor, places: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The score of every expert: samples x experts. ``scores`` is samples x sum(sizes), ``places`` experts x axes."""
+    return _sum_columns(scores, _columns(places, sizes))
 
 
-@dataclass(frozen=True)
-class CachedCall:
-    """A forward that will be recomputed: ``chosen`` (samples x k) of the ``live`` experts, which of them answered
-    (``alive``: samples x k, bool), their ``answers`` (each samples x k x ...), and the keys of the calls."""
+def choose(scores: Tensor, places: Tensor, sizes: Sequence[int], k: int) -> Tensor:
+    """The ``k`` best experts of each sample (all, if fewer live), best first: samples x k, int64, as rows of `places`.
 
-    live: LiveExperts
-    chosen: Tensor
-    alive: Tensor
-    answers: Sequence[Tensor]
-    keys: dict[RowSpan, IdempotencyKey]
-
-
-class GridClient:
-    """The experts of a grid, as the directory knows them, and the calls to them. Thread-safe.
-
-    It is no part of the model: a copy of the mixture shares it, and pickling raises an error that says what to do.
+    Of equal scores any may be taken. Blocks of samples whose scores fit into the processor's caches are faster, and
+    bound the memory that a large batch needs beyond its result.
     """
+    columns, count = _columns(places, sizes), min(k, len(places))
+    with torch.no_grad():
+        parts = cast("Sequence[Tensor]", scores.detach().split(max(1, _BLOCK // max(1, len(places)))))
+        return torch.cat([_sum_columns(part, columns).topk(count, dim=1).indices for part in parts])
 
-    def __init__(self, grid: Grid, caller: AsyncCaller) -> None:
-        self.grid, self.caller = grid, caller
-        self.counters, self.cache = MixtureCounters(), RecomputeCache[CachedCall]()
-        self._known: tuple[Snapshot, LiveExperts] | None = None
-        self._signature: MixtureSignature | None = None
 
-    def live(self) -> LiveExperts:
-        """The living experts, as far as is known. Calls none of them."""
-        snapshot, known = self.caller.connections.snapshot(), self._known
-        if known is None or known[0] is not snapshot:
-            known = (snapshot, self.grid.live(snapshot))
-            self._known = known
-        return known[1]
+def chosen_scores(scores: Tensor, places: Tensor, sizes: Sequence[int], chosen: Tensor) -> Tensor:
+    """The scores of the chosen experts: samples x k. Bit-equal to those of `all_scores`."""
+    columns = [column[chosen] for column in _columns(places, sizes)]
+    total = scores.gather(1, columns[0])
+    for column in columns[1:]:
+        total = total + scores.gather(1, column)
+    return total
 
-    def signature(self, live: LiveExperts, deadline: float) -> MixtureSignature:
-        """What the experts take and return; all of a grid are alike. The first call requests it from some of them, and
-        takes the first answer. ``deadline`` is a time of `time.monotonic`.
 
-        Raises ``NoExpertsError`` if there are none, ``TooFewAnswersError`` if none answers in time.
-        """
-        if self._signature is None:
-            if not len(live):
-                raise self.no_experts()
-            self._signature = MixtureSignature(self._described(live, deadline))
-        return self._signature
+def _sum_columns(scores: Tensor, columns: Sequence[Tensor]) -> Tensor:
+    total = scores.index_select(1, columns[0])
+    for column in columns[1:]:
+        total += scores.index_select(1, column)
+    return total
 
-    def no_experts(self) -> NoExpertsError:
-        """The error for a grid without experts."""
-        return NoExpertsError(f"the directory lists no living expert of the grid {self.grid.prefix}*")
 
-    def __deepcopy__(self, memo: object) -> "GridClient":
-        return self
+def _columns(places: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """For each axis, the column of the scores that each expert reads."""
+    starts = accumulate(sizes[:-1], initial=0)
+    return [places[:, axis] + start for axis, start in enumerate(starts)]
 
-    def __reduce__(self) -> Never:
-        raise UsageError(
-            "a remote mixture holds connections, which cannot be pickled: save its state_dict(), make a mixture where "
-            "it is wanted, and load that there"
-        )
 
-    def _described(self, live: LiveExperts, deadline: float) -> Description:
-        snapshot, found = self.caller.connections.snapshot(), list[Description]()
-        by_address = {snapshot.addresses(uid)[:1]: uid for uid in reversed(live.uids)}
-        uids = list(dict.fromkeys([*by_address.values(), *live.uids[:_ASKED]]))[:_ASKED]
+def weights_of_answered(scores: Tensor, alive: Tensor) -> Tensor:
+    """Softmax over the chosen that answered: samples x k. Zero for all others; all zero if nobody answered."""
+    anyone = alive.any(1, keepdim=True)
+    masked = scores.masked_fill(~alive & anyone, float("-inf"))  # not where all are out: softmax would be NaN
+    return masked.softmax(1) * alive
 
-        def accept(index: int, answer: Received) -> None:
-            found.append(read_description(answer.header.data))
 
-        requests = [ExpertRequest(self.caller.requests.info(uid), deadline) for uid in uids]
-        sample = [torch.zeros(1, dtype=torch.int64, device="cpu")] * len(uids)
-        one = torch.ones(1, dtype=torch.int64, device="cpu")
-        result = fan_out(self.caller, requests, sample, one, QuorumTimeout(deadline, 0.0, lenient=True), accept)
-        if not found:
-            faults = {uids[index]: fault for index, fault in result.faults.items()}
-            what = f"{len(uids)} experts of a mixture were asked for their description"
-            raise too_few_answers(what, 1, 1, 1, faults, self.caller.retry)
-        return found[0]
+def weighted_mean(outputs: Tensor, weights: Tensor) -> Tensor:
+    """The sum of ``outputs`` (samples x k x ...) by ``weights`` (samples x k): samples x ..., dtype of the outputs."""
+    flat = outputs.flatten(2) if outputs.dim() > 2 else outputs.unsqueeze(2)
+    with torch.autocast(outputs.device.type, enabled=False):
+        return (weights.to(flat.dtype).unsqueeze(1) @ flat).reshape(outputs.shape[0], *outputs.shape[2:])
+
+
+def load_balancing_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:
+    """Experts * sum over experts of (share of the samples that chose it * mean probability): 1 if all are equal.
+
+    ``probabilities`` is samples x experts, ``chosen`` samples x k. The share has no gradient, the probability has:
+    an expert that is chosen too often becomes less probable. To be added to the loss with a factor of about 0.01.
+    From Fedus et al., "Switch Transformers" (2021), equation 4; with k > 1 every choice counts.
+
+    Example:
+        >>> from weft.experts.mixture import load_balancing_loss
+        >>> probabilities = torch.full((4, 2), 0.5)
+        >>> load_balancing_loss(probabilities, torch.tensor([[0], [1], [0], [1]]))
+        tensor(1.)
+    """
+    experts = probabilities.shape[1]
+    exact = torch.promote_types(probabilities.dtype, torch.float32)  # a division of integers would be of float32
+    share = torch.bincount(chosen.reshape(-1), minlength=experts).to(exact) / max(1, chosen.numel())
+    return experts * (share.to(probabilities.dtype) * probabilities.mean(0)).sum()

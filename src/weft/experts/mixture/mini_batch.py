@@ -16,15 +16,13 @@ missing is documented at `RemoteMixtureOfExperts.commit`.
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from weft.core.errors import listed
 from weft.experts.client.stub import OpenMiniBatch
 from weft.experts.errors import CommitError, GradientError, MixtureCommitError, StepError
-from weft.experts.mixture.fanout import AsyncCaller, ExpertRequest, MixtureCounters, QuorumTimeout, fan_out
-from weft.experts.mixture.mixture_options import MixtureOptions
+from weft.experts.mixture.fanout import FanOut, GridClient
 from weft.experts.wire import Received
 
 _GONE = (CommitError, GradientError, StepError)
@@ -43,10 +41,6 @@ class MixtureMiniBatch:
         self.broken: BaseException | None = None
         self._lock = threading.Lock()
         self._open: dict[str, OpenMiniBatch] = {}
-
-    def contribution(self) -> "Contribution":
-        """For the calls of one backward."""
-        return Contribution(self)
 
     def open(self, uid: str) -> OpenMiniBatch:
         """The mini-batch of an expert, which from now on is touched."""
@@ -77,6 +71,36 @@ class MixtureMiniBatch:
         with self._lock:
             given_up, self._open, self.broken = self._open, {}, None
             return given_up
+
+    def commit(self, client: GridClient) -> dict[str, bool]:
+        """See `RemoteMixtureOfExperts.commit`."""
+        touched, broken = self.touched(), self.broken
+        wanted = client.options.steps_wanted(len(touched))
+        whole, incomplete = _parted(touched)
+        if broken is not None or len(whole) < wanted:
+            why = "" if broken is None else f" A backward of it ended with {type(broken).__name__}."
+            head = (
+                f"a mini-batch of a mixture is not whole, and no expert was told to step.{why} Of {len(touched)} "
+                f"experts {len(incomplete)} lack a part of their gradients. Call discard(), and run it again."
+            )
+            raise _error(head, incomplete) from broken
+        failed = _send(client, whole)
+        for uid, fault in failed.items():
+            if isinstance(fault, _GONE):
+                touched[uid].failed(whole[uid][0], fault)
+        faults = {**incomplete, **failed}
+        stepped = {uid: each for uid, each in touched.items() if uid not in faults}
+        self.end(stepped)
+        if len(stepped) < wanted:
+            head = (
+                f"commit of a mixture: {len(faults)} of {len(touched)} experts are not known to have stepped. Call "
+                "discard(), to go on without them; or commit() again, which steps none of the others twice."
+            )
+            raise _error(head, faults)
+        self.end(touched)
+        client.caller.discard({uid: touched[uid] for uid in faults})
+        client.counters.count("left_out", len(faults))
+        return {uid: uid in stepped for uid in touched}
 
     def __deepcopy__(self, memo: object) -> "MixtureMiniBatch":
         return MixtureMiniBatch(self.accumulates)
@@ -127,68 +151,36 @@ class Contribution:
             self._batch.fail(error)
 
 
-@dataclass(frozen=True)
-class Committer:
-    """Commits of a mixture, sent to all experts at once under one deadline."""
+def commit_parts(client: GridClient, parts: Mapping[str, OpenMiniBatch]) -> None:
+    """One step of each expert that was called several times in a backward which does not accumulate.
 
-    caller: AsyncCaller
-    options: MixtureOptions
-    counters: MixtureCounters
-    batch: MixtureMiniBatch
+    One that lacks a part does not step, as one whose only call failed. Raises ``MixtureCommitError`` for one that
+    does not step although it has all parts.
+    """
+    whole, incomplete = _parted(parts)
+    failed = _send(client, whole)
+    client.caller.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
+    if failed:
+        head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
+        raise _error(head, failed)
 
-    def commit(self) -> dict[str, bool]:
-        """See `RemoteMixtureOfExperts.commit`."""
-        touched, broken = self.batch.touched(), self.batch.broken
-        wanted = self.options.steps_wanted(len(touched))
-        whole, incomplete = _parted(touched)
-        if broken is not None or len(whole) < wanted:
-            raise _not_whole(len(touched), incomplete, broken) from broken
-        failed = self._send(whole)
-        for uid, fault in failed.items():
-            if isinstance(fault, _GONE):
-                touched[uid].failed(whole[uid][0], fault)
-        faults = {**incomplete, **failed}
-        stepped = {uid: each for uid, each in touched.items() if uid not in faults}
-        self.batch.end(stepped)
-        if len(stepped) < wanted:
-            raise _not_stepped(len(touched), faults)
-        self.batch.end(touched)
-        self.caller.discard({uid: touched[uid] for uid in faults})
-        self.counters.count("left_out", len(faults))
-        return {uid: uid in stepped for uid in touched}
 
-    def commit_parts(self, parts: Mapping[str, OpenMiniBatch]) -> None:
-        """One step of each expert that was called several times in a backward which does not accumulate.
+def _send(client: GridClient, whole: Mapping[str, tuple[str, int]]) -> dict[str, BaseException]:
+    """Commit these names, at these incarnations, all at once. Returns faults by expert."""
+    if not whole:
+        return {}
+    uids, caller = list(whole), client.caller
+    calls = [caller.requests.commit(uid, *whole[uid], caller.resolver(uid).token()) for uid in uids]
 
-        One that lacks a part does not step, as one whose only call failed. Raises ``MixtureCommitError`` for one that
-        does not step although it has all parts.
-        """
-        whole, incomplete = _parted(parts)
-        failed = self._send(whole)
-        self.caller.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
-        if failed:
-            head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
-            raise MixtureCommitError(_with_faults(head, failed), failed)
+    def accept(index: int, answer: Received) -> None:
+        caller.accept(uids[index], answer)
 
-    def _send(self, whole: Mapping[str, tuple[str, int]]) -> dict[str, BaseException]:
-        """Commit these names, at these incarnations. Returns faults by expert."""
-        if not whole:
-            return {}
-        uids, deadline = list(whole), time.monotonic() + self.options.backward_timeout
-        requests = [
-            ExpertRequest(self.caller.requests.commit(uid, *whole[uid], self.caller.token(uid)), deadline)
-            for uid in uids
-        ]
-
-        def accept(index: int, answer: Received) -> None:
-            self.caller.accept(uids[index], answer)
-
-        samples = [torch.tensor([index], device="cpu") for index in range(len(uids))]  # each call has its own sample
-        needed = torch.ones(len(uids), dtype=torch.int64, device="cpu")
-        timeout = QuorumTimeout(deadline, None, lenient=True)
-        result = fan_out(self.caller, requests, samples, needed, timeout, accept)
-        self.counters.fanned_out("commit", len(uids), 0, result.faults.values())
-        return {uids[index]: fault for index, fault in result.faults.items()}
+    samples = [torch.tensor([index], device="cpu") for index in range(len(uids))]  # each call has its own sample
+    needed = torch.ones(len(uids), dtype=torch.int64, device="cpu")
+    deadline = time.monotonic() + client.options.backward_timeout
+    faults = FanOut(caller, calls, {}, samples, needed, accept, deadline=deadline).run().faults
+    client.counters.fanned_out("commit", len(uids), 0, faults.values())
+    return {uids[index]: fault for index, fault in faults.items()}
 
 
 def _parted(touched: Mapping[str, OpenMiniBatch]) -> tuple[dict[str, tuple[str, int]], dict[str, BaseException]]:
@@ -196,36 +188,15 @@ def _parted(touched: Mapping[str, OpenMiniBatch]) -> tuple[dict[str, tuple[str, 
     whole: dict[str, tuple[str, int]] = {}
     incomplete: dict[str, BaseException] = {}
     for uid, each in touched.items():
-        why = each.fault
-        ready = None if why is not None else each.ready()
-        if ready is None:
-            incomplete[uid] = CommitError(why or "its backward has not come to an end")
-        else:
+        if why := each.fault:
+            incomplete[uid] = CommitError(why)
+        elif ready := each.ready():
             whole[uid] = ready
+        else:
+            incomplete[uid] = CommitError("its backward has not come to an end")
     return whole, incomplete
 
 
-def _not_whole(
-    touched: int, incomplete: Mapping[str, BaseException], broken: BaseException | None
-) -> MixtureCommitError:
-    why = "" if broken is None else f" A backward of it ended with {type(broken).__name__}."
-    head = (
-        f"a mini-batch of a mixture is not whole, and no expert was told to step.{why} Of {touched} experts "
-        f"{len(incomplete)} lack a part of their gradients. Call discard(), and run the mini-batch again."
-    )
-    return MixtureCommitError(_with_faults(head, incomplete), incomplete)
-
-
-def _not_stepped(touched: int, faults: Mapping[str, BaseException]) -> MixtureCommitError:
-    again = "Call commit() again, which commits only those, and steps none of them twice; or discard(), to"
-    advice = "Call discard(), to" if all(isinstance(each, _GONE) for each in faults.values()) else again
-    head = (
-        f"commit of a mixture: {len(faults)} of {touched} experts are not known to have stepped. {advice} go on "
-        "without them."
-    )
-    return MixtureCommitError(_with_faults(head, faults), faults)
-
-
-def _with_faults(head: str, faults: Mapping[str, BaseException]) -> str:
+def _error(head: str, faults: Mapping[str, BaseException]) -> MixtureCommitError:
     lines = [f"{uid}: {type(error).__name__}: {error}" for uid, error in faults.items()]
-    return listed(head, lines) if lines else head
+    return MixtureCommitError(listed(head, lines), faults)

@@ -1,8 +1,8 @@
 """Mixtures of remote experts as ordinary layers: a router here, and for each sample k experts out there.
 
-    x ── router (proj) ──> scores ── top k of those that live ──> chosen       grid.py, router.py: no remote call
+    x ── router (proj) ──> scores ── top k of those that live ──> chosen       grid.py: no remote call
     x, chosen ── rows by expert ── one call each ──> answers                   dispatch.py, mixture_function.py
-    answers ── weights ── weighted mean ──> y                                  router.py: plain autograd
+    answers ── weights ── weighted mean ──> y                                  grid.py: plain autograd
 
     RemoteMixtureOfExperts          softmax over those that answered
     RemoteSwitchMixtureOfExperts    softmax over all that live; and a loss that keeps all of them equally busy
@@ -15,7 +15,7 @@ of Large Neural Networks using Decentralized Mixture-of-Experts", 2020). The sec
 
 import time
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -27,25 +27,33 @@ from weft.core.errors import SpecError, UsageError
 from weft.core.validation import Validator, is_number
 from weft.experts.client.autograd import RemoteLayer, forbid_tangents
 from weft.experts.client.connections import Connections
+from weft.experts.client.remote import check_compression
 from weft.experts.client.retry import Retry
 from weft.experts.client.stub import RequestBuilder
 from weft.experts.compression import Policy
 from weft.experts.mixture.dispatch import Dispatch
-from weft.experts.mixture.fanout import AsyncCaller, MixtureStatistics
-from weft.experts.mixture.grid import CachedCall, Grid, GridClient, LiveExperts, MixtureSignature
-from weft.experts.mixture.mini_batch import Committer, MixtureMiniBatch
-from weft.experts.mixture.mixture_function import MixtureFunction, Services
-from weft.experts.mixture.mixture_options import MixtureOptions, check_mixture
-from weft.experts.mixture.router import (
+from weft.experts.mixture.fanout import (
+    AsyncCaller,
+    CachedCall,
+    GridClient,
+    MixtureOptions,
+    MixtureSignature,
+    MixtureStatistics,
+    check_options,
+)
+from weft.experts.mixture.grid import (
+    Grid,
+    LiveExperts,
     all_scores,
+    check_grid,
     choose,
     chosen_scores,
-    gating_input,
-    jittered,
     load_balancing_loss,
     weighted_mean,
     weights_of_answered,
 )
+from weft.experts.mixture.mini_batch import MixtureMiniBatch
+from weft.experts.mixture.mixture_function import MixtureFunction
 
 RETRY = Retry(attempts=3)
 """A mixture has other experts to go on with, so it does not retry one for long."""
@@ -139,18 +147,25 @@ class RemoteMixtureOfExperts(RemoteLayer):
             "detect_anomalies": detect_anomalies,
             "allow_zero_outputs": allow_zero_outputs,
         }
-        given: dict[str, Any] = {"in_features": in_features, "grid_size": grid_size, "uid_prefix": uid_prefix}
-        given |= {"connections": connections, "retry": retry, "compression": compression, "client": client}
-        given |= {"accumulate": accumulate, "keep_graph": keep_graph}
         with Validator("invalid mixture options") as check:
-            check_mixture(check, {**given, **options})
+            check.count("in_features", in_features)
+            valid = check_grid(check, uid_prefix, grid_size)
+            check.instance("connections", connections, Connections, "Connections, made with Connections(directory)")
+            check_options(check, options, prod(grid_size) if valid else None)
+            check.instance("retry", retry, Retry, "a Retry", optional=True)
+            check_compression(check, compression)
+            check.instance("client", client, str, "a name", optional=True)
+            check.boolean("accumulate", accumulate)
+            check.boolean("keep_graph", keep_graph)
             self._check(check)
-        self.grid, self.options = Grid(uid_prefix, grid_size), MixtureOptions(**options)
+        self.grid = Grid(uid_prefix, grid_size)
         self.in_features, self.keep_graph = in_features, keep_graph
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
         self.make_anchor(self.proj.weight)
         requests = RequestBuilder(client, compression or Policy())
-        self._client = GridClient(self.grid, AsyncCaller(connections, retry or RETRY, requests))
+        self._client = GridClient(
+            self.grid, AsyncCaller(connections, retry or RETRY, requests), MixtureOptions(**options)
+        )
         self._batch = MixtureMiniBatch(accumulate)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -180,6 +195,11 @@ class RemoteMixtureOfExperts(RemoteLayer):
         """Check the arguments of a subclass, which has set them before."""
 
     @property
+    def options(self) -> MixtureOptions:
+        """How many answers are wanted, and how long they are waited for."""
+        return self._client.options
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients wait for `commit`."""
         return self._batch.accumulates
@@ -205,7 +225,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
                 f"experts {self.grid.prefix}* of this mixture step at every backward, so there is nothing to commit; "
                 "make it with accumulate"
             )
-        return Committer(self._client.caller, self.options, self._client.counters, self._batch).commit()
+        return self._batch.commit(self._client)
 
     def discard(self) -> None:
         """Drop the gradients since the last commit. Does not wait for the servers; one that does not get the message
@@ -253,13 +273,15 @@ class RemoteMixtureOfExperts(RemoteLayer):
         return signature, flat, live, None
 
     def _gating_input(self, x: Tensor) -> Tensor:
-        """What the router reads of the input, in the dtype and on the device of its weights."""
+        """What the router reads: the mean over all axes between, in the dtype and on the device of its weights."""
         if x.dim() < 2 or x.shape[-1] != self.in_features or not x.is_floating_point():
             raise SpecError(
                 f"the router of this mixture reads samples x ... x {self.in_features} floating-point numbers, but the "
                 f"input is {tuple(x.shape)} of {x.dtype}"
             )
-        return gating_input(x).to(self.proj.weight.device, self.proj.weight.dtype)
+        if x.dim() > 2:
+            x = x.mean(dim=tuple(range(1, x.dim() - 1)))
+        return x.to(self.proj.weight.device, self.proj.weight.dtype)
 
     def _scores(self, x: Tensor) -> Tensor:
         """samples x sum(grid_size), in the router's own precision: scores that are nearly equal decide."""
@@ -282,17 +304,19 @@ class RemoteMixtureOfExperts(RemoteLayer):
         forbid_tangents(experts, flat)
         anchor = self.anchor_for(f"{experts} are", signature.trained, flat)
         reached = [anchor, *flat]
-        services = Services(
-            client.caller,
+        function = MixtureFunction(
+            client,
             signature,
-            self.options,
-            client.counters,
             self._batch,
+            live,
+            dispatch,
+            flat,
             anchor,
-            keep_graph=self.keep_graph and any(x.requires_grad for x in reached),
+            deadline,
+            cached,
+            keep=self.keep_graph and any(x.requires_grad for x in reached),
             evaluation=not self.training,
         )
-        function = MixtureFunction(services, live, dispatch, flat, deadline, cached)
         outputs = list(apply(function, reached))
         if is_checkpointing():
             answers = [x.detach() for x in outputs]
@@ -328,33 +352,10 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         >>> directory.close()
     """
 
-    def __init__(
-        self,
-        *,
-        in_features: int,
-        grid_size: Sequence[int],
-        uid_prefix: str,
-        connections: Connections,
-        k_best: int = 1,
-        k_min: int = 0,
-        backward_k_min: int = 0,
-        allow_zero_outputs: bool = True,
-        jitter_eps: float = 1e-2,
-        capacity_factor: float | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, jitter_eps: float = 1e-2, capacity_factor: float | None = None, **options: Any) -> None:
         self.jitter_eps, self.capacity_factor = jitter_eps, capacity_factor  # first, for `_check`
-        super().__init__(
-            in_features=in_features,
-            grid_size=grid_size,
-            uid_prefix=uid_prefix,
-            connections=connections,
-            k_best=k_best,
-            k_min=k_min,
-            backward_k_min=backward_k_min,
-            allow_zero_outputs=allow_zero_outputs,
-            **options,
-        )
+        options = {"k_best": 1, "k_min": 0, "backward_k_min": 0, "allow_zero_outputs": True, **options}
+        super().__init__(**options)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """What the experts return, weighted, and the load-balancing loss (a scalar; see `load_balancing_loss`).
@@ -369,12 +370,15 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         signature, flat, live, cached = self._begin(args, kwargs, deadline)
         read = self._gating_input(args[0])
         if self.training and self.jitter_eps:
-            read = jittered(read, self.jitter_eps)
+            read = read * torch.empty_like(read).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
         scores = all_scores(self._scores(read), live.places.to(read.device), self.grid.sizes)
         probabilities = scores.softmax(1)
         best = scores.detach().topk(min(self.options.k_best, len(live)), dim=1)
         chosen = best.indices if cached is None else cached.chosen
-        dispatch = Dispatch(chosen.cpu(), capacity=self._capacity(chosen, len(live)), most=signature.max_batch_size)
+        capacity = None
+        if self.capacity_factor is not None:
+            capacity = max(1, ceil(self.capacity_factor * chosen.numel() / max(1, len(live))))
+        dispatch = Dispatch(chosen.cpu(), capacity=capacity, most=signature.max_batch_size)
         if cached is None:
             self._client.counters.count("dropped", chosen.numel() - len(dispatch.rows))
         answers, alive = self._call(signature, flat, live, chosen, dispatch, cached, deadline)
@@ -384,11 +388,6 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
 
     def _check(self, check: Validator) -> None:
         check_switch(check, self.jitter_eps, self.capacity_factor)
-
-    def _capacity(self, chosen: Tensor, experts: int) -> int | None:
-        if self.capacity_factor is None:
-            return None
-        return max(1, ceil(self.capacity_factor * chosen.numel() / max(1, experts)))
 
 
 def check_switch(check: Validator, jitter_eps: Any, capacity_factor: Any) -> None:

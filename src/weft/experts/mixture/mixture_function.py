@@ -9,8 +9,7 @@ answer in forward is not called in backward; one that fails in backward adds not
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,43 +18,22 @@ from weft.core.context import is_checkpointing
 from weft.core.errors import TWICE, BackwardTwiceError, listed
 from weft.experts.client.autograd import ONLY_ONCE
 from weft.experts.client.stub import IdempotencyKey
-from weft.experts.errors import AnomalyError, NoExpertsError
+from weft.experts.errors import AnomalyError, NoExpertsError, TooFewAnswersError
 from weft.experts.mixture.dispatch import CombineBuffer, Dispatch, RowSpan, finite_rows
 from weft.experts.mixture.fanout import (
     Accept,
-    AsyncCaller,
+    CachedCall,
     Direction,
-    ExpertRequest,
-    MixtureCounters,
-    QuorumTimeout,
-    fan_out,
+    FanOut,
+    GridClient,
+    MixtureSignature,
     too_few_answers,
-    too_few_live,
 )
-from weft.experts.mixture.grid import CachedCall, LiveExperts, MixtureSignature
-from weft.experts.mixture.mini_batch import Committer, Contribution, MixtureMiniBatch
-from weft.experts.mixture.mixture_options import MixtureOptions
-from weft.experts.wire import Received
+from weft.experts.mixture.grid import LiveExperts
+from weft.experts.mixture.mini_batch import Contribution, MixtureMiniBatch, commit_parts
+from weft.experts.wire import Call, Received
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Services:
-    """What every call of a mixture works with.
-
-    ``anchor`` goes into the node before the inputs. ``keep_graph``: servers are asked to keep graphs for backward;
-    ``evaluation``: the experts run as after ``eval()``.
-    """
-
-    caller: AsyncCaller
-    signature: MixtureSignature
-    options: MixtureOptions
-    counters: MixtureCounters
-    batch: MixtureMiniBatch
-    anchor: Tensor
-    keep_graph: bool
-    evaluation: bool
 
 
 class MixtureFunction:
@@ -64,33 +42,44 @@ class MixtureFunction:
     Args:
         live: the experts as the dispatch numbers them.
         inputs: flat, each samples x ....
+        anchor: goes into the node before the inputs.
         deadline: of forward, time of `time.monotonic`; backward has one of its own when it begins.
         cached: the forward, if this is its recomputation. Then nothing is sent in forward.
+        keep: ask the servers to keep graphs for backward.
+        evaluation: the experts run as after ``eval()``.
 
     Raises ``AnomalyError`` if the inputs are not finite and ``detect_anomalies`` is set.
     """
 
     def __init__(
         self,
-        services: Services,
+        client: GridClient,
+        signature: MixtureSignature,
+        batch: MixtureMiniBatch,
         live: LiveExperts,
         dispatch: Dispatch,
         inputs: Sequence[Tensor],
+        anchor: Tensor,
         deadline: float,
-        cached: CachedCall | None = None,
+        cached: CachedCall | None,
+        *,
+        keep: bool,
+        evaluation: bool,
     ) -> None:
-        self._services, self._uids, self._dispatch, self._cached = services, live.uids, dispatch, cached
+        self._client, self._signature, self._batch, self._options = client, signature, batch, client.options
+        self._uids, self._dispatch, self._cached, self._anchor = live.uids, dispatch, cached, anchor
         self._deadline = deadline
         # A forward that will be recomputed is not the one that autograd walks back.
-        keep = services.keep_graph and torch.is_grad_enabled() and not is_checkpointing()
-        self.keys = {span: IdempotencyKey(keep, services.evaluation) for span in dispatch.spans}
-        if cached is not None:
+        keep = keep and torch.is_grad_enabled() and not is_checkpointing()
+        if cached is None:
+            self.keys = {span: IdempotencyKey(keep, evaluation) for span in dispatch.spans}
+        else:
             self.keys = cached.keys
-        if services.options.detect_anomalies:
-            _check_finite("inputs of a mixture", services.signature.inputs.names, inputs)
+        if self._options.detect_anomalies:
+            _check_finite("inputs of a mixture", signature.inputs.names, inputs)
         self._wanted = [x.requires_grad for x in inputs]
         self._like = [x.detach()[:0] for x in inputs]
-        self._sizes = services.signature.output_sizes(inputs)
+        self._sizes = signature.output_sizes(inputs)
         self._sent: list[Tensor] | None = [dispatch.take(x.detach()) for x in inputs]
         self._outputs: list[Tensor] = []  # on the meta device: dtype and shape are all that backward wants
         self.alive = torch.zeros(dispatch.samples, dispatch.k, dtype=torch.bool, device=_CPU)
@@ -124,84 +113,86 @@ class MixtureFunction:
             raise BackwardTwiceError(TWICE)
         if not retain:
             self._sent = None
-        services = self._services
-        zero = torch.zeros_like(services.anchor)
+        zero = torch.zeros_like(self._anchor)
         if all(gradient is None for gradient in gradients):
             return [zero, *[None] * len(sent)]
         pairs = zip(gradients, self._outputs, strict=True)
         full = [torch.zeros_like(out, device=_CPU) if g is None else g for g, out in pairs]
-        with services.batch.contribution() as contribution:
-            if services.options.detect_anomalies:
-                _check_finite("gradients of outputs of a mixture", services.signature.outputs.names, full)
+        with Contribution(self._batch) as contribution:
+            if self._options.detect_anomalies:
+                _check_finite("gradients of outputs of a mixture", self._signature.outputs.names, full)
             found = self._send_backward(sent, [self._dispatch.take_pairs(g) for g in full], contribution)
         return [zero, *(self._input_gradient(i, rows) for i, rows in enumerate(found))]
 
     def _send_forward(self) -> list[Tensor]:
-        services, dispatch, options = self._services, self._dispatch, self._services.options
-        sent, signature = self._sent or [], services.signature
+        signature, dispatch, options, sent = self._signature, self._dispatch, self._options, self._sent or []
         buffer = CombineBuffer(dispatch.samples, dispatch.k, finite=options.detect_anomalies)
         floor = options.k_min if options.allow_zero_outputs else max(1, options.k_min)
         if dispatch.k < floor and not options.allow_zero_outputs:  # no expert has failed, and no wait would help
-            raise too_few_live(len(self._uids), floor)
-        build = services.caller.requests.forward
-        requests = [
-            ExpertRequest(build(self._uids[span.expert], _rows(sent, span, None), self.keys[span]), self._deadline)
-            for span in dispatch.spans
-        ]
+            raise TooFewAnswersError(
+                f"forward of a mixture: every sample needs {floor} answers (k_min), but the directory lists only "
+                f"{len(self._uids)} living experts of the grid. Start more, need fewer (k_min), or let such samples be "
+                "zero (allow_zero_outputs)."
+            )
+        build = self._client.caller.requests.forward
+        calls = [build(self._uids[span.expert], _rows(sent, span, None), self.keys[span]) for span in dispatch.spans]
         places = [torch.arange(span.start, span.stop, device=_CPU) for span in dispatch.spans]
 
         def accept(index: int, answer: Received) -> Tensor | None:
+            self._client.caller.accept(calls[index].header.uid, answer)
             self.keys[dispatch.spans[index]].kept = answer.header.keep
             return buffer.put(dispatch.pairs[places[index]], signature.results(answer, _CPU))
 
         most = dispatch.sent.sum(1)
         needed = torch.where(most < dispatch.k, most.clamp(max=floor), floor)  # fewer where a capacity has cut
-        self._exchange("forward", self._deadline, requests, places, needed, buffer, accept)
+        self._exchange("forward", self._deadline, calls, {}, places, needed, buffer, accept)
         self.alive = buffer.alive.view(dispatch.samples, dispatch.k)
         return buffer.rows() or self._zeros()
 
     def _send_backward(
         self, sent: Sequence[Tensor], rows: Sequence[Tensor], contribution: Contribution
     ) -> Sequence[Tensor | None]:
-        services, dispatch, options = self._services, self._dispatch, self._services.options
-        caller, signature = services.caller, services.signature
+        signature, dispatch, options, caller = self._signature, self._dispatch, self._options, self._client.caller
         buffer = CombineBuffer(dispatch.samples, dispatch.k, finite=options.detect_anomalies)
         deadline = time.monotonic() + options.backward_timeout
-        requests: list[ExpertRequest] = []
+        calls: list[Call] = []
+        wholes: dict[int, Call] = {}
         places: list[Tensor] = []
         inputs: list[Sequence[Tensor]] = []
         spans = dispatch.restricted(self.alive)
         counts = Counter(span.expert for span, _ in spans)
-        for span, left in spans:
+        for index, (span, left) in enumerate(spans):
             uid, key = self._uids[span.expert], self.keys[span]
             self.keys[span] = key.again()
             key.kept = key.kept and left is None  # else the inputs are not those that the server keeps
             mini_batch = contribution.begin(uid, split=signature.trained and counts[span.expert] > 1)
             inputs.append(_rows(sent, span, left))
-            call, whole = caller.requests.backward(
-                uid, inputs[-1], _rows(rows, span, left), key, mini_batch, caller.token(uid)
+            call, wholes[index] = caller.requests.backward(
+                uid, inputs[-1], _rows(rows, span, left), key, mini_batch, caller.resolver(uid).token()
             )
-            requests.append(ExpertRequest(call, deadline, whole))
+            calls.append(call)
             places.append(torch.arange(span.start, span.stop, device=_CPU) if left is None else left)
 
         def accept(index: int, answer: Received) -> Tensor | None:
+            contribution.added(index, caller.accept(calls[index].header.uid, answer).incarnation)
             return buffer.put(dispatch.pairs[places[index]], signature.input_gradients(answer, inputs[index]))
 
         needed = self.alive.sum(1).clamp(max=options.backward_k_min)
         try:
-            self._exchange("backward", deadline, requests, places, needed, buffer, accept, contribution)
+            self._exchange("backward", deadline, calls, wholes, places, needed, buffer, accept, contribution)
         except BaseException:
             caller.discard(contribution.parts)
             raise
         if contribution.parts:
-            Committer(caller, options, services.counters, services.batch).commit_parts(contribution.parts)
+            commit_parts(self._client, contribution.parts)
         return buffer.rows() or [None] * len(sent)
 
     def _exchange(
         self,
         direction: Direction,
         deadline: float,
-        requests: Sequence[ExpertRequest],
+        calls: Sequence[Call],
+        wholes: Mapping[int, Call],
         places: Sequence[Tensor],
         needed: Tensor,
         buffer: CombineBuffer,
@@ -209,34 +200,28 @@ class MixtureFunction:
         contribution: Contribution | None = None,
     ) -> None:
         """All calls of one direction. Afterwards the buffer holds, for each sample, enough answers or none."""
-        services, options = self._services, self._services.options
-        timeout = QuorumTimeout(deadline, options.timeout_after_k_min, options.allow_zero_outputs)
+        client, options = self._client, self._options
         samples = [self._dispatch.rows[place] for place in places]
-
-        def received(index: int, answer: Received) -> Tensor | None:
-            receipt = services.caller.accept(requests[index].uid, answer)
-            if contribution is not None:
-                contribution.added(index, receipt.incarnation)
-            return accept(index, answer)
-
-        result = fan_out(services.caller, requests, samples, needed, timeout, received)
+        lenient, after = options.allow_zero_outputs, options.timeout_after_k_min
+        fan_out = FanOut(
+            client.caller, calls, wholes, samples, needed, accept, deadline=deadline, after=after, lenient=lenient
+        )
+        faults = fan_out.run().faults
         if contribution is not None:
-            contribution.failed(result.faults)
-        services.counters.fanned_out(direction, len(requests), sum(map(len, places)), result.faults.values())
-        short = result.counts < needed
+            contribution.failed(faults)
+        client.counters.fanned_out(direction, len(calls), sum(map(len, places)), faults.values())
+        short = fan_out.counts < needed
         many = int(short.sum())
-        if not many:
-            return
-        if not options.allow_zero_outputs:
-            faults = {requests[index].uid: fault for index, fault in result.faults.items()}
+        if many and not lenient:
+            by_uid = {calls[index].header.uid: fault for index, fault in faults.items()}
             what, most = f"{direction} of a mixture", int(needed.max())
-            raise too_few_answers(what, len(needed), many, most, faults, services.caller.retry)
+            raise too_few_answers(what, len(needed), many, most, by_uid, client.caller.retry)
         buffer.clear(short)
-        services.counters.count("zeroed", many if direction == "forward" else 0)
+        client.counters.count("zeroed", many if direction == "forward" else 0)
 
     def _zeros(self) -> list[Tensor]:
         """Zeros for all outputs, when no expert answered and that is no error."""
-        outputs, dispatch = self._services.signature.outputs, self._dispatch
+        outputs, dispatch = self._signature.outputs, self._dispatch
         unknown = [name for name, size in zip(outputs.names, self._sizes, strict=True) if size is None]
         if unknown:
             raise NoExpertsError(
