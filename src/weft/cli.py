@@ -25,10 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], None] = chosen.command
     try:
         command(chosen)
-    except (UsageError, ScheduleError) as error:
-        parser.exit(2, f"weft: {escaped(error, lines=True)}\n")
     except (WeftError, OSError) as error:
-        parser.exit(1, f"weft: {escaped(error, lines=True)}\n")
+        misuse = isinstance(error, UsageError | ScheduleError)
+        parser.exit(2 if misuse else 1, f"weft: {escaped(error, lines=True)}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\nweft: interrupted\n")
     return 0
@@ -77,11 +76,8 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the whole status, as JSON")
     parser.add_argument("--token", help=f"of the client; visible to others on this machine, so prefer {_TOKEN}")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=f"with the token (else: {_TOKEN})")
-    for name, text in (
-        ("authority", "that signed the server"),
-        ("key", "of this client"),
-        ("certificate", "of this client"),
-    ):
+    client = "of this client"
+    for name, text in {"authority": "that signed the server", "key": client, "certificate": client}.items():
         parser.add_argument(f"--{name}", type=Path, metavar="PEM", help=text)
     parser.set_defaults(command=_status)
 
@@ -91,25 +87,20 @@ def _serve(chosen: argparse.Namespace) -> None:
     server = _experts("weft.experts.server.command")
     config: Any = _experts("weft.experts.server.config")
     table: dict[str, Any] = {} if chosen.config is None else config.read_config(chosen.config)
-    for name in ("address", "checkpoints", "panel"):
-        table |= {} if getattr(chosen, name) is None else {name: getattr(chosen, name)}
-    table |= {"insecure": True} if chosen.insecure else {}
+    for name in ("address", "checkpoints", "panel", "insecure"):
+        table |= {name: getattr(chosen, name)} if getattr(chosen, name) not in (None, False) else {}
     how = {} if chosen.optimizer is None else {"optimizer": chosen.optimizer}
     how |= {} if chosen.lr is None else {"optimizer_arguments": {"lr": chosen.lr}}
     if how and not chosen.expert:
         raise UsageError("--optimizer and --lr configure the experts of --expert, but there is none")
     if chosen.lr is not None and chosen.optimizer is None:
         raise UsageError("--lr is the learning rate of an optimizer, but there is no --optimizer")
-    _append(table, "experts", [{**config.parse_expert(word), **how} for word in chosen.expert])
-    _append(table, "imports", chosen.imports)
+    experts = [{**config.parse_expert(word), **how} for word in chosen.expert]
+    for name, more in {"experts": experts, "imports": chosen.imports}.items():
+        found = table.get(name, [])
+        if isinstance(found, list):  # a value of another type stays, for the configuration's own check to refuse
+            table[name] = [*cast("list[Any]", found), *more]
     server.serve(table)
-
-
-def _append(table: dict[str, Any], name: str, more: list[Any]) -> None:
-    """Append to a list of the file. A value of another type stays, for the configuration's own check to refuse."""
-    found = table.setdefault(name, [])
-    if isinstance(found, list):
-        table[name] = [*cast("list[Any]", found), *more]
 
 
 def _status(chosen: argparse.Namespace) -> None:

@@ -94,7 +94,9 @@ class OpenMiniBatches:
     @property
     def nbytes(self) -> int:
         """The memory of all sums."""
-        return sum(nbytes(t) for one in self.open.values() for t in one.total.totals if t is not None)
+        # Of copies: the statistics of a busy expert ask beside its batch.
+        totals = [t for one in list(self.open.values()) for t in list(one.total.totals)]
+        return sum(nbytes(t) for t in totals if t is not None)
 
     def check(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
         """Check that gradients of these parameters can be added.

@@ -269,12 +269,18 @@ class ExpertBackend:
             executor.forget_pending()
             self._stepper.restored(state["backward_batches"], state["branch"])
 
-    def statistics(self) -> BackendStatistics:
-        """What was done so far, and what is held now."""
+    def statistics(self, *, wait: bool = True) -> BackendStatistics:
+        """What was done so far, and what is held now.
+
+        Without ``wait``, and while a batch runs, each number is true by itself and may be of another moment than its
+        neighbour.
+        """
         executor = self.executor
-        with executor.lock:
-            executor.forget_old_sums()
-            executor.graphs.forget_old()
+        held = executor.lock.acquire(blocking=wait)
+        try:
+            if held:
+                executor.forget_old_sums()
+                executor.graphs.forget_old()
             return BackendStatistics(
                 name=self.name,
                 steps=self.steps,
@@ -292,6 +298,9 @@ class ExpertBackend:
                 records=self.records.statistics(),
                 pools={pool.name: pool.statistics() for pool in self.pools},
             )
+        finally:
+            if held:
+                executor.lock.release()
 
 
 def _check_arguments(

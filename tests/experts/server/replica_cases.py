@@ -124,7 +124,7 @@ def owning(token: int, *keys: str) -> Replica:
 def die(server: Server) -> None:
     """As SIGKILL: it renews no more, answers no more, and tells nobody."""
     server._replication.stop()
-    server._tasks.stop("lease", 1.0)
+    server._tasks["lease"].stop(1.0)
     server._running, server._ended = False, True
     server._owned[:] = [close for close in server._owned if "LeaseHeartbeat" in repr(close)]
     server._close(1.0)

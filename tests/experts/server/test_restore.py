@@ -30,7 +30,6 @@ from weft.experts.client.status import shown
 from weft.experts.errors import CheckpointError
 from weft.experts.registry import make_expert
 from weft.experts.server import Server
-from weft.experts.server.hosted_expert import HostedExpert, save_all
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -267,7 +266,7 @@ def test_a_periodic_save_rests_for_as_long_as_it_worked(tmp_path: Path, monkeypa
             return super().write(encoded)
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=rests.append)
-    monkeypatch.setattr("weft.experts.server.hosted_expert.time", clock)
-    served = [HostedExpert(expert(name=name), Slow(tmp_path), 1) for name in ("a", "b")]
-    assert save_all(served, pause=True) == 2 and rests == [0.125, 0.125]
-    assert save_all(served, pause=True) == 0 and rests[2:] == [0.0, 0.0]  # nothing has stepped: nothing is written
+    monkeypatch.setattr("weft.experts.server.server.time", clock)
+    server = Server([expert(name=name) for name in ("a", "b")], checkpoints=Slow(tmp_path))
+    assert server._save_all(pause=True) == 2 and rests == [0.125, 0.125]
+    assert server._save_all(pause=True) == 0 and rests[2:] == [0.0, 0.0]  # nothing has stepped: nothing is written

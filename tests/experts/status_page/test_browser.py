@@ -40,14 +40,14 @@ def browse(url: str, profile: Path, *words: str) -> tuple[str, list[str]]:
 def watched(monkeypatch: pytest.MonkeyPatch, server: Server, between: Callable[[int], None]) -> list[int]:
     """Call ``between`` with the number of each status that is asked for, before it is told."""
     count: list[int] = []
-    tell = server._reporter.statistics
+    tell = server.statistics
 
-    def told(address: str) -> Any:
+    def told() -> Any:
         between(len(count))
         count.append(1)
-        return tell(address)
+        return tell()
 
-    monkeypatch.setattr(server._reporter, "statistics", told)
+    monkeypatch.setattr(server, "statistics", told)
     monkeypatch.setattr(http, "STATUS_SECONDS", 0.0)  # the browser's clock runs ahead of ours
     return count
 

@@ -78,10 +78,8 @@ class ReplicaStatistics:
 class ReplicationManager:
     """The replicas of one server, and a thread that tends them from `start` to `stop`.
 
-    Args:
-        options: see `ReplicaOptions`. None: no expert is replicated; then all methods do nothing.
-        directory: lists the owners. It stays open.
-        limits: of frames.
+    ``options``: None: no expert is replicated; then all methods do nothing. ``directory`` lists the owners, and stays
+    open.
 
     Raises ``UsageError`` for options without a directory, and for certificates that name no servers.
     """
@@ -95,7 +93,6 @@ class ReplicationManager:
             if not isinstance(directory, LocalDirectory) and (faults := directory_faults(options.tls)):
                 raise UsageError(listed("invalid replica options:", faults))
         self._options = options or ReplicaOptions()
-        self._enabled = options is not None
         self._directory = directory or LocalDirectory()  # never used without options
         self._limits = limits
         self._heartbeat: LeaseHeartbeat | None = None
@@ -108,7 +105,7 @@ class ReplicationManager:
 
     def covers(self, uid: str) -> bool:
         """Whether other servers may have this expert too."""
-        return self._enabled and self._options.covers(uid)
+        return self.leader_streams is not None and self._options.covers(uid)
 
     def until(self, lease: Lease) -> float:
         """See `LeaseHeartbeat.until`."""
@@ -122,7 +119,7 @@ class ReplicationManager:
     def start(self, heartbeat: LeaseHeartbeat, served: list[str]) -> None:
         """Claim and follow, and `wait`. ``served``: all experts of the server, replicated or not."""
         self._heartbeat = heartbeat
-        if not self._enabled:
+        if self.leader_streams is None:
             return
         for pattern in self._options.experts if served else ():  # no fault: it may fit experts that come later
             if not any(fnmatchcase(name, pattern) for name in served):
@@ -133,12 +130,8 @@ class ReplicationManager:
     def wait(self) -> None:
         """Until every replica is owned here or has its owner's state, for at most ``first_seconds``."""
         end = time.monotonic() + self._options.first_seconds
-        while (
-            self._thread.ident is not None
-            and not all(replica.settled for replica in list(self.replicas.values()))
-            and time.monotonic() < end
-        ):
-            if self._stop.wait(0.01):
+        while self._thread.is_alive() and time.monotonic() < end and not self._stop.wait(0.01):
+            if all(replica.settled for replica in list(self.replicas.values())):
                 return
 
     def moved(self, before: Lease, lease: Lease) -> None:
@@ -153,7 +146,7 @@ class ReplicationManager:
     def retire(self) -> bool:
         """Claim nothing more; whether experts are replicated, which are listed until `hand_over`."""
         self._retired = True
-        return self._enabled
+        return self.leader_streams is not None
 
     def hand_over(self, seconds: float, *, save: bool, uids: list[str] | None = None) -> None:
         """Nothing steps these (None: all) any more: save them, let followers fetch the last state, own them no more.
@@ -206,7 +199,26 @@ class ReplicationManager:
 
     def statistics(self) -> dict[str, ReplicaStatistics]:
         """Of every replica."""
-        return {uid: _statistics(each, self._followers(uid)) for uid, each in sorted(self.replicas.items())}
+        return {uid: self._statistics(replica) for uid, replica in sorted(self.replicas.items())}
+
+    def _statistics(self, replica: Replica) -> ReplicaStatistics:
+        leadership, steps, failure = replica.leadership, replica.backend.steps, replica.failure
+        owner, follows = leadership.owner, leadership.role == "follower"
+        versions = {} if follows else self._followers(replica.uid)
+        return ReplicaStatistics(
+            role=leadership.role,
+            owner="" if owner is None else owner.address,
+            token=0 if owner is None else number_of(owner.token),
+            lasts=leadership.lasts,
+            steps=steps,
+            behind=replica.behind,
+            heard_seconds=time.monotonic() - replica.heard_at if follows and replica.heard_at else None,
+            followers={name: max(0, steps - (have.steps if have.token else 0)) for name, have in versions.items()},
+            sent=replica.sent,
+            received=replica.received,
+            received_bytes=replica.received_bytes,
+            failure="" if failure is None else f"{type(failure).__name__}: {failure}",
+        )
 
     def _followers(self, uid: str) -> dict[str, StateVersion]:
         return {} if self.leader_streams is None else self.leader_streams.followers(uid)
@@ -234,7 +246,7 @@ class ReplicationManager:
         for replica in list(self.replicas.values()):
             if self._stop.is_set():
                 return
-            if time.monotonic() < self._next_try.get(replica.uid, 0.0):
+            if not self._is_due(replica):
                 continue
             try:
                 if self._tend(replica, snapshot, lease):
@@ -253,25 +265,21 @@ class ReplicationManager:
         """Do what is due for one replica; whether it was taken over."""
         leadership, owner = replica.leadership, snapshot.owner(replica.uid)
         theirs = owner is not None and owner.address != self._here()
-        listed = lease is not None and replica.uid in lease.uids
         if leadership.role != "follower":
-            kept = lease is not None and leadership.lease is not None and lease.number == leadership.lease.number
             if theirs and owner is not None and replaced(leadership.token, owner.token):
                 replica.follow(owner)
-            elif listed and not kept and lease is not None:
-                return self._claim(replica, snapshot, lease)
-            elif kept and lease is not None and owner is not None and later(owner.token, leadership.token):
+            elif lease is None:
+                return False
+            elif leadership.lease is None or lease.number != leadership.lease.number:
+                return replica.uid in lease.uids and self._claim(replica, snapshot, lease)
+            elif owner is not None and later(owner.token, leadership.token):
                 leadership.claim(owner, lease, leadership.role)  # two claims of ours crossed: the later one counts
-            elif kept and lease is not None and leadership.role == "taking over":
+            elif leadership.role == "taking over":
                 return self._take_over(replica, snapshot, lease)
             return False
-        if theirs:
-            if leadership.owner != owner:
-                replica.follow(owner)
-            return False
-        if leadership.owner is not None:
-            replica.follow(None)
-        if lease is None or not listed or self._retired:
+        if leadership.owner != (owner if theirs else None):
+            replica.follow(owner if theirs else None)
+        if theirs or lease is None or replica.uid not in lease.uids or self._retired:
             return False
         if not replica.may_lead:
             raise ExpertError(
@@ -335,7 +343,7 @@ class ReplicationManager:
             except UsageError as error:  # its owner is no server that may be followed
                 replica.failed(error)
                 continue
-            if replica.uid not in stream.followed and time.monotonic() >= self._next_try.get(replica.uid, 0.0):
+            if replica.uid not in stream.followed and self._is_due(replica):
                 stream.follow(replica)
                 self._retry_later(replica)
         for address, stream in list(self._streams.items()):
@@ -349,26 +357,8 @@ class ReplicationManager:
             self._streams[address] = FollowerStream(address, self._here(), self._options, self._limits)
         return self._streams[address]
 
+    def _is_due(self, replica: Replica) -> bool:
+        return time.monotonic() >= self._next_try.get(replica.uid, 0.0)
+
     def _retry_later(self, replica: Replica) -> None:
         self._next_try[replica.uid] = time.monotonic() + _AGAIN
-
-
-def _statistics(replica: Replica, versions: Mapping[str, StateVersion]) -> ReplicaStatistics:
-    """Of one replica; ``versions``: what each of its followers has."""
-    leadership, owner, steps = replica.leadership, replica.leadership.owner, replica.backend.steps
-    follows = leadership.role == "follower"
-    lacking = {name: steps - (have.steps if have.token else 0) for name, have in versions.items()}
-    return ReplicaStatistics(
-        role=leadership.role,
-        owner="" if owner is None else owner.address,
-        token=0 if owner is None else number_of(owner.token),
-        lasts=leadership.lasts,
-        steps=steps,
-        behind=replica.behind,
-        heard_seconds=time.monotonic() - replica.heard_at if follows and replica.heard_at else None,
-        followers={} if follows else {name: max(0, count) for name, count in lacking.items()},
-        sent=replica.sent,
-        received=replica.received,
-        received_bytes=replica.received_bytes,
-        failure="" if replica.failure is None else f"{type(replica.failure).__name__}: {replica.failure}",
-    )

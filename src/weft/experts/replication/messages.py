@@ -9,15 +9,15 @@ stepped beyond it never reached any later owner. Tokens of different epochs of t
     leader     PullResponse: its version, and how many bytes follow
 """
 
-import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntEnum
+from struct import Struct, error
 
 from weft.experts.discovery.fencing import epoch_of
 from weft.experts.wire import MalformedError
 
-_REQUEST = struct.Struct("<QQQQQQB")
-_RESPONSE = struct.Struct("<QQQQ16sB")
+_REQUEST = Struct("<QQQQQQ")
+_RESPONSE = Struct("<BQQQQ16s")
 _MOST = (1 << 64) - 1
 
 
@@ -65,10 +65,9 @@ class PullRequest:
     token: int = 0
 
     def to_bytes(self) -> bytes:
-        """49 bytes, the data of a call of kind STATE."""
-        have = self.have
-        numbers = (have.token, have.steps, have.batches, self.steps, self.milliseconds, self.token)
-        return _REQUEST.pack(*[min(_MOST, number) for number in numbers], 0)
+        """The data of a call of kind STATE."""
+        numbers = (*astuple(self.have), self.steps, self.milliseconds, self.token)
+        return _REQUEST.pack(*[min(_MOST, number) for number in numbers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +80,23 @@ class PullResponse:
     digest: bytes = bytes(16)
 
     def to_bytes(self) -> bytes:
-        """49 bytes, the data of a result."""
-        version = self.version
-        return _RESPONSE.pack(version.token, version.steps, version.batches, self.nbytes, self.digest, self.kind)
+        """The data of a result."""
+        return _RESPONSE.pack(self.kind, *astuple(self.version), self.nbytes, self.digest)
 
 
 def read_request(data: bytes) -> PullRequest:
     """The inverse of `PullRequest.to_bytes`. Raises ``MalformedError`` for other bytes."""
-    if len(data) != _REQUEST.size:
-        raise MalformedError(f"a request for a state has {_REQUEST.size} bytes, not {len(data)}", reason="state")
-    token, steps, batches, after, milliseconds, mine, zero = _REQUEST.unpack(data)
-    if zero:
-        raise MalformedError(f"the reserved byte of a request for a state is {zero}, wanted 0", reason="state")
-    return PullRequest(StateVersion(token, steps, batches), after, milliseconds, mine)
+    try:
+        token, steps, batches, *wanted = _REQUEST.unpack(data)
+    except error as reason:
+        raise MalformedError(f"a request for a state cannot be read: {reason}", reason="state") from None
+    return PullRequest(StateVersion(token, steps, batches), *wanted)
 
 
 def read_response(data: bytes) -> PullResponse:
     """The inverse of `PullResponse.to_bytes`. Raises ``MalformedError`` for other bytes."""
-    if len(data) != _RESPONSE.size:
-        raise MalformedError(f"the head of a state has {_RESPONSE.size} bytes, not {len(data)}", reason="state")
-    token, steps, batches, nbytes, digest, kind = _RESPONSE.unpack(data)
-    if kind not in {int(each) for each in UpdateKind}:
-        raise MalformedError(f"a response of kind {kind} is not known", reason="state")
-    return PullResponse(UpdateKind(kind), StateVersion(token, steps, batches), nbytes, digest)
+    try:
+        kind, token, steps, batches, nbytes, digest = _RESPONSE.unpack(data)
+        return PullResponse(UpdateKind(kind), StateVersion(token, steps, batches), nbytes, digest)
+    except (error, ValueError) as reason:
+        raise MalformedError(f"the head of a state cannot be read: {reason}", reason="state") from None

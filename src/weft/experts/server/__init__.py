@@ -4,7 +4,7 @@ server.py         Server, what users see                options.py        quotas
 grpc_server.py    gRPC: streams, health, reflection     server_stream.py  one stream, its answers, bytes of all
 auth.py           callers, roles, grants, audit         dispatcher.py     calls in, one answer each
 hosted_expert.py  one expert, restored and saved        reporter.py       what it reports
-threads.py        tasks, an asyncio loop, runtimes      malloc.py         freed memory stays in the process
+threads.py        tasks, an asyncio loop                malloc.py         freed memory stays in the process
 config.py         the file of ``weft serve``            command.py        ``weft serve``
 """
 

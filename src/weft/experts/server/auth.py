@@ -24,8 +24,8 @@ from ipaddress import IPv6Network
 from typing import Any
 from urllib.parse import unquote
 
-from weft.core.errors import UsageError, escaped, listed
-from weft.core.validation import token_fault
+from weft.core.errors import escaped
+from weft.core.validation import Validator, token_fault
 from weft.experts.errors import ForbiddenError
 from weft.experts.task import CallerStream
 from weft.experts.wire.service import AUTHORIZATION, BEARER, TRACEPARENT
@@ -93,6 +93,11 @@ class Caller:
         """The name under which quotas and shares count its calls: the proven one, else the host of the address."""
         return self.name or f"{_PEER}{_host(self.peer)}"
 
+    @property
+    def described(self) -> str:
+        """The client, in an error."""
+        return f"client {self.name!r}" if self.name else f"a client without certificate or token ({self.peer})"
+
     def owner(self, client: str, mini_batch: str | None) -> tuple[str, str | None]:
         """Owner of the keys and mini-batches of a call that claims to be from ``client``.
 
@@ -129,19 +134,14 @@ class Access:
     )
 
     def __post_init__(self) -> None:
-        if not all(token and name for token, name in self.tokens.items()):
-            raise UsageError("a token or the name of its client is empty; wanted a secret and a name for every client")
-        faults = [
-            f"of client {name!r}: {fault}"
-            for token, name in self.tokens.items()
-            for fault in (*token_fault(token), *name_fault(name))
-        ]
-        if faults:
-            raise UsageError(listed("no client can show these tokens:", faults))
-        if self.tokens and self.grants is OPEN:
-            raise UsageError(
-                "there are tokens and no grants, so that a client without a token might do everything; give grants= as "
-                "well"
+        with Validator("invalid tokens") as check:
+            for token, name in self.tokens.items():
+                valid = check.that(bool(token and name), f"of client {name!r}: the token or the name is empty")
+                faults = (*token_fault(token), *name_fault(name)) if valid else ()
+                check.add(*(f"of client {name!r}: {fault}" for fault in faults))
+            open_to_all = bool(self.tokens) and self.grants is OPEN
+            check.that(
+                not open_to_all, "there are tokens and no grants, so that everybody may do everything; give both"
             )
         object.__setattr__(self, "grants", tuple(self.grants))  # roles are cached, so grants must not change later
 
@@ -155,20 +155,14 @@ class Access:
 
     def role(self, client: str, expert: str) -> Role:
         """The largest role that a grant gives."""
-        if len(self._roles) > _CACHED_ROLES:
-            self._roles.clear()  # names are whatever clients make up
         found = self._roles.get((client, expert))
         if found is None:
-            found = self._roles[client, expert] = self._granted(client, expert)
+            fits = [g for g in self.grants if fnmatchcase(client, g.client) and fnmatchcase(expert, g.expert)]
+            found = max((grant.role for grant in fits), default=Role.NONE)
+            if len(self._roles) > _CACHED_ROLES:
+                self._roles.clear()  # names are whatever clients make up
+            self._roles[client, expert] = found
         return found
-
-    def _granted(self, client: str, expert: str) -> Role:
-        fitting = [
-            grant.role
-            for grant in self.grants
-            if fnmatchcase(client, grant.client) and fnmatchcase(expert, grant.expert)
-        ]
-        return max(fitting, default=Role.NONE)
 
     def admits(self, client: str, wanted: Role = Role.FORWARD) -> bool:
         """Whether this client has such a role for any expert."""
@@ -179,7 +173,7 @@ class Access:
         seen = self.role(caller.name, expert)
         if seen < wanted:
             raise ForbiddenError(
-                f"{_called(caller)} has role {seen.name} for {expert!r} and asked for {what}, which takes role "
+                f"{caller.described} has role {seen.name} for {expert!r} and asked for {what}, which takes role "
                 f"{wanted.name}; ask whoever runs the server for a grant"
             )
 
@@ -244,8 +238,10 @@ class Audit:
 
 def name_fault(name: str) -> list[str]:
     """What is wrong with the proven name of a client."""
-    taken = [start for start in (_UNPROVEN, _PEER) if name.startswith(start)]
-    return [f"it begins with {start!r}, as clients that have proved no name are called" for start in taken]
+    taken = name.startswith((_UNPROVEN, _PEER))
+    return (
+        [f"it begins with {_UNPROVEN!r} or {_PEER!r}, as clients that have proved no name are called"] if taken else []
+    )
 
 
 def _host(peer: str) -> str:
@@ -259,29 +255,20 @@ def _host(peer: str) -> str:
         return host
 
 
-def _called(caller: Caller) -> str:
-    return f"client {caller.name!r}" if caller.name else f"a client without certificate or token, at {caller.peer},"
-
-
 def authenticate(
     access: Access, tls: Mapping[Any, Any], metadata: Iterable[tuple[Any, Any]] | None, peer: str
 ) -> Caller:
     """The caller, out of what gRPC knows of a connection. Raises ``ForbiddenError`` for an unknown token, and for a
     client without any grant."""
-    found = tuple(metadata or ())
-    caller = Caller(_certified(tls) or _by_token(access, found), peer, _trace(found))
+    found = dict(metadata or ())
+    trace = str(found.get(TRACEPARENT, ""))
+    trace = trace if _TRACEPARENT.fullmatch(trace) else ""
+    caller = Caller(_certified(tls) or _by_token(access, found.get(AUTHORIZATION)), peer, trace)
     for fault in name_fault(caller.name):
         raise ForbiddenError(f"the name in the certificate of client {caller.name!r} cannot be used here: {fault}")
     if not access.admits(caller.name):
-        who = f"client {caller.name!r}" if caller.name else "a client without certificate or token"
-        raise ForbiddenError(f"nothing is granted to {who}; ask whoever runs the server for a grant")
+        raise ForbiddenError(f"nothing is granted to {caller.described}; ask whoever runs the server for a grant")
     return caller
-
-
-def _trace(metadata: Iterable[tuple[Any, Any]]) -> str:
-    """The traceparent; empty if there is none, or what is no traceparent."""
-    words = [str(value) for key, value in metadata if key == TRACEPARENT]
-    return words[-1] if words and _TRACEPARENT.fullmatch(words[-1]) else ""
 
 
 def _certified(tls: Mapping[Any, Any]) -> str:
@@ -290,11 +277,10 @@ def _certified(tls: Mapping[Any, Any]) -> str:
     return next((name.decode("utf-8", "replace") for name in names), "")
 
 
-def _by_token(access: Access, metadata: Iterable[tuple[Any, Any]] | None) -> str:
-    words = [value for key, value in metadata or () if key == AUTHORIZATION]
-    if not words:
+def _by_token(access: Access, shown: str | bytes | None) -> str:
+    if shown is None:
         return ""
-    word = words[-1].decode("utf-8", "replace") if isinstance(words[-1], bytes) else str(words[-1])
+    word = shown.decode("utf-8", "replace") if isinstance(shown, bytes) else shown
     name = access.named(word.removeprefix(BEARER)) if word.startswith(BEARER) else None
     if name is None:
         raise ForbiddenError(f"the token in the metadata {AUTHORIZATION!r} is not known here")

@@ -1,11 +1,6 @@
 """Configuration of ``weft serve``: a TOML file, or options on the command line that say the same.
 
     address = "0.0.0.0:7070"                     checkpoints = "/var/lib/weft"
-    advertise = "10.0.0.7:7070"                  how others reach it, where a directory lists it
-    directory = "etcd://host:2379/weft"          where the experts are listed, with [directory_tls] if it wants TLS
-    imports = ["my_package.my_experts"]          modules that register kinds of experts
-    panel = "127.0.0.1:9090"                     a status page and metrics, over plain HTTP; beyond loopback
-                                                 { address = ..., allowed_hosts = [...], token_file = ... }
 
     [[experts]]
     name = "ffn.{}"                              with count: ffn.0 ffn.1 ffn.2 ffn.3
@@ -14,23 +9,8 @@
     arguments = { hidden = 512 }
     optimizer = "Adam"                           of torch.optim; left out: the expert is not trained
     optimizer_arguments = { lr = 0.001 }
-    schedule = "StepLR"                          of torch.optim.lr_scheduler, with schedule_arguments
-    guards = { max_norm = 10.0 }                 see Guards; clip_grad_norm = 1.0 clips
-    options = { max_batch_size = 1024 }          of the task pools
-    keep_graphs = { nbytes = 268435456 }         and seconds = 30: of forwards whose clients say keep_graph=True
-    records = { max_keys = 100000 }              see IdempotencyOptions
-    mini_batches = { mini_batches = 16 }         see SumsOptions
-    journal = { folder = "/var/log/weft" }       with max_file_bytes and max_files: of its batches, for a replay
 
-    [options]   see ServerOptions     [limits]  see Limits     [tls]  key, certificate, authority
-    [replicas]  see ReplicaOptions    experts = ["ffn.*"], token = "secret", tls = { authority = ..., ... }
-    [tokens]    secret = "client"     [[grants]]  client, expert, role = "forward" | "train" | "admin"
-
-With neither tokens nor grants everybody may do everything: beyond 127.0.0.1 that wants ``insecure = true``, or [tls]
-with an authority. With ``grants = []`` nobody may do anything; a grant without ``client`` is for all clients with a
-proven name.
-
-The author of this file runs the server: it may name any module to import.
+docs/experts.md tells every name. The author of this file runs the server: it may name any module to import.
 """
 
 import tomllib
@@ -62,7 +42,6 @@ from weft.core.validation import Validator
 from weft.experts.accumulation import SumsOptions
 from weft.experts.address import address_fault, is_loopback, split
 from weft.experts.checkpoint import CheckpointStore, folder_name
-from weft.experts.discovery import Directory
 from weft.experts.discovery.etcd import open_directory
 from weft.experts.discovery.etcd_client import EtcdTls
 from weft.experts.expert import ExpertBackend
@@ -124,16 +103,17 @@ _IN_A_FILE: dict[Any, Any] = {
 
 
 class JournalTable(_Table):
-    """The log of batches of each expert of an entry, in a folder of all."""
+    """The log of batches of each expert of an entry, in a folder of all, which is made if it is missing."""
 
     folder: _Text
     max_file_bytes: int = 64 << 20
     max_files: int = 4
 
     def open(self, name: str) -> Journal:
-        """The file of one expert; the folder is made if it is missing."""
-        Path(self.folder).mkdir(0o700, parents=True, exist_ok=True)
-        path = Path(self.folder) / f"{folder_name(name)}.journal"
+        """The file of one expert."""
+        folder = Path(self.folder)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        path = folder / f"{folder_name(name)}.journal"
         return Journal(path, limit=0, max_file_bytes=self.max_file_bytes, max_files=self.max_files)
 
 
@@ -158,21 +138,15 @@ class ExpertTable(_Table):
 
     @model_validator(mode="after")
     def _check(self) -> "ExpertTable":
-        needs = {"optimizer_arguments": "optimizer", "schedule": "optimizer", "clip_grad_norm": "optimizer"}
-        needs["schedule_arguments"] = "schedule"
+        needs = dict.fromkeys(("optimizer_arguments", "schedule", "clip_grad_norm"), "optimizer")
+        given, numbered = self.model_fields_set, "{}" in self.name
         with Validator("an expert") as check:
-            for name, other in needs.items():
-                given = self.model_fields_set
+            for name, other in {**needs, "schedule_arguments": "schedule"}.items():
                 check.that(name not in given or other in given, f"there is {name} and no {other}")
-            numbered = "{}" in self.name
-            check.that(
-                not numbered or self.count is not None,
-                f"it is called {self.name!r} and has no count: say how many there are, or take {{}} out",
-            )
-            check.that(
-                numbered or (self.count or 1) == 1,
-                f"it is {self.count} experts all called {self.name!r}; write {{}} where their number goes",
-            )
+            how = f"it is called {self.name!r} and has no count: say how many there are, or take {{}} out"
+            check.that(not numbered or self.count is not None, how)
+            how = f"it is {self.count} experts all called {self.name!r}; write {{}} where their number goes"
+            check.that(numbered or (self.count or 1) == 1, how)
         return self
 
     @property
@@ -277,8 +251,8 @@ class ServeConfig(_Table):
                     parts["panel"] = _make(check, "panel", self.panel.options)
                 experts += self._experts(check, closing)
                 if self.directory is not None:
-                    directory = _make(check, "directory", partial(_directory, self.directory, self.directory_tls))
-                    parts["directory"] = directory
+                    opened = partial(open_directory, self.directory, tls=self.directory_tls)
+                    parts["directory"] = directory = _make(check, "directory", opened)
                     closing += [] if directory is None else [directory.close]
                 if self.checkpoints is not None and not check.faults:  # it makes the folder
                     store = partial(CheckpointStore, self.checkpoints, keep=self.keep)
@@ -319,10 +293,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """The table in a file. Raises ``UsageError`` if it cannot be read or is no TOML."""
     try:
         return tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UsageError(f"the configuration {str(path)!r} cannot be read: {error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"the configuration {str(path)!r} is no TOML: {error}") from None
+    except (OSError, ValueError) as error:
+        what = "cannot be read" if isinstance(error, OSError) else "is no TOML"
+        raise UsageError(f"the configuration {str(path)!r} {what}: {error}") from None
 
 
 def parse_expert(word: str) -> dict[str, Any]:
@@ -406,11 +379,18 @@ def _table(hint: Any) -> Any:
 def _relation_faults(table: Mapping[str, Any]) -> list[str]:
     """Faults of values that go together."""
     faults: list[str] = []
-    texts = {name: table[name] for name in ("address", "advertise") if isinstance(table.get(name), str)}
-    if all(name in texts for name in ("address", "advertise") if name in table):
-        address = texts.get("address", "127.0.0.1:7070")
-        faults += listen_faults(address, texts.get("advertise"), "directory" in table)
-    faults += _open_faults(table)
+    address, advertise = table.get("address", "127.0.0.1:7070"), table.get("advertise")
+    if isinstance(address, str) and isinstance(advertise, str | None):
+        faults += listen_faults(address, advertise, "directory" in table)
+        tls = table.get("tls")
+        closed = "grants" in table or (isinstance(tls, dict) and "authority" in tls)
+        spoken_of = closed or table.get("insecure") is True or address_fault("address", address, free=True)
+        if not (spoken_of or is_loopback(split(address)[0])):
+            faults.append(
+                f"address is {address!r}, where others reach it, and there is neither [[grants]] nor an authority= in "
+                "[tls], so that whoever connects may read and train everything; say who may do what, or insecure = "
+                "true (--insecure) if that is meant"
+            )
     panel: Any = table.get("panel")
     panel = cast("dict[str, Any]", panel).get("address") if isinstance(panel, dict) else panel
     if isinstance(panel, str):
@@ -427,21 +407,6 @@ def _relation_faults(table: Mapping[str, Any]) -> list[str]:
     return faults if table.get("experts") else [*faults, "there are no experts, wanted at least one"]
 
 
-def _open_faults(table: Mapping[str, Any]) -> list[str]:
-    """Refuse access for everybody on a network, unless the file asks for it."""
-    address, tls = table.get("address", "127.0.0.1"), table.get("tls")
-    named = isinstance(tls, dict) and "authority" in tls
-    if table.get("insecure") is True or "grants" in table or named or address_fault("address", address, free=True):
-        return []
-    if is_loopback(split(address)[0]):
-        return []
-    return [
-        f"address is {address!r}, where others reach it, and there is neither [[grants]] nor an authority= in [tls], "
-        "so that whoever connects may read and train everything; say who may do what, or insecure = true (--insecure) "
-        "if that is meant"
-    ]
-
-
 # Parts of a server.
 
 
@@ -450,20 +415,13 @@ def _make(check: Validator, where: str, make: Callable[[], Made]) -> Made | None
     try:
         return make()
     except Exception as error:  # also what users' modules raise: it is their configuration that names these
-        faults = unlisted(str(error)) if isinstance(error, WeftError) else [_foreign(error)]
+        if isinstance(error, WeftError):
+            faults = unlisted(str(error))
+        else:  # with the line that raised it, for a reader without a traceback
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            faults = [f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"]
         check.add(*(f"{where}: {fault}" for fault in faults))
         return None
-
-
-def _foreign(error: Exception) -> str:
-    """An error that is not weft's, with the line that raised it, for a reader without a traceback."""
-    frames: list[Any] = list(traceback.extract_tb(error.__traceback__))
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
-
-
-def _directory(address: str, tls: EtcdTls | None) -> Directory:
-    return open_directory(address, tls=tls)
 
 
 def _factory(

@@ -94,7 +94,7 @@ class RequestDispatcher:
         return served
 
     def release(self) -> None:
-        """Leave the experts as they were before `add`."""
+        """Leave the experts as they were."""
 
     def experts(self) -> dict[str, HostedExpert]:
         """All that are served now, by name."""
@@ -115,6 +115,14 @@ class RequestDispatcher:
             self.refuse(header.call_id, error, reply)
             return None
 
+    def check(self, caller: Caller, uid: str, wanted: Role, what: str, kind: str) -> None:
+        """`Access.check`, with a note in the audit log of a refusal."""
+        try:
+            self.access.check(caller, uid, wanted, what)
+        except ForbiddenError as error:
+            self.audit.refused(caller, uid, kind, str(error))
+            raise
+
     def refuse(self, call_id: int, error: BaseException, reply: Reply) -> None:
         """Answer with an error, and count it."""
         with self._lock:
@@ -132,9 +140,8 @@ class RequestDispatcher:
             reply(Call(Header(kind=Kind.PING, call_id=header.call_id)))
             return None
         if header.kind not in _ROLES:
-            text = (
-                f"a call of kind {header.kind.name} is not a request; wanted one of {', '.join(k.name for k in _ROLES)}"
-            )
+            wanted = ", ".join(each.name for each in _ROLES)
+            text = f"a call of kind {header.kind.name} is not a request; wanted one of {wanted}"
             raise MalformedError(text, reason="kind", call_id=header.call_id)
         self.access.check(caller, header.uid, _ROLES[header.kind], header.kind.name.lower())
         served = self._experts.get(header.uid)

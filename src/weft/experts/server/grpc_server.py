@@ -18,6 +18,7 @@ import json
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -186,14 +187,12 @@ class GrpcServer:
 
     async def _connected(self, caller: Caller, context: Any) -> None:
         if len(self.connections) >= self._options.connections:
-            self.turned_away += 1
             text = f"{len(self.connections)} clients are connected, and no more are allowed; come back later"
-            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            await self._turn_away(context, text)
         own = sum(each.caller.principal == caller.principal for each in self.connections)
         if own >= self._options.client_connections:
-            self.turned_away += 1
             text = f"client {caller.principal!r} has {own} connections, and one client may have no more; close some"
-            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            await self._turn_away(context, text)
         connection = ServerStream(caller, self._dispatcher, self._options, self.budget)
         self.connections.add(connection)
         self.accepted += 1
@@ -261,59 +260,44 @@ class GrpcServer:
     async def _info(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "info") as caller:
             message = await context.read()
-            await context.write(self._informed(b"" if message is _aio.EOF else message, caller))
-
-    def _informed(self, message: bytes, caller: Caller) -> bytes:
-        """Answers for every call of one frame; kinds other than INFO get an error."""
-        limits = self._options.limits
-        answers: list[Call] = []
-        try:
-            for call in decode(message, limits):
-                if call.header.kind is Kind.INFO:
-                    self._dispatcher.dispatch(call, caller, answers.append)
-                else:
-                    text = f"a call of kind {call.header.kind.name} where only INFO is answered"
-                    answers.append(fault(call.header.call_id, MalformedError(text, reason="kind")))
-            return encode(answers, limits)
-        except WireError as error:
-            return encode([fault(0, error)], limits)
+            answers, limits = list[Call](), self._options.limits
+            try:
+                for call in decode(b"" if message is _aio.EOF else message, limits):
+                    if call.header.kind is Kind.INFO:
+                        self._dispatcher.dispatch(call, caller, answers.append)
+                    else:
+                        text = f"a call of kind {call.header.kind.name} where only INFO is answered"
+                        answers.append(fault(call.header.call_id, MalformedError(text, reason="kind")))
+                answer = encode(answers, limits)
+            except WireError as error:
+                answer = encode([fault(0, error)], limits)
+            await context.write(answer)
 
     async def _tell_status(self, _: Any, context: Any) -> None:
         async with self._admitted(context, "status") as caller:
             try:
-                self._dispatcher.access.check(caller, "", Role.ADMIN, "the server's status")
+                self._dispatcher.check(caller, "", Role.ADMIN, "the server's status", "STATUS")
             except ForbiddenError as error:
-                self._dispatcher.audit.refused(caller, "", "STATUS", str(error))
                 await context.abort(_grpc.StatusCode.PERMISSION_DENIED, str(error))
             loop = asyncio.get_running_loop()
             await context.write(write_status(json.dumps(await loop.run_in_executor(None, self._status))))
 
     async def _states(self, _: Any, context: Any) -> None:
-        async with self._admitted(context, "state") as caller:
-            if not self._dispatcher.access.admits(caller.name, Role.ADMIN):  # before it takes one of the few streams
-                text = (
-                    f"client {caller.name!r} has role ADMIN for no expert, and asked for states, which takes that role"
-                )
-                self._dispatcher.audit.refused(caller, "", "STATE", text)
-                await context.abort(_grpc.StatusCode.PERMISSION_DENIED, text)
-            await self._followed(caller, context)
-
-    async def _followed(self, caller: Caller, context: Any) -> None:
-        def admit(uid: str) -> None:
-            try:
-                self._dispatcher.access.check(caller, uid, Role.ADMIN, "its state")
-            except ForbiddenError as error:
-                self._dispatcher.audit.refused(caller, uid, "STATE", str(error))
-                raise
-
         async def read() -> bytes | None:
             message = await context.read()
             return None if message is _aio.EOF else message
 
-        if self._leader_streams is not None:
-            if self._leader_streams.streams >= self._options.connections:
+        async with self._admitted(context, "state") as caller:
+            streams, dispatcher = self._leader_streams, self._dispatcher
+            if not dispatcher.access.admits(caller.name, Role.ADMIN):  # before it takes one of the few streams
+                text = f"{caller.described} has role ADMIN for no expert, and asked for states, which takes that role"
+                dispatcher.audit.refused(caller, "", "STATE", text)
+                await context.abort(_grpc.StatusCode.PERMISSION_DENIED, text)
+            if streams is None or streams.streams >= self._options.connections:
                 await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, "too many servers follow this one")
-            await self._leader_streams.serve(read, context.write, admit)
+            else:
+                check = partial(dispatcher.check, caller, wanted=Role.ADMIN, what="its state", kind="STATE")
+                await streams.serve(read, context.write, check)
 
     @asynccontextmanager
     async def _admitted(self, context: Any, what: str) -> AsyncGenerator[Caller]:
@@ -329,13 +313,16 @@ class GrpcServer:
         try:
             self.budget.open(MESSAGE_BYTES)
         except OverloadError as error:
-            self.turned_away += 1
-            await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await self._turn_away(context, str(error))
             raise
         try:
             yield caller
         finally:
             self.budget.close(MESSAGE_BYTES)
+
+    async def _turn_away(self, context: Any, why: str) -> None:
+        self.turned_away += 1
+        await context.abort(_grpc.StatusCode.RESOURCE_EXHAUSTED, why)
 
 
 def _descriptor_pool() -> Any:

@@ -15,14 +15,12 @@ Hyperparameters of a checkpoint win over the configured ones; where they differ,
 import inspect
 import logging
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from weft.core.errors import UsageError, escaped, listed
 from weft.core.validation import LONGEST
@@ -35,7 +33,6 @@ from weft.experts.wire import LIMITS, Header, Kind, Limits
 from weft.experts.wire.service import Description, Receipt, describe, read_description, read_receipt
 
 _LOG = logging.getLogger("weft.experts.checkpoints")
-_LONGEST_PAUSE = 0.2  # seconds between the saves of two experts
 
 
 class HostedExpert:
@@ -123,7 +120,14 @@ class HostedExpert:
                 "that was saved, or give it another folder"
             ) from error
         self.durable = self.restored = found.step
-        self._tell(found.skipped, changed(asked, hyperparameters(self.backend)))
+        if found.skipped:
+            self.failure = listed(
+                f"it went on from step {found.step}, as newer checkpoints cannot be read:", found.skipped
+            )
+            _LOG.warning("restore of expert %r: %s", self.backend.name, escaped(self.failure))
+        self.notes = tuple(changed(asked, hyperparameters(self.backend)))
+        for note in self.notes:
+            _LOG.warning("expert %r: %s", self.backend.name, escaped(note))
         if self.replica is not None:
             self.replica.restored(token)
 
@@ -158,22 +162,6 @@ class HostedExpert:
         if self._folder is not None:
             self._folder.release()
 
-    def statistics(self) -> dict[str, Any]:
-        """The step that is durable, and the one restored from."""
-        return {"durable": self.durable, "restored": self.restored}
-
-    def _tell(self, skipped: Sequence[str], changes: Sequence[str]) -> None:
-        """Report in the log and in the status what an operator has to know of this start."""
-        uid = self.backend.name
-        if skipped:
-            self.failure = listed(
-                f"it went on from step {self.restored}, as newer checkpoints cannot be read:", skipped
-            )
-            _LOG.warning("restore of expert %r: %s", uid, escaped(self.failure))
-        self.notes = tuple(changes)
-        for note in self.notes:
-            _LOG.warning("expert %r: %s", uid, escaped(note))
-
     @property
     def _owns(self) -> bool:
         return self.replica is None or self.replica.leadership.may_step
@@ -195,40 +183,6 @@ class HostedExpert:
             )
 
 
-def restore_all(experts: Iterable[HostedExpert]) -> None:
-    """Restore every expert. Raises as `HostedExpert.restore`, and ``UsageError`` that lists all that cannot be."""
-    faults: list[str] = []
-    cause: UsageError | None = None
-    for served in experts:
-        try:
-            served.restore()
-        except UsageError as error:
-            faults.append(str(error))
-            cause = error
-    if cause is not None:
-        raise UsageError(listed("the server cannot start:", faults)) from cause
-
-
-def save_all(experts: Iterable[HostedExpert], max_wait: float = LONGEST, *, pause: bool = False) -> int:
-    """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong.
-
-    ``max_wait``: see `HostedExpert.save`. ``pause``: after each save, rest for as long as it took, so that calls have
-    half of the processor at least.
-    """
-    saved, failure = 0, None
-    for hosted in experts:
-        start = time.monotonic()
-        try:
-            saved += hosted.save(max_wait)
-        except Exception as error:  # the others are to be saved all the same
-            failure = error
-        if pause:
-            time.sleep(min(_LONGEST_PAUSE, time.monotonic() - start))
-    if failure is not None:
-        raise failure
-    return saved
-
-
 @contextmanager
 def _held(lock: "threading.Lock | threading.RLock", max_wait: float, uid: str) -> Generator[None]:
     """Hold a lock of an expert. Raises ``ExpertError`` if another holds it for longer than ``max_wait`` seconds."""
@@ -241,7 +195,6 @@ def _held(lock: "threading.Lock | threading.RLock", max_wait: float, uid: str) -
 
 
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # not what is computed, but how
-
 _MOVED = {"lr", "momentum", "betas"}  # by schedules, as they go
 _SETTING = (bool, int, float, str, list, Counter)
 
@@ -250,40 +203,31 @@ Hyperparameters = list[dict[str, Any]]
 
 
 def hyperparameters(backend: ExpertBackend) -> Hyperparameters:
-    """Those of now, but for what a schedule changes as it goes."""
+    """Those of now, but for what a schedule changes as it goes; and what it was made with, as far as it keeps that."""
     if backend.optimizer is None:
         return []
-    moved = set[str]() if backend.schedule is None else _MOVED
-    groups = [
-        {name: _plain(value) for name, value in group.items() if name not in moved}
-        for group in backend.optimizer.param_groups
-    ]
-    return groups if backend.schedule is None else [*groups, _settings(backend.schedule)]
-
-
-def _settings(schedule: LRScheduler) -> dict[str, Any]:
-    """What a schedule was made with, as far as it keeps that under the same name."""
-    asked = inspect.signature(type(schedule)).parameters.keys() - {"optimizer", "last_epoch"}
-    kept: dict[str, Any] = schedule.state_dict()
-    return {
-        f"{name} of {type(schedule).__name__}": _plain(value)
-        for name, value in kept.items()
-        if name in asked and isinstance(value, _SETTING)
-    }
+    schedule = backend.schedule
+    left_out = _HOW if schedule is None else _HOW | _MOVED
+    groups = backend.optimizer.param_groups
+    found = [{name: _plain(value) for name, value in group.items() if name not in left_out} for group in groups]
+    if schedule is not None:
+        kind = type(schedule)
+        asked = inspect.signature(kind).parameters.keys() - {"optimizer", "last_epoch"}
+        kept = [(name, value) for name, value in schedule.state_dict().items() if type(value) in _SETTING]
+        found.append({f"{name} of {kind.__name__}": _plain(value) for name, value in kept if name in asked})
+    return found
 
 
 def changed(asked: Hyperparameters, found: Hyperparameters) -> list[str]:
-    """What a checkpoint has changed, in words."""
-    pairs = [
-        (name, one[name], two[name]) for one, two in zip(asked, found, strict=False) for name in one if name in two
+    """What a checkpoint has changed, in words, each once."""
+    texts = [
+        f"{name} is {two[name]!r}, as in its checkpoint, and not {before!r} as asked for; to change it, write it into "
+        "the checkpoint (docs/experts.md), or begin in another folder"
+        for one, two in zip(asked, found, strict=False)
+        for name, before in one.items()
+        if name in two and before != two[name]
     ]
-    seen = dict.fromkeys(
-        f"{name} is {after!r}, as in its checkpoint, and not {before!r} as asked for; to change it, write it into the "
-        "checkpoint (docs/experts.md), or begin in another folder"
-        for name, before, after in pairs
-        if name not in _HOW and before != after
-    )
-    return list(seen)
+    return list(dict.fromkeys(texts))
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,6 @@ Everything that an unknown client could fill is bounded: connections, calls and 
 
 from dataclasses import dataclass, field, fields
 
-from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.experts.address import address_fault, is_wildcard, split
 from weft.experts.wire.header import Limits
@@ -71,42 +70,3 @@ def listen_faults(address: object, advertise: object, listed_there: bool) -> lis
             'say by which one they reach this machine, such as advertise = "10.0.0.7:7070"'
         )
     return faults
-
-
-class ListenAddress:
-    """Where a server listens, and where the directory says that it is.
-
-        address = "0.0.0.0:7070"   advertise = "10.0.0.7:7070"
-        every address of this machine         the one by which others reach it
-
-    Args:
-    wanted: host and port to listen at; port 0: a free one.
-    advertise: what the directory lists; None: where it listens.
-    listed_there: whether a directory lists it.
-
-    Raises ``UsageError`` for what is no address, and for one that would be listed and cannot be called.
-    """
-
-    def __init__(self, wanted: str, advertise: str | None, listed_there: bool) -> None:
-        with Validator("invalid address of a server") as check:
-            check.add(*listen_faults(wanted, advertise, listed_there))
-        self.wanted = wanted
-        self.port = 0
-        self._advertise = advertise
-
-    @property
-    def address(self) -> str:
-        """Where it listens. Raises ``UsageError`` before the start."""
-        if not self.port:
-            raise UsageError("the server has no address before it is started; use it in a with block, or call start()")
-        return f"{self.wanted.rpartition(':')[0]}:{self.port}"
-
-    @property
-    def known(self) -> str:
-        """The same, or, before the start, where it is to listen."""
-        return self.address if self.port else self.wanted
-
-    @property
-    def listed(self) -> str:
-        """What the directory lists."""
-        return self._advertise or self.address

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from weft.core.errors import UsageError, WeftError, escaped
+from weft.core.validation import LONGEST, Validator
 from weft.experts.address import is_loopback, split
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import DeclaredError, Directory
@@ -28,13 +29,14 @@ from weft.experts.discovery.registration import LeaseHeartbeat
 from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
 from weft.experts.replication import ReplicaOptions, ReplicationManager
+from weft.experts.runtime import Runtime
 from weft.experts.server.auth import OPEN, Access, Audit, Caller
 from weft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDispatcher
 from weft.experts.server.grpc_server import GrpcServer
-from weft.experts.server.hosted_expert import HostedExpert, restore_all, save_all
-from weft.experts.server.options import ListenAddress, ServerOptions
-from weft.experts.server.reporter import Reporter, ServerStatistics
-from weft.experts.server.threads import LoopThread, PeriodicTasks, Runtimes
+from weft.experts.server.hosted_expert import HostedExpert
+from weft.experts.server.options import ServerOptions, listen_faults
+from weft.experts.server.reporter import CheckpointStatistics, ServerStatistics
+from weft.experts.server.threads import LoopThread, PeriodicTask
 from weft.experts.status_page.http import Panel, PanelOptions
 from weft.experts.telemetry import Observer
 from weft.experts.tls import ServerTls
@@ -44,6 +46,7 @@ _LOG = logging.getLogger("weft.experts.server")
 Result = TypeVar("Result")
 _START = 30.0  # seconds that listening may take
 _LAST = 1.0  # seconds for answers to leave, and for threads to end, after the work is done
+_LONGEST_PAUSE = 0.2  # seconds between the saves of two experts
 _LEAST = 0.1  # of these for each thread, also if those before it took all of them
 
 
@@ -93,7 +96,9 @@ class Server:
     ) -> None:
         self.options = options or ServerOptions()
         self.audit = Audit()
-        self._listen = ListenAddress(address, advertise, directory is not None)
+        with Validator("invalid address of a server") as check:
+            check.add(*listen_faults(address, advertise, directory is not None))
+        self._wanted, self._advertise, self._port = address, advertise, 0
         self._tls = tls
         self._directory = directory
         self._owned: list[Callable[[], None]] = []
@@ -107,11 +112,10 @@ class Server:
         self.own(self._dispatcher.release)
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
         self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.leader_streams)
-        self._runtimes = Runtimes()
+        self._runtimes: dict[str, Runtime] = {}  # by device
         self._heartbeat: LeaseHeartbeat | None = None
-        self._tasks = PeriodicTasks()
-        self._reporter = Reporter(self._dispatcher, self._grpc_server, self._runtimes, self._tasks)
-        self._reporter.replicas = self._replication.statistics
+        self._tasks: dict[str, PeriodicTask] = {}
+        self._began: float | None = None
         self._panel = None if panel is None else Panel(panel, self.status)
         self._loop: LoopThread | None = None
         self._lock = threading.RLock()
@@ -122,7 +126,9 @@ class Server:
     @property
     def address(self) -> str:
         """Where it listens. Raises ``UsageError`` before the start."""
-        return self._listen.address
+        if not self._port:
+            raise UsageError("the server has no address before it is started; use it in a with block, or call start()")
+        return f"{self._wanted.rpartition(':')[0]}:{self._port}"
 
     @property
     def panel_url(self) -> str | None:
@@ -155,7 +161,7 @@ class Server:
             served = self._host(backend)
             if self._running:
                 served.restore()
-                self._runtimes.run(backend)
+                self._run(backend)
             self._dispatcher.add(served)
         try:
             self._announce()
@@ -185,10 +191,26 @@ class Server:
 
     def checkpoint(self) -> int:
         """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong."""
-        return save_all(self._dispatcher.experts().values())
+        return self._save_all()
 
-    def _checkpoint_in_turns(self) -> None:
-        save_all(self._dispatcher.experts().values(), pause=True)
+    def _save_all(self, max_wait: float = LONGEST, *, pause: bool = False) -> int:
+        """Save every expert that has stepped since it was saved; how many. Raises the last of what went wrong.
+
+        ``max_wait``: see `HostedExpert.save`. ``pause``: after each save, rest for as long as it took, so that calls
+        have half of the processor at least.
+        """
+        saved, failure = 0, None
+        for hosted in self._dispatcher.experts().values():
+            start = time.monotonic()
+            try:
+                saved += hosted.save(max_wait)
+            except Exception as error:  # the others are to be saved all the same
+                failure = error
+            if pause:
+                time.sleep(min(_LONGEST_PAUSE, time.monotonic() - start))
+        if failure is not None:
+            raise failure
+        return saved
 
     def drain(self, why: str = "it is shutting down") -> bool:
         """Leave the directory, refuse new work, and finish what was accepted; whether that ended in time.
@@ -205,7 +227,7 @@ class Server:
             if (loop := self._loop) is not None:
                 _attempt("telling clients that it ends", lambda: loop.run(self._grpc_server.drain(), _LAST))
             end = time.monotonic() + self.options.drain_seconds
-            finished = _attempt("finishing what was accepted", lambda: self._runtimes.finish(end)) or False
+            finished = _attempt("finishing what was accepted", lambda: self._finish(end)) or False
             if replicated:  # the directory is left last, when others have the last state
                 _attempt("handing over", lambda: self._replication.hand_over(end - time.monotonic(), save=finished))
                 _attempt("leaving the directory", self._leave)
@@ -224,12 +246,13 @@ class Server:
                 self._ended = True
                 return True
             finished = self.drain()
-            self._tasks.stop("checkpoints", _LAST)
+            if "checkpoints" in self._tasks:
+                self._tasks["checkpoints"].stop(_LAST)
             try:
                 if self._store is not None and finished:
                     self.checkpoint()
                 elif self._store is not None:  # what no module holds; the result reports the rest
-                    _attempt("saving", lambda: save_all(self._dispatcher.experts().values(), _LEAST))
+                    _attempt("saving", lambda: self._save_all(_LEAST))
                 self._replication.raise_failure()
             finally:
                 self._running, self._ended = False, True
@@ -242,8 +265,35 @@ class Server:
         return lambda call, reply: self._dispatcher.dispatch(call, caller, reply)
 
     def statistics(self) -> ServerStatistics:
-        """What was done since the start, and what is under way."""
-        return self._reporter.statistics(self._listen.known)
+        """What was done since the start, and what is under way. Never waits for a module, a disk or a network."""
+        grpc_server, dispatcher, served = self._grpc_server, self._dispatcher, self._dispatcher.experts()
+        connections, heartbeat = list(grpc_server.connections), self._heartbeat
+        answered, errors = dispatcher.counts()
+        failures = {name: str(each.last_failure) for name, each in dict(self._tasks).items() if each.last_failure}
+        failures |= {f"restore of {uid}": one.failure for uid, one in served.items() if one.failure is not None}
+        return ServerStatistics(
+            address=self.address if self._port else self._wanted,
+            seconds=0.0 if self._began is None else time.monotonic() - self._began,
+            draining=dispatcher.draining,
+            incarnation=dispatcher.incarnation,
+            connections=len(connections),
+            calls=sum(each.calls for each in connections),
+            nbytes=sum(each.nbytes for each in connections),
+            accepted=grpc_server.accepted,
+            turned_away=grpc_server.turned_away,
+            broken=grpc_server.broken,
+            answered=answered,
+            errors=errors,
+            refusals=dispatcher.audit.counts(),
+            failures=failures,
+            listed=() if heartbeat is None else heartbeat.listed,
+            experts={uid: one.backend.statistics(wait=False) for uid, one in served.items()},
+            keeping={uid: CheckpointStatistics(one.durable, one.restored, one.notes) for uid, one in served.items()},
+            runtimes={name: runtime.statistics() for name, runtime in dict(self._runtimes).items()},
+            directory=None if heartbeat is None else heartbeat.directory_statistics(),
+            lease=None if heartbeat is None else heartbeat.statistics(),
+            replicas=self._replication.statistics(),
+        )
 
     def status(self) -> dict[str, Any]:
         """`statistics` as JSON has it, and the last refusals: what ``weft status`` and pages show."""
@@ -269,38 +319,56 @@ class Server:
     def _warn_if_open(self) -> None:
         """`weft serve` refuses this; a program may mean it."""
         named = self._tls is not None and self._tls.authority is not None
-        if self._dispatcher.access.grants == OPEN and not named and not is_loopback(split(self._listen.wanted)[0]):
+        if self._dispatcher.access.grants == OPEN and not named and not is_loopback(split(self._wanted)[0]):
             _LOG.warning(
                 "whoever reaches %s may read and train every expert: there is neither access= nor a tls= with an "
                 "authority",
-                self._listen.wanted,
+                self._wanted,
             )
 
     def _start(self) -> None:
         self._warn_if_open()
-        restore_all(self._dispatcher.experts().values())
+        with Validator("the server cannot start") as check:
+            for served in self._dispatcher.experts().values():
+                check.call(served.restore)
         for served in self._dispatcher.experts().values():
-            self._runtimes.run(served.backend)
+            self._run(served.backend)
         self._loop = LoopThread("server")
-        self._listen.port = self._loop.run(self._grpc_server.start(self._listen.wanted, self._tls), _START)
-        self._reporter.began, self._running = time.monotonic(), True
+        self._port = self._loop.run(self._grpc_server.start(self._wanted, self._tls), _START)
+        self._began, self._running = time.monotonic(), True
         if self._store is not None:
-            self._tasks.begin("checkpoints", self.options.checkpoint_seconds, self._checkpoint_in_turns)
+            save = partial(self._save_all, pause=True)
+            self._begin("checkpoints", self.options.checkpoint_seconds, save)
         if self._directory is not None:
             ttl = self.options.lease_seconds
-            here = self._listen.listed
+            here = self._advertise or self.address
             self._heartbeat = LeaseHeartbeat(
                 self._directory, lambda: self.experts, here, ttl, self._replication.moved, self._replication.covers
             )
             self.own(self._heartbeat.close)
-            self._reporter.heartbeat = self._heartbeat
             self._announce()
-            self._tasks.begin("lease", ttl / 3, self._heartbeat.turn, urgent=True)  # waits behind nothing else
-            self._tasks.begin("directory", ttl / 3, self._heartbeat.look)
+            self._begin("lease", ttl / 3, self._heartbeat.turn, urgent=True)  # waits behind nothing else
+            self._begin("directory", ttl / 3, self._heartbeat.look)
             self._replication.start(self._heartbeat, self.experts)
         if self._panel is not None:
             self.own(partial(self._panel.stop, _LAST))
             self._panel.start()
+
+    def _begin(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
+        self._tasks[name] = PeriodicTask(name, seconds, act, urgent=urgent)
+        self._tasks[name].start()
+
+    def _run(self, backend: ExpertBackend) -> None:
+        """Work on this expert's tasks from now on."""
+        name = str(backend.device)
+        if name not in self._runtimes:
+            self._runtimes[name] = Runtime(name=name)
+            self._runtimes[name].start()
+        self._runtimes[name].add(backend)
+
+    def _finish(self, end: float) -> bool:
+        """Finish what was accepted; whether all of it was before ``end`` (`time.monotonic`)."""
+        return all([each.shutdown(timeout=max(0.0, end - time.monotonic())) for each in self._runtimes.values()])
 
     def _give_up(self) -> None:
         """End the threads that a failed start has begun."""
@@ -333,7 +401,8 @@ class Server:
         """Be listed no more. May be called twice."""
         if self._heartbeat is not None:
             self._heartbeat.withdraw()
-        self._tasks.stop("lease", _LEAST)  # a turn of it that goes on declares nothing any more
+        if "lease" in self._tasks:
+            self._tasks["lease"].stop(_LEAST)  # a turn of it that goes on declares nothing any more
 
     def _close(self, seconds: float) -> None:
         """End whatever runs, in about so many seconds: a module or directory that holds a thread keeps it."""
@@ -342,15 +411,16 @@ class Server:
         def left() -> float:
             return max(_LEAST, end - time.monotonic())
 
-        for name in self._tasks:
-            self._tasks.stop(name, left())
-        self._reporter.began = None
+        for task in self._tasks.values():
+            task.stop(left())
+        self._began = None
         self._replication.stop()
         if self._loop is not None:
             with suppress(TimeoutError):
                 self._loop.run(self._grpc_server.stop(left()), left() + seconds)
             self._loop.close(left())
-        self._runtimes.stop(left)
+        for runtime in self._runtimes.values():
+            runtime.shutdown(drain=False, timeout=left())
         while self._owned:
             self._owned.pop()()
         for served in self._dispatcher.experts().values():

@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -62,15 +63,12 @@ class ByteBudget:
         while True:
             try:
                 return self.admit(nbytes, client)
-            except (OverloadError, QuotaError):
+            except (OverloadError, QuotaError) as error:
                 self._freed.clear()
                 try:
                     await asyncio.wait_for(self._freed.wait(), end - asyncio.get_running_loop().time())
                 except TimeoutError:
-                    pass
-                else:
-                    continue
-                raise
+                    raise error from None
 
     def admit(self, nbytes: int, client: str = "") -> None:
         """Hold so many more, for a client that may have three quarters of all; without a name it is not counted.
@@ -161,7 +159,11 @@ class ServerStream:
             if self._woken:
                 return
             self._woken = True
-        self._call(self._wake.set)
+        if threading.get_ident() == self._thread:
+            self._wake.set()
+            return
+        with suppress(RuntimeError):  # the loop is closed, and with it the way to the client
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     async def has_room(self) -> None:
         """Wait until no more is under way than may be."""
@@ -215,15 +217,6 @@ class ServerStream:
         self._held -= given_back
         self._room.set()
 
-    def _call(self, what: Callable[[], None]) -> None:
-        if threading.get_ident() == self._thread:
-            what()
-            return
-        try:
-            self._loop.call_soon_threadsafe(what)
-        except RuntimeError:  # the loop is closed, and with it the way to the client
-            return
-
 
 def goaway() -> Call:
     """Says that no new work is taken here."""
@@ -238,12 +231,7 @@ def _frames(calls: list[Call], limits: Limits) -> list[bytes]:
     """One message; or, if something in it cannot be sent so, one for each answer, or its error in its place."""
     try:
         return [encode(calls, limits)]
-    except Exception:
-        return [_frame(call, limits) for call in calls]
-
-
-def _frame(call: Call, limits: Limits) -> bytes:
-    try:
-        return encode([call], limits)
     except Exception as error:
-        return encode([fault(call.header.call_id, error)], limits)
+        if len(calls) == 1:
+            return [encode([fault(calls[0].header.call_id, error)], limits)]
+        return [frame for call in calls for frame in _frames([call], limits)]

@@ -1,4 +1,4 @@
-"""Threads of a server: a task every few seconds, an asyncio loop, and a runtime for each device.
+"""Threads of a server: a task every few seconds, and an asyncio loop.
 
     PeriodicTask   wait ── act ── wait ── act ── ... ── stop: wakes the wait, and returns when the thread has ended
     LoopThread     caller ── run(coroutine) ──> the loop's thread ──> result or error
@@ -17,8 +17,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from weft.core.errors import UsageError, escaped
-from weft.experts.expert import ExpertBackend
-from weft.experts.runtime import Runtime
 
 _LOG = logging.getLogger("weft.experts.server")
 
@@ -74,20 +72,6 @@ class PeriodicTask:
                 pause = max(0.0, start + pause - time.monotonic())
 
 
-class PeriodicTasks(dict[str, PeriodicTask]):
-    """Periodic tasks of one server, by name."""
-
-    def begin(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
-        """One more, and start it."""
-        self[name] = PeriodicTask(name, seconds, act, urgent=urgent)
-        self[name].start()
-
-    def stop(self, name: str, timeout: float) -> None:
-        """See `PeriodicTask.stop`; one that is not there is none."""
-        if name in self:
-            self[name].stop(timeout)
-
-
 Result = TypeVar("Result")
 
 
@@ -125,24 +109,3 @@ class LoopThread:
             self.loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(max(0.0, timeout))
         return not self._thread.is_alive()
-
-
-class Runtimes(dict[str, Runtime]):
-    """By the name of their device."""
-
-    def run(self, backend: ExpertBackend) -> None:
-        """Work on this expert's tasks from now on."""
-        name = str(backend.device)
-        if name not in self:
-            self[name] = Runtime(name=name)
-            self[name].start()
-        self[name].add(backend)
-
-    def finish(self, end: float) -> bool:
-        """Finish what was accepted; whether all of it was before ``end`` (`time.monotonic`)."""
-        return all([each.shutdown(timeout=max(0.0, end - time.monotonic())) for each in self.values()])
-
-    def stop(self, left: Callable[[], float]) -> None:
-        """End the threads; ``left`` returns how many seconds each may take now."""
-        for each in self.values():
-            each.shutdown(drain=False, timeout=left())
