@@ -1,10 +1,8 @@
 """What makes no sense is told where a mixture is made, by name, and all of it at once; what does makes one."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +10,6 @@ from tests.apart import python
 from weft.core.validation import Validator
 from weft.experts.mixture.fanout import check_options
 from weft.experts.mixture.grid import check_grid
-from weft.experts.mixture.mixture import check_switch
 
 GOOD: dict[str, Any] = {
     "k_best": 4,
@@ -26,6 +23,8 @@ GOOD: dict[str, Any] = {
 }
 NO_COUNT = st.one_of(st.none(), st.booleans(), st.floats(), st.text(max_size=3), st.integers(max_value=-1))
 CONSTRUCTED = """
+import math
+
 import torch
 from weft.core.errors import UsageError
 from weft.experts.client import Connections
@@ -49,7 +48,7 @@ wrong = {
     "forward_timeout": [None, "1"],
     **{name: ["no", 1, None] for name in ("detect_anomalies", "allow_zero_outputs", "accumulate", "keep_graph")},
 }
-of_switch = {"jitter_eps": [None, "a", 1.0, True], "capacity_factor": ["1", True, 0.0]}
+of_switch = {"jitter_eps": [None, "a", 1.0, True, math.nan], "capacity_factor": ["1", True, 0.0, math.inf, math.nan]}
 
 def told(kind, given):
     try:
@@ -106,10 +105,3 @@ def test_any_list_of_sizes_is_a_grid(sizes: list[int], kind: Any) -> None:
     assert faults_of(check_grid, "ffn", kind([*sizes, 1.5])) == [
         f"grid_size[{len(sizes)}] is 1.5, wanted an int of at least 1"
     ]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, "1", True])
-def test_both_numbers_of_a_switch_are_told_together(bad: Any) -> None:
-    faults = faults_of(check_switch, bad, bad)
-    assert [fault.split()[0] for fault in faults] == ["jitter_eps", "capacity_factor"]
-    assert faults_of(check_switch, 0, None) == faults_of(check_switch, 0.5, 1) == []

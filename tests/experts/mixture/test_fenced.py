@@ -114,5 +114,5 @@ def test_what_is_durable_is_told_by_expert() -> None:
         mixture(numbers(16, GRID_WIDTH)).sum().backward()
         assert mixture.steps == dict.fromkeys(UIDS, 0) and mixture.durable_steps == dict.fromkeys(UIDS)
         receipt = partial(Receipt, incarnation=9)
-        mixture._client.caller.progress["ffn.1"].update(7, receipt(5))
+        mixture._client.progress["ffn.1"].update(7, receipt(5))
         assert mixture.durable_steps["ffn.1"] == 5 and mixture.steps["ffn.1"] == 7

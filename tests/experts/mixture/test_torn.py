@@ -170,7 +170,7 @@ def test_an_interrupted_commit_may_be_called_again() -> None:
     with Experts() as experts:
         mixture = experts.mixture()
         run(mixture, numbers(16, WIDTH))
-        accept = type(mixture._client.caller).accept
+        accept = type(mixture._client).accept
         seen: list[str] = []
 
         def interrupted(self: Any, uid: str, answer: Any) -> Any:
@@ -180,7 +180,7 @@ def test_an_interrupted_commit_may_be_called_again() -> None:
             return accept(self, uid, answer)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(mixture._client.caller), "accept", interrupted)
+            patch.setattr(type(mixture._client), "accept", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 mixture.commit()
         assert mixture.commit() == ALL and experts.steps() == dict.fromkeys(UIDS, 1)

@@ -68,10 +68,7 @@ class RemoteLayer(nn.Module):
         return "make it with accumulate=True and commit after backward, or freeze it if its server does not train it"
 
     def anchor_for(self, who: str, trained: bool, inputs: Iterable[Tensor]) -> Tensor:
-        """The anchor, which wants a gradient only where the call with these inputs is to train the experts.
-
-        ``who``: the experts, with "is" or "are". Raises ``UsageError`` if it is frozen, but an input wants a gradient.
-        """
+        """The anchor, which wants a gradient only where the call is to train the experts (``who``, with is or are)."""
         if trained and self.anchor.requires_grad:
             return self.anchor
         if trained and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -106,10 +103,7 @@ class RemoteLayer(nn.Module):
 
 @dataclass(eq=False)
 class RemoteFunction:
-    """A `weft.core.autograd.CutFunction` of one call, whose forward and first backward have this ``key``.
-
-    ``deadline``: of the forward; ``known``: its outputs, if they are known already.
-    """
+    """A `weft.core.autograd.CutFunction` of one call. ``deadline``, and ``known`` outputs: of the forward."""
 
     stub: ExpertStub
     signature: Signature
@@ -164,8 +158,7 @@ class RemoteFunction:
 class RecomputeCache(Generic[Value]):
     """Results of forwards that will be recomputed, by their inputs. Thread-safe.
 
-    A pipe recomputes a stage in backward to save memory. Remote experts keep no graph here, so there is nothing to
-    save; and called again they might answer otherwise, if others have trained them meanwhile: the gradient would be
+    Called again, remote experts might answer otherwise, if others have trained them meanwhile: the gradient would be
     that of another forward. A result that is never taken (no backward came) is evicted by newer ones.
     """
 

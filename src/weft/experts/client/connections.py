@@ -62,11 +62,16 @@ class Connections:
                 check.add(*fixed_faults(cast("Mapping[Any, Any]", directory)))
             elif check.instance("directory", directory, Directory, _WANTED, optional=True) and not check.faults:
                 check.add(*([] if isinstance(directory, LocalDirectory | None) else directory_faults(tls)))
-        self._refusal = partial(address_faults, tls=tls, token=token) if open_transport is None else _no_faults
+        self._credentials = None if open_transport is not None else (tls, token)
         self._make = open_transport or partial(GrpcTransport, tls=tls, token=token, limits=limits)
         self.fixed = isinstance(directory, Mapping)
         """Whether addresses were given, so that an expert which is not among them never will be."""
-        found = _fixed_directory(directory) if isinstance(directory, Mapping) else directory
+        if isinstance(directory, Mapping):
+            found: Directory | None = LocalDirectory()
+            for uid, address in directory.items():
+                found.declare(uid, address, ttl=LONGEST)
+        else:
+            found = directory
         self._watch = None if found is None else found.watch()
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
@@ -84,7 +89,7 @@ class Connections:
 
     def refusal(self, address: str) -> str | None:
         """Why an address from a directory or a server must not be connected to; None: it may be."""
-        faults = self._refusal(address)
+        faults = [] if self._credentials is None else address_faults(address, *self._credentials)
         return faults[0] if faults else None
 
     def snapshot(self) -> Snapshot:
@@ -114,17 +119,6 @@ def fixed_faults(addresses: Mapping[Any, Any]) -> list[str]:
     """What is wrong with addresses by uid."""
     pairs = addresses.items()
     return [fault for uid, one in pairs for fault in (*uid_fault(uid), *address_fault(f"the address of {uid!r}", one))]
-
-
-def _fixed_directory(addresses: Mapping[str, str]) -> LocalDirectory:
-    directory = LocalDirectory()
-    for uid, address in addresses.items():
-        directory.declare(uid, address, ttl=LONGEST)
-    return directory
-
-
-def _no_faults(address: str) -> list[str]:
-    return []
 
 
 def _close(

@@ -55,10 +55,9 @@ class RemoteExpert(RemoteLayer):
         tls, token: see `GrpcTransport`; for an address only.
 
     A call takes and returns what the server's module does, nested likewise; outputs come to the device of the first
-    tensor of the inputs. Under `torch.no_grad` only forward happens. With gradients on, each backward is one call,
-    and the server's optimizer steps, also where no input wants a gradient. A call of more rows than the server takes at
-    a time is sent in parts, whose gradients are one step all the same. In a `weft.Pipe` that recomputes, forward
-    is not sent again.
+    tensor of the inputs. With gradients on, each backward is one call, and the server's optimizer steps, also where no
+    input wants a gradient. A call of more rows than the server takes at a time is sent in parts, which are one step all
+    the same. In a `weft.Pipe` that recomputes, forward is not sent again.
 
     Its parameters live at the server. Here there is a single zero, ``anchor``, through which autograd finds the expert:
     in `parameters`, not in `state_dict`. Freezing it forbids backward. A copy or a pickle is one more client of the
@@ -155,21 +154,15 @@ class RemoteExpert(RemoteLayer):
         backward failed or the server was restarted: call `discard`, and run the mini-batch again.
         """
         if not self._options.accumulate:
-            raise UsageError(
-                f"expert {self.uid!r} steps at every backward, so there is nothing to commit; make it with accumulate"
-            )
+            raise UsageError(f"expert {self.uid!r} steps at every backward: to commit, make it with accumulate=True")
         return self._stub.commit()
 
     def discard(self) -> None:
-        """Drop the gradients since the last commit. Does not wait for the server; one that does not get the message
-        drops them after a while."""
+        """Drop the gradients since the last commit, without waiting for the server."""
         self._stub.discard()
 
     def close(self) -> None:
-        """Discard an open mini-batch, close own connections, and end calls in flight with an error.
-
-        Waits for at most a second until the server has dropped the mini-batch. May be called twice.
-        """
+        """Discard an open mini-batch, close own connections, and fail calls in flight. Waits for at most a second."""
         if self._options.accumulate:
             self._stub.discard(_LAST_DISCARD)
         self._finalizer()
@@ -183,10 +176,8 @@ class RemoteExpert(RemoteLayer):
     def __getstate__(self) -> dict[str, Any]:
         """The state of this layer, with what subclasses or users have added, and nothing of this process."""
         if not isinstance(self._where, str):
-            raise UsageError(
-                f"remote expert {self.uid!r} uses connections of this process, which cannot be pickled; make it from "
-                "an address, or make it anew where it is needed"
-            )
+            text = f"remote expert {self.uid!r} uses connections of this process, which cannot be pickled"
+            raise UsageError(f"{text}; make it from an address, or make it anew where it is needed")
         return {name: value for name, value in super().__getstate__().items() if name not in _LOCAL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,7 +192,6 @@ class RemoteExpert(RemoteLayer):
         return made
 
     def extra_repr(self) -> str:
-        """For `repr`."""
         where = self._where if isinstance(self._where, str) else type(self._where).__name__
         return f"{self.uid!r}, {where!r}"
 
@@ -295,15 +285,10 @@ def create_remote_experts(
 ) -> list[RemoteExpert | None]:
     """Create one `RemoteExpert` per uid, in order; None for those that the directory does not know now.
 
-    Args:
-        uids: names of experts.
-        directory: where they are looked up, now and at every call. With `Connections`, those are used and stay open;
-            with a bare directory, or addresses by uid, connections are made that close when the last of the experts is
-            collected.
-        options: as `RemoteExpert` takes them, but for ``tls`` and ``token``, which `Connections` have.
+    ``Connections`` stay open; with a bare directory, or addresses by uid, connections are made that close when the last
+    of the experts is collected. ``options``: those of `RemoteExpert`, but for ``tls`` and ``token``.
 
-    Raises ``AwayError`` if the directory does not answer, ``UsageError`` that lists all invalid arguments,
-    such as a single text in place of a list.
+    Raises ``AwayError`` if the directory does not answer, ``UsageError`` that lists all invalid arguments.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -333,8 +318,7 @@ def create_remote_experts(
 def commit(module: nn.Module) -> dict[str, bool]:
     """Commit every accumulating remote expert and mixture inside of ``module``: whether it stepped, by uid.
 
-    Call it where the optimizer of the local parameters steps. An expert that several of them call has stepped if
-    it did for one. Raises as `RemoteExpert.commit` and `RemoteMixtureOfExperts.commit`; layers before the one that
+    Call it where the optimizer of the local parameters steps. Raises as their own `commit`; layers before the one that
     failed have stepped. After a `CommitError`, `discard` begins a new mini-batch.
 
     Example:
@@ -358,8 +342,7 @@ def commit(module: nn.Module) -> dict[str, bool]:
 def discard(module: nn.Module) -> None:
     """Drop the gradients since the last commit, of every accumulating remote expert and mixture inside of ``module``.
 
-    For a mini-batch that failed, and is to be run again or left out: until then every `commit` of it fails. Does not
-    wait for the servers.
+    For a mini-batch that failed, and is to be run again or left out: until then every `commit` of it fails.
 
     Example:
         >>> from weft.experts.client import discard

@@ -11,9 +11,6 @@
     a certificate that one end rejects                     would fail again            raise
     any other error                                        would fail again            raise
 
-    FixedResolver        always the same transport
-    DirectoryResolver    snapshot ── owner, else any server of it ──> address ──> transport of the connections
-
 A dead address stays in the directory until its lease ends; so every further attempt takes the next address. A server
 that only follows an expert says so (`NotOwnerError`): it is alive, and takes over when the owner's lease has ended.
 
@@ -63,10 +60,7 @@ class FixedResolver:
         self._transport = transport
 
     def transport(self, attempt: int, last: BaseException | None) -> Transport:
-        """Where to send the attempt of this number (from 0), after the one before ended with ``last``.
-
-        Raises ``UnreachableError`` if no server has the expert now, ``UsageError`` if none ever will.
-        """
+        """Where to send the attempt of this number (from 0), after the one before ended with ``last``."""
         return self._transport
 
     def token(self) -> int:
@@ -82,8 +76,7 @@ class DirectoryResolver(FixedResolver):
     """How one expert is reached: by the server that the directory names."""
 
     def __init__(self, uid: str, connections: Connections) -> None:
-        self.connections = connections
-        self._uid = uid
+        self.connections, self._uid = connections, uid
 
     def transport(self, attempt: int, last: BaseException | None) -> Transport:
         """The owner first, then the other servers in turn; but the one that `NotOwnerError` names, if it does."""
@@ -97,9 +90,7 @@ class DirectoryResolver(FixedResolver):
             addresses.sort(key=lambda address: address != owner.address)
         if not addresses and self.connections.fixed:
             known = ", ".join(sorted(snapshot.experts)[:_LISTED]) or "no expert"
-            raise UsageError(
-                f"these connections were given no address of expert {self._uid!r}, but addresses of {known}"
-            )
+            raise UsageError(f"these connections have no address of expert {self._uid!r}, but addresses of {known}")
         if not addresses:
             raise UnreachableError(f"the directory knows no server of expert {self._uid!r} now")
         refusals = {address: refusal(address) for address in addresses}
@@ -110,12 +101,10 @@ class DirectoryResolver(FixedResolver):
         return to(trusted[attempt % len(trusted)])
 
     def token(self) -> int:
-        """See `FixedResolver.token`."""
         owner = self.connections.snapshot().owner(self._uid)
         return 0 if owner is None else owner.token
 
     def takeover_expected(self, error: BaseException) -> bool:
-        """Whether a follower answered."""
         return isinstance(error, NotOwnerError)
 
 
@@ -189,10 +178,9 @@ class RetryingCaller:
     def call(self, call: Call, timeout: float, accept: Callable[[Received], None] | None = None) -> Received:
         """The answer; the RNG lock is released meanwhile.
 
-        ``accept`` may raise for an answer that must not be used, which counts as if that error had been the answer.
-        Raises what the server answered, ``DeadlineError`` after ``timeout`` seconds, ``LostError``,
-        ``UnreachableError``, each with a note about the attempts before it; ``UsageError`` once this is closed. Where
-        the last attempt was surely not executed but an earlier one may have been, the error is that one's.
+        ``accept`` may raise for an answer that must not be used, which counts as if that error had been the answer. The
+        last error is raised, with a note about the attempts before it; but where the last attempt was surely not
+        executed and an earlier one may have been, that one's. ``UsageError`` once this is closed.
         """
         attempts = _Attempts(time.monotonic())
         end = attempts.start + timeout
@@ -214,10 +202,7 @@ class RetryingCaller:
                 self.closed.wait(pause)
 
     def send(self, call: Call, timeout: float) -> "Future[Received] | None":
-        """Send it once without waiting: a hint, which may be lost. Raises nothing that a server may cause.
-
-        Returns the future of the answer; None if it could not be sent.
-        """
+        """Send a hint once, without waiting: the future of the answer, or None if it could not be sent."""
         with suppress(WeftError):
             return self.resolver.transport(0, None).submit(call, timeout)
         return None
@@ -254,8 +239,8 @@ class RetryingCaller:
 class _Attempts:
     """What became of the attempts of one call.
 
-    ``counted``: attempts that count against `Retry.attempts`. ``sent``: the current one was given to its transport.
-    ``unsure``: the error of the last attempt that may have been executed.
+    ``counted``: those that count against `Retry.attempts`. ``sent``: the current one was given to its transport.
+    ``unsure``: the error of the last that may have been executed.
     """
 
     start: float
@@ -287,7 +272,5 @@ class _Attempts:
             finally:
                 del earlier, last, error  # for the same reason
         if last is not None:
-            error.add_note(
-                f"this was attempt {self.count} in {seconds:.3g} s; the one before it ended with "
-                f"{type(last).__name__}: {last}"
-            )
+            before = f"the one before it ended with {type(last).__name__}: {last}"
+            error.add_note(f"this was attempt {self.count} in {seconds:.3g} s; {before}")

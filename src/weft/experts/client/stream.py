@@ -162,14 +162,11 @@ class Stream:
     """One gRPC stream, for calls of ``pending``. ``draining``: the server takes no new work. ``gone``: it has ended."""
 
     def __init__(self, start: Start, pending: PendingCalls, limits: Limits, explain: Explain) -> None:
-        self.draining = False
-        self._explain = explain
+        self.draining = self.gone = False
+        self._pending, self._limits, self._explain = pending, limits, explain
         self._unreached: UnreachableError | None = None
-        self._pending = pending
-        self._limits = limits
         self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self.gone = False
         self._decided = threading.Event()
         self._open = self._late = False
         self._fault: WeftError | None = None
@@ -187,7 +184,6 @@ class Stream:
             return True
 
     def close(self) -> None:
-        """End it, and wait for its reader."""
         self._call.cancel()
         if threading.current_thread() is not self._reader:
             self._reader.join(_JOIN)

@@ -96,10 +96,7 @@ class ExpertStub:
         return found
 
     def forward(self, inputs: Sequence[Tensor], key: "IdempotencyKey", deadline: float) -> list[Tensor]:
-        """The flat outputs. The key says whether the server is to keep the graph, and is told whether it did.
-
-        A call of more rows than the server takes at a time is sent in parts.
-        """
+        """The flat outputs; in parts, where there are more rows than the server takes at a time."""
         signature = self.signature(deadline)
         parts = _split(inputs, signature.max_batch_size)
         keys = key.split(len(parts)) if len(parts) > 1 else [key]
@@ -111,10 +108,7 @@ class ExpertStub:
         return found[0] if len(parts) == 1 else [torch.cat(outputs) for outputs in zip(*found, strict=True)]
 
     def backward(self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], key: "IdempotencyKey") -> list[Tensor]:
-        """One gradient per flat input. The expert steps, once for this key; or adds to the open mini-batch.
-
-        Parts of a call add to one mini-batch, which is committed in the end: they are one step as well, or none.
-        """
+        """One gradient per flat input. The expert steps, once for this key; or adds to the mini-batch."""
         deadline = time.monotonic() + self.options.timeout
         signature = self.signature(deadline)
         parts = _split([*inputs, *gradients], signature.max_batch_size)
@@ -152,10 +146,7 @@ class ExpertStub:
         return True
 
     def discard(self, timeout: float = 0.0, mini_batch: "OpenMiniBatch | None" = None) -> None:
-        """Begin the next mini-batch, and tell the server to drop this one.
-
-        Its answer is waited for at most ``timeout`` seconds, such as before the connection is closed.
-        """
+        """Begin the next mini-batch; tell the server to drop this one, and wait so long for its answer."""
         name = (mini_batch or self.mini_batch).give_up()
         if name is not None:
             sent = self.caller.send(self.requests.discard(self.uid, name), self.options.timeout)
@@ -213,8 +204,7 @@ def _split(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
 
 @dataclass(eq=False, slots=True)
 class IdempotencyKey:
-    """Key of a forward and its backward. By it a server finds what it kept of the one for the other, recognises a
-    repetition, and draws the same random numbers for both.
+    """Key of a forward and its backward: by it a server knows a repetition, and draws the same random numbers for both.
 
     ``text`` is sent. ``keep``: the server is asked to keep graph and inputs; ``kept``: it has said that it holds the
     inputs. ``evaluation``: the module runs as after ``eval()``, in forward and backward.
@@ -243,10 +233,7 @@ class IdempotencyKey:
 
 
 class RequestBuilder:
-    """Calls of any expert, as a client sends them under its name; by default one that no other client has.
-
-    ``token``: the fencing token of the owner.
-    """
+    """Calls of any expert, under the client's name. ``token``: the fencing token of the owner."""
 
     def __init__(self, client: str, compression: Policy) -> None:
         self.client = client or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -274,10 +261,7 @@ class RequestBuilder:
         mini_batch: str,
         token: int,
     ) -> tuple[Call, Call]:
-        """Request input gradients: the call to send first, and the whole one, for a server without the inputs.
-
-        The expert steps, once for this key; or adds to its ``mini_batch``, if that is not empty.
-        """
+        """Request input gradients: the call to send first, and the whole one, for a server without the inputs."""
         header = self._header(
             Kind.BACKWARD,
             uid=uid,
@@ -302,10 +286,7 @@ class RequestBuilder:
 
 
 class OpenMiniBatch:
-    """The mini-batch whose gradients wait at a server for one commit. Thread-safe.
-
-    It is incomplete, and never applied, if a backward failed or its server was restarted in between.
-    """
+    """The mini-batch whose gradients wait at a server for one commit. Thread-safe."""
 
     def __init__(self, uid: str) -> None:
         self._uid = uid
@@ -331,10 +312,7 @@ class OpenMiniBatch:
             return "its server was restarted in the middle of it" if len(self._incarnations) > 1 else self._failure
 
     def ready(self) -> tuple[str, int] | None:
-        """The name and incarnation to commit; None if nothing was added.
-
-        Raises ``CommitError`` if a part of the gradients is missing.
-        """
+        """The name and incarnation to commit; None if nothing was added. Raises ``CommitError``."""
         with self._lock:
             if why := self.fault:
                 text = f"a mini-batch of expert {self._uid!r} is not whole: {why}. Call discard() and run it again"
@@ -363,12 +341,9 @@ class OpenMiniBatch:
 class ExpertProgress:
     """Optimizer steps of one expert, and which of them are durable, as of its last answer. Thread-safe.
 
-        steps 41, incarnation 7 ── answers may overtake each other ──> the larger number
-        steps 35, incarnation 8 ── the server was restarted ─────────> what it says now; fewer: a `StepsLostWarning`
-        steps 42, incarnation 7 ── a late answer of the one before ──> ignored
-
-    ``steps`` and ``receipt`` are None before the first answer; ``steps_lost`` counts steps that servers came back
-    without.
+    steps 41, incarnation 7 ── answers may overtake each other ──> the larger number
+    steps 35, incarnation 8 ── the server was restarted ─────────> what it says now; fewer: a `StepsLostWarning`
+    steps 42, incarnation 7 ── a late answer of the one before ──> ignored
     """
 
     def __init__(self, uid: str, resolver: FixedResolver) -> None:
@@ -386,10 +361,7 @@ class ExpertProgress:
         return None if receipt is None else receipt.durable
 
     def accept(self, answer: Received) -> None:
-        """Take the progress from an answer.
-
-        Raises ``NotOwnerError`` for the answer of an owner which the directory has replaced: its steps are lost.
-        """
+        """Take the progress from an answer. Raises ``NotOwnerError`` for that of an owner which was replaced."""
         receipt, known = read_receipt(answer.header.data), self._resolver.token()
         if known and replaced(receipt.token, known):
             raise NotOwnerError(
@@ -422,10 +394,7 @@ class ExpertProgress:
 
 
 class Signature:
-    """What one expert takes and returns, from its description.
-
-    Values may be nested in other containers of the same names (a list for a tuple, a named tuple of one's own).
-    """
+    """What one expert takes and returns. Values may be nested in other containers of the same names."""
 
     def __init__(self, description: Description) -> None:
         self.name = description.name
@@ -440,10 +409,7 @@ class Signature:
         self._plain = self._paths == [f"call[0][{place}]" for place in range(len(self.inputs.specs))]
 
     def flat(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call, in order. Raises one ``SpecError`` that lists all that does not fit.
-
-        Under autocast, floating point tensors are cast to the dtypes of the schema, as autocast does for layers.
-        """
+        """The tensors of a call, in order; under autocast cast to the schema. Raises one ``SpecError``."""
         where = f"expert {self.name!r}"
         tensors = self._tensors(args, kwargs, where)
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):

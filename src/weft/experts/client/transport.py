@@ -28,15 +28,14 @@ import grpc
 from weft.core.errors import WeftError
 from weft.core.validation import Validator
 from weft.experts.address import address_fault, split
-from weft.experts.client.stream import Explain, PendingCall, PendingCalls, Stream
+from weft.experts.client.stream import PendingCalls, Stream
 from weft.experts.errors import CertificateError, DeadlineError, DrainingError, ForbiddenError, UnreachableError
 from weft.experts.fork_guard import GrpcThreads, check_fork, finalizer
 from weft.experts.tls import ClientTls, check_address, credential_faults, pair_faults, read_pem
-from weft.experts.wire import LIMITS, Call, Header, Kind, Limits, Received, decode, encode, read_fault
+from weft.experts.wire import LIMITS, Call, Kind, Limits, Received, decode, encode, read_fault
 from weft.experts.wire.service import (
     AUTHORIZATION,
     BEARER,
-    INFO,
     STATUS,
     STREAM,
     TRACEPARENT,
@@ -79,8 +78,7 @@ class Transport(Protocol):
     """A connection to one server. All methods may be called in any thread.
 
     Example:
-        >>> from weft.experts.client import Transport
-        >>> transport: Transport = weft.GrpcTransport("10.0.0.7:7070")
+        >>> transport: weft.experts.client.Transport = weft.GrpcTransport("10.0.0.7:7070")
         >>> transport.close()
     """
 
@@ -107,8 +105,6 @@ class Transport(Protocol):
 
 
 class _BaseTransport:
-    """Calls in flight, and their end."""
-
     def __init__(self, address: str) -> None:
         self._pending = PendingCalls(address)
         self._finalizer: Callable[[], object] = self._pending.close
@@ -116,15 +112,12 @@ class _BaseTransport:
 
     @property
     def address(self) -> str:
-        """See `Transport.address`."""
         return self._pending.address
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._finalizer()
 
     def statistics(self) -> TransportStatistics:
-        """See `Transport.statistics`."""
         return TransportStatistics(self.address, *self._pending.counts(), self._opened)
 
     def __exit__(self, *exception: object) -> None:
@@ -139,18 +132,16 @@ class GrpcTransport(_BaseTransport):
         tls: certificates; None: nothing is encrypted.
         token: proves who this client is, where certificates do not.
         limits: of a frame; the server's are kept as well.
-        trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.Observer`;
-            called in the caller's thread.
+        trace: returns the traceparent of a new stream, such as ``current`` of a `weft.experts.telemetry.Observer`.
 
     Raises ``UsageError`` for an address that is none or not one of ``tls.servers``, a token that no header can carry,
     and a token without TLS to another machine.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
-        >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(2)]
-        >>> with weft.Server(experts) as server, weft.GrpcTransport(server.address) as transport:
-        ...     layers = nn.Sequential(weft.RemoteExpert("ffn.0", transport), weft.RemoteExpert("ffn.1", transport))
-        ...     layers(torch.randn(4, 8)).shape
+        >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)
+        >>> with weft.Server([expert]) as server, weft.GrpcTransport(server.address) as transport:
+        ...     weft.RemoteExpert("ffn.0", transport)(torch.randn(4, 8)).shape
         torch.Size([4, 8])
     """
 
@@ -181,20 +172,16 @@ class GrpcTransport(_BaseTransport):
         self._finalizer = finalizer(self, _close, self._pending, self._streams, self._channel, self._threads)
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
-        """See `Transport.submit`."""
         if os.getpid() != self._process:
             check_fork(self._name)
         entry = self._pending.open(call, timeout)
-        if call.header.kind is Kind.INFO:
-            self._request_info(entry)
-            return entry.future
         while not self._pending.closed:
             try:
                 stream = self._stream()
             except ValueError as error:  # closed just now, and so all calls in flight were ended
                 self._pending.settle(entry.number, UnreachableError(f"{self._name} was closed: {error}"))
                 break
-            if stream.draining:
+            if stream.draining and call.header.kind is not Kind.INFO:
                 error = DrainingError(f"{self.address} is shutting down and takes no new work")
                 self._pending.settle(entry.number, error)
                 break
@@ -207,7 +194,12 @@ class GrpcTransport(_BaseTransport):
         try:
             return read_status(self._channel.unary_unary(STATUS)(b"", timeout=timeout, metadata=self._metadata))
         except _grpc.RpcError as error:
-            raise _failure(error, self.address, "status", self._explain) from None
+            code, text = error.code(), str(error.details())
+            if code in _REFUSED:
+                raise ForbiddenError(f"{self.address} refuses this client: {text}") from None
+            if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError(f"{self.address} did not tell its status within {timeout:g} s") from None
+            raise self._explain("did not tell its status", text) from None
 
     def __enter__(self) -> "GrpcTransport":
         return self
@@ -221,19 +213,6 @@ class GrpcTransport(_BaseTransport):
                 self._streams[:] = [Stream(start, self._pending, self._limits, self._explain)]
                 self._opened += 1
             return self._streams[0]
-
-    def _request_info(self, entry: PendingCall) -> None:
-        """A unary call for the description of an expert."""
-        header = Header(kind=Kind.INFO, call_id=entry.number, uid=entry.call.header.uid)
-        try:
-            message = encode([Call(header)], self._limits)
-            request = self._channel.unary_unary(INFO).future
-            future = self._threads.begin(lambda: request(message, timeout=entry.timeout, metadata=self._metadata))
-        except (WeftError, ValueError) as error:
-            self._pending.settle(entry.number, error)
-            return
-        entry.sent = True
-        future.add_done_callback(partial(_info_done, self._pending, self._limits, entry.number, self._explain))
 
 
 class LocalTransport(_BaseTransport):
@@ -255,7 +234,6 @@ class LocalTransport(_BaseTransport):
         self._finalizer = finalizer(self, self._pending.close)
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
-        """See `Transport.submit`."""
         entry = self._pending.open(call, timeout)
         try:
             header = call.header._replace(call_id=entry.number, deadline_ms=int(timeout * 1000))
@@ -282,36 +260,11 @@ def open_channel(address: str, tls: ClientTls | None, limits: Limits) -> Any:
 
 def _answered(pending: PendingCalls, limits: Limits, number: int, answer: Call) -> None:
     try:
-        outcome = _outcome(encode([answer], limits), limits)
+        (received,) = decode(encode([answer], limits), limits)
+        outcome = read_fault(received.header.data) if received.header.kind is Kind.ERROR else received
     except WeftError as error:
         outcome = error
     pending.settle(number, outcome)
-
-
-def _info_done(pending: PendingCalls, limits: Limits, number: int, explain: Explain, done: Any) -> None:
-    try:
-        outcome = _outcome(done.result(), limits)
-    except _grpc.RpcError as error:
-        outcome = _failure(error, pending.address, "info", explain)
-    except (WeftError, ValueError) as error:
-        outcome = error
-    except _grpc.FutureCancelledError:
-        outcome = UnreachableError(f"the transport to {pending.address} was closed")
-    pending.settle(number, outcome)
-
-
-def _outcome(message: bytes, limits: Limits) -> Received | WeftError:
-    (answer,) = decode(message, limits)
-    return read_fault(answer.header.data) if answer.header.kind is Kind.ERROR else answer
-
-
-def _failure(error: Any, address: str, what: str, explain: Explain) -> WeftError:
-    code, text = error.code(), str(error.details())
-    if code in _REFUSED:
-        return ForbiddenError(f"{address} refuses this client: {text}")
-    if code is _grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(f"{address} did not answer a call for its {what} in time")
-    return explain(f"did not answer a call for its {what}", text)
 
 
 def _close(pending: PendingCalls, streams: list[Stream], channel: Any, threads: GrpcThreads) -> None:
@@ -325,10 +278,7 @@ def _close(pending: PendingCalls, streams: list[Stream], channel: Any, threads: 
 def unreachable(
     address: str, tls: ClientTls | None, what: str, text: str, who: str = "this client", where: str = "tls="
 ) -> UnreachableError:
-    """The error of a failed connection to ``address``; ``what`` follows the address, gRPC says ``text``.
-
-    A `CertificateError` where the certificates are surely at fault.
-    """
+    """The error of a failed connection: a `CertificateError` where the certificates are surely at fault."""
     lower, refused = text.lower(), False
     if tls is not None:
         ended = any(words in lower for words in _HANDSHAKE_ENDED)
@@ -338,10 +288,7 @@ def unreachable(
 
 
 def explained(text: str, tls: ClientTls | None, who: str = "this client", where: str = "tls=") -> str:
-    """gRPC's words for a failed connection to a server that was shown ``tls``, and what to do.
-
-    ``who`` has shown it, and was given it as ``where``.
-    """
+    """gRPC's words for a failed connection, and what to do; ``who`` was given ``tls`` as ``where``."""
     if "hostname verification" in text.lower():
         return f"{text} Call it by a name (subjectAltName) of its certificate, or give that as server_name= ({where})"
     if not any(words in text.lower() for words in _HANDSHAKE_ENDED):
@@ -356,9 +303,8 @@ def explained(text: str, tls: ClientTls | None, who: str = "this client", where:
 
 
 def _hangs_up(address: str, tls: ClientTls) -> bool:
-    """Whether the server ends a complete handshake, which it does because of the certificate that it was shown, or
-    because there was none. By itself a server of HTTP/2 sends first.
-    """
+    """Whether the server ends a complete handshake because of the certificate that it was shown, or missed: by itself a
+    server of HTTP/2 sends first."""
     host, port = split(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

@@ -77,10 +77,7 @@ class Dispatch:
         return tensor.flatten(0, 1).index_select(0, self.pairs.to(tensor.device))
 
     def restricted(self, alive: Tensor) -> "list[tuple[RowSpan, Tensor | None]]":
-        """The spans that have pairs which are True in ``alive``, each with the positions of those pairs.
-
-        Positions are int64, in the order of the dispatch; None: all of the span.
-        """
+        """The spans with pairs that are True in ``alive``, and the positions of those pairs; None: all of the span."""
         flags = alive.reshape(-1)[self.pairs]
         found: list[tuple[RowSpan, Tensor | None]] = []
         for span in self.spans:
@@ -108,12 +105,9 @@ def _cut(counts: Sequence[int], most: int | None) -> list[RowSpan]:
 class CombineBuffer:
     """Rows of answers by pair: samples x k x ..., zeros where none came, on the device of the first answer.
 
-    All tensors of an answer are written, or none. With ``finite``, rows with NaN or Inf are left out. ``alive`` says
-    for each pair whether its row came.
-
-    On the CPU rows are copied by numpy, in one thread: while some experts have answered the others still work, maybe on
-    this machine, and torch's threads would take their cores from them, for longer than the copy takes. Zeros are
-    written only at the end, where nothing came.
+    With ``finite``, rows with NaN or Inf are left out. ``alive`` says for each pair whether its row came. On the CPU
+    rows are copied by numpy, in one thread: while some experts have answered the others still work, maybe on this
+    machine, and torch's threads would take their cores from them.
     """
 
     def __init__(self, samples: int, k: int, *, finite: bool) -> None:
@@ -122,11 +116,7 @@ class CombineBuffer:
         self.alive = torch.zeros(samples * k, dtype=torch.bool, device="cpu")
 
     def put(self, pairs: Tensor, answer: Sequence[Tensor]) -> Tensor | None:
-        """Write an answer to these pairs. Returns which of its rows are good, None for all.
-
-        Raises ``SpecError`` that lists the tensors of another number of rows, or of rows of another shape than those
-        of the answers before.
-        """
+        """Write an answer to these pairs. Returns which of its rows are good, None for all. Raises ``SpecError``."""
         if self._flat is None:
             self._flat = [x.new_empty(self._samples * self._k, *x.shape[1:]) for x in answer]
         faults = [

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from heapq import heappop, heappush
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Never
@@ -95,14 +95,60 @@ def check_options(check: Validator, given: Mapping[str, Any], places: int | None
     check.boolean("allow_zero_outputs", given["allow_zero_outputs"])
 
 
-@dataclass(frozen=True)
-class AsyncCaller:
-    """How a mixture builds and sends calls, without waiting. ``progress``: of the experts that have answered."""
+class MixtureSignature(Signature):
+    """A signature whose outputs can be averaged. Raises ``UsageError`` that lists those that cannot."""
 
-    connections: Connections
-    retry: Retry
-    requests: RequestBuilder
-    progress: dict[str, ExpertProgress] = field(default_factory=dict[str, ExpertProgress])
+    def __init__(self, description: Description) -> None:
+        super().__init__(description)
+        faults = [
+            f"{name} is of {spec.dtype}, wanted floating-point or complex numbers, which have a weighted mean"
+            for name, spec in zip(self.outputs.names, self.outputs.specs, strict=True)
+            if not (spec.dtype.is_floating_point or spec.dtype.is_complex)
+        ]
+        if faults:
+            raise UsageError(listed(f"expert {description.name!r} cannot be part of a mixture:", faults))
+
+    def output_sizes(self, inputs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
+        """Each output's sizes beyond the batch axis; free ones from the first input of such a spec, else None."""
+        shapes = {spec.shape: tuple(x.shape) for spec, x in reversed([*zip(self.inputs.specs, inputs, strict=True)])}
+        found: list[tuple[int, ...] | None] = []
+        for spec in self.outputs.specs:
+            inner = [size for size in spec.shape[1:] if size is not None]
+            like = shapes.get(spec.shape)
+            known = tuple(inner) if len(inner) == len(spec.shape) - 1 else None
+            found.append(known if like is None else like[1:])
+        return found
+
+
+@dataclass(frozen=True)
+class CachedCall:
+    """A forward that will be recomputed: ``chosen`` (samples x k) of the ``live`` experts, which of them answered
+    (``alive``: samples x k, bool), their ``answers`` (each samples x k x ...), and the keys of the calls."""
+
+    live: LiveExperts
+    chosen: Tensor
+    alive: Tensor
+    answers: Sequence[Tensor]
+    keys: dict[RowSpan, IdempotencyKey]
+
+
+class GridClient:
+    """The experts of a grid, as the directory knows them, and the calls to them; shared by copies. Thread-safe."""
+
+    def __init__(
+        self, grid: Grid, connections: Connections, retry: Retry, requests: RequestBuilder, options: MixtureOptions
+    ) -> None:
+        self.grid, self.connections, self.retry, self.requests, self.options = (
+            grid,
+            connections,
+            retry,
+            requests,
+            options,
+        )
+        self.progress: dict[str, ExpertProgress] = {}
+        self.counters, self.cache = MixtureCounters(), RecomputeCache[CachedCall]()
+        self._known: tuple[Snapshot, LiveExperts] | None = None
+        self._signature: MixtureSignature | None = None
 
     def resolver(self, uid: str) -> DirectoryResolver:
         """How the expert is reached."""
@@ -138,6 +184,53 @@ class AsyncCaller:
             if name is not None:
                 self.begin(self.requests.discard(uid, name), time.monotonic() + _HINT)
 
+    def live(self) -> LiveExperts:
+        """The living experts, as far as is known. Calls none of them."""
+        snapshot, known = self.connections.snapshot(), self._known
+        if known is None or known[0] is not snapshot:
+            known = (snapshot, self.grid.live(snapshot))
+            self._known = known
+        return known[1]
+
+    def signature(self, live: LiveExperts, deadline: float) -> MixtureSignature:
+        """What the experts take and return; all of a grid are alike. The first call takes the first answer of some."""
+        if self._signature is None:
+            if not len(live):
+                raise self.no_experts()
+            self._signature = MixtureSignature(self._described(live, deadline))
+        return self._signature
+
+    def no_experts(self) -> NoExpertsError:
+        """The error for a grid without experts."""
+        return NoExpertsError(f"the directory lists no living expert of the grid {self.grid.prefix}*")
+
+    def __deepcopy__(self, memo: object) -> "GridClient":
+        return self
+
+    def __reduce__(self) -> Never:
+        raise UsageError(
+            "a remote mixture holds connections, which cannot be pickled: save its state_dict(), make a mixture where "
+            "it is wanted, and load that there"
+        )
+
+    def _described(self, live: LiveExperts, deadline: float) -> Description:
+        snapshot, found = self.connections.snapshot(), list[Description]()
+        by_address = {snapshot.addresses(uid)[:1]: uid for uid in reversed(live.uids)}
+        uids = list(dict.fromkeys([*by_address.values(), *live.uids[:_ASKED]]))[:_ASKED]
+
+        def accept(index: int, answer: Received) -> None:
+            found.append(read_description(answer.header.data))
+
+        calls = [self.requests.info(uid) for uid in uids]
+        sample = [torch.zeros(1, dtype=torch.int64, device="cpu")] * len(uids)
+        one = torch.ones(1, dtype=torch.int64, device="cpu")
+        result = FanOut(self, calls, {}, sample, one, accept, deadline=deadline, after=0.0).run()
+        if not found:
+            faults = {uids[index]: fault for index, fault in result.faults.items()}
+            what = f"{len(uids)} experts of a mixture were asked for their description"
+            raise too_few_answers(what, 1, 1, 1, faults, self.retry)
+        return found[0]
+
 
 class FanOut:
     """Calls of many experts at once. After `run`: ``counts`` of good answers by sample (int64), ``faults`` by call.
@@ -154,7 +247,7 @@ class FanOut:
 
     def __init__(
         self,
-        caller: AsyncCaller,
+        client: GridClient,
         calls: Sequence[Call],
         wholes: Mapping[int, Call],
         samples: Sequence[Tensor],
@@ -167,7 +260,7 @@ class FanOut:
     ) -> None:
         self.counts = torch.zeros_like(needed)
         self.faults: dict[int, BaseException] = {}
-        self._caller, self._calls, self._accept, self._wholes = caller, list(calls), accept, dict(wholes)
+        self._client, self._calls, self._accept, self._wholes = client, list(calls), accept, dict(wholes)
         self._samples, self._needed = samples, needed
         self._deadline, self._after, self._lenient = deadline, after, lenient
         self._ended: SimpleQueue[int] = SimpleQueue()
@@ -194,7 +287,7 @@ class FanOut:
         return self
 
     def _begin(self, index: int) -> None:
-        future = self._caller.begin(self._calls[index], self._deadline, self._attempts[index], self._last[index])
+        future = self._client.begin(self._calls[index], self._deadline, self._attempts[index], self._last[index])
         self._futures[index] = future
         future.add_done_callback(lambda _: self._ended.put(index))
 
@@ -256,9 +349,9 @@ class FanOut:
             return True
         self._attempts[index] += 1
         self._last[index] = error
-        takeover = self._caller.resolver(self._calls[index].header.uid).takeover_expected(error)
+        takeover = self._client.resolver(self._calls[index].header.uid).takeover_expected(error)
         self._counted[index] = 1 if takeover else self._counted[index] + 1
-        retry = self._caller.retry
+        retry = self._client.retry
         at = time.monotonic() + retry.pause(self._attempts[index])
         if at >= self._deadline or not retry.again(error, self._counted[index]):
             return False
@@ -339,106 +432,3 @@ class MixtureCounters:
         with self._lock:
             counts = {name: self._counts[name] for name in names}
             return MixtureStatistics(**counts, failed=dict(self._failed), living=living)
-
-
-class MixtureSignature(Signature):
-    """A signature whose outputs can be averaged. Raises ``UsageError`` that lists those that cannot."""
-
-    def __init__(self, description: Description) -> None:
-        super().__init__(description)
-        faults = [
-            f"{name} is of {spec.dtype}, wanted floating-point or complex numbers, which have a weighted mean"
-            for name, spec in zip(self.outputs.names, self.outputs.specs, strict=True)
-            if not (spec.dtype.is_floating_point or spec.dtype.is_complex)
-        ]
-        if faults:
-            raise UsageError(listed(f"expert {description.name!r} cannot be part of a mixture:", faults))
-
-    def output_sizes(self, inputs: Sequence[Tensor]) -> list[tuple[int, ...] | None]:
-        """The sizes of each output beyond the batch axis, as far as they are known without an answer.
-
-        A free axis is known from the first input whose spec has the same shape; otherwise it is not (None).
-        """
-        shapes = {spec.shape: tuple(x.shape) for spec, x in reversed([*zip(self.inputs.specs, inputs, strict=True)])}
-        found: list[tuple[int, ...] | None] = []
-        for spec in self.outputs.specs:
-            inner = [size for size in spec.shape[1:] if size is not None]
-            like = shapes.get(spec.shape)
-            known = tuple(inner) if len(inner) == len(spec.shape) - 1 else None
-            found.append(known if like is None else like[1:])
-        return found
-
-
-@dataclass(frozen=True)
-class CachedCall:
-    """A forward that will be recomputed: ``chosen`` (samples x k) of the ``live`` experts, which of them answered
-    (``alive``: samples x k, bool), their ``answers`` (each samples x k x ...), and the keys of the calls."""
-
-    live: LiveExperts
-    chosen: Tensor
-    alive: Tensor
-    answers: Sequence[Tensor]
-    keys: dict[RowSpan, IdempotencyKey]
-
-
-class GridClient:
-    """The experts of a grid, as the directory knows them, and the calls to them. Thread-safe.
-
-    It is no part of the model: a copy of the mixture shares it, and pickling raises an error that says what to do.
-    """
-
-    def __init__(self, grid: Grid, caller: AsyncCaller, options: MixtureOptions) -> None:
-        self.grid, self.caller, self.options = grid, caller, options
-        self.counters, self.cache = MixtureCounters(), RecomputeCache[CachedCall]()
-        self._known: tuple[Snapshot, LiveExperts] | None = None
-        self._signature: MixtureSignature | None = None
-
-    def live(self) -> LiveExperts:
-        """The living experts, as far as is known. Calls none of them."""
-        snapshot, known = self.caller.connections.snapshot(), self._known
-        if known is None or known[0] is not snapshot:
-            known = (snapshot, self.grid.live(snapshot))
-            self._known = known
-        return known[1]
-
-    def signature(self, live: LiveExperts, deadline: float) -> MixtureSignature:
-        """What the experts take and return; all of a grid are alike. The first call takes the first answer of some.
-
-        Raises ``NoExpertsError`` if there are none, ``TooFewAnswersError`` if none answers in time.
-        """
-        if self._signature is None:
-            if not len(live):
-                raise self.no_experts()
-            self._signature = MixtureSignature(self._described(live, deadline))
-        return self._signature
-
-    def no_experts(self) -> NoExpertsError:
-        """The error for a grid without experts."""
-        return NoExpertsError(f"the directory lists no living expert of the grid {self.grid.prefix}*")
-
-    def __deepcopy__(self, memo: object) -> "GridClient":
-        return self
-
-    def __reduce__(self) -> Never:
-        raise UsageError(
-            "a remote mixture holds connections, which cannot be pickled: save its state_dict(), make a mixture where "
-            "it is wanted, and load that there"
-        )
-
-    def _described(self, live: LiveExperts, deadline: float) -> Description:
-        snapshot, found = self.caller.connections.snapshot(), list[Description]()
-        by_address = {snapshot.addresses(uid)[:1]: uid for uid in reversed(live.uids)}
-        uids = list(dict.fromkeys([*by_address.values(), *live.uids[:_ASKED]]))[:_ASKED]
-
-        def accept(index: int, answer: Received) -> None:
-            found.append(read_description(answer.header.data))
-
-        calls = [self.caller.requests.info(uid) for uid in uids]
-        sample = [torch.zeros(1, dtype=torch.int64, device="cpu")] * len(uids)
-        one = torch.ones(1, dtype=torch.int64, device="cpu")
-        result = FanOut(self.caller, calls, {}, sample, one, accept, deadline=deadline, after=0.0).run()
-        if not found:
-            faults = {uids[index]: fault for index, fault in result.faults.items()}
-            what = f"{len(uids)} experts of a mixture were asked for their description"
-            raise too_few_answers(what, 1, 1, 1, faults, self.caller.retry)
-        return found[0]

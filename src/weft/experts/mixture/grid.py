@@ -97,8 +97,7 @@ def all_scores(scores: Tensor, places: Tensor, sizes: Sequence[int]) -> Tensor:
 def choose(scores: Tensor, places: Tensor, sizes: Sequence[int], k: int) -> Tensor:
     """The ``k`` best experts of each sample (all, if fewer live), best first: samples x k, int64, as rows of `places`.
 
-    Of equal scores any may be taken. Blocks of samples whose scores fit into the processor's caches are faster, and
-    bound the memory that a large batch needs beyond its result.
+    Blocks of samples whose scores fit into the processor's caches are faster, and bound the memory.
     """
     columns, count = _columns(places, sizes), min(k, len(places))
     with torch.no_grad():

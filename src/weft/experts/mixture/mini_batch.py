@@ -30,11 +30,7 @@ _GONE = (CommitError, GradientError, StepError)
 
 
 class MixtureMiniBatch:
-    """The open mini-batches of a mixture's experts. Thread-safe: its micro-batches may come from several threads.
-
-    ``broken``: what a backward raised; then all sums lack what it would have added. A copy of the mixture begins with
-    none.
-    """
+    """The open mini-batches of a mixture's experts. ``broken``: what a backward raised. Thread-safe."""
 
     def __init__(self, accumulates: bool) -> None:
         self.accumulates = accumulates
@@ -98,7 +94,7 @@ class MixtureMiniBatch:
             )
             raise _error(head, faults)
         self.end(touched)
-        client.caller.discard({uid: touched[uid] for uid in faults})
+        client.discard({uid: touched[uid] for uid in faults})
         client.counters.count("left_out", len(faults))
         return {uid: uid in stepped for uid in touched}
 
@@ -109,8 +105,7 @@ class MixtureMiniBatch:
 class Contribution:
     """The gradients of one backward, as a context manager: an error out of it breaks the mini-batch.
 
-    Without accumulation, calls step by themselves; but several calls of one expert add to a mini-batch of their own, in
-    ``parts`` by expert, which is to be committed when they are all answered.
+    Without accumulation, several calls of one expert add to a mini-batch of their own, in ``parts`` by expert.
     """
 
     def __init__(self, batch: MixtureMiniBatch) -> None:
@@ -154,12 +149,11 @@ class Contribution:
 def commit_parts(client: GridClient, parts: Mapping[str, OpenMiniBatch]) -> None:
     """One step of each expert that was called several times in a backward which does not accumulate.
 
-    One that lacks a part does not step, as one whose only call failed. Raises ``MixtureCommitError`` for one that
-    does not step although it has all parts.
+    One that lacks a part does not step. Raises ``MixtureCommitError`` for one that has all, and does not step either.
     """
     whole, incomplete = _parted(parts)
     failed = _send(client, whole)
-    client.caller.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
+    client.discard({uid: parts[uid] for uid in (*incomplete, *failed)})
     if failed:
         head = f"backward of a mixture, sent in parts: {len(failed)} experts are not known to have stepped with it:"
         raise _error(head, failed)
@@ -169,16 +163,16 @@ def _send(client: GridClient, whole: Mapping[str, tuple[str, int]]) -> dict[str,
     """Commit these names, at these incarnations, all at once. Returns faults by expert."""
     if not whole:
         return {}
-    uids, caller = list(whole), client.caller
-    calls = [caller.requests.commit(uid, *whole[uid], caller.resolver(uid).token()) for uid in uids]
+    uids = list(whole)
+    calls = [client.requests.commit(uid, *whole[uid], client.resolver(uid).token()) for uid in uids]
 
     def accept(index: int, answer: Received) -> None:
-        caller.accept(uids[index], answer)
+        client.accept(uids[index], answer)
 
     samples = [torch.tensor([index], device="cpu") for index in range(len(uids))]  # each call has its own sample
     needed = torch.ones(len(uids), dtype=torch.int64, device="cpu")
     deadline = time.monotonic() + client.options.backward_timeout
-    faults = FanOut(caller, calls, {}, samples, needed, accept, deadline=deadline).run().faults
+    faults = FanOut(client, calls, {}, samples, needed, accept, deadline=deadline).run().faults
     client.counters.fanned_out("commit", len(uids), 0, faults.values())
     return {uids[index]: fault for index, fault in faults.items()}
 

@@ -31,27 +31,9 @@ from weft.experts.client.remote import check_compression
 from weft.experts.client.retry import Retry
 from weft.experts.client.stub import RequestBuilder
 from weft.experts.compression import Policy
+from weft.experts.mixture import fanout, grid
 from weft.experts.mixture.dispatch import Dispatch
-from weft.experts.mixture.fanout import (
-    AsyncCaller,
-    CachedCall,
-    GridClient,
-    MixtureOptions,
-    MixtureSignature,
-    MixtureStatistics,
-    check_options,
-)
-from weft.experts.mixture.grid import (
-    Grid,
-    LiveExperts,
-    all_scores,
-    check_grid,
-    choose,
-    chosen_scores,
-    load_balancing_loss,
-    weighted_mean,
-    weights_of_answered,
-)
+from weft.experts.mixture.fanout import CachedCall, GridClient, MixtureOptions, MixtureSignature
 from weft.experts.mixture.mini_batch import MixtureMiniBatch
 from weft.experts.mixture.mixture_function import MixtureFunction
 
@@ -68,49 +50,33 @@ class RemoteMixtureOfExperts(RemoteLayer):
         uid_prefix: "ffn" for experts that are called "ffn.3.17".
         connections: to the experts, with the directory that lists the living ones. Stays open, and may be shared.
         k_best: experts for each sample; all that live, if they are fewer.
-        k_min: experts that must answer for each sample.
-        forward_timeout, backward_timeout: seconds until the wait ends, in each direction. The first forward also
-            requests the signature of the experts, within the same time.
+        k_min, backward_k_min: experts that must answer for each sample; in backward, of those that did in forward.
+        forward_timeout, backward_timeout: seconds until the wait ends, in each direction.
         timeout_after_k_min: seconds to wait for the others once every sample has its ``k_min`` (or
             ``backward_k_min``) answers; what is not there then is cancelled. None waits until the timeout.
-        backward_k_min: experts that must answer in backward for each sample, of those that did in forward.
         detect_anomalies: raise on inputs and gradients that are not finite, and take rows of answers that are not
             as failed. It reads every number, which costs about as much as a copy.
         allow_zero_outputs: samples with fewer answers than they need are zero (in backward: add nothing to the
             inputs' gradients) instead of an error.
-        retry: rule of retries; None: a call is sent three times at most. A backward or commit bears a key, and so
-            steps once however often it is sent.
-        compression: how tensors travel; ``outputs`` and ``input_gradients`` take one choice each.
+        retry: rule of retries; None: a call is sent three times at most.
+        compression, client, keep_graph: as of `weft.RemoteExpert`.
         accumulate: gradients of backward add up at the experts until `commit`, which is one optimizer step of each.
-            For mini-batches that are cut into micro-batches (in a `weft.Pipe`, or by hand). ``False``: every backward
-            steps.
-        keep_graph: ask the servers to keep the graph of a forward for its backward, where they allow that.
-        client: the name by which servers know this caller, for quotas; one of this mixture by default.
         device, dtype: of the router.
 
     Every backward makes the experts that it reaches take an optimizer step (or add to their sums), also if no input
     wants a gradient; under `torch.no_grad` there is none. Autograd finds the experts through a parameter of one
     zero, ``anchor``: in `parameters`, not in `state_dict`. Freezing it freezes the experts, and freezing ``proj`` the
-    router; ``requires_grad_(False)`` does both. Experts that are trained cannot be frozen where an input wants a
-    gradient: their servers would step in that backward.
-
-    A group of rows beyond an expert's largest batch goes in several calls. Of an expert with replicas, only the owner
-    steps, and is looked for until the timeout.
-
-    A copy shares the connections, and has an open mini-batch of its own.
+    router. Experts that are trained cannot be frozen where an input wants a gradient: their servers would step in that
+    backward. A copy shares the connections, and has an open mini-batch of its own.
 
     Raises ``UsageError`` that lists all invalid arguments.
 
     Example:
-        >>> from weft.experts.discovery import LocalDirectory
-        >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
-        >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(3)]
-        >>> with weft.Server(experts, directory=directory), weft.Connections(directory) as connections:
-        ...     mixture = weft.RemoteMixtureOfExperts(
-        ...         in_features=8, grid_size=[3], uid_prefix="ffn", connections=connections, k_best=2
-        ...     )
-        ...     mixture(torch.randn(4, 8)).sum().backward()
-        >>> directory.close()
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     connections = weft.Connections({"ffn.0": server.address})
+        ...     sizes = {"in_features": 8, "grid_size": [3], "uid_prefix": "ffn"}
+        ...     weft.RemoteMixtureOfExperts(**sizes, connections=connections)(torch.randn(4, 8)).sum().backward()
     """
 
     def __init__(
@@ -149,23 +115,21 @@ class RemoteMixtureOfExperts(RemoteLayer):
         }
         with Validator("invalid mixture options") as check:
             check.count("in_features", in_features)
-            valid = check_grid(check, uid_prefix, grid_size)
+            valid = grid.check_grid(check, uid_prefix, grid_size)
             check.instance("connections", connections, Connections, "Connections, made with Connections(directory)")
-            check_options(check, options, prod(grid_size) if valid else None)
+            fanout.check_options(check, options, prod(grid_size) if valid else None)
             check.instance("retry", retry, Retry, "a Retry", optional=True)
             check_compression(check, compression)
             check.instance("client", client, str, "a name", optional=True)
             check.boolean("accumulate", accumulate)
             check.boolean("keep_graph", keep_graph)
             self._check(check)
-        self.grid = Grid(uid_prefix, grid_size)
+        self.grid = grid.Grid(uid_prefix, grid_size)
         self.in_features, self.keep_graph = in_features, keep_graph
         self.proj = nn.Linear(in_features, sum(self.grid.sizes), device=device, dtype=dtype)
         self.make_anchor(self.proj.weight)
         requests = RequestBuilder(client, compression or Policy())
-        self._client = GridClient(
-            self.grid, AsyncCaller(connections, retry or RETRY, requests), MixtureOptions(**options)
-        )
+        self._client = GridClient(self.grid, connections, retry or RETRY, requests, MixtureOptions(**options))
         self._batch = MixtureMiniBatch(accumulate)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -175,8 +139,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         (samples x ... x in_features), averaged over the axes between.
 
         Raises ``SpecError`` for arguments that the experts do not take, ``UsageError`` where trained experts are frozen
-        here and an input wants a gradient, ``NoExpertsError``, ``TooFewAnswersError`` and ``AnomalyError``; see
-        `weft.experts.errors`.
+        here and an input wants a gradient, ``NoExpertsError``, ``TooFewAnswersError`` and ``AnomalyError``.
         """
         return graph_break(self._forward, (input, *args), kwargs)
 
@@ -185,11 +148,11 @@ class RemoteMixtureOfExperts(RemoteLayer):
         signature, flat, live, cached = self._begin(args, kwargs, deadline)
         scores = self._scores(self._gating_input(args[0]))
         places, sizes = live.places.to(scores.device), self.grid.sizes
-        chosen = choose(scores, places, sizes, self.options.k_best) if cached is None else cached.chosen
+        chosen = grid.choose(scores, places, sizes, self.options.k_best) if cached is None else cached.chosen
         dispatch = Dispatch(chosen.cpu(), most=signature.max_batch_size)
         answers, alive = self._call(signature, flat, live, chosen, dispatch, cached, deadline)
-        weights = weights_of_answered(chosen_scores(scores, places, sizes, chosen), alive)
-        return signature.outputs.pack([weighted_mean(each, weights) for each in answers])
+        weights = grid.weights_of_answered(grid.chosen_scores(scores, places, sizes, chosen), alive)
+        return signature.outputs.pack([grid.weighted_mean(each, weights) for each in answers])
 
     def _check(self, check: Validator) -> None:
         """Check the arguments of a subclass, which has set them before."""
@@ -210,15 +173,13 @@ class RemoteMixtureOfExperts(RemoteLayer):
         All are sent at once, within ``backward_timeout``. An expert steps with its whole sum or not at all: the sum is
         incomplete if one of its backwards failed or was late, or if its server was restarted in the middle.
 
-        A mixture that allows missing answers (``backward_k_min`` below ``k_best``, or ``allow_zero_outputs``)
-        goes on without those that are incomplete, or that do not commit in time: they are False, and their sums are
-        given up. One must step, unless ``backward_k_min`` is 0 or zeros are allowed.
-        Otherwise (``backward_k_min`` is ``k_best``) all must step, as all must answer.
+        A mixture that allows missing answers (``backward_k_min`` below ``k_best``, or ``allow_zero_outputs``) goes on
+        without those that are incomplete, or that do not commit in time: they are False, and their sums are given up.
+        One must step, unless ``backward_k_min`` is 0 or zeros are allowed. Otherwise all must step.
 
-        Raises ``UsageError`` without ``accumulate``. Raises ``MixtureCommitError`` (a ``CommitError``), which lists
-        all that are incomplete, before anything is sent: if too few sums are whole, or if a backward raised; call
-        `discard`, and run the mini-batch again. Raises it also if too few have stepped; call `commit` again, which
-        commits only the others, and steps none of them twice; or `discard`.
+        Raises ``UsageError`` without ``accumulate``; ``MixtureCommitError`` (a ``CommitError``), which lists all that
+        are incomplete: before anything is sent, if too few sums are whole or a backward raised (then `discard`); and if
+        too few have stepped: call `commit` again, which steps none of them twice; or `discard`.
         """
         if not self._batch.accumulates:
             raise UsageError(
@@ -228,27 +189,26 @@ class RemoteMixtureOfExperts(RemoteLayer):
         return self._batch.commit(self._client)
 
     def discard(self) -> None:
-        """Drop the gradients since the last commit. Does not wait for the servers; one that does not get the message
-        drops them after a while."""
-        self._client.caller.discard(self._batch.discard())
+        """Drop the gradients since the last commit, without waiting for the servers."""
+        self._client.discard(self._batch.discard())
 
     @property
     def steps(self) -> dict[str, int]:
         """Optimizer steps of the experts that have answered, as of their last answers, by uid."""
-        found = {uid: each.steps for uid, each in self._client.caller.progress.copy().items()}
+        found = {uid: each.steps for uid, each in self._client.progress.copy().items()}
         return {uid: steps for uid, steps in found.items() if steps is not None}
 
     @property
     def durable_steps(self) -> dict[str, int | None]:
         """The last step of each that a crash of its server does not lose; None: unknown, or none."""
-        return {uid: each.durable_step for uid, each in self._client.caller.progress.copy().items()}
+        return {uid: each.durable_step for uid, each in self._client.progress.copy().items()}
 
     @property
     def steps_lost(self) -> dict[str, int]:
         """Steps that servers of the experts came back without; each time there is a `StepsLostWarning`."""
-        return {uid: each.steps_lost for uid, each in self._client.caller.progress.copy().items() if each.steps_lost}
+        return {uid: each.steps_lost for uid, each in self._client.progress.copy().items() if each.steps_lost}
 
-    def statistics(self) -> MixtureStatistics:
+    def statistics(self) -> fanout.MixtureStatistics:
         """Figures since the mixture was made."""
         return self._client.counters.statistics(len(self._client.live()))
 
@@ -259,7 +219,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
 
     def _begin(
         self, args: Sequence[Any], kwargs: dict[str, Any], deadline: float
-    ) -> tuple[MixtureSignature, list[Tensor], LiveExperts, CachedCall | None]:
+    ) -> tuple[MixtureSignature, list[Tensor], grid.LiveExperts, CachedCall | None]:
         """The signature, the flat inputs, the living experts, and the cached forward if this is its recomputation."""
         client = self._client
         live = client.live()
@@ -292,7 +252,7 @@ class RemoteMixtureOfExperts(RemoteLayer):
         self,
         signature: MixtureSignature,
         flat: Sequence[Tensor],
-        live: LiveExperts,
+        live: grid.LiveExperts,
         chosen: Tensor,
         dispatch: Dispatch,
         cached: CachedCall | None,
@@ -328,28 +288,20 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
     """As `RemoteMixtureOfExperts`, but an answer's weight is its probability among all living experts.
 
     Args:
-        k_best, k_min, backward_k_min, allow_zero_outputs: as there. By default one expert is chosen, and a sample whose
-            expert fails is zero: it is to stand in a residual layer, ``x + mixture(x)[0]``.
         jitter_eps: in training mode, what the router reads is multiplied by uniform numbers from 1 - eps to 1 + eps.
             The experts get the input itself.
         capacity_factor: an expert gets at most ``capacity_factor * samples * k / experts`` rows (rounded up) of a
             batch; the choices beyond it are dropped, last choices first. None drops nothing.
-        options: all other arguments of `RemoteMixtureOfExperts`.
-
-    Raises what `RemoteMixtureOfExperts` raises.
+        options: all arguments of `RemoteMixtureOfExperts`, of which ``k_best`` is 1 by default, ``k_min`` and
+            ``backward_k_min`` are 0 and ``allow_zero_outputs`` is True: a sample whose expert fails is zero, so this is
+            for a residual layer, ``x + mixture(x)[0]``.
 
     Example:
-        >>> from weft.experts.discovery import LocalDirectory
-        >>> rows, directory = (weft.TensorSpec((None, 8), torch.float32),), LocalDirectory()
-        >>> experts = [weft.ExpertBackend(f"ffn.{k}", nn.Linear(8, 8), args_schema=rows) for k in range(3)]
-        >>> with weft.Server(experts, directory=directory), weft.Connections(directory) as connections:
-        ...     mixture = weft.RemoteSwitchMixtureOfExperts(
-        ...         in_features=8, grid_size=[3], uid_prefix="ffn", connections=connections
-        ...     )
-        ...     outputs, balancing_loss = mixture(torch.randn(4, 8))
-        >>> outputs.shape
-        torch.Size([4, 8])
-        >>> directory.close()
+        >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
+        >>> with weft.Server([weft.ExpertBackend("ffn.0", nn.Linear(8, 8), args_schema=rows)]) as server:
+        ...     connections = weft.Connections({"ffn.0": server.address})
+        ...     sizes = {"in_features": 8, "grid_size": [3], "uid_prefix": "ffn"}
+        ...     outputs, loss = weft.RemoteSwitchMixtureOfExperts(**sizes, connections=connections)(torch.randn(4, 8))
     """
 
     def __init__(self, *, jitter_eps: float = 1e-2, capacity_factor: float | None = None, **options: Any) -> None:
@@ -358,11 +310,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         super().__init__(**options)
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
-        """What the experts return, weighted, and the load-balancing loss (a scalar; see `load_balancing_loss`).
-
-        Add the loss to that of the model with a factor of about 0.01. Raises what `RemoteMixtureOfExperts.forward`
-        raises.
-        """
+        """What the experts return, weighted, and the load-balancing loss: add it with a factor of about 0.01."""
         return super().forward(input, *args, **kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
@@ -371,7 +319,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         read = self._gating_input(args[0])
         if self.training and self.jitter_eps:
             read = read * torch.empty_like(read).uniform_(1 - self.jitter_eps, 1 + self.jitter_eps)
-        scores = all_scores(self._scores(read), live.places.to(read.device), self.grid.sizes)
+        scores = grid.all_scores(self._scores(read), live.places.to(read.device), self.grid.sizes)
         probabilities = scores.softmax(1)
         best = scores.detach().topk(min(self.options.k_best, len(live)), dim=1)
         chosen = best.indices if cached is None else cached.chosen
@@ -383,16 +331,12 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
             self._client.counters.count("dropped", chosen.numel() - len(dispatch.rows))
         answers, alive = self._call(signature, flat, live, chosen, dispatch, cached, deadline)
         weights = probabilities.gather(1, chosen) * alive
-        outputs = signature.outputs.pack([weighted_mean(each, weights) for each in answers])
-        return outputs, load_balancing_loss(probabilities, chosen)
+        outputs = signature.outputs.pack([grid.weighted_mean(each, weights) for each in answers])
+        return outputs, grid.load_balancing_loss(probabilities, chosen)
 
     def _check(self, check: Validator) -> None:
-        check_switch(check, self.jitter_eps, self.capacity_factor)
-
-
-def check_switch(check: Validator, jitter_eps: Any, capacity_factor: Any) -> None:
-    """Check these arguments of `RemoteSwitchMixtureOfExperts`."""
-    valid = is_number(jitter_eps) and 0 <= jitter_eps < 1
-    check.that(valid, f"jitter_eps is {jitter_eps!r}, wanted a number from 0 to less than 1")
-    valid = capacity_factor is None or (is_number(capacity_factor) and 0 < capacity_factor < float("inf"))
-    check.that(valid, f"capacity_factor is {capacity_factor!r}, wanted a positive number, or None")
+        jitter, factor = self.jitter_eps, self.capacity_factor
+        valid = is_number(jitter) and 0 <= jitter < 1
+        check.that(valid, f"jitter_eps is {jitter!r}, wanted a number from 0 to less than 1")
+        valid = factor is None or (is_number(factor) and 0 < factor < float("inf"))
+        check.that(valid, f"capacity_factor is {factor!r}, wanted a positive number, or None")

@@ -39,16 +39,8 @@ _CPU = torch.device("cpu")
 class MixtureFunction:
     """A `CutFunction`. After `forward`, ``alive`` (samples x k, bool, CPU) says which experts answered.
 
-    Args:
-        live: the experts as the dispatch numbers them.
-        inputs: flat, each samples x ....
-        anchor: goes into the node before the inputs.
-        deadline: of forward, time of `time.monotonic`; backward has one of its own when it begins.
-        cached: the forward, if this is its recomputation. Then nothing is sent in forward.
-        keep: ask the servers to keep graphs for backward.
-        evaluation: the experts run as after ``eval()``.
-
-    Raises ``AnomalyError`` if the inputs are not finite and ``detect_anomalies`` is set.
+    ``live``: the experts as the dispatch numbers them. ``inputs``: flat, each samples x .... ``deadline``: of forward.
+    ``cached``: the forward, if this is its recomputation. ``keep``, ``evaluation``: see `IdempotencyKey`.
     """
 
     def __init__(
@@ -85,11 +77,7 @@ class MixtureFunction:
         self.alive = torch.zeros(dispatch.samples, dispatch.k, dtype=torch.bool, device=_CPU)
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
-        """One tensor per flat output: samples x k x ..., on the device of the first input.
-
-        Raises ``TooFewAnswersError`` if some sample has fewer answers than it needs, before anything is sent if so few
-        experts live.
-        """
+        """One tensor per flat output: samples x k x ..., on the device of the first input."""
         cached, device = self._cached, self._like[0].device
         if cached is None:
             outputs = [x.to(device) for x in self._send_forward()]
@@ -104,10 +92,7 @@ class MixtureFunction:
         return f"each expert of a mixture {ONLY_ONCE}"
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> list[Tensor | None]:
-        """Zero for the anchor, then one gradient per flat input that wants one. Each call is a backward of the experts.
-
-        Raises ``TooFewAnswersError`` as forward does, ``AnomalyError`` for gradients that are not finite.
-        """
+        """Zero for the anchor, then one gradient per flat input that wants one."""
         sent = self._sent
         if sent is None:
             raise BackwardTwiceError(TWICE)
@@ -134,12 +119,12 @@ class MixtureFunction:
                 f"{len(self._uids)} living experts of the grid. Start more, need fewer (k_min), or let such samples be "
                 "zero (allow_zero_outputs)."
             )
-        build = self._client.caller.requests.forward
+        build = self._client.requests.forward
         calls = [build(self._uids[span.expert], _rows(sent, span, None), self.keys[span]) for span in dispatch.spans]
         places = [torch.arange(span.start, span.stop, device=_CPU) for span in dispatch.spans]
 
         def accept(index: int, answer: Received) -> Tensor | None:
-            self._client.caller.accept(calls[index].header.uid, answer)
+            self._client.accept(calls[index].header.uid, answer)
             self.keys[dispatch.spans[index]].kept = answer.header.keep
             return buffer.put(dispatch.pairs[places[index]], signature.results(answer, _CPU))
 
@@ -152,7 +137,7 @@ class MixtureFunction:
     def _send_backward(
         self, sent: Sequence[Tensor], rows: Sequence[Tensor], contribution: Contribution
     ) -> Sequence[Tensor | None]:
-        signature, dispatch, options, caller = self._signature, self._dispatch, self._options, self._client.caller
+        signature, dispatch, options, client = self._signature, self._dispatch, self._options, self._client
         buffer = CombineBuffer(dispatch.samples, dispatch.k, finite=options.detect_anomalies)
         deadline = time.monotonic() + options.backward_timeout
         calls: list[Call] = []
@@ -167,21 +152,21 @@ class MixtureFunction:
             key.kept = key.kept and left is None  # else the inputs are not those that the server keeps
             mini_batch = contribution.begin(uid, split=signature.trained and counts[span.expert] > 1)
             inputs.append(_rows(sent, span, left))
-            call, wholes[index] = caller.requests.backward(
-                uid, inputs[-1], _rows(rows, span, left), key, mini_batch, caller.resolver(uid).token()
+            call, wholes[index] = client.requests.backward(
+                uid, inputs[-1], _rows(rows, span, left), key, mini_batch, client.resolver(uid).token()
             )
             calls.append(call)
             places.append(torch.arange(span.start, span.stop, device=_CPU) if left is None else left)
 
         def accept(index: int, answer: Received) -> Tensor | None:
-            contribution.added(index, caller.accept(calls[index].header.uid, answer).incarnation)
+            contribution.added(index, client.accept(calls[index].header.uid, answer).incarnation)
             return buffer.put(dispatch.pairs[places[index]], signature.input_gradients(answer, inputs[index]))
 
         needed = self.alive.sum(1).clamp(max=options.backward_k_min)
         try:
             self._exchange("backward", deadline, calls, wholes, places, needed, buffer, accept, contribution)
         except BaseException:
-            caller.discard(contribution.parts)
+            client.discard(contribution.parts)
             raise
         if contribution.parts:
             commit_parts(self._client, contribution.parts)
@@ -204,7 +189,7 @@ class MixtureFunction:
         samples = [self._dispatch.rows[place] for place in places]
         lenient, after = options.allow_zero_outputs, options.timeout_after_k_min
         fan_out = FanOut(
-            client.caller, calls, wholes, samples, needed, accept, deadline=deadline, after=after, lenient=lenient
+            client, calls, wholes, samples, needed, accept, deadline=deadline, after=after, lenient=lenient
         )
         faults = fan_out.run().faults
         if contribution is not None:
@@ -215,7 +200,7 @@ class MixtureFunction:
         if many and not lenient:
             by_uid = {calls[index].header.uid: fault for index, fault in faults.items()}
             what, most = f"{direction} of a mixture", int(needed.max())
-            raise too_few_answers(what, len(needed), many, most, by_uid, client.caller.retry)
+            raise too_few_answers(what, len(needed), many, most, by_uid, client.retry)
         buffer.clear(short)
         client.counters.count("zeroed", many if direction == "forward" else 0)
 

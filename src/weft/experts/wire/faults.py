@@ -45,10 +45,7 @@ MOST_DETAILS = 32
 
 
 def register_fault(code: int, kind: type[WeftError]) -> None:
-    """Give a class of errors a number, so that it arrives as itself. It must be made from a message alone.
-
-    Raises ``UsageError`` if the number stands for another class already.
-    """
+    """Give a class of errors, made from a message alone, a number, so that it arrives as itself."""
     if not 0 < code < 1 << 16:
         raise UsageError(f"a fault code is from 1 to 65535, and {code} is not")
     if FAULTS.setdefault(code, kind) is not kind:

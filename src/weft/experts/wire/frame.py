@@ -22,8 +22,9 @@ frame goes on in messages with a body only (`Frame.append`), for which the serve
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,7 @@ _CALL, _HEADER = _MESSAGES["Call"], _MESSAGES["Header"]
 _TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
 _TENSOR_BYTES = 1024  # of those that are remembered
 _KINDS = {int(kind): kind for kind in Kind}
+_NAMES: Callable[[Any], tuple[int, str, str, str, str]] = attrgetter("call_id", "uid", "key", "client", "mini_batch")
 _COMPRESSIONS = {int(one): one for one in Compression}
 Bytes = bytes | bytearray | memoryview
 Body = np.ndarray[Any, np.dtype[np.uint8]]
@@ -80,10 +82,7 @@ class Received(NamedTuple):
     body: Body
 
     def tensors(self) -> list[Tensor]:
-        """The tensors on the CPU, as sent; views of the message where they can be.
-
-        Raises ``MalformedError`` where the bytes of a bool are neither 0 nor 1.
-        """
+        """The tensors on the CPU; views of the message where they can be. Raises ``MalformedError``."""
         return [
             to_tensor(self.body[offset : offset + nbytes], dtype, shape, how)
             for dtype, shape, how, nbytes, offset, _ in self.descriptors
@@ -91,10 +90,7 @@ class Received(NamedTuple):
 
 
 def encode(calls: Sequence[Call], limits: Limits = LIMITS) -> bytes:
-    """One message with all ``calls``.
-
-    Raises ``UsageError`` for what cannot be sent and ``LimitError`` for what is larger than ``limits``.
-    """
+    """One message with all ``calls``. Raises ``UsageError``, and ``LimitError`` for what is larger than ``limits``."""
     return b"".join(_encoded(calls, limits)[0])
 
 
@@ -157,23 +153,11 @@ def _write_call(header: Header, tensors: list[bytes]) -> bytes:
     """A `Call` of experts.proto. Raises ``UsageError`` for what no field can hold."""
     if tensors and header.kind not in WITH_TENSORS:
         raise UsageError(f"a call of kind {header.kind.name} carries no tensors, and {len(tensors)} were given")
-    left = header.deadline_ms
+    fields, left = header._asdict(), header.deadline_ms
+    if left is not None:
+        fields["deadline_ms"] = min(max(0, left), _MOST_DEADLINE)
     try:
-        return _CALL(
-            kind=header.kind,
-            call_id=header.call_id,
-            uid=header.uid,
-            key=header.key,
-            client=header.client,
-            mini_batch=header.mini_batch,
-            deadline_ms=None if left is None else min(max(0, left), _MOST_DEADLINE),
-            keep=header.keep,
-            evaluation=header.evaluation,
-            reply=header.reply,
-            step=header.step,
-            data=header.data,
-            tensors=tensors,
-        ).SerializeToString()
+        return _CALL(tensors=tensors, **fields).SerializeToString()
     except (ValueError, TypeError) as error:
         raise UsageError(f"a call of kind {header.kind.name} cannot be sent: {error}") from None
 
@@ -221,19 +205,15 @@ def _too_large(calls: Sequence[Call], sizes: dict[str, int], limits: Limits) -> 
 
 
 def decode(message: Bytes, limits: Limits = LIMITS) -> list[Received]:
-    """The calls of one whole frame. Tensors are views of ``message``: see above for who may write into them.
+    """The calls of one whole frame, whose tensors are views of ``message``.
 
-    Raises ``MalformedError``, ``TruncatedError`` or ``LimitError``, and nothing else, whatever the bytes are; before
-    anything is allocated beyond the parsed header.
+    Raises ``MalformedError``, ``TruncatedError`` or ``LimitError``, and nothing else, whatever the bytes are.
     """
     return Frame(message, limits).received()
 
 
 class Frame:
-    """A frame as it arrives, of which ``message`` is all, or the first part.
-
-    ``wanted``: bytes of its body that are still to come, which `append` takes. Raises as `decode`.
-    """
+    """A frame as it arrives: all of it, or the first part; ``wanted`` bytes are still to come. Raises as `decode`."""
 
     __slots__ = ("_body", "_calls", "_have", "_header_bytes", "_joined", "_limits", "body_bytes", "wanted")
 
@@ -278,10 +258,7 @@ class Frame:
         return self.wanted > 0 and self._have >= _PART
 
     def append(self, message: Bytes) -> None:
-        """Take the next part of the body; with the first of them, memory is allocated for all.
-
-        Raises ``TruncatedError`` for what is no such part, ``MalformedError`` for what is no frame.
-        """
+        """Take the next part of the body; with the first of them, memory is allocated for all. Raises as `decode`."""
         if self._joined is None:
             self._joined = np.empty(self.body_bytes, np.uint8)  # not zeroed: no page is there before its bytes are
             self._joined[: self._have] = self._body
@@ -308,20 +285,8 @@ class Frame:
         if kind is None or reply is None:
             what = f"kind {call.kind}" if kind is None else f"reply {call.reply}"
             raise MalformedError(f"{what} is not known", reason="kind" if kind is None else "reply")
-        header = Header(
-            kind,
-            call.call_id,
-            call.uid,
-            call.key,
-            call.client,
-            call.mini_batch,
-            call.deadline_ms if call.HasField("deadline_ms") else None,
-            call.keep,
-            call.evaluation,
-            reply,
-            call.step,
-            call.data,
-        )
+        left = call.deadline_ms if call.HasField("deadline_ms") else None
+        header = Header(kind, *_NAMES(call), left, call.keep, call.evaluation, reply, call.step, call.data)
         if len(tensors) > limits.tensors or self._header_bytes > min(limits.name_bytes, limits.data_bytes):
             _check_call(header, len(tensors), limits)
         if tensors and kind not in WITH_TENSORS:
@@ -416,8 +381,7 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
 def to_bytes(tensor: Tensor, how: Compression) -> tuple[Compression, list[memoryview]]:
     """What was done to ``tensor`` (any device, strides and size), and buffers that hold its bytes in order.
 
-    The buffers look into the tensor where it is contiguous, on the CPU and not compressed: do not write into it
-    before they were sent. Raises ``UsageError`` for tensors without plain bytes.
+    They may look into the tensor: do not write into it before they were sent. Raises ``UsageError``.
     """
     if how is Compression.NONE and _is_plain(tensor):
         seen = (tensor.detach() if tensor.requires_grad else tensor).numpy()
@@ -465,15 +429,11 @@ class _Borrowed:
     __slots__ = ("__array_interface__", "_owner")
 
     def __init__(self, owner: Body, interface: dict[str, Any]) -> None:
-        self._owner = owner
-        self.__array_interface__ = interface
+        self._owner, self.__array_interface__ = owner, interface
 
 
 def to_tensor(packed: Body, dtype: torch.dtype, shape: tuple[int, ...], how: Compression) -> Tensor:
-    """The tensor of these bytes: new if they are compressed, else a view of them.
-
-    Raises ``MalformedError`` for a bool that is neither 0 nor 1: torch would compute nonsense with it.
-    """
+    """The tensor of these bytes: new if they are compressed, else a view of them. Raises ``MalformedError``."""
     if dtype == torch.bool and packed.size and int(packed.max()) > 1:
         raise MalformedError(f"a bool is {int(packed.max())}, wanted 0 or 1", reason="bool")
     if how is Compression.NONE and packed.size and dtype in _NUMPY:

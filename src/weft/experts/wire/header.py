@@ -70,10 +70,7 @@ class Header(NamedTuple):  # a tuple: made for every call, and three times as fa
 
 
 class Descriptor(NamedTuple):
-    """One tensor of a call: what it is, and where its ``nbytes`` bytes lie, counted from the start of the body.
-
-    Decoded it takes ``decoded_bytes``.
-    """
+    """One tensor of a call, and where its ``nbytes`` bytes lie, counted from the start of the body."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -95,11 +92,8 @@ class Call(NamedTuple):
 class Limits:
     """The caps of one frame, all inclusive, checked before anything of it is allocated.
 
-    ``frame_bytes`` and ``header_bytes`` are on the wire; ``decoded_bytes`` of all its tensors together, so compression
-    may not be used to blow up. ``elements`` are of a tensor, ``name_bytes`` of each name in a call, ``data_bytes`` of
-    its opaque data. The limits of a server are its own; a client that keeps to the server's is never refused by them.
-
-    Raises ``UsageError`` that lists what is no int from 1, and what is more than the format can hold.
+    ``frame_bytes`` and ``header_bytes`` are on the wire; ``decoded_bytes`` of all its tensors. ``elements`` are of a
+    tensor, ``name_bytes`` of each name in a call, ``data_bytes`` of its opaque data. Raises ``UsageError``.
     """
 
     frame_bytes: int = 64 << 20

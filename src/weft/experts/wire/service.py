@@ -59,11 +59,10 @@ _ROOM = 1 << 16  # gRPC's own framing is no concern of our limits
 
 
 def client_options(limits: Limits) -> Options:
-    """A connection of its own, that comes back soon after a restart and notices a peer that fell silent.
+    """A connection of its own, that comes back soon after a restart.
 
-    A connection that swallows everything is given up 20 s after the last that came over it, which is sooner than a
-    call's usual 30 s. gRPC asks nothing while another ping of its own is under way, hence a time for that as well; and
-    by itself it asks a quiet peer twice at most.
+    One that swallows everything is given up 20 s after the last that came over it, sooner than a call's usual 30 s.
+    gRPC asks nothing while another ping of its own is under way, hence a time for that as well.
     """
     return [
         ("grpc.max_receive_message_length", limits.frame_bytes + _ROOM),  # checked before gRPC allocates
@@ -81,11 +80,7 @@ def client_options(limits: Limits) -> Options:
 
 
 def server_options(limits: Limits, connections: int, metadata_bytes: int = 16 << 10) -> Options:
-    """The port belongs to one process; messages and metadata are capped; clients may ask for life.
-
-    Silent peers are dropped: one that does not finish its handshake, one that opens no stream, and one that answers no
-    ping. ``connections``: TCP connections at a time; gRPC hangs up on one more.
-    """
+    """The port belongs to one process, messages and metadata are capped, and silent peers are dropped."""
     return [
         ("grpc.max_receive_message_length", min(MESSAGE_BYTES, limits.frame_bytes) + _ROOM),
         ("grpc.max_send_message_length", limits.frame_bytes + _ROOM),
@@ -126,12 +121,9 @@ def _read_message(name: str, data: bytes) -> Any:
 class Receipt:
     """What a result says beside its tensors: how far the expert is, and how far of that is safe.
 
-    step 40      in the header: optimizer steps taken
-    durable 35   a crash of the server loses at most the steps 36 to 40; None: it keeps no checkpoints
-    incarnation  below 2**64, another number after every start of the server, and when it takes a replica over: sums of
-                 mini-batches do not outlive one
-    token 12     the fencing token of the expert's owner; 0: it has no replicas. In a call: the largest that its author
-                 knows, so that an owner that was replaced hears of it
+    durable      a crash of the server loses at most the steps after it; None: it keeps no checkpoints
+    incarnation  another number after every start of the server, and when it takes a replica over
+    token        the fencing token of the expert's owner, 0: it has no replicas; in a call the largest that is known
     """
 
     durable: int | None
