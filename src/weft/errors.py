@@ -25,6 +25,7 @@ Example:
     UnreachableError
 """
 
+# ruff: noqa: F403, F405  (`__all__` lists what the star brings)
 from typing import TYPE_CHECKING
 
 from weft.core.errors import (
@@ -48,51 +49,7 @@ from weft.core.errors import (
 from weft.core.lazy import attributes
 
 if TYPE_CHECKING:
-    from weft.experts.errors import (
-        AnomalyError,
-        AwayError,
-        CertificateError,
-        CheckpointError,
-        ClosedError,
-        CommitError,
-        DamagedError,
-        DeadlineError,
-        DeclaredError,
-        DirectoryError,
-        DrainingError,
-        ExpertError,
-        ExpertFailedError,
-        ExpiredError,
-        FencedError,
-        ForbiddenError,
-        GradientError,
-        InputsGoneError,
-        KeyReusedError,
-        LeaseLostError,
-        LimitError,
-        LostError,
-        MalformedError,
-        MixtureCommitError,
-        ModuleExitError,
-        NoExpertsError,
-        NotOwnerError,
-        OverloadError,
-        OwnedError,
-        QuotaError,
-        RefusedError,
-        RemoteError,
-        ReplayError,
-        ResultEvictedError,
-        StepError,
-        StepsLostWarning,
-        TooFewAnswersError,
-        TooManyRowsError,
-        TornError,
-        TruncatedError,
-        UnknownExpertError,
-        UnreachableError,
-        WireError,
-    )
+    from weft.experts.errors import *
     from weft.recurrent import InputWidthError, LayerInputError, NoPlanWarning
 
 __all__ = [

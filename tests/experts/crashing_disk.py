@@ -104,12 +104,3 @@ class CrashingDisk(Disk):
         self._moment()
         self.now.pop(path, None)
         self._moment()
-
-    def lock(self, path: Path, *, shared: bool = False) -> int:
-        return 0
-
-    def locked(self, handle: int) -> bool:
-        return True
-
-    def unlock(self, handle: int) -> None:
-        pass

@@ -200,24 +200,18 @@ def test_a_module_cannot_end_the_process() -> None:
     assert isinstance(answer, ModuleExitError) and "SystemExit(3)" in str(answer)
 
 
-class PendingResult:
-    """What a pretended attempt gives."""
-
-    def __init__(self, results: list[Results], consequence: Any) -> None:
-        self.results, self.consequence = results, consequence
-
-    def apply(self) -> list[Results]:
-        self.consequence()
-        return self.results
-
-
 def test_where_nobody_fails_alone_every_task_is_a_batch_of_its_own() -> None:
     ran: list[int] = []
 
-    def attempt(tasks: Any) -> PendingResult:
+    def attempt(tasks: Any) -> Any:
         if len(tasks) > 1:
             raise MemoryError("too many")
-        return PendingResult([[torch.tensor([tasks[0].number])]], lambda: ran.append(tasks[0].number))
+
+        def apply() -> list[Results]:
+            ran.append(tasks[0].number)
+            return [[torch.tensor([tasks[0].number])]]
+
+        return apply
 
     tasks = [Task((), 1) for _ in range(3)]
     answers, failures = isolate_faults(tasks, attempt, "small")
@@ -229,13 +223,13 @@ def test_where_nobody_fails_alone_every_task_is_a_batch_of_its_own() -> None:
 def test_what_applying_raises_is_final() -> None:
     attempts: list[int] = []
 
-    def attempt(tasks: Any) -> PendingResult:
+    def attempt(tasks: Any) -> Any:
         attempts.append(len(tasks))
 
         def fail() -> None:
             raise ValueError("half applied")
 
-        return PendingResult([[] for _ in tasks], fail)
+        return fail
 
     answers, _ = isolate_faults([Task((), 1), Task((), 1)], attempt, "half")
     assert attempts == [2]
@@ -246,11 +240,11 @@ def test_an_attempt_that_knows_the_offender_is_not_taken_apart() -> None:
     attempts: list[int] = []
     tasks = [Task((), 1) for _ in range(4)]
 
-    def attempt(given: Any) -> PendingResult:
+    def attempt(given: Any) -> Any:
         attempts.append(len(given))
         if tasks[1] in given:
             raise TaskFault({tasks[1]: ValueError("mine")})
-        return PendingResult([[] for _ in given], lambda: None)
+        return lambda: [[] for _ in given]
 
     answers, _ = isolate_faults(tasks, attempt, "known")
     assert attempts == [4, 3]

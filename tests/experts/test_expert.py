@@ -33,7 +33,7 @@ from weft.core.spec import TensorSpec
 from weft.core.validation import Validator
 from weft.experts import ExpertBackend, GraphBudget, Guards, Journal, Runtime
 from weft.experts.errors import StepError
-from weft.experts.expert import _OPTIONS, _check_arguments
+from weft.experts.expert import _check_arguments
 
 
 def nested_call(count: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -232,7 +232,8 @@ def test_info_and_samples_say_what_a_call_looks_like() -> None:
     backend = ExpertBackend("nested", seeded(Nested), **NESTED_SCHEMAS)
     info = backend.get_info()
     assert info["keyword_names"] == ("options",) and info["name"] == "nested" and info["trained"] is False
-    args, kwargs = backend.make_empty(2)
+    call = backend.executor.call
+    args, kwargs = call.pack([spec.empty(2).detach() for spec in call.specs])
     value = backend.module(*args, **kwargs)
     assert info["outputs_schema"] == {
         "y": (TensorSpec((None, WIDTH), torch.float64), TensorSpec((None,), torch.float64)),
@@ -316,7 +317,7 @@ def layer() -> nn.Module:
 
 def check(name: Any, module: Any = None, optimizer: Any = None, *, clip_grad_norm: Any = None, **options: Any) -> None:
     """As `ExpertBackend` does, past the types that tests enforce."""
-    known = {name: options.pop(name, None) for name in _OPTIONS}
+    known = {name: options.pop(name, None) for name in ("guards", "records", "mini_batches", "keep_graphs", "journal")}
     with Validator("e") as validator:
         _check_arguments(validator, name, module, optimizer, {"clip_grad_norm": clip_grad_norm, **known}, options)
 

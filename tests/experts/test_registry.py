@@ -68,12 +68,3 @@ def test_sizes_of_which_no_layer_can_be_made_are_told_at_once(kind: str, argumen
     with pytest.raises(UsageError) as caught:
         make_expert(kind, **arguments)
     assert [fault.split()[1] for fault in str(caught.value).splitlines()[1:]] == names
-
-
-def test_a_kind_that_makes_no_blueprint_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bare(width: int) -> nn.Linear:
-        return nn.Linear(width, width)
-
-    monkeypatch.setattr(registered, "_kinds", {"bare": bare})
-    with pytest.raises(UsageError, match="kind 'bare' made a Linear, wanted a Blueprint"):
-        make_expert("bare", width=3)

@@ -1,4 +1,4 @@
-"""Every error that weft raises on purpose.
+"""Errors that weft raises on purpose at every capability; `weft.errors` has all of them.
 
 Each class also derives from the built-in that PyTorch would have raised at that place, so existing ``except`` clauses
 keep working. A message says where, what was seen, what was wanted, and what to do. Errors of the user's own layers are
@@ -23,7 +23,7 @@ class SpecError(WeftError, TypeError):
 
 
 class BatchError(WeftError, ValueError):
-    """A mini-batch cannot be cut into micro-batches, or micro-batches cannot be joined."""
+    """A mini-batch cannot be cut into, or joined from, micro-batches."""
 
 
 class ScheduleError(WeftError, ValueError):

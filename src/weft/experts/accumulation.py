@@ -7,11 +7,11 @@
 A caller who cuts its mini-batch into micro-batches wants one step for all of them. A sum takes as much memory as
 the parameters, so there are few of them, and each principal has a share. A sum is dropped when nothing adds to it or
 commits it for a while, soon after the stream that it was last added to by has ended, or when its caller discards it.
-A name whose sum was dropped is not begun anew (`IdempotencyTable.drop_mini_batch`): a commit would apply a part of a
-mini-batch.
+A name whose sum was dropped is not begun anew: a commit would apply a part of a mini-batch.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +25,6 @@ from weft.experts.task import CallerStream, Task
 
 Owner = tuple[str | None, str]
 """Client and name of the mini-batch."""
-_NAMED = 5  # holders of slots that an error names
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class SumsOptions:
         seconds: without a gradient or a commit, after which a mini-batch is dropped.
         orphan_seconds: after the end of the stream by which its last gradient came, after which it is dropped. A
             client that connects again and adds to it in time keeps it.
-
-    Raises ``UsageError`` that lists all bounds that make no sense.
 
     Example:
         >>> rows, sums = (weft.TensorSpec((None, 8), torch.float32),), weft.experts.SumsOptions(mini_batches=4)
@@ -99,18 +96,12 @@ class OpenMiniBatches:
         return sum(nbytes(t) for t in totals if t is not None)
 
     def check(self, owner: Owner, principal: str | None, parameters: Sequence[nn.Parameter]) -> None:
-        """Check that gradients of these parameters can be added.
-
-        Raises:
-            OverloadError: there would be one sum too many.
-            QuotaError: the principal would have one too many.
-            CommitError: layers were frozen or freed since the sum was begun.
-        """
+        """Raise `OverloadError`, `QuotaError` or `CommitError` if gradients of these parameters cannot be added."""
         one = self.open.get(owner)
         if one is not None:
             if [id(p) for p in one.parameters] != [id(p) for p in parameters]:
                 raise CommitError(
-                    f"layers were frozen or freed while mini-batch {owner[1]!r} was open; start a new one"
+                    f"layers were frozen or freed while mini-batch {owner[1]!r} was open; begin a new one"
                 )
             return
         if len(self.open) >= self._options.mini_batches:
@@ -127,11 +118,8 @@ class OpenMiniBatches:
 
     def add(self, task: Task, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, in private memory, to the sum of a task that was checked."""
-        owner = (task.client, task.mini_batch or "")
-        if owner not in self.open:
-            total = GradientSum(len(parameters))
-            self.open[owner] = GradientAccumulator(list(parameters), total, principal=task.principal)
-        one = self.open[owner]
+        new = GradientAccumulator(list(parameters), GradientSum(len(parameters)), principal=task.principal)
+        one = self.open.setdefault((task.client, task.mini_batch or ""), new)
         one.total.add(gradients)
         one.terms += 1
         one.touched, one.stream = self._clock(), task.stream
@@ -144,9 +132,8 @@ class OpenMiniBatches:
         """The sum to commit. Raises `CommitError` if there is none."""
         if owner not in self.open:
             raise CommitError(
-                f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, it was "
-                "committed or discarded, or it was dropped because nothing came for too long or the client's "
-                "connection had ended; run its micro-batches again"
+                f"there is no open mini-batch {owner[1]!r} of client {owner[0]!r}: nothing was added to it, or it was "
+                "committed or dropped: its connection had ended, or nothing came for too long. Run it again"
             )
         return self.open[owner]
 
@@ -175,13 +162,7 @@ class OpenMiniBatches:
 
     def _holders(self) -> str:
         """Whose mini-batches are open, in words."""
-        oldest: dict[str | None, list[float]] = {}
-        for (client, _), one in self.open.items():
-            oldest.setdefault(client, []).append(one.touched)
-        now, holders = self._clock(), sorted(oldest.items(), key=lambda each: -len(each[1]))
-        told = [
-            f"client {client!r} has {len(touched)} (the oldest idle for {now - min(touched):.0f} s)"
-            for client, touched in holders[:_NAMED]
-        ]
-        more = len(holders) - _NAMED
-        return ", ".join(told) + (f" and {more} more clients have the others" if more > 0 else "")
+        held = Counter(client for client, _ in self.open).most_common(5)
+        idle = {client: self._clock() - one.touched for (client, _), one in reversed(self.open.items())}
+        told = [f"client {client!r} has {count} (the oldest idle for {idle[client]:.0f} s)" for client, count in held]
+        return ", ".join(told)

@@ -4,7 +4,6 @@ gRPC takes more than makes sense: port 70000 is 4464 to it, -1 is 65535, and no 
 """
 
 import ipaddress
-import socket
 from typing import Any
 
 from weft.core.errors import UsageError
@@ -19,10 +18,7 @@ def split(address: str) -> tuple[str, int]:
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
     if not (port.isascii() and port.isdecimal() and int(port) <= _MOST and _is_host(host, bracketed)):
-        raise UsageError(
-            f"an address is {address!r}, wanted host:port with a port from 0 to {_MOST}, such as 127.0.0.1:7070, or "
-            "[::1]:7070 for IPv6"
-        )
+        raise UsageError(f"an address is {address!r}, wanted host:port, such as 127.0.0.1:7070, or [::1]:7070 for IPv6")
     return host, int(port)
 
 
@@ -41,12 +37,9 @@ def address_fault(name: str, address: Any, *, free: bool = False) -> list[str]:
 def is_wildcard(host: str) -> bool:
     """Whether this stands for all addresses of a machine, such as 0.0.0.0: there one can listen, but not call."""
     try:
-        number = ipaddress.ip_address(host)
+        number = ipaddress.ip_address("0.0.0.0" if host.isdecimal() and not int(host) else host)  # also "0"
     except ValueError:
-        try:
-            return socket.inet_aton(host) == bytes(4)  # such as "0"
-        except (OSError, ValueError):
-            return False
+        return False
     mapped = getattr(number, "ipv4_mapped", None)
     return number.is_unspecified or (mapped is not None and mapped.is_unspecified)
 

@@ -12,10 +12,9 @@
                        |                    before: the old file is the newest; after: the new one is
                        disk full: remove the oldest if a newer one is whole, and try again
 
-One file is one checkpoint, and its name holds the hash of its content: it is there whole, or not at all, or is known
-to be damaged. The serial orders what was saved, since steps repeat after a return to an earlier one. Only files that
-led to the current state are removed: those found when the folder was first touched or loaded from, and those written
-since. What another process writes into the folder meanwhile stays.
+The name of a file holds the hash of its content: it is there whole, or not at all, or is known to be damaged. The
+serial orders what was saved, since steps repeat after a return to an earlier one. Only files that led to the current
+state are removed: those found when the folder was first touched or loaded from, and those written since.
 """
 
 import errno
@@ -40,7 +39,6 @@ from weft.experts.serialization import deserialize, serialize
 _LOG = logging.getLogger("weft.experts.checkpoints")
 _FILE = re.compile(r"(\d{12,})-(\d{12,})-([0-9a-f]{32})\.safetensors")
 _DRAFT = ".new-"
-_LOCK = ".lock"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -51,9 +49,8 @@ class Disk:
         rename   atomic for all readers     but on the disk only after the folder was synced
         sync     fsync of a folder          what was created, renamed or removed in it stays so
 
-    One class, so that tests can replace it by a disk that forgets at a crash what was not synced. The rules are POSIX's
-    as file systems keep them: Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014). Every method raises
-    ``OSError`` as the operating system does. Files are made with mode 0600, folders with 0700.
+    The rules are POSIX's as file systems keep them: Pillai et al., "All File Systems Are Not Created Equal" (OSDI
+    2014). Every method raises ``OSError``. Files are made with mode 0600, folders with 0700.
     """
 
     def make_folder(self, folder: Path) -> None:
@@ -98,49 +95,10 @@ class Disk:
         """Remove a file, which may be gone already."""
         path.unlink(missing_ok=True)
 
-    def lock(self, path: Path, *, shared: bool = False) -> int:
-        """Lock a file, made if there is none, until `unlock` or the end of this process, and write its number there.
-
-        Any number of processes may hold a ``shared`` lock; any other is held by one alone. Raises ``BlockingIOError``
-        with the content of the file if it is locked already, also by this process.
-        """
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(handle, 100, 0).decode("utf-8", "replace").strip()
-            os.close(handle)
-            if isinstance(error, BlockingIOError):
-                raise BlockingIOError(error.errno, holder) from None
-            raise
-        with suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
-        _LOCKS.add(handle)
-        return handle
-
-    def locked(self, handle: int) -> bool:
-        """Whether a locked file still has its name: without it, others can lock the folder."""
-        return os.fstat(handle).st_nlink > 0
-
-    def unlock(self, handle: int) -> None:
-        """Unlock a file."""
-        _LOCKS.discard(handle)
-        os.close(handle)
-
 
 _LOCKS: set[int] = set()
-"""Open descriptors of lock files."""
-
-
-def _close_locks() -> None:
-    """A forked child that outlives its parent must not go on holding the parent's locks."""
-    for handle in _LOCKS:
-        os.close(handle)
-    _LOCKS.clear()
-
-
-os.register_at_fork(after_in_child=_close_locks)
+# A forked child that outlives its parent must not go on holding the parent's locks.
+os.register_at_fork(after_in_child=lambda: [os.close(_LOCKS.pop()) for _ in range(len(_LOCKS))])
 
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_.")
 _LONGEST = 200  # bytes of a folder's name; most file systems end at 255
@@ -155,8 +113,7 @@ def folder_name(uid: str) -> str:
         ä             %C3%A4
         (too long)    %~ and a hash
 
-    Two experts never share a folder: the encoding can be undone, and the hash is a cryptographic one. Raises
-    ``UsageError`` for an empty name.
+    Two experts never share a folder. Raises ``UsageError`` for an empty name.
     """
     if not uid:
         raise UsageError("an expert's uid is empty; wanted at least one character")
@@ -169,42 +126,47 @@ def folder_name(uid: str) -> str:
 class FolderLock:
     """A lock on the folder of one expert; see `CheckpointStore.lock`."""
 
-    def __init__(self, disk: Disk, uid: str, folder: Path, make: Callable[[Path], None], shared: bool) -> None:
-        self._disk, self._uid, self._folder, self._make, self._shared = disk, uid, folder, make, shared
+    def __init__(self, uid: str, folder: Path, make: Callable[[Path], None], shared: bool) -> None:
+        self._uid, self._folder, self._make = uid, folder, make
+        self._kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
         self._handle: int | None = None
         self._warned = False
 
     def hold(self) -> None:
-        """Take the lock if it is not held, or was removed with its folder.
-
-        Raises ``CheckpointError`` if another process has it. Logs a warning where a file system knows no locks.
-        """
-        if self._handle is not None and self._disk.locked(self._handle):
+        """Take the lock if it is not held, or was removed with its folder. Raises ``CheckpointError``."""
+        if self._handle is not None and os.fstat(self._handle).st_nlink > 0:
             return
         self.release()
+        holder = ""
         try:
             self._make(self._folder)
-            self._handle = self._disk.lock(self._folder / _LOCK, shared=self._shared)
-        except BlockingIOError as error:
+            self._handle = os.open(self._folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            holder = os.pread(self._handle, 100, 0).decode("utf-8", "replace").strip()
+            fcntl.flock(self._handle, self._kind)
+        except BlockingIOError:
+            self.release()
             raise CheckpointError(
                 f"the checkpoints of expert {self._uid!r} in {self._folder} belong to another server, "
-                f"{escaped(error.strerror or 'which still runs')}: both would overwrite what the other saves. End "
-                "that one, or give this one another folder"
+                f"{escaped(holder)}: both would overwrite what the other saves. End that one, or give this one another "
+                "folder"
             ) from None
         except OSError as error:
+            self.release()
             if not self._warned:
-                self._warned = True
-                _LOG.warning(
-                    "the checkpoints of expert %r in %s cannot be locked: %s. See to it that no other server uses them",
-                    self._uid,
-                    self._folder,
-                    error,
-                )
+                words = "the checkpoints of expert %r in %s cannot be locked: %s. See that no other server uses them"
+                _LOG.warning(words, self._uid, self._folder, error)
+            self._warned = True
+            return
+        _LOCKS.add(self._handle)
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def release(self) -> None:
         """Unlock the folder. May be called twice."""
         if self._handle is not None:
-            self._disk.unlock(self._handle)
+            _LOCKS.discard(self._handle)
+            os.close(self._handle)
             self._handle = None
 
 
@@ -241,14 +203,12 @@ class _Entry:
 
 
 class CheckpointStore:
-    """Checkpoints of any number of experts below ``root``; the ``keep`` newest of each stay.
+    """Checkpoints of any number of experts below ``root``; the ``keep`` newest of each stay. Thread-safe.
 
-    All methods may be called from any thread. One expert is to be written by one process at a time, its owner; `lock`
-    makes sure of that. Folders get mode 0700 and files 0600; a ``root`` that is there already keeps its mode.
+    Makes ``root`` if it is missing. Raises ``UsageError`` if ``keep`` is not positive.
     """
 
     def __init__(self, root: str | Path, *, keep: int = 3, disk: Disk | None = None) -> None:
-        """Make ``root`` if it is missing. Raises ``UsageError`` if ``keep`` is not positive."""
         if keep < 1:
             raise UsageError(f"keep is {keep}, wanted at least 1: the newest checkpoint always stays")
         self.root = Path(root).absolute()
@@ -257,7 +217,6 @@ class CheckpointStore:
         self._locks: dict[str, threading.Lock] = {}
         self._made: set[Path] = set()
         self._ours: dict[str, set[str]] = {}  # by expert: the files that led to its state
-        self._tight: set[str] = set()  # experts of which the disk holds fewer than `keep`
         self._counts = Counter[str]()
         self._counting = threading.Lock()
         for folder in [*reversed(self.root.parents), self.root]:
@@ -267,10 +226,9 @@ class CheckpointStore:
     def lock(self, uid: str, *, shared: bool = False) -> FolderLock:
         """Lock the folder of this expert, until `FolderLock.release` or the end of the process.
 
-        ``shared``: for replicas, one of which writes at a time, as the directory says; they keep out all others.
-        Raises ``CheckpointError``, with the process that holds it, if it is locked; also by this process.
+        ``shared``: for replicas. Raises ``CheckpointError`` that says which process has it, also if it is this one.
         """
-        lock = FolderLock(self._disk, uid, self._folder(uid), self._make, shared)
+        lock = FolderLock(uid, self._folder(uid), self._make, shared)
         lock.hold()
         return lock
 
@@ -281,8 +239,7 @@ class CheckpointStore:
     def encode(self, uid: str, state: Any, step: int, extra: Any = None) -> EncodedCheckpoint:
         """A copy of ``state`` (a state dict) and ``extra`` (such as the keys of applied steps), both as of ``step``.
 
-        Call it between two steps: ``state`` must not change meanwhile. `write` may follow later, in any thread.
-        Raises ``TornError`` if it did change, ``UsageError`` that lists what cannot be stored.
+        Call it between two steps. Raises ``TornError`` if a step came, ``UsageError`` that lists what cannot be stored.
         """
         if step < 0:
             raise UsageError(f"step is {step}, wanted 0 or more")
@@ -292,8 +249,7 @@ class CheckpointStore:
     def write(self, encoded: EncodedCheckpoint) -> Path:
         """Write a checkpoint. When this returns it survives a crash; until then, the one before does.
 
-        On a full disk, older checkpoints make room for it: all but the newest that is whole. Raises ``CheckpointError``
-        if there is no room even so; then that one stays.
+        On a full disk, older checkpoints make room, all but the newest that is whole. Raises ``CheckpointError``.
         """
         folder = self._folder(encoded.uid)
         with self._lock(encoded.uid):
@@ -312,8 +268,7 @@ class CheckpointStore:
     def load_newest(self, uid: str) -> Checkpoint | None:
         """The newest checkpoint of this expert that is whole, its tensors on the CPU; ``None`` if it has none.
 
-        Skips damaged files. Raises ``CheckpointError`` that lists them if there are no others: to start from nothing
-        would be a loss that an operator should decide on; and if the folder cannot be read.
+        Raises ``CheckpointError`` if the folder cannot be read, or all are damaged: to start anew would lose them.
         """
         folder = self._folder(uid)
         try:
@@ -347,10 +302,9 @@ class CheckpointStore:
 
     def has(self, uid: str, step: int) -> bool:
         """Whether there is a checkpoint of this step; True also if the disk does not answer."""
-        try:
+        with suppress(OSError):
             return step in self.steps(uid)
-        except OSError:
-            return True
+        return True
 
     def statistics(self) -> dict[str, int]:
         """How many were saved, with how many bytes, failed to be saved, loaded, and skipped as damaged."""
@@ -391,15 +345,8 @@ class CheckpointStore:
                     raise
                 self._disk.remove(draft)
                 self._disk.remove(folder / old.pop().name)
-            if encoded.uid not in self._tight:
-                self._tight.add(encoded.uid)
-                _LOG.warning(
-                    "the disk has no room for %d checkpoints of expert %r in %s: older ones are removed before a new "
-                    "one is written",
-                    self._keep + 1,
-                    encoded.uid,
-                    folder,
-                )
+            words = "the disk has no room for %d checkpoints of expert %r in %s: older ones are removed first"
+            _LOG.warning(words, self._keep + 1, encoded.uid, folder)
 
     def _dispensable(self, uid: str, folder: Path) -> list[_Entry]:
         """What may be removed before a new checkpoint is safe: all of ours but the newest whole one, oldest last."""
@@ -417,10 +364,7 @@ class CheckpointStore:
         return self._ours[uid]
 
     def _make(self, folder: Path) -> None:
-        """Make a folder that survives a crash. One that exists may not be on the disk yet, so it is synced once.
-
-        One that was removed is made again, with those above it.
-        """
+        """Make a folder that survives a crash, and those above it. One that exists may not be synced yet."""
         if folder in self._made and self._disk.is_folder(folder):
             return
         if not self._disk.is_folder(folder.parent):

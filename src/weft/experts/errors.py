@@ -1,51 +1,11 @@
 """Errors and warnings of experts: what an expert answers, and what fails on the way to it.
 
     WeftError
-    ├── ExpertError (RuntimeError)
-    │   ├── RefusedError                     nothing ran, nothing changed
-    │   │   ├── TooManyRowsError (ValueError)    one task alone is larger than the largest batch: send less
-    │   │   ├── OverloadError                    the queue is full: retry later, or ask a replica
-    │   │   ├── QuotaError                       too much of this client waits: wait for own answers first
-    │   │   ├── ExpiredError (TimeoutError)      the deadline passed while the task was queued
-    │   │   ├── ClosedError                      the pool takes no more tasks: ask elsewhere
-    │   │   ├── ResultEvictedError               this key was applied already, but its result is no longer stored
-    │   │   ├── KeyReusedError (ValueError)      this key was used with another payload: use a new one
-    │   │   ├── CommitError                      the mini-batch does not exist, or was committed before
-    │   │   │   └── MixtureCommitError               experts that did not step with their mini-batch, and why
-    │   │   └── InputsGoneError                  a backward came without inputs that are no longer stored: send them
-    │   ├── GradientError                    a gradient is not finite or too large; the weights are as before
-    │   ├── StepError                        the optimizer itself raised; the weights may have changed
-    │   ├── ModuleExitError                  the module tried to end the process
-    │   ├── ReplayError                      a log does not fit the expert that it is replayed on
-    │   ├── RemoteError                      an error on the way, or no answer
-    │   │   ├── UnknownExpertError               the server has no expert of this name
-    │   │   ├── ForbiddenError (PermissionError) the certificate or its role does not allow the call
-    │   │   ├── ExpertFailedError                the expert's own module raised; `details["type"]` is the class
-    │   │   ├── DeadlineError (TimeoutError)     no answer before the deadline; whether the call ran is unknown
-    │   │   ├── LostError (ConnectionError)      the connection ended first; whether the call ran is unknown
-    │   │   ├── UnreachableError (ConnectionError)   no connection, so the request was not sent
-    │   │   │   └── CertificateError                 because one end rejects the other's certificate
-    │   │   ├── DrainingError                    the server is shutting down and takes no new work
-    │   │   └── NotOwnerError                    another server owns the expert; `details["address"]` if known
-    │   ├── NoExpertsError                   a mixture: the directory lists no expert of the grid
-    │   ├── TooFewAnswersError (TimeoutError)    a mixture: samples without enough answers, and who failed
-    │   └── AnomalyError (ValueError)        a mixture: the caller's own numbers are not finite
-    ├── WireError (ValueError)               bytes that are no frame, or a call that cannot become one
-    │   ├── MalformedError                       not the format, or a header that contradicts itself
-    │   ├── TruncatedError                       fewer or more bytes than the header says
-    │   └── LimitError                           over the limits; seen in the header, nothing was allocated
-    ├── DirectoryError (RuntimeError)
-    │   ├── AwayError (ConnectionError)          no answer now; a snapshot still serves
-    │   ├── LeaseLostError                       the lease ended with all entries under it: declare again
-    │   ├── OwnedError                           another server owns the expert: follow it
-    │   ├── DeclaredError                        another server lists the expert, and it is no replica
-    │   └── FencedError                          this owner was replaced: stop writing
-    └── CheckpointError (RuntimeError)       it cannot be written, or there are some and none can be read
-        ├── TornError                            the value changed while it was copied
-        └── DamagedError                         a file is not what was once written
-
-    UserWarning
-    └── StepsLostWarning                 a server came back with older weights than the client has seen
+    ├── ExpertError ──┬── RefusedError       nothing ran, nothing changed
+    │                 └── RemoteError        an error on the way, or no answer
+    ├── WireError                            bytes that are no frame, or a call that cannot become one
+    ├── DirectoryError                       who serves what cannot be asked, or not be changed
+    └── CheckpointError                      it cannot be written, or there are some and none can be read
 
 A tensor that does not match the schema raises `SpecError`, as everywhere. Errors of the user's own module keep their
 type in the process that runs it, with a note that names the expert and the client. Most of these are the same class
@@ -73,15 +33,15 @@ class RefusedError(ExpertError, reason="refused"):
 
 
 class TooManyRowsError(RefusedError, ValueError, reason="rows"):
-    """One task alone has more rows than a batch may have."""
+    """One task alone has more rows than a batch may have: send less."""
 
 
 class OverloadError(RefusedError, reason="overload"):
-    """The queue is full."""
+    """The queue is full: retry later, or ask a replica."""
 
 
 class QuotaError(RefusedError, reason="quota"):
-    """This client has too many tasks or rows waiting at this expert."""
+    """This client has too many tasks or rows waiting at this expert: wait for own answers first."""
 
 
 class ExpiredError(RefusedError, TimeoutError, reason="expired"):
@@ -89,7 +49,7 @@ class ExpiredError(RefusedError, TimeoutError, reason="expired"):
 
 
 class ClosedError(RefusedError, reason="closed"):
-    """The pool takes no more tasks."""
+    """The pool takes no more tasks: ask elsewhere."""
 
 
 class ResultEvictedError(RefusedError, reason="evicted"):
@@ -97,15 +57,15 @@ class ResultEvictedError(RefusedError, reason="evicted"):
 
 
 class KeyReusedError(RefusedError, ValueError, reason="reused"):
-    """The key was used for a request with another payload."""
+    """The key was used for a request with another payload: use a new one."""
 
 
 class CommitError(RefusedError, reason="commit"):
-    """There is no such mini-batch to commit, or to add to."""
+    """There is no such mini-batch to commit or to add to, or it was committed before."""
 
 
 class InputsGoneError(RefusedError, reason="inputs"):
-    """A backward came without its inputs, and those of its forward are not held any more."""
+    """A backward came without its inputs, and those of its forward are not held any more: send them."""
 
 
 class GradientError(ExpertError, reason="gradient"):
@@ -113,7 +73,7 @@ class GradientError(ExpertError, reason="gradient"):
 
 
 class StepError(ExpertError, reason="step"):
-    """The optimizer, its schedule or an overridden ``apply_gradients`` raised."""
+    """The optimizer, its schedule or an overridden ``apply_gradients`` raised; the weights may have changed."""
 
 
 class ModuleExitError(ExpertError, reason="exit"):
@@ -157,7 +117,7 @@ class UnreachableError(RemoteError, ConnectionError, reason="unreachable"):
 
 
 class CertificateError(UnreachableError, reason="certificate"):
-    """No connection, for one end does not believe the other's certificate. Asking again would not help."""
+    """No connection, since one end rejects the other's certificate. Asking again would not help."""
 
 
 class DrainingError(RemoteError, reason="draining"):
@@ -218,15 +178,15 @@ class DirectoryError(WeftError, RuntimeError):
 
 
 class AwayError(DirectoryError, ConnectionError):
-    """The directory does not answer, or was closed."""
+    """The directory does not answer, or was closed; a snapshot still serves."""
 
 
 class LeaseLostError(DirectoryError):
-    """The lease ended before it was renewed; what was declared and claimed under it is gone."""
+    """The lease ended before it was renewed, with all entries under it: declare again."""
 
 
 class OwnedError(DirectoryError):
-    """Another server owns this expert. ``address`` says which."""
+    """Another server, at ``address``, owns this expert."""
 
     def __init__(self, message: str, address: str = "") -> None:
         super().__init__(message)
@@ -238,7 +198,7 @@ class DeclaredError(DirectoryError):
 
 
 class FencedError(DirectoryError):
-    """A newer owner exists, and so this one's writes are refused."""
+    """This owner was replaced: stop writing."""
 
 
 class CheckpointError(WeftError, RuntimeError):

@@ -1,15 +1,15 @@
 """Executor of one expert: gathers tasks into a batch, runs the module, isolates faults, and makes the batch count.
 
     task a [2 rows] ──┐
-    task b [1 row ] ──┼─ buffers ─ guards ─ module ─ guards ──> PendingResult ─ apply ──> step or sum, keys, journal
-    task c [3 rows] ──┘ '-------- attempt: may fail --------'                 '-- nothing fails here but the step --'
+    task b [1 row ] ──┼─ buffers ─ guards ─ module ─ guards ──> apply ──> step or sum, keys, journal
+    task c [3 rows] ──┘ '-------- attempt: may fail --------'      '-- nothing fails here but the step --'
 
-An attempt leaves no trace (`weft.experts.side_effects`); only `PendingResult.apply` does. So a batch that fails is
-taken apart, and only those tasks fail that cause the fault:
+An attempt leaves no trace (`weft.experts.side_effects`); only what it returns does, ``apply``. So a batch that fails
+is taken apart, and only those tasks fail that cause the fault:
 
     a b X c  ── attempt ──> error
     a | b | X | c           each alone: X fails again, and gets that error
-    a b c    ── attempt ──> PendingResult ── apply ──> results, bit for bit as if X had never come
+    a b c    ── attempt ──> apply ──> results, bit for bit as if X had never come
 
 What is left runs as *one* batch, as it would have run without X, with the same rounding and one optimizer step. If no
 task fails alone (too little memory for all of them, a sum that overflows), each becomes a batch of its own. A module
@@ -25,21 +25,16 @@ The module runs as a segment: gradients are values, of the parameters too, and n
                                                   +──> gradients of the parameters
 
 Batches are gathered in memory that is used again, since fresh memory costs page faults: joining eight tensors of 4 MB
-takes 21 ms into fresh memory, 2.9 ms into used one. A module may return its input, or a view of it; what looks into a
-buffer is copied before it leaves. Large gradients of parameters outlive their batch on the CPU for the same reason,
-until the next ones are there: that took a quarter of the backward of an expert of 34 MB.
-
-Everything happens under the expert's lock: a state that is read from outside is always that between two batches.
+takes 21 ms into fresh memory, 2.9 ms into used one. What looks into a buffer is copied before it leaves. Large
+gradients of parameters outlive their batch on the CPU for the same reason. Everything happens under the expert's lock.
 """
 
-import linecache
 import math
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,7 +46,7 @@ from weft.core.segment import MicroBatchContext, Segment
 from weft.experts.accumulation import OpenMiniBatches, Owner
 from weft.experts.errors import CommitError, ExpertError, GradientError, ModuleExitError, WireError
 from weft.experts.gradient_guards import Guards
-from weft.experts.graph_cache import CachedGraph, ForwardGraph, GraphCache, SavedTensors
+from weft.experts.graph_cache import ForwardGraph, GraphCache, SavedTensors
 from weft.experts.idempotency import IdempotencyTable, RequestKind
 from weft.experts.optimizer_step import Stepper
 from weft.experts.schema import FlatSchema, NestedSchema, gradient_columns, infer_outputs
@@ -79,14 +74,12 @@ class BatchBuffers:
 
     @property
     def nbytes(self) -> int:
-        """How much memory they take now."""
         return sum(flat.nbytes for flat in self._flat)
 
     def gather(self, tasks: Sequence[Task], *, first: int = 0, fresh: bool = False) -> list[Tensor]:
         """One tensor per column, from column ``first`` on, with the rows of all tasks, in order, on the device.
 
-        Always a copy, so a module that writes into its input spoils no client's tensor. It is valid until the next
-        call, unless ``fresh``: then it has memory of its own.
+        Always a copy. It is valid until the next call, unless ``fresh``: then it has memory of its own.
         """
         if self._read is not None:
             self._read.synchronize()
@@ -102,7 +95,6 @@ class BatchBuffers:
         return joined
 
     def owners(self) -> set[int]:
-        """The addresses of the storages."""
         return _storages(self._flat)
 
     def _view(self, place: int, shape: tuple[int, ...]) -> Tensor:
@@ -130,28 +122,11 @@ def _released(tensors: Iterable[Tensor], owners: set[int]) -> list[Tensor]:
     return found
 
 
-@dataclass
-class PendingResult:
-    """The results of a batch that went well, before it has any consequence."""
-
-    consequence: Callable[[], None]
-    results: list[Results]
-
-    def apply(self) -> list[Results]:
-        """Make the batch count, and return its results. What this raises is final: nothing is tried again."""
-        self.consequence()
-        return self.results
-
-
-def _copied(tasks: Sequence[Task], results: Sequence[Results]) -> list[Results | None]:
-    """What is recorded of the tasks with a key."""
-    pairs = zip(tasks, results, strict=True)
-    return [[tensor.clone() for tensor in found] if task.key is not None else None for task, found in pairs]
-
-
 _DEEPEST = 8  # frames of an error in its note
 
-Attempt = Callable[[Sequence[Task]], PendingResult]
+Apply = Callable[[], list[Results]]
+"""Makes a batch count, and returns its results. What this raises is final: nothing is tried again."""
+Attempt = Callable[[Sequence[Task]], Apply]
 """Runs a batch without consequences. It raises `TaskFault` where it knows which tasks are at fault."""
 
 
@@ -169,83 +144,54 @@ def isolate_faults(tasks: Sequence[Task], attempt: Attempt, name: str) -> tuple[
     batches, failures = [list(tasks)], 0
     while batches:
         batch = batches.pop()
-        found, complete = _tried(batch, attempt)
-        failures += not complete
-        if not complete:
-            found = found or _faulty_alone(batch, attempt)
+        found = _attempted(batch, attempt)
+        if not callable(found):
+            failures += 1
+            if not found:  # who fails alone? Results are dropped, since nothing was applied
+                alone = [_attempted([task], attempt) for task in batch]
+                found = {task: error for each in alone if not callable(each) for task, error in each.items()}
+            answers |= found
             rest = [task for task in batch if task not in found]
             batches += [rest] if found and rest else [[task] for task in reversed(rest)]
-        answers.update(found)
+            continue
+        try:
+            answers.update(zip(batch, found(), strict=True))
+        except BaseException as error:
+            answers.update(dict.fromkeys(batch, error))
     return [_noted(answers[task], task, name) for task in tasks], failures
 
 
-def _tried(batch: Sequence[Task], attempt: Attempt) -> tuple[dict[Task, Answer], bool]:
-    """The answers that one attempt gives, and whether they are all; none where the task at fault is unknown."""
+def _attempted(batch: Sequence[Task], attempt: Attempt) -> Apply | dict[Task, BaseException]:
+    """What an attempt gives, or else the tasks that are surely at fault, with their errors."""
     try:
-        pending = attempt(batch)
+        return attempt(batch)
     except TaskFault as fault:
-        return dict(fault.errors), False
+        return dict(fault.errors)
     except BaseException as error:
-        return ({batch[0]: error} if len(batch) == 1 else {}), False
-    try:
-        return dict(zip(batch, pending.apply(), strict=True)), True
-    except BaseException as error:
-        return dict.fromkeys(batch, error), True
-
-
-def _faulty_alone(batch: Sequence[Task], attempt: Attempt) -> dict[Task, Answer]:
-    """The tasks that fail alone, with their errors. Results are dropped: nothing was applied."""
-    found: dict[Task, Answer] = {}
-    for task in batch:
-        try:
-            attempt([task])
-        except TaskFault as fault:
-            found.update(fault.errors)
-        except BaseException as error:
-            found[task] = error
-    return found
+        return {batch[0]: error} if len(batch) == 1 else {}
 
 
 def _noted(found: Answer, task: Task, name: str) -> Answer:
     """The answer. An error gets notes of its task and its origin, and loses its frames, which hold tensors."""
     if not isinstance(found, BaseException):
         return found
-    where = None if isinstance(found, WeftError) else _traceback_note(found)
+    where = "" if isinstance(found, WeftError) else "".join(traceback.format_tb(found.__traceback__)[-_DEEPEST:])
     if not isinstance(found, Exception):
         found = ModuleExitError(f"the module of expert {name!r} raised {found!r}; a module must not end its process")
     whose = "a client without a name" if task.client is None else f"client {task.client!r}"
-    for note in (f"in expert {name!r}, a task of {task.rows} rows from {whose}", where):
-        if note is not None and note not in getattr(found, "__notes__", []):
+    notes = [f"in expert {name!r}, a task of {task.rows} rows from {whose}"]
+    for note in [*notes, f"it was raised there (innermost last):\n{where}"] if where else notes:
+        if note not in getattr(found, "__notes__", []):
             found.add_note(note)
-    _drop_frames(found)
+    error: BaseException | None = found
+    while error is not None and error.__traceback__ is not None:  # through its frames it holds the whole batch
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
     return found
 
 
-def _traceback_note(error: BaseException) -> str | None:
-    """Where it was raised, as text; None without frames. By hand: the library takes a millisecond."""
-    told: list[str] = []
-    for frame, line in list(traceback.walk_tb(error.__traceback__))[-_DEEPEST:]:
-        file = frame.f_code.co_filename
-        told += [
-            f'  File "{file}", line {line}, in {frame.f_code.co_name}',
-            f"    {linecache.getline(file, line).strip()}",
-        ]
-    return "\n".join(["it was raised there (innermost last):", *told]) if told else None
-
-
-def _drop_frames(error: BaseException | None) -> None:
-    """Forget the frames: through the frame that called them, they hold the whole batch and the error itself."""
-    while error is not None and error.__traceback__ is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-
-
 class BatchExecutor:
-    """Forward, backward and commit of one expert. See `weft.experts.expert.ExpertBackend`.
-
-    Args:
-        call: the schema of the module's arguments; ``outputs``: what the user said of its outputs, or None.
-    """
+    """Forward, backward and commit of one expert. ``outputs``: what the user said of the module's outputs, or None."""
 
     def __init__(
         self,
@@ -256,7 +202,6 @@ class BatchExecutor:
         outputs: Any,
         stepper: Stepper,
         records: IdempotencyTable,
-        *,
         guards: Guards,
         mini_batches: OpenMiniBatches,
         graphs: GraphCache,
@@ -288,7 +233,6 @@ class BatchExecutor:
 
     @property
     def buffer_bytes(self) -> int:
-        """The memory of the batch buffers."""
         return self._forward_buffers.nbytes + self._backward_buffers.nbytes
 
     def forward(self, tasks: Sequence[Task]) -> list[Answer]:
@@ -320,7 +264,7 @@ class BatchExecutor:
             self._seed = seed
             try:
                 with self._mode(tasks):
-                    (self._try_backward if kind == "backward" else self._try_commit)(tasks).apply()
+                    (self._try_backward if kind == "backward" else self._try_commit)(tasks)()
             except TaskFault as fault:
                 raise next(iter(fault.errors.values())) from fault
             finally:
@@ -357,7 +301,6 @@ class BatchExecutor:
         self.records.forget_mini_batch(*owner)
 
     def _remove(self, owner: Owner, *, log: bool = True) -> None:
-        """Remove a sum that was not applied, if there is one."""
         if log and owner in self.mini_batches:
             self.stepper.log_dropped(*owner)
         self.mini_batches.remove(owner)
@@ -367,10 +310,8 @@ class BatchExecutor:
     def _call_module(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
-        except WeftError as error:
-            if isinstance(error, ExpertError | WireError):
-                raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
-            raise
+        except (ExpertError, WireError) as error:
+            raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
 
     def _context(self, seed: int, inputs: Sequence[Tensor]) -> MicroBatchContext:
         return MicroBatchContext(0, self._ambient, (seed, inputs[0].shape[0]))
@@ -405,15 +346,10 @@ class BatchExecutor:
         segment = Segment(self._outputs_of, parameters)
         outputs, tape = self._call_module(segment.forward, self._context(seed, leaves), leaves, "graph")
         flat = [output.detach() for output in outputs]
-        return ForwardGraph(tape, leaves, [output.shape for output in flat]), flat
+        return ForwardGraph(tape, leaves, [output.shape for output in flat], seed), flat
 
-    def _walk_back(
-        self, graph: ForwardGraph, gradients: Sequence[Tensor], seed: int
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The gradients of inputs and parameters; walks a graph once, with the seed of its forward.
-
-        Those of the parameters are autograd's own, and may look into memory that others hold.
-        """
+    def _walk_back(self, graph: ForwardGraph, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The gradients of inputs and parameters; the latter are autograd's own, and may look into others' memory."""
         faults = [  # of the free axes alone: the fixed ones were checked when the task came
             f"the gradient of {name} has shape {tuple(gradient.shape)}, wanted {tuple(shape)}"
             for name, shape, gradient in zip(self.outputs.names, graph.shapes, gradients, strict=True)
@@ -422,7 +358,7 @@ class BatchExecutor:
         if faults:
             raise SpecError(listed("the gradients do not fit the outputs:", faults))
         seeds = [[gradient] for gradient in gradients]
-        found, parameters = self._call_module(self.effects.walk, seed, graph.tape.backward, seeds)
+        found, parameters = self._call_module(self.effects.walk, graph.seed, graph.tape.backward, seeds)
         if self.effects.device.type == "cpu":
             dense = [g for g in parameters if g is not None and g.layout is torch.strided]
             self._large = [each for each in dense if each.nbytes >= _LARGE]
@@ -431,7 +367,7 @@ class BatchExecutor:
 
     # Attempts: whatever they raise, the expert is as before.
 
-    def _try_forward(self, tasks: Sequence[Task]) -> PendingResult:
+    def _try_forward(self, tasks: Sequence[Task]) -> Apply:
         effects, graphs = self.effects, self.graphs
         keeps = graphs.enabled and graphs.keeps(tasks) and not effects.stateful
         inputs = self._forward_buffers.gather(tasks, fresh=keeps)
@@ -454,31 +390,32 @@ class BatchExecutor:
         results = self._split(outputs, tasks, self._forward_buffers, effects.storages())
         untouched = versions == [x._version for x in inputs]  # else they are not what backward begins with
 
-        def apply() -> None:
+        def apply() -> list[Results]:
             self.forward_batches += 1
             if graph is not None and saved is not None and untouched and not effects.stateful:
-                graphs.keep(tasks, graph, seed, saved)
+                graphs.keep(tasks, graph, saved)
+            return results
 
-        return PendingResult(apply, results)
+        return apply
 
-    def _try_backward(self, tasks: Sequence[Task]) -> PendingResult:
+    def _try_backward(self, tasks: Sequence[Task]) -> Apply:
         effects, parameters = self.effects, self._trained()
         if tasks[0].mini_batch is not None:
             self._check_mini_batch(tasks, parameters)
-        cached, inputs, gradients = self._inputs_of(tasks, parameters)
-        self.graphs.used += cached is not None
+        graph, inputs, gradients = self._inputs_of(tasks, parameters)
+        self.graphs.used += graph is not None
         self._check_outputs(tasks, gradients)
         before = effects.snapshot()
         try:
-            seed = effects.seed_for(1, self.backward_batches, tasks) if cached is None else cached.seed
-            seed = seed if self._seed is None else self._seed
-            graph = self._make_graph(inputs, seed, parameters)[0] if cached is None else cached.graph
-            found, totals = self._walk_back(graph, gradients, seed)
+            if graph is None:
+                seed = effects.seed_for(1, self.backward_batches, tasks) if self._seed is None else self._seed
+                graph = self._make_graph(inputs, seed, parameters)[0]
+            found, totals = self._walk_back(graph, gradients)
             self.guards.check_parameters([g for g in totals if g is not None])
             own = effects.storages()
             results = self._split(found, tasks, self._backward_buffers, own)
             held = own | _storages([*found, *graph.leaves, *gradients]) if totals else own
-            copies = _copied(tasks, results)
+            copies = self._copies(tasks, results)
             # Where nothing is restored, the module is already as it will be.
             after = effects.snapshot() if before is not None and self.stepper.trains else None
             if before is not None and after is not None:
@@ -488,7 +425,7 @@ class BatchExecutor:
                 before.restore()
         trained = [p for p in graph.tape.segment.parameters if isinstance(p, nn.Parameter)]
 
-        def apply() -> None:
+        def apply() -> list[Results]:
             self.permit()
             if after is not None:
                 after.restore()
@@ -500,21 +437,22 @@ class BatchExecutor:
                 try:
                     self._step(trained, totals, held)
                 except BaseException:
-                    self.stepper.log("backward", tasks, seed, failed=True)
+                    self.stepper.log("backward", tasks, graph.seed, failed=True)
                     raise
-            self.stepper.log("backward", tasks, seed)
-            self._record("backward", tasks, copies)
+            self.stepper.log("backward", tasks, graph.seed)
+            self._record("backward", copies)
+            return results
 
-        return PendingResult(apply, results)
+        return apply
 
-    def _try_commit(self, tasks: Sequence[Task]) -> PendingResult:
+    def _try_commit(self, tasks: Sequence[Task]) -> Apply:
         owner = (tasks[0].client, tasks[0].mini_batch or "")
         total = self.mini_batches.get(owner)
         self.guards.check_parameters([g for g in total.total.totals if g is not None])
         results = [[torch.tensor([self.stepper.steps + 1], device="cpu")] for _ in tasks]
-        copies = _copied(tasks, results)
+        copies = self._copies(tasks, results)
 
-        def apply() -> None:
+        def apply() -> list[Results]:
             self.permit()
             self.mini_batches.remove(owner)
             try:
@@ -524,22 +462,23 @@ class BatchExecutor:
                 self.stepper.log("commit", tasks, 0, failed=True)
                 raise
             self.records.commit_mini_batch(*owner, self.stepper.steps)
-            self._record("commit", tasks, copies)
+            self._record("commit", copies)
             self.stepper.log("commit", tasks, 0, terms=total.terms)
+            return results
 
-        return PendingResult(apply, results)
+        return apply
 
     def _inputs_of(
         self, tasks: Sequence[Task], trained: list[nn.Parameter]
-    ) -> tuple[CachedGraph | None, Results, Results]:
+    ) -> tuple[ForwardGraph | None, Results, Results]:
         """The graph of these tasks, if it is there and made of equal inputs; the inputs; the gradients of outputs."""
-        cached, many = self.graphs.take(tasks, trained) if self.graphs.enabled else None, self._inputs
-        if cached is not None and cached.known:
-            return cached, cached.graph.leaves, self._backward_buffers.gather(tasks, first=many)
+        graph, known = self.graphs.take(tasks, trained) if self.graphs.enabled else (None, False)
+        if graph is not None and known:
+            return graph, graph.leaves, self._backward_buffers.gather(tasks, first=self._inputs)
         joined = self._backward_buffers.gather(tasks)
-        inputs, gradients = joined[:many], joined[many:]
-        equal = cached is not None and all(map(torch.equal, cached.graph.leaves, inputs))
-        return cached if equal else None, inputs, gradients
+        inputs = joined[: self._inputs]
+        equal = graph is not None and all(map(torch.equal, graph.leaves, inputs))
+        return graph if equal else None, inputs, joined[self._inputs :]
 
     def _trained(self) -> list[nn.Parameter]:
         """The parameters that are trained now: layers may be frozen at any time."""
@@ -554,8 +493,7 @@ class BatchExecutor:
             if self.records.is_dropped(*owner):
                 raise CommitError(
                     f"mini-batch {owner[1]!r} of client {owner[0]!r} was dropped: it was discarded, nothing came for "
-                    "too long, the client's connection had ended, or the weights were replaced. Start a new one, and "
-                    "run its micro-batches again"
+                    "too long, the connection had ended, or the weights were replaced. Begin a new one"
                 )
             self.mini_batches.check(owner, tasks[0].principal, parameters)
         except ExpertError as error:
@@ -564,11 +502,10 @@ class BatchExecutor:
     def _check_outputs(self, tasks: Sequence[Task], gradients: Sequence[Tensor]) -> None:
         if self.guards.sound_outputs(gradients):
             return
-        faults = {task: self.guards.output_fault(task.tensors[self._inputs :]) for task in tasks}
         errors = {
             task: GradientError(f"a task for expert {self.name!r} was refused: {fault}; nothing was changed")
-            for task, fault in faults.items()
-            if fault is not None
+            for task in tasks
+            if (fault := self.guards.output_fault(task.tensors[self._inputs :])) is not None
         }
         if errors:
             raise TaskFault(errors)
@@ -579,10 +516,14 @@ class BatchExecutor:
         """Every task's rows, in memory that neither the next batch nor a step writes to; ``own``: the module's."""
         return split_rows(_released(batch, buffers.owners() | own), [task.rows for task in tasks])
 
-    def _record(self, kind: RequestKind, tasks: Sequence[Task], copies: Sequence[Results | None]) -> None:
-        for task, copy in zip(tasks, copies, strict=True):
-            if copy is not None:
-                self.records.record(kind, task, copy, self.stepper.steps)
+    def _copies(self, tasks: Sequence[Task], results: Sequence[Results]) -> list[tuple[Task, Results]]:
+        """What is to be recorded: of the tasks with a key."""
+        pairs = zip(tasks, results, strict=True)
+        return [(task, [tensor.clone() for tensor in found]) for task, found in pairs if task.key is not None]
+
+    def _record(self, kind: RequestKind, copies: Sequence[tuple[Task, Results]]) -> None:
+        for task, copy in copies:
+            self.records.record(kind, task, copy, self.stepper.steps)
 
     def _step(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]) -> None:
         try:

@@ -10,7 +10,7 @@ The two kinds of task and the schemas are hivemind's. Beyond it: a client's faul
 with a key steps once however often it is sent, and the log of the batches replays to the same bytes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from typing import Any, cast
@@ -42,17 +42,14 @@ class ExpertBackend:
 
     Args:
         name: what clients, errors and statistics call it.
-        module: in the mode (train or eval) and on the device in which it is to be served.
-            hivemind's ``expert=`` works too.
-        optimizer: an optimizer, or a function that makes one of a list of all parameters, frozen ones too (then it is
-            fused where that works), or None: then backward gives the gradients of the inputs and changes nothing.
-            hivemind's ``opt=`` works too.
+        module: in the mode (train or eval) and on the device in which it is to be served; hivemind's ``expert=``.
+        optimizer: an optimizer, or a function that makes one of a list of all parameters (then it is fused where that
+            works), or None: then backward gives the gradients of the inputs and changes nothing; hivemind's ``opt=``.
         args_schema, kwargs_schema: a `TensorSpec` (or a sample) for every tensor that the module takes: a tuple by
-            position, a dict by name, each nested as the module wants it. Axis 0 is the batch and free (None);
-            other free axes may differ between tasks, which then run in different batches. Other leaves are
-            constants that every call gets. If any spec says ``requires_grad``, only those that do get a gradient.
-        outputs_schema: the same for what the module returns. Found by a dummy run on zeros, or compared with it. Free
-            axes have small sizes in it, or, if the module fails, larger and even ones, or as many rows as a sample has.
+            position, a dict by name, nested as the module wants it. Axis 0 is the batch and free (None); tasks with
+            other sizes of other free axes run in other batches. Other leaves are constants that every call gets. If
+            any spec says ``requires_grad``, only those that do get a gradient.
+        outputs_schema: the same for what the module returns. Found by a dummy run on zeros, or compared with it.
         schedule: a learning-rate schedule, or a function that makes one of the optimizer; stepped after every step.
         clip_grad_norm: the L2 norm to which the gradients of all parameters are scaled down before a step.
         guards: which gradients are refused; see `Guards`.
@@ -94,8 +91,8 @@ class ExpertBackend:
         journal: Journal | None = None,
         **pool_options: Any,
     ) -> None:
-        arguments: dict[str, Any] = {"clip_grad_norm": clip_grad_norm, "guards": guards, "journal": journal}
-        arguments |= {"records": records, "mini_batches": mini_batches, "keep_graphs": keep_graphs}
+        arguments = {"clip_grad_norm": clip_grad_norm, "guards": guards, "records": records}
+        arguments |= {"mini_batches": mini_batches, "keep_graphs": keep_graphs, "journal": journal}
         with Validator(f"invalid arguments of expert {name!r}") as check:
             for one, other, words in ((module, expert, "module= and expert="), (optimizer, opt, "optimizer= and opt=")):
                 check.that(one is None or other is None, f"{words} are two names of one thing; give one")
@@ -112,34 +109,17 @@ class ExpertBackend:
         effects = SideEffects(self.module, self.device, crc32(name.encode()))
         step = None if self.optimizer is None else self._apply_gradients
         self._stepper = Stepper(name, step, journal)
+        parts = (guards or Guards(), OpenMiniBatches(mini_batches), GraphCache(keep_graphs))
         executor = self.executor = BatchExecutor(
-            name,
-            self.module,
-            effects,
-            call,
-            outputs_schema,
-            self._stepper,
-            self.records,
-            guards=guards or Guards(),
-            mini_batches=OpenMiniBatches(mini_batches),
-            graphs=GraphCache(keep_graphs),
+            name, self.module, effects, call, outputs_schema, self._stepper, self.records, *parts
         )
         alone = effects.draws.__getitem__ if options.min_batch_size == 1 else None
         shared: dict[str, Any] = {"options": options, "callers": CallerGroup(), "alone": alone}
+        known: dict[str, Any] = {"records": self.records, "splits": self.optimizer is not None}
         self.forward_pool = TaskPool(f"{name}.forward", executor.forward, executor.columns, **shared)
-        columns, trained = executor.backward_columns, self.optimizer is not None
-        self.backward_pool = TaskPool(
-            f"{name}.backward", executor.backward, columns, records=self.records, splits=trained, **shared
-        )
-        self.commit_pool = TaskPool(
-            f"{name}.commit",
-            executor.commit,
-            FlatSchema([]),
-            replace(options, min_batch_size=1),
-            records=self.records,
-            kind="commit",
-            splits=True,
-        )
+        columns, single = executor.backward_columns, replace(options, min_batch_size=1)
+        self.backward_pool = TaskPool(f"{name}.backward", executor.backward, columns, **shared, **known)
+        self.commit_pool = TaskPool(f"{name}.commit", executor.commit, FlatSchema([]), single, kind="commit", **known)
 
     @property
     def steps(self) -> int:
@@ -159,17 +139,14 @@ class ExpertBackend:
     def get_pools(self) -> tuple[TaskPool, TaskPool]:
         """The forward and the backward pool.
 
-        A forward task has the flat inputs (args, then kwargs) and gets the flat outputs; no graph is kept, unless
-        ``keep_graphs`` says so. A backward task has the flat inputs and one gradient per flat output; it runs the
-        forward again, steps, and gets one gradient per flat input, zeros where an input got none.
+        A forward task has the flat inputs (args, then kwargs) and gets the flat outputs. A backward task has these
+        inputs and one gradient per flat output, steps, and gets one gradient per flat input, zeros where an input got
+        none.
         """
         return (self.forward_pool, self.backward_pool)
 
     def kept_inputs(self, client: str | None, key: str) -> list[Tensor] | None:
-        """The flat inputs of the forward of this client and key, where ``keep_graphs`` has kept them. For any thread.
-
-        A backward task with these very tensors skips their comparison with those of its graph.
-        """
+        """The flat inputs of the forward of this client and key, if ``keep_graphs`` kept them. For any thread."""
         return self.executor.graphs.inputs(client, key)
 
     def commit(
@@ -180,12 +157,10 @@ class ExpertBackend:
         deadline: float | None = None,
         principal: str | None = None,
     ) -> "Future[Results]":
-        """One optimizer step with the sum of all backward tasks of this client and mini-batch.
+        """One optimizer step with the sum of all backward tasks of this client and mini-batch, once they are answered.
 
-        To be called when their answers are there. The future gets ``[steps]``, int64 of shape (1,). A repetition gets
-        the same answer and does not step again. A sum that the guards refuse is dropped.
-
-        Raises ``UsageError`` for an expert without optimizer; else as `TaskPool.submit_task`.
+        The future gets ``[steps]``, int64 of shape (1,). A repetition gets the same answer and does not step again. A
+        sum that the guards refuse is dropped. Raises ``UsageError`` without optimizer; else as `TaskPool.submit_task`.
         """
         if self.optimizer is None:
             raise UsageError(f"expert {self.name!r} has no optimizer, so there is nothing to commit; give it one")
@@ -195,10 +170,7 @@ class ExpertBackend:
         )
 
     def discard(self, mini_batch: str, *, client: str | None = None, principal: str | None = None) -> None:
-        """Drop the sum of this client and mini-batch before the next batch. The name is not to be used again.
-
-        Waits for nothing; a name of which no gradient is here, or under way, changes nothing and leaves nothing.
-        """
+        """Drop the sum of this client and mini-batch before the next batch. The name is not to be used again."""
         owner, sums = (client, mini_batch), self.executor.mini_batches
         if owner in sums or self.backward_pool.has_mini_batch(*owner):
             sums.discard(owner, client if principal is None else principal)
@@ -206,9 +178,8 @@ class ExpertBackend:
     def apply_gradients(self) -> None:
         """One step, with the gradients in ``.grad``: clip, optimizer, schedule. May be overridden.
 
-        Called in the runtime's thread, after the hooks of ``register_post_accumulate_grad_hook``; the gradients
-        are private to it, and cleared afterwards in any case. What it raises comes to the clients as a `StepError`, and
-        nothing is tried again.
+        Called in the runtime's thread, after the parameters' post-accumulate hooks. What it raises comes to the clients
+        as a `StepError`, and nothing is tried again.
         """
         if self.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad_norm)
@@ -219,11 +190,6 @@ class ExpertBackend:
 
     def _apply_gradients(self) -> None:
         self.apply_gradients()  # looked up when it is called: users may also replace it on the instance
-
-    def make_empty(self, batch: int) -> tuple[Any, Any]:
-        """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""
-        call = self.executor.call
-        return call.pack([replace(spec, requires_grad=False).empty(batch) for spec in call.specs])
 
     def get_info(self) -> dict[str, Any]:
         """What a client must know: the schemas, nested, with TensorSpec as leaves; and the names of the keywords."""
@@ -239,10 +205,7 @@ class ExpertBackend:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of all that training has made, between two batches: module, optimizer, schedule, steps, random seed.
-
-        What is not in it: open mini-batches, and `records`, which have a ``state_dict`` of their own.
-        """
+        """A copy of module, optimizer, schedule, steps and seed between two batches; `records` have their own."""
         executor = self.executor
         with executor.lock:
             counts = {
@@ -257,8 +220,8 @@ class ExpertBackend:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`. Open mini-batches and kept graphs are dropped.
 
-        Raises ``UsageError`` if it is the state of another kind of expert, and what module and optimizer raise. Then
-        nothing has changed.
+        Raises ``UsageError`` if it is that of another kind of expert, and what module and optimizer raise; nothing
+        changed.
         """
         check_state(self.name, state, self.optimizer, self.schedule)
         executor = self.executor
@@ -304,12 +267,7 @@ class ExpertBackend:
 
 
 def _check_arguments(
-    check: Validator,
-    name: Any,
-    module: Any,
-    optimizer: Any,
-    options: Mapping[str, Any],
-    pool_options: Mapping[str, Any],
+    check: Validator, name: Any, module: Any, optimizer: Any, options: dict[str, Any], pool_options: Iterable[str]
 ) -> None:
     """Note what is missing, of a wrong kind, or no option of a pool."""
     check.that(isinstance(name, str) and name != "", f"name is {name!r}, wanted a non-empty str: clients call it so")
@@ -324,20 +282,12 @@ def _check_arguments(
         )
     if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
         check.add(f"optimizer is of type {type(optimizer).__name__}, wanted an optimizer, or a function that makes one")
-    clip = options["clip_grad_norm"]
-    if clip is not None and not (is_number(clip) and clip > 0):
-        check.add(f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
-    elif clip is not None:
-        check.that(optimizer is not None, "clip_grad_norm was given, but no optimizer whose steps it would bound")
-    for option, kind in _OPTIONS.items():
-        check.instance(option, options[option], kind, f"a {kind.__name__}", optional=True)
+    clip = options.pop("clip_grad_norm")
+    valid = clip is None or (is_number(clip) and clip > 0)
+    check.that(valid, f"clip_grad_norm is {clip!r}, wanted a number above 0, or None")
+    fits = clip is None or optimizer is not None or not valid
+    check.that(fits, "clip_grad_norm was given, but no optimizer whose steps it would bound")
+    kinds = (Guards, IdempotencyOptions, SumsOptions, GraphBudget, Journal)
+    for (option, value), kind in zip(options.items(), kinds, strict=True):
+        check.instance(option, value, kind, f"a {kind.__name__}", optional=True)
     check.known(pool_options, [each.name for each in fields(PoolOptions)], "ExpertBackend")
-
-
-_OPTIONS: dict[str, type] = {
-    "guards": Guards,
-    "records": IdempotencyOptions,
-    "mini_batches": SumsOptions,
-    "keep_graphs": GraphBudget,
-    "journal": Journal,
-}

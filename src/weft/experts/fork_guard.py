@@ -3,9 +3,8 @@
     parent   threads, connections ──────────────────────────────────────> ends them
                        └── fork ──> child: the objects alone, with locks that no thread is there to open
 
-A `DataLoader` forks its workers. What a process has started is ended by that process: a child that ended or freed what
-it inherited would wait for ever, or end the parent's. gRPC does not outlive a fork either: where a child uses it, it is
-refused.
+A `DataLoader` forks its workers. A child that ended or freed what it inherited would wait for ever, or end the
+parent's. gRPC does not outlive a fork either: where a child uses it, it is refused.
 
 `GrpcThreads` are gRPC's own threads, to be waited for after a channel is closed. A thread that is inside of gRPC when
 the interpreter ends is torn down there, which its C++ answers with ``terminate``: of processes that ended just after
@@ -29,14 +28,13 @@ _inherited: list[object] = []
 
 
 class ForkGuard:
-    """The process in which it was made."""
+    """The process in which it was made; ``here``: whether this is that process, and not a fork of it."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
 
     @property
     def here(self) -> bool:
-        """Whether this is that process, and not a fork of it."""
         return os.getpid() == self._process
 
 
@@ -69,9 +67,8 @@ def check_fork(what: str) -> None:
 class GrpcThreads:
     """The threads that work for the calls of one channel. Thread-safe.
 
-    gRPC hands them out nowhere, and reports a call's end in one of them only if it is asked before that end. But it
-    starts them while a call begins, in the thread that begins it: they are those that are there afterwards and were not
-    before. Calls begin one at a time, else a channel would wait for the threads of another.
+    gRPC hands them out nowhere, but starts them while a call begins, in the thread that begins it: they are those that
+    are there afterwards and were not before. Calls begin one at a time, else a channel would wait for those of another.
     """
 
     _beginning = threading.RLock()  # reentrant: a finalizer may begin a call

@@ -58,8 +58,7 @@ class Guards:
         """What is wrong with the gradients of the outputs of one task, in words."""
         if self.finite and not all(map(_finite, gradients)):
             return "the gradients of its outputs hold NaN or infinity, wanted finite numbers"
-        length = norm(gradients) if self.max_output_norm is not None else 0.0
-        if self.max_output_norm is not None and not length <= self.max_output_norm:
+        if self.max_output_norm is not None and not (length := norm(gradients)) <= self.max_output_norm:
             return f"the gradients of its outputs have norm {length:.6g}, wanted at most {self.max_output_norm:.6g}"
         return None
 
@@ -67,16 +66,11 @@ class Guards:
         """Raise `GradientError` if the gradients of the parameters must not be applied."""
         if not self.finite and self.max_norm is None:
             return
-        length = norm(gradients)
-        if self.finite and not math.isfinite(length):
+        length, most = norm(gradients), math.inf if self.max_norm is None else self.max_norm
+        if not length <= most or (self.finite and not math.isfinite(length)):
             raise GradientError(
-                f"the gradients of the parameters have norm {length}, wanted a finite one; nothing was changed. "
-                "Look for NaN, infinity or huge numbers in the inputs and in the gradients of the outputs"
-            )
-        if self.max_norm is not None and not length <= self.max_norm:
-            raise GradientError(
-                f"the gradients of the parameters have norm {length:.6g}, wanted at most {self.max_norm:.6g}; "
-                "nothing was changed. Scale the loss down, or raise the expert's max_norm"
+                f"the gradients of the parameters have norm {length:.6g}, wanted at most {most:.6g} and finite; "
+                "nothing was changed. Look for NaN or huge numbers in inputs and gradients, or raise max_norm"
             )
 
     def check_own(self, before: TensorSnapshot, after: TensorSnapshot) -> None:

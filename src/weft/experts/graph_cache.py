@@ -6,11 +6,9 @@ not be sent again.
     backward of k1 alone               ──> runs the forward again, with the inputs that are here
     any optimizer step                 ──> no graph is kept any more: they belong to older weights. Inputs stay
 
-A graph serves a batch of exactly the tasks that made it, with equal inputs. Otherwise the forward runs again, with the
-same result up to the random numbers that it draws. So this pays for one trainer, for several who keep step with each
-other (`weft.experts.task_pool`), or under mini-batches that are committed later.
-Held are at most so many bytes, inputs and what autograd saves, for so many seconds. Beyond that, the oldest goes of the
-client that holds most.
+A graph serves a batch of exactly the tasks that made it, with equal inputs; otherwise the forward runs again. So this
+pays for one trainer, for several who keep step with each other, or under mini-batches that are committed later. Held
+are at most so many bytes for so many seconds; beyond that, the oldest goes of the client that holds most.
 """
 
 import time
@@ -37,8 +35,7 @@ Name = tuple[str | None, str]
 class GraphBudget:
     """``nbytes`` of inputs and saved tensors that may be kept, each for at most ``seconds``.
 
-    What a `torch.autograd.Function` of your own keeps as an attribute of its ``ctx`` is not seen, and not counted: use
-    ``ctx.save_for_backward``.
+    What a `torch.autograd.Function` keeps as an attribute of its ``ctx`` is not seen: use ``ctx.save_for_backward``.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
@@ -62,6 +59,7 @@ class ForwardGraph:
     tape: Tape
     leaves: list[Tensor]
     shapes: list[torch.Size]
+    seed: int
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -73,17 +71,13 @@ class _Packed:
 
     @property
     def untouched(self) -> bool:
-        """Whether it was not written to since."""
         return version(self.tensor) == self.version
 
     def unpack(self) -> Tensor:
         """The tensor. Raises what autograd raises where it was written to."""
         if not self.untouched:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {version(self.tensor)}; expected "
-                f"version {self.version} instead"
-            )
+            what = f"{self.tensor.type()} {list(self.tensor.shape)}"
+            raise RuntimeError(f"{what}, needed for gradient computation, was modified by an inplace operation")
         return self.tensor
 
 
@@ -97,7 +91,6 @@ class SavedTensors:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all storages."""
         return sum(self.sizes.values())
 
     @property
@@ -122,40 +115,17 @@ class SavedTensors:
             yield
 
 
-@dataclass(frozen=True, slots=True)
-class CachedGraph:
-    """A graph to be walked back once, and its seed.
-
-    ``known``: the backward has the very input tensors of the graph, so they need no comparison.
-    """
-
-    graph: ForwardGraph
-    seed: int
-    known: bool
-
-
 @dataclass(eq=False, slots=True)
 class _CacheEntry:
     """What one forward left: a graph until a step or a backward, and the flat inputs of every task, on the host."""
 
     graph: ForwardGraph | None
     saved: SavedTensors
-    seed: int
     inputs: dict[Name, list[Tensor]]
     graph_bytes: int
     input_bytes: int  # until the last of them is gone: they may share memory
     born: float
     principal: str | None  # of its first task
-
-    def leads_to(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether just these had a gradient in its forward: layers may have been frozen or freed since."""
-        had = [] if self.graph is None else self.graph.tape.segment.parameters
-        return [id(each) for each in had] == [id(each) for each in parameters]
-
-    def brought_by(self, tasks: Sequence[Task]) -> bool:
-        """Whether these tasks, which are in this order, have the tensors that are here, and not equal ones."""
-        pairs = zip(tasks, self.inputs.values(), strict=True)
-        return all([mine is its for task, inputs in pairs for mine, its in zip(inputs, task.tensors, strict=False)])
 
 
 class GraphCache:
@@ -180,11 +150,8 @@ class GraphCache:
         """Whether something of a forward of these tasks is to be kept: all wish it, and have a key to find it by."""
         return self._budget is not None and all([task.keep and task.key is not None for task in tasks])
 
-    def keep(self, tasks: Sequence[Task], graph: ForwardGraph, seed: int, saved: SavedTensors) -> None:
-        """Keep a graph that saves so much beside its leaves, and the inputs; the largest holder's oldest make room.
-
-        What is larger than the whole budget is not kept.
-        """
+    def keep(self, tasks: Sequence[Task], graph: ForwardGraph, saved: SavedTensors) -> None:
+        """Keep a graph and its inputs, if they are within the budget; the largest holder's oldest make room."""
         self.forget_old()
         names = _names(tasks)
         for name in names:
@@ -196,7 +163,7 @@ class GraphCache:
         else:
             inputs, nbytes = [list(task.tensors[: len(leaves)]) for task in tasks], nbytes + size
         named, principal = dict(zip(names, inputs, strict=True)), tasks[0].principal
-        kept = _CacheEntry(graph, saved, seed, named, nbytes, size, self._clock(), principal)
+        kept = _CacheEntry(graph, saved, named, nbytes, size, self._clock(), principal)
         total = nbytes + size
         if self._budget is None or total > self._budget.nbytes or len(kept.inputs) < len(names):
             return
@@ -209,13 +176,10 @@ class GraphCache:
         self._found.update(dict.fromkeys(names, kept))
         self.nbytes += total
 
-    def take(self, tasks: Sequence[Task], parameters: Sequence[Tensor]) -> CachedGraph | None:
-        """The graph that exactly these tasks made, if it is here as it was, and leads to just these parameters.
+    def take(self, tasks: Sequence[Task], parameters: Sequence[Tensor]) -> tuple[ForwardGraph | None, bool]:
+        """The graph that just these tasks made, as it was, if it leads to just these parameters; it is held no more.
 
-        What was theirs is not held any more.
-
-        Who writes into what a graph saves, be it the module itself or another that shares its weights, has the forward
-        run again; if that cannot be walked back either, autograd says why.
+        And whether they have its very input tensors, which then need no comparison.
         """
         self.forget_old()
         names = _names(tasks)
@@ -223,12 +187,14 @@ class GraphCache:
         if kept is None or tuple(kept.inputs) != names:
             for name in names:
                 self._leave(name)
-            return None
-        walk = None
-        if kept.graph is not None and kept.leads_to(parameters) and kept.saved.untouched:
-            walk = CachedGraph(kept.graph, kept.seed, kept.brought_by(tasks))
+            return None, False
+        graph, pairs = kept.graph, list(zip(tasks, kept.inputs.values(), strict=True))
         self._drop(kept)
-        return walk
+        had = [] if graph is None else graph.tape.segment.parameters  # layers may have been frozen or freed since
+        if graph is None or [*map(id, had)] != [*map(id, parameters)] or not kept.saved.untouched:
+            return None, False
+        same = [mine is its for task, mine_all in pairs for mine, its in zip(mine_all, task.tensors, strict=False)]
+        return graph, all(same)
 
     def inputs(self, client: str | None, key: str) -> list[Tensor] | None:
         """The flat inputs of the forward of this client and key, if they are here. For any thread."""
@@ -250,13 +216,11 @@ class GraphCache:
 
     def _leave(self, name: Name) -> None:
         """Remove one task; a graph that it made with others is of no use any more."""
-        kept = self._found.pop(name, None)
-        if kept is None:
-            return
-        self._void(kept)
-        del kept.inputs[name]
-        if not kept.inputs:
-            self._drop(kept)
+        if kept := self._found.pop(name, None):
+            self._void(kept)
+            del kept.inputs[name]
+            if not kept.inputs:
+                self._drop(kept)
 
     def _void(self, kept: _CacheEntry) -> None:
         if kept in self._graphs:

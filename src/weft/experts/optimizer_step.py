@@ -10,10 +10,9 @@ What users give is an optimizer, or a factory of one:
     lambda parameters: SGD(parameters, .1) takes no ``fused``
     torch.optim.Adam(module.parameters())  used as it is
 
-A fused step is one kernel over all parameters: for an Adam step on two layers of 1024 x 4096 it takes a tenth of the
-time, and small batches wait for that time. PyTorch refuses complex parameters and sparse gradients only in the step
-itself, when a part of the weights has changed already. So the former are not asked to be fused, and at the first of
-the latter, which cannot be foreseen, the optimizer goes on without, before it has changed anything.
+A fused step is one kernel over all parameters, and takes a tenth of the time. PyTorch refuses complex parameters and
+sparse gradients only in the step itself, when a part of the weights has changed already. So the former are not asked to
+be fused, and at the first of the latter the optimizer goes on without, before it has changed anything.
 
 `torch.autograd.grad` returns gradients that autograd would have copied before putting them into ``.grad``:
 
@@ -28,8 +27,7 @@ of the others. What fits already is not copied: on the CPU a copy of all gradien
 
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from functools import partial
 from secrets import token_hex
 from typing import Any, cast
@@ -48,16 +46,10 @@ from weft.experts.task import Task
 
 
 def strided(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold its memory: itself, or what a sparse one is made of."""
-    if tensor.layout is torch.strided:
-        return [tensor]
+    """The plain tensors that hold its memory: itself, or what a sparse one is made of; of rarer layouts none."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []  # opaque memory
+    return [tensor] if tensor.layout is torch.strided else []
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -69,26 +61,15 @@ def private_gradients(
     parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], held: set[int]
 ) -> list[Tensor | None]:
     """The gradients, each in private memory; ``held``: the addresses of storages that are shared."""
-    seen = set(held)
-    return [
-        None if gradient is None else _private(parameter, gradient, seen)
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-    ]
-
-
-def _private(parameter: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
-    """The gradient or a copy; its memory is seen from now on."""
-    if gradient.layout is not torch.strided:
-        there = {part.untyped_storage().data_ptr() for part in strided(gradient)}
-        gradient = gradient.clone() if there & seen else gradient
-        seen.update(there)
-        return gradient
-    address = gradient.untyped_storage().data_ptr()
-    if address in seen:
-        return _copied(parameter, gradient)
-    found = laid_out(parameter, gradient)
-    if found is gradient:
-        seen.add(address)
+    seen, found = set(held), list[Tensor | None]()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            gradient = gradient.clone()
+        elif gradient is not None:
+            address = gradient.untyped_storage().data_ptr()
+            gradient = _copied(parameter, gradient) if address in seen else laid_out(parameter, gradient)
+            seen.add(address)
+        found.append(gradient)
     return found
 
 
@@ -123,15 +104,9 @@ def make_stepping(
     *,
     plainly: bool,
 ) -> tuple[Optimizer | None, LRScheduler | None]:
-    """An optimizer of these parameters and its schedule, which can do what they are there for.
+    """An optimizer of these parameters and its schedule. Raises ``UsageError`` that lists why they can never step.
 
-    Args:
-        name: of the expert.
-        parameters: of its module, frozen ones too: an optimizer steps those alone that have a gradient.
-        optimizer, schedule: see `make_optimizer` and `make_schedule`.
-        plainly: whether both are stepped without arguments; an overridden ``apply_gradients`` may give them some.
-
-    Raises ``UsageError`` that lists why they can never do that, and what these two raise.
+    ``plainly``: whether both are stepped without arguments; an overridden ``apply_gradients`` may give them some.
     """
     could = [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
     made = None if optimizer is None else make_optimizer(optimizer, could)
@@ -151,27 +126,24 @@ def make_stepping(
 
 
 def make_optimizer(given: OptimizerLike, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """The optimizer that was given, or that the factory makes of these parameters.
-
-    Raises ``UsageError`` if it is none; what the factory itself raises comes through.
-    """
+    """The optimizer that was given, or that the factory makes of these parameters. Raises ``UsageError`` for others."""
     if isinstance(given, Optimizer):
         return given
-    made: Any = None
-    if _takes_fused(given) and all(_may_fuse(parameter) for parameter in parameters):
-        try:
-            made = given(list(parameters), fused=True)
-            if isinstance(made, Optimizer):
-                _watch(made)
-        except RuntimeError:  # this device, dtype or option has no fused step
-            made = given(list(parameters))
-    else:
-        made = given(list(parameters))
+    could = _takes_fused(given) and all(not each.is_complex() and fits(each, each) for each in parameters)
+    fused = {"fused": True} if could else {}  # which walks the raw memory of real numbers
+    try:
+        made: Any = given(list(parameters), **fused)
+    except RuntimeError:  # this device, dtype or option has no fused step
+        if not fused:
+            raise
+        made, fused = given(list(parameters)), {}
     if not isinstance(made, Optimizer):
         raise UsageError(
             f"optimizer made a {type(made).__name__}, wanted a torch.optim.Optimizer, or a function that makes one of "
             "a list of parameters"
         )
+    if fused:
+        _watch(made)
     return made
 
 
@@ -182,61 +154,41 @@ def make_schedule(given: ScheduleLike | None, optimizer: Optimizer | None) -> LR
     if optimizer is None:
         raise UsageError("a schedule was given, but no optimizer that it could steer")
     made: Any = given if isinstance(given, LRScheduler) else given(optimizer)
-    if not isinstance(made, LRScheduler):
-        raise UsageError(f"schedule made a {type(made).__name__}, wanted a torch.optim.lr_scheduler.LRScheduler")
-    if made.optimizer is not optimizer:
-        raise UsageError("the schedule steers another optimizer than the one that was given; pass a function of it")
+    with Validator("invalid schedule") as check:
+        if check.that(isinstance(made, LRScheduler), f"schedule made a {type(made).__name__}, wanted an LRScheduler"):
+            check.that(made.optimizer is optimizer, "it steers another optimizer; pass a function that makes it of one")
     return made
 
 
 def _wanted(method: Callable[..., Any]) -> list[str]:
-    """The names of the arguments that it cannot be called without. Of a class: schedules wrap that of the instance."""
+    """The arguments that it cannot be called without. Of a class: schedules wrap that of the instance."""
     known = list(inspect.signature(method).parameters.values())[1:]
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in known if each.default is inspect.Parameter.empty and each.kind not in free]
 
 
-def _may_fuse(parameter: nn.Parameter) -> bool:
-    """Whether a fused step can be right: it walks the raw memory of real numbers."""
-    return not parameter.is_complex() and fits(parameter, parameter)
-
-
 def _watch(optimizer: Optimizer) -> None:
-    """Before each step, give up the fused one where it would refuse. The states of both kinds are alike.
-
-    For good at a sparse gradient. For once where momentum begins for some parameters, which were frozen or not used
-    before, while others have it.
-    """
-    paused: list[dict[str, Any]] = []
+    """Give up the fused step where it would refuse: at a sparse gradient, and where momentum begins for some parameters
+    later than for others. The states of both kinds are alike."""
 
     def before(*_: object) -> None:
         for group in optimizer.param_groups:
             stepped = [each for each in group["params"] if each.grad is not None] if group.get("fused") else []
-            if any([each.grad.is_sparse for each in stepped]):
+            moving = {optimizer.state.get(each, {}).get("momentum_buffer") is None for each in stepped}
+            if any([each.grad.is_sparse for each in stepped]) or (group.get("momentum") and len(moving) == 2):
                 for other in optimizer.param_groups:
                     other["fused"] = None
-            elif group.get("momentum"):
-                moving = {optimizer.state.get(each, {}).get("momentum_buffer") is None for each in stepped}
-                if len(moving) == 2:
-                    group["fused"] = None
-                    paused.append(group)
-
-    def after(*_: object) -> None:
-        while paused:
-            paused.pop()["fused"] = True
 
     optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
 
 
 def _takes_fused(factory: Callable[..., Optimizer]) -> bool:
     """Whether a factory has a keyword ``fused`` by name that is not bound yet."""
     if isinstance(factory, partial) and "fused" in factory.keywords:
         return False
-    try:
+    with suppress(TypeError, ValueError):
         return "fused" in inspect.signature(cast("Callable[..., Any]", factory)).parameters
-    except (TypeError, ValueError):
-        return False
+    return False
 
 
 class Stepper:
@@ -263,18 +215,19 @@ class Stepper:
     ) -> None:
         """One optimizer step. Raises `StepError` if the optimizer does, or a hook; then it does not count.
 
-        Args:
-            every: all parameters of the module.
-            parameters: those that have these ``gradients``.
-            held: the addresses of the storages that others go on using. What looks into them is not written to.
+        ``every``: all parameters of the module; ``parameters``: those that have these ``gradients``; ``held``: the
+        addresses of the storages that others go on using. What looks into them is not written to.
         """
         for parameter in every:  # what others left there: the optimizer may hold parameters that are frozen now
             parameter.grad = None
         try:
             for parameter, gradient in zip(parameters, private_gradients(parameters, gradients, held), strict=True):
                 parameter.grad = gradient
-                if gradient is not None and parameter._post_accumulate_grad_hooks:
-                    _call_hooks(parameter)
+                if gradient is not None and parameter._post_accumulate_grad_hooks:  # autograd itself calls them only
+                    hooks: Any = parameter._post_accumulate_grad_hooks  # where it puts the gradient there
+                    with torch.no_grad():
+                        for hook in list(hooks.values()):
+                            hook(parameter)
             if self._apply is not None:
                 self._apply()
         except Exception as error:
@@ -308,27 +261,22 @@ class Stepper:
             self._next_branch = token_hex(8)
         self.branch = self._next_branch
         if self.journal is not None:
-            self._write(Entry.of(kind, tasks, self.steps, seed, failed, self.batches, self.branch, terms), tasks)
+            members = [Member(task.client, task.key, task.rows, task.number) for task in tasks]
+            more: dict[str, Any] = {"failed": failed, "evaluation": tasks[0].evaluation, "terms": terms}
+            self._write(tasks, kind, seed, tasks[0].mini_batch, members, **more)
 
     def log_dropped(self, client: str | None, mini_batch: str) -> None:
         """Put into the journal that the sum of a mini-batch is gone, and was not applied."""
-        members = (Member(client, None, 1, 0),)
-        entry = Entry("dropped", self.steps, 0, mini_batch, members, torch.get_num_threads(), batch=self.batches)
-        self._write(replace(entry, branch=self.branch), ())
+        self._write((), "dropped", 0, mini_batch, [Member(client, None, 1, 0)])
 
-    def _write(self, entry: Entry, tasks: Sequence[Task]) -> None:
+    def _write(
+        self, tasks: Sequence[Task], kind: Any, seed: int, mini_batch: str | None, members: list[Member], **more: Any
+    ) -> None:
         """Count failures instead of raising: a full disk must not make a step look as if it had failed."""
         if self.journal is None:
             return
+        now: dict[str, Any] = {"threads": torch.get_num_threads(), "batch": self.batches, "branch": self.branch}
         try:
-            self.journal.write(entry, tasks)
+            self.journal.write(Entry(kind, self.steps, seed, mini_batch, tuple(members), **now, **more), tasks)
         except Exception:
             self.journal_failures += 1
-
-
-def _call_hooks(parameter: nn.Parameter) -> None:
-    """Its post-accumulate hooks: autograd calls them only where it puts the gradient there itself."""
-    hooks: Any = parameter._post_accumulate_grad_hooks
-    with torch.no_grad():
-        for hook in list(hooks.values()):
-            hook(parameter)

@@ -4,9 +4,8 @@
     pool of expert 1, backward  ── oldest task 12 ──┼──> 12 is the oldest: that pool's batch goes next
     pool of expert 2, forward   ── empty            ┘
 
-A device does one batch at a time anyway; meanwhile other threads check and queue what comes. Only pools in which
-something waits are looked at. The thread belongs to a ``with`` block, or to `start` and `shutdown`: it does not
-outlive them, unless a module hangs, and then `shutdown` says so.
+A device does one batch at a time anyway; meanwhile other threads check and queue what comes. The thread does not
+outlive its ``with`` block, unless a module hangs, and then `shutdown` says so.
 """
 
 import threading
@@ -31,9 +30,7 @@ class HasPools(Protocol):
     """Such as an `ExpertBackend`."""
 
     @property
-    def pools(self) -> Sequence[TaskPool]:
-        """What a runtime works on."""
-        ...
+    def pools(self) -> Sequence[TaskPool]: ...
 
 
 class Runtime:
@@ -68,10 +65,7 @@ class Runtime:
             self.add(each)
 
     def add(self, *served: HasPools | TaskPool) -> None:
-        """Work on these too; their pools take tasks from now on.
-
-        Raises ``UsageError`` for a pool that is here, or in another runtime that runs; then it adds none of them.
-        """
+        """Work on these too. Raises ``UsageError`` if one is here or in another runtime that runs; then adds none."""
         pools = _pools(served)
         with self._state:
             if self._lost is not None:
@@ -90,37 +84,30 @@ class Runtime:
         What is not done after ``timeout`` seconds fails with `ClosedError`; a batch that runs is left to end. Returns
         whether nothing of them runs any more. Raises ``UsageError`` for a pool that is not here.
         """
-        pools = _pools(served)
-        if len(set(pools)) < len(pools):
-            raise UsageError(f"pools are to be removed more than once: {[pool.name for pool in pools]}")
+        pools = list(dict.fromkeys(_pools(served)))
         with self._state:
             strangers = [pool.name for pool in pools if pool not in self._pools or pool in self._leaving]
             if strangers:
                 raise UsageError(f"runtime {self.name!r} has no pools {strangers}, or they are being removed")
             self._leaving.update(pools)
-            runs = self._thread is not None
+        end, mine = time.monotonic() + min(timeout, LONGEST), self._mine(pools)
         try:
-            return self._remove(pools, timeout, drain=drain and runs)
+            self._close(mine, "it was removed from its runtime", end if drain else 0.0)
         finally:
             with self._state:
                 self._leaving.difference_update(pools)
-
-    def _remove(self, pools: Sequence[TaskPool], timeout: float, *, drain: bool) -> bool:
-        mine = self._mine(pools)
-        for pool in mine:
-            pool.close("it was removed from its runtime")
-        end = time.monotonic() + min(timeout, LONGEST)
-        for pool in mine:
-            if drain:
-                pool.drained(max(0.0, end - time.monotonic()))
-        with self._state:
-            for pool in pools:
-                del self._pools[pool]
-                self._active.pop(pool, None)
-        for pool in mine:
-            pool.abandon()
+                for pool in pools:
+                    del self._pools[pool]
+                    self._active.pop(pool, None)
         self._let_go(mine)
         return all([pool.drained(max(0.0, end - time.monotonic())) for pool in mine])
+
+    def _close(self, pools: Sequence[TaskPool], why: str, end: float) -> None:
+        """Take no more tasks, and wait until what was accepted is done, if a thread works on it, but until ``end``."""
+        for pool in pools:
+            pool.close(why)
+        for pool in pools if self._thread is not None else ():
+            pool.drained(max(0.0, end - time.monotonic()))
 
     def start(self) -> None:
         """Start the thread. Raises ``UsageError`` if it runs already, or another one that runs has one of the pools."""
@@ -139,23 +126,18 @@ class Runtime:
         """Take no more tasks, do what was accepted (with ``drain``), and end the thread. May be called twice.
 
         What is not done after ``timeout`` seconds fails with `ClosedError`. Returns False if a batch still runs then:
-        a module cannot be stopped from outside; its thread ends with it.
+        a module
+        cannot be stopped from outside.
         """
         if threading.current_thread() is self._thread:
             raise UsageError(f"runtime {self.name!r} cannot be shut down from its own thread, which it would wait for")
         end = time.monotonic() + min(timeout, LONGEST)
         with self._state:
             pools, thread = self._mine(self._pools), self._thread
-        for pool in pools:
-            pool.close(f"runtime {self.name!r} shuts down")
-        if drain and thread is not None:
-            for pool in pools:
-                pool.drained(max(0.0, end - time.monotonic()))
+        self._close(pools, f"runtime {self.name!r} shuts down", end if drain else 0.0)
         with self._state:
             self._ending = True
             self._state.notify_all()
-        for pool in pools:
-            pool.abandon()
         self._let_go(pools)
         if thread is not None:
             thread.join(max(0.0, end - time.monotonic()))
@@ -189,10 +171,9 @@ class Runtime:
         with _holding:
             others = {pool.name: _holders[pool].name for pool in pools if _holders.get(pool, self) is not self}
             if others:
+                told = ", ".join(f"{pool!r} is in runtime {other!r}" for pool, other in others.items())
                 raise UsageError(
-                    f"runtime {self.name!r} cannot work on pools that another one works on: "
-                    f"{', '.join(f'{pool!r} is in runtime {other!r}' for pool, other in others.items())}; remove them "
-                    "there, or shut it down, first"
+                    f"runtime {self.name!r} cannot work on pools of another: {told}; remove them there first"
                 )
             if runs:
                 _holders.update(dict.fromkeys(pools, self))
@@ -203,6 +184,8 @@ class Runtime:
             return [pool for pool in pools if _holders.get(pool, self) is self]
 
     def _let_go(self, pools: Sequence[TaskPool]) -> None:
+        for pool in pools:
+            pool.abandon()
         with _holding:
             for pool in pools:
                 if _holders.get(pool) is self:
@@ -216,7 +199,15 @@ class Runtime:
 
     def _run(self) -> None:
         try:
-            self._work_on()
+            while (pool := self._next()) is not None:
+                start = time.monotonic()
+                worked = pool.run_batch()
+                with self._state:
+                    if pool.queue.count and pool in self._pools:  # what comes later wakes the runtime itself
+                        self._active[pool] = None
+                    self._working_on = None
+                    self._batches += worked
+                    self._busy += time.monotonic() - start
         except BaseException as error:  # should not happen; but every waiter needs an answer
             with self._state:
                 self._lost, self._working_on = f"{type(error).__name__}: {error}", None
@@ -224,17 +215,6 @@ class Runtime:
             for pool in pools:
                 pool.perish(f"the thread of runtime {self.name!r} ended with {self._lost}")
             raise
-
-    def _work_on(self) -> None:
-        while (pool := self._next()) is not None:
-            start = time.monotonic()
-            worked = pool.run_batch()
-            with self._state:
-                if pool.queue.count and pool in self._pools:  # what comes later wakes the runtime itself
-                    self._active[pool] = None
-                self._working_on = None
-                self._batches += worked
-                self._busy += time.monotonic() - start
 
     def _next(self) -> TaskPool | None:
         """Wait for a pool with a batch that is ready, and choose the one with the oldest task; None at the end."""
@@ -252,8 +232,7 @@ class Runtime:
                     elif later is not None:
                         wake = later if wake is None else min(wake, later)
                 if best is not None:
-                    # Out of the active pools before its batch is taken, so that no task comes between a look at its
-                    # queue and its removal.
+                    # Before its batch is taken, so that no task comes between a look at its queue and its removal.
                     del self._active[best[1]]
                     self._working_on = best[1]
                     return best[1]

@@ -51,20 +51,17 @@ class Column:
         """Every way in which what was sent is not what this column takes, in words."""
         if not isinstance(tensor, Tensor):
             return [f"{self.name} is of type {type(tensor).__name__}, wanted a tensor ({self.spec})"]
-        kind = _unusual(tensor)
-        if kind is not None:
+        if tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
             return [f"{self.name} is a {kind} tensor, wanted a dense (strided) one with values"]
         dtype = tensor.dtype if self._castable(tensor) else self.spec.dtype
         spec = replace(self.spec, dtype=dtype, requires_grad=tensor.requires_grad)
-        return [f"{self.name} {fault}" for fault in (*spec.faults(tensor), *self._advice(tensor))]
-
-    def _advice(self, tensor: Tensor) -> list[str]:
-        """What to do with rows that lie in more than one axis, as those of sequences do."""
-        more, rest = tensor.dim() - len(self.spec.shape), self.spec.shape[1:]
-        if more <= 0 or any(b is not None and a != b for a, b in zip(tensor.shape[more + 1 :], rest, strict=True)):
-            return []
-        lead = tuple(tensor.shape[: more + 1])
-        return [f"would fit as flatten(0, {more}), and what comes back is brought to its form by unflatten(0, {lead})"]
+        faults = [f"{self.name} {fault}" for fault in spec.faults(tensor)]
+        more = tensor.dim() - len(spec.shape)  # rows in more than one axis, as those of sequences
+        if more > 0 and tuple(tensor.shape[more + 1 :]) == spec.shape[1:]:
+            there, back = f"flatten(0, {more})", f"unflatten(0, {tuple(tensor.shape[: more + 1])})"
+            faults.append(f"{self.name} would fit as {there}, and what comes back is brought to its form by {back}")
+        return faults
 
     def _castable(self, tensor: Tensor) -> bool:
         wanted = self.spec.dtype
@@ -76,15 +73,12 @@ class FlatSchema:
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)
-        free = [[a for a, size in enumerate(c.spec.shape) if a and size is None] for c in self.columns]
-        self.free = [(i, axis) for i, axes in enumerate(free) for axis in axes]
-        """Places and axes whose sizes may differ from task to task, but for the batch."""
+        # Places and axes whose sizes may differ from task to task, but for the batch.
+        shapes = [(i, axis, size) for i, c in enumerate(self.columns) for axis, size in enumerate(c.spec.shape)]
+        self.free = [(i, axis) for i, axis, size in shapes if axis and size is None]
 
     def check(self, tensors: Sequence[Any], where: str) -> int:
-        """The number of rows that all these tensors have; 1 where a task has no tensors.
-
-        Raises one ``SpecError`` that lists every mismatch.
-        """
+        """The number of rows of all these tensors; 1 without any. Raises a ``SpecError`` that lists every mismatch."""
         if len(tensors) == len(self.columns):
             rows = [
                 x.shape[0] if isinstance(x, Tensor) and column.fits(x) else 0
@@ -119,19 +113,15 @@ class NestedSchema:
     def __init__(self, tree: Any, root: str, names: Sequence[str] = ()) -> None:
         self.tree = tree
         leaves, self.structure = flatten(tree)
-        self.specs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
         names = names or structure_paths(self.structure, root)
-        self.names = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, TensorSpec)]
-        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, TensorSpec)]
-        self.root = root
-        self.sample_rows: int | None = None
-        """How many rows the sample tensors had that it was made of, if they had one number."""
-        self.leaves = leaves
-        self.constants = [
-            (place, name, leaf)
-            for place, (name, leaf) in enumerate(zip(names, leaves, strict=True))
-            if not isinstance(leaf, TensorSpec)
-        ]
+        entries = [(place, name, leaf) for place, (name, leaf) in enumerate(zip(names, leaves, strict=True))]
+        tensors = [entry for entry in entries if isinstance(entry[2], TensorSpec)]
+        self.places = [place for place, _, _ in tensors]
+        self.names = [name for _, name, _ in tensors]
+        self.specs: list[TensorSpec] = [spec for _, _, spec in tensors]
+        self.constants = [entry for entry in entries if not isinstance(entry[2], TensorSpec)]
+        self.root, self.leaves = root, leaves
+        self.sample_rows: int | None = None  # of the sample tensors that it was made of, if they had one number
         by_position = [f"call[0][{i}]" for i in range(len(self.specs))]
         self._plain = root == "call" and structure_paths(self.structure, root) == by_position
         self._single = isinstance(tree, TensorSpec)  # as the outputs of most modules
@@ -148,15 +138,9 @@ class NestedSchema:
             leaves[place] = tensor
         return unflatten(self.structure, leaves)
 
-    def flat(self, value: Any) -> list[Tensor]:
-        """The inverse of `pack`, for a value that is known to be nested like this."""
-        leaves = flatten(value)[0]
-        return [leaves[place] for place in self.places]
-
     def columns(self, *, casts: bool = False, prefix: str = "") -> list[Column]:
         """One column per tensor."""
-        pairs = zip(self.names, self.specs, strict=True)
-        return [Column(f"{prefix}{name}", spec, casts and _differentiable(spec)) for name, spec in pairs]
+        return [Column(f"{prefix}{c.name}", c.spec, casts and _differentiable(c.spec)) for c in self._columns]
 
     def constant_faults(self, leaves: Sequence[Any]) -> list[str]:
         """Which leaves of a value that is nested like this should be constants, but are others, in words."""
@@ -177,18 +161,16 @@ class NestedSchema:
         if self._single and isinstance(value, Tensor) and self._columns[0].fits(value) and len(value) == rows:
             return [value]
         leaves, structure = flatten(value)
-        fault = difference(self.structure, structure, self.root)
-        found = [] if fault else [leaves[place] for place in self.places]
-        pairs = list(zip(self._columns, found, strict=not fault))
-        faults = [fault] if fault else []
-        if self.constants and not fault:
-            faults += self.constant_faults(leaves)
-        if not faults and all(isinstance(x, Tensor) and c.fits(x) and x.shape[0] == rows for c, x in pairs):
-            return found
-        for column, leaf in pairs:
-            if not (isinstance(leaf, Tensor) and column.fits(leaf) and leaf.shape[0] == rows):
-                faults += column.faults(leaf) or [f"{column.name} has {leaf.shape[0]} rows for a batch of {rows}"]
-        raise SpecError(listed("the module did not return what its outputs_schema says:", faults))
+        with Validator("the module did not return what its outputs_schema says", SpecError) as check:
+            fault = difference(self.structure, structure, self.root)
+            check.add(*([fault] if fault else self.constant_faults(leaves)))
+            found = [] if fault else [leaves[place] for place in self.places]
+            for column, leaf in zip(self._columns, found, strict=not fault):
+                if not (isinstance(leaf, Tensor) and column.fits(leaf) and leaf.shape[0] == rows):
+                    check.add(
+                        *(column.faults(leaf) or [f"{column.name} has {leaf.shape[0]} rows for a batch of {rows}"])
+                    )
+        return found
 
 
 def gradient_columns(outputs: NestedSchema) -> list[Column]:
@@ -199,8 +181,7 @@ def gradient_columns(outputs: NestedSchema) -> list[Column]:
 def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
     """The schemas of a call as one nest ``(args, kwargs)``. Raises ``UsageError`` that lists all that is wrong.
 
-    A sample tensor stands for its spec. If no spec says ``requires_grad``, every tensor whose dtype can carry a
-    gradient gets one; otherwise only those that say it.
+    If no spec says ``requires_grad``, every tensor whose dtype can carry a gradient gets one; else only those that do.
     """
     if args is None and kwargs is None:
         raise UsageError(
@@ -224,7 +205,7 @@ def call_schema(name: str, args: Any, kwargs: Any) -> NestedSchema:
 
 
 def output_schema(name: str, outputs: Any) -> NestedSchema:
-    """A schema of outputs that the user gave, as a nest. Raises ``UsageError`` that lists all that is wrong."""
+    """A schema of outputs as a nest. Raises ``UsageError`` that lists all that is wrong."""
     nest = NestedSchema(_as_specs(outputs), "output")
     _check_batch_axis(f"the outputs_schema of expert {name!r} cannot be used", nest)
     return nest
@@ -257,15 +238,6 @@ def _brief(leaf: Any) -> str:
     return "a tensor" if isinstance(leaf, Tensor | TensorSpec) else " ".join(repr(leaf).split())[:_BRIEF]
 
 
-def _unusual(tensor: Tensor) -> str | None:
-    """In one word what keeps a tensor from being joined with others; None for most."""
-    if tensor.is_nested:
-        return "nested"
-    if tensor.is_meta:
-        return "meta"
-    return None if tensor.layout is torch.strided else str(tensor.layout)
-
-
 def _differentiable(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
@@ -289,17 +261,14 @@ def infer_outputs(
 ) -> NestedSchema:
     """The schema of the outputs: ``run`` on zeros, compared with what the user gave if that is not None.
 
-    An axis is free if it follows the batch, or the free axes of the inputs. Raises ``SpecError`` if the outputs do not
-    fit, and what the module raises for the first sizes if it runs with none.
+    An axis is free if it follows a free axis of the inputs. Raises ``SpecError``, and what the module raises.
     """
     rows, first, other = _dummy_outputs(name, call, device, run)
-    pairs = zip(first.names, first.specs, strict=True)
-    faults = [f"{path} has shape {spec.shape} for {rows} rows" for path, spec in pairs if spec.shape[:1] != (rows,)]
-    if faults:
-        raise SpecError(listed(f"axis 0 of all outputs of expert {name!r} must be the batch:", faults))
-    faults = [] if other is None else first.differences(other)
-    if faults:
-        raise SpecError(listed(f"expert {name!r} must return the same for all sizes but in tensors:", faults))
+    with Validator(f"axis 0 of all outputs of expert {name!r} must be the batch", SpecError) as check:
+        for path, spec in zip(first.names, first.specs, strict=True):
+            check.that(spec.shape[:1] == (rows,), f"{path} has shape {spec.shape} for {rows} rows")
+    with Validator(f"expert {name!r} must return the same for all sizes but in tensors", SpecError) as check:
+        check.add(*([] if other is None else first.differences(other)))
     specs = [_freed(spec, None if other is None else other.specs[i]) for i, spec in enumerate(first.specs)]
     found = output_schema(name, first.pack(specs))
     if given is None:

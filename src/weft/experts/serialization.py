@@ -6,8 +6,8 @@
         metadata   {"dict": [["state", ...], ["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}]]}     JSON
 
 Kept exactly: dicts with keys of any kind and order, `OrderedDict` with the versions that modules store on it, `Counter`
-(some schedules hold one), lists, tuples, numbers with NaN and Inf, strings, booleans, ``None``. A tensor that occurs
-twice (tied weights) is stored once, and is one tensor again. Reading a file never executes any of it.
+(some schedules hold one), lists, tuples, numbers, strings, booleans, ``None``. A tensor that occurs twice (tied
+weights) is stored once, and is one tensor again. Reading a file never executes any of it.
 """
 
 import json
@@ -49,10 +49,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
 
 def serialize(value: Any) -> memoryview:
-    """Copy a value with its tensors, on any device, into the bytes of a safetensors file.
+    """The bytes of a safetensors file with a copy of this value.
 
-    The copies are made by torch, which lets other threads run meanwhile. Raises ``UsageError`` that lists every leaf
-    that cannot be stored, and ``TornError`` if a tensor was written to meanwhile.
+    Raises ``UsageError`` that lists what cannot be stored, and ``TornError`` if a tensor was written to meanwhile.
     """
     encoder = _Encoder()
     tree = encoder.node(value, "")
@@ -78,11 +77,10 @@ def serialize(value: Any) -> memoryview:
     file = torch.empty(len(head) + end, dtype=torch.uint8, device="cpu")
     data = memoryview(cast("Any", file.numpy()))
     data[: len(head)] = head
-    start = len(head)
-    for _, tensor in tensors:
+    for name, tensor in tensors:
         if tensor.nbytes:
-            file[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start += tensor.nbytes
+            start, end = [len(head) + offset for offset in entries[name]["data_offsets"]]
+            file[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     encoder.check_versions()
     return data
 
@@ -96,7 +94,7 @@ def deserialize(data: bytes | bytearray | memoryview) -> Any:
         if metadata["format"] == _FORMAT:
             with torch.device("cpu"):  # where `load` makes what has no numbers
                 tensors = load(data)
-            return _Decoder(tensors).value(json.loads(metadata["tree"]))
+            return _decoded(json.loads(metadata["tree"]), tensors)
     except MemoryError:  # says nothing about the file
         raise
     except Exception as error:  # whatever trips over these bytes: they are no checkpoint
@@ -152,53 +150,41 @@ class _Encoder:
         key = (*memory, plain.is_conj(), plain.is_neg())
         name = self._names.get(key) if plain.numel() else None
         if name is None:
-            name, count = path, 1
+            name = path
             while name in self.tensors:  # keys of different types may look alike
-                count += 1
-                name = f"{path}#{count}"
+                name += "#"
             self._names[key], self.tensors[name] = name, plain
         if plain.dtype in _NAMED:
             return {"tensor": name}
         return {"tensor": name, "dtype": str(plain.dtype).removeprefix("torch."), "shape": list(plain.shape)}
 
 
-class _Decoder:
-    """Puts a value back together."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def value(self, node: Any) -> Any:
-        if not isinstance(node, dict):
-            return node
-        fields = cast("dict[str, Any]", node)
-        kind = min(fields.keys() & _KINDS)  # there is exactly one
-        inner = fields[kind]
-        if kind == "tensor":
-            return self._tensor(inner, fields)
-        if kind == "float":
-            return float(inner)
-        if kind in ("list", "tuple"):
-            items = [self.value(item) for item in inner]
-            return items if kind == "list" else tuple(items)
-        pairs = [(self.value(key), self.value(item)) for key, item in inner]
-        if kind == "counter":
-            return Counter(dict(pairs))
-        if kind == "dict":
-            return dict(pairs)
-        ordered: OrderedDict[Any, Any] = OrderedDict(pairs)
-        if versions := self.value(fields["versions"]):
-            ordered._metadata = versions  # pyright: ignore[reportAttributeAccessIssue]
-        return ordered
-
-    def _tensor(self, name: str, fields: dict[str, Any]) -> Tensor:
-        """The same object for the same name, so that what was tied is tied again."""
-        stored = self._tensors[name]
+def _decoded(node: Any, tensors: dict[str, Tensor]) -> Any:
+    """The value of which `_Encoder.node` made this."""
+    if not isinstance(node, dict):
+        return node
+    fields = cast("dict[str, Any]", node)
+    kind = min(fields.keys() & _KINDS)  # there is exactly one
+    inner = fields[kind]
+    if kind == "tensor":
+        stored = tensors[inner]
         if "dtype" in fields and stored.dtype == torch.uint8:
             dtype = _DTYPES[fields["dtype"]]
             stored = (stored.view(dtype) if stored.numel() else stored.new_empty(0, dtype=dtype)).view(fields["shape"])
-            self._tensors[name] = stored
+            tensors[inner] = stored  # the same object for the same name, so that what was tied is tied again
         return stored
+    if kind == "float":
+        return float(inner)
+    if kind in ("list", "tuple"):
+        items = [_decoded(item, tensors) for item in inner]
+        return items if kind == "list" else tuple(items)
+    pairs = [(_decoded(key, tensors), _decoded(item, tensors)) for key, item in inner]
+    if kind != "ordered":
+        return dict(pairs) if kind == "dict" else Counter(dict(pairs))
+    ordered: OrderedDict[Any, Any] = OrderedDict(pairs)
+    if versions := _decoded(fields["versions"], tensors):
+        ordered._metadata = versions  # pyright: ignore[reportAttributeAccessIssue]
+    return ordered
 
 
 def _join(path: str, name: str) -> str:

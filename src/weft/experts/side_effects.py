@@ -5,10 +5,9 @@
                    +────────── restore <── any of them fails            nothing stays
 
 Besides its outputs a module may change its own tensors, its inputs and the random generator. All of that is undone, so
-a batch that fails can run again in parts, and an expert's tensors depend on its backward batches alone: a log of those
-is enough to replay them. Only what was seen to change is copied (running statistics of a norm layer, a weight that
-``max_norm`` rescales); a tensor that the dummy run left alone and that a later batch writes to is known from then on,
-but not restored that once.
+a batch that fails can run again in parts, and a log of the backward batches is enough to replay them. Only what was
+seen to change is copied; a tensor that the dummy run left alone and that a later batch writes to is known from then
+on, but not restored that once.
 
 PyTorch has one default generator per device. A module that draws from it (dropout) gets numbers of its own for every
 batch, by a seed, and the generator is restored afterwards; see `weft.core.rng`.
@@ -24,7 +23,7 @@ inputs only, is not noticed: its numbers are the generator's, and a log of its b
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,40 +34,33 @@ from weft.experts.task import REPEATED, Task
 _CONFIGURATIONS = 64
 
 
-class _Slot(NamedTuple):
-    """A place in a module that holds a parameter or a buffer."""
-
-    table: dict[str, Any]
-    name: str
-
-    @property
-    def tensor(self) -> Tensor | None:
-        return self.table.get(self.name)
+_Slot = tuple[dict[str, Any], str]
+"""A place in a module that holds a parameter or a buffer: its table, and its name there."""
 
 
 class TensorSnapshot:
     """Copies of the tensors that a forward is known to change."""
 
     def __init__(self, slots: Sequence[_Slot]) -> None:
-        tensors = [(slot, slot.tensor) for slot in slots]
-        self._held = [(slot, tensor, tensor.detach().clone()) for slot, tensor in tensors if tensor is not None]
+        tensors = [(table, name, table.get(name)) for table, name in slots]
+        self._held = [(table, name, x, x.detach().clone()) for table, name, x in tensors if x is not None]
 
     def restore(self) -> None:
         """Every tensor back in its place with its bytes."""
         with torch.no_grad():
-            for slot, tensor, copy in self._held:
-                slot.table[slot.name] = tensor
+            for table, name, tensor, copy in self._held:
+                table[name] = tensor
                 tensor.copy_(copy)
 
     @property
     def copies(self) -> dict[tuple[int, str], Tensor]:
         """What is held, by its table and name there."""
-        return {(id(slot.table), slot.name): copy for slot, _, copy in self._held}
+        return {(id(table), name): copy for table, name, _, copy in self._held}
 
     def changed(self) -> list[int]:
         """Which of them are not as they were. Versions would not tell: batch norm writes without counting."""
-        pairs = enumerate(self._held)
-        return [i for i, (slot, tensor, copy) in pairs if slot.tensor is not tensor or not torch.equal(tensor, copy)]
+        held = enumerate(self._held)
+        return [i for i, (table, name, x, copy) in held if table.get(name) is not x or not torch.equal(x, copy)]
 
 
 class SideEffects:
@@ -79,17 +71,13 @@ class SideEffects:
         self.device = device
         self.writes: set[int] = set()
         self._modules = list(module.modules())
-        self._slots = [
-            _Slot(table, name)
-            for each in self._modules
-            for table in (each._parameters, each._buffers)
-            for name in table
-        ]
-        self._own = [_Slot(each._parameters, name) for each in self._modules for name in each._parameters]
+        tables = [table for each in self._modules for table in (each._parameters, each._buffers)]
+        self._slots: list[_Slot] = [(table, name) for table in tables for name in table]
+        self._own: list[_Slot] = [(each._parameters, name) for each in self._modules for name in each._parameters]
         self._changing: set[int] = set()
-        tables = [id(slot.table) for slot in self._slots]
+        homes = [id(table) for table, _ in self._slots]
         self._norms = [  # they may be put into training mode later, and do not count what they write
-            (each, [i for i, table in enumerate(tables) if table == id(each._buffers)])
+            (each, [i for i, home in enumerate(homes) if home == id(each._buffers)])
             for each in self._modules
             if isinstance(each, nn.modules.batchnorm._NormBase)
         ]
@@ -101,8 +89,7 @@ class SideEffects:
         ]
         self._use, self._back = (RandomUse(generators([device])) for _ in range(2))
         self._evaluation = False
-        self.draws = {False: False, True: False}
-        """Whether the module draws, in training and in evaluation, as far as was seen."""
+        self.draws = {False: False, True: False}  # whether the module draws, by evaluation, as far as was seen
 
     @property
     def stateful(self) -> bool:
@@ -112,10 +99,9 @@ class SideEffects:
     def rehearse(self, inputs: Sequence[Tensor], forward: Callable[[], Any]) -> Any:
         """Run a forward for the first time, see what it changes, and undo that.
 
-        Before the module is known, its random numbers come from the caller's generator: one number, the seed
-        of this expert, and only if the module draws.
+        If the module draws, its seed is one number of the caller's generator.
         """
-        filled = [place for place, slot in enumerate(self._slots) if slot.tensor is not None]
+        filled = [place for place, (table, name) in enumerate(self._slots) if table.get(name) is not None]
         every = TensorSnapshot([self._slots[place] for place in filled])
         versions, state = [tensor._version for tensor in inputs], self._state()
         dice = RngStreams([self._use], [self._configuration()])
@@ -174,10 +160,7 @@ class SideEffects:
                 each.training = True
 
     def run(self, seed: int, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(*args)``, which is a forward: note which of the module's tensors it changes.
-
-        Random numbers come from this seed, and the generators are as before afterwards.
-        """
+        """``function(*args)``, a forward with random numbers of this seed; notes which of its tensors change."""
         before = self._state()
         try:
             return self._drawn(self._use, seed, function, *args)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError
 from weft.core.validation import Validator
 from weft.experts.optimizer_step import laid_out
 
@@ -33,14 +33,10 @@ def state_of(
     module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, counts: Mapping[str, int | str]
 ) -> dict[str, Any]:
     """A copy of the state of an expert with these parts."""
-    state = {
-        "module": module.state_dict(),
-        "optimizer": None if optimizer is None else optimizer.state_dict(),
-        "schedule": None if schedule is None else schedule.state_dict(),
-        _KINDS["optimizer"]: None if optimizer is None else type(optimizer).__name__,
-        _KINDS["schedule"]: None if schedule is None else type(schedule).__name__,
-        **counts,
-    }
+    state: dict[str, Any] = {"module": module.state_dict(), **counts}
+    for name, part in {"optimizer": optimizer, "schedule": schedule}.items():
+        state[name] = None if part is None else part.state_dict()
+        state[_KINDS[name]] = None if part is None else type(part).__name__
     return copy.deepcopy(state)
 
 
@@ -67,15 +63,9 @@ def check_state(name: str, state: Mapping[str, Any], optimizer: Optimizer | None
 
 
 def load(
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    schedule: LRScheduler | None,
-    state: Mapping[str, Any],
+    module: nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None, state: Mapping[str, Any]
 ) -> None:
-    """Load ``state["module"]``, ``state["optimizer"]`` and ``state["schedule"]``, which is left alone.
-
-    Raises ``UsageError`` where the optimizer's state cannot be that of these parameters, and what the three raise.
-    """
+    """Load the three parts of ``state``, or none. Raises ``UsageError`` for other parameters, and what they raise."""
     with _undone(module, optimizer, schedule):
         if optimizer is not None:
             sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -112,15 +102,13 @@ def _undone(module: nn.Module, optimizer: Optimizer | None, schedule: LRSchedule
 
 def _fit(optimizer: Optimizer) -> None:
     """Lay the states out in memory as their parameters are: fused steps walk both, and files keep no strides."""
-    faults: list[str] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, Tensor) or value.layout is not torch.strided:
-                    continue
-                if value.shape == parameter.shape:
-                    optimizer.state[parameter][name] = laid_out(parameter, value)
-                elif group.get("fused") and value.numel() != 1:
-                    faults.append(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
-    if faults:
-        raise UsageError(listed("the state of the optimizer is that of other parameters:", faults))
+    with Validator("the state of the optimizer is that of other parameters") as check:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                        continue
+                    if value.shape == parameter.shape:
+                        optimizer.state[parameter][name] = laid_out(parameter, value)
+                    elif group.get("fused") and value.numel() != 1:
+                        check.add(f"{name} has shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")

@@ -14,13 +14,12 @@ Tasks with equal batch keys may share a batch, first come, first served. They le
 they are cancelled, so its length is the number of tasks with waiters. The pool holds the lock.
 """
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 
 import torch
@@ -48,13 +47,7 @@ class CallerStream:
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """``tensors`` have ``rows`` rows each; ``deadline`` is a time of `time.monotonic`; ``number`` is unique here.
-
-    ``key`` makes a repetition known, ``mini_batch`` names the sum that its gradient is added to, both within one
-    ``client``. Quotas and shares go by ``principal``, which several clients may have. It came by ``stream``. Tasks of
-    one ``batch_key`` may share a batch. ``evaluation``: the module runs as after ``eval()``; ``keep``: what its forward
-    leaves may be kept, see `weft.experts.graph_cache`.
-    """
+    """``tensors`` have ``rows`` rows each; ``number`` is unique here; for the others see `TaskPool.submit_task`."""
 
     tensors: tuple[Tensor, ...]
     rows: int
@@ -74,15 +67,10 @@ class Task:
     fingerprint: int = 0  # see `weft.experts.idempotency.fingerprint`; of tasks with a key alone
 
     def join(self, deadline: float | None, gave_up: Callable[["Task"], None]) -> "Future[Results]":
-        """One more waiter. The task expires when the last of them does.
-
-        ``gave_up`` is called, in the thread that cancels, whenever a waiter does so before the task is taken.
-        """
+        """One more waiter; the task expires when the last does. ``gave_up`` is called in the thread that cancels it."""
         future = Waiter(self, gave_up)
-        if self.waiters and (self.deadline is None or deadline is None):
-            self.deadline = None
-        elif self.waiters and self.deadline is not None and deadline is not None:
-            self.deadline = max(self.deadline, deadline)
+        if self.waiters:
+            self.deadline = None if self.deadline is None or deadline is None else max(self.deadline, deadline)
         self.waiters.append(future)
         if self.taken:
             future.set_running_or_notify_cancel()
@@ -94,7 +82,7 @@ class Task:
         self.waiters = [waiter for waiter in self.waiters if waiter not in gone]
         for waiter in gone:  # else `concurrent.futures.wait` would go on waiting for it
             waiter.set_running_or_notify_cancel()
-            waiter.let_go()
+            waiter.waits = None
         return bool(self.waiters)
 
     def take(self) -> bool:
@@ -111,7 +99,7 @@ class Task:
         """The waiters, for the last time: a future that is kept must not keep the task."""
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
-            waiter.let_go()
+            waiter.waits = None
         return waiters
 
 
@@ -120,22 +108,14 @@ class Waiter(Future[Results]):
 
     def __init__(self, task: Task, gave_up: Callable[[Task], None]) -> None:
         super().__init__()
-        self._waits: tuple[Task, Callable[[Task], None]] | None = (task, gave_up)
+        self.waits: tuple[Task, Callable[[Task], None]] | None = (task, gave_up)
 
     def cancel(self) -> bool:
         """See `concurrent.futures.Future.cancel`."""
-        done, waits = super().cancel(), self._waits
+        done, waits = super().cancel(), self.waits
         if done and waits is not None:
             waits[1](waits[0])
         return done
-
-    def add_done_callback(self, fn: "Callable[[Future[Results]], object]") -> None:
-        """As in the base class, but nothing that ``fn`` raises ends the thread that answers."""
-        super().add_done_callback(partial(_call, fn))
-
-    def let_go(self) -> None:
-        """Forget the task."""
-        self._waits = None
 
 
 def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
@@ -143,13 +123,11 @@ def answer(waiters: Sequence["Future[Results]"], result: Answer) -> None:
     for waiter in waiters:
         if not waiter.running() and not _still_waits(waiter):
             continue
-        try:
+        with suppress(BaseException):  # its owner has set it; or raised by a callback, which must not end this thread
             if isinstance(result, BaseException):
                 waiter.set_exception(result)
             else:
                 waiter.set_result(result)
-        except InvalidStateError:  # its owner has set it, and wants nothing else
-            continue
 
 
 def split_rows(batch: Sequence[Tensor], rows: Sequence[int]) -> list[Results]:
@@ -166,18 +144,6 @@ def _still_waits(waiter: "Future[Results]") -> bool:
         return waiter.set_running_or_notify_cancel()
     except RuntimeError:  # its owner has set it; the library logs that
         return False
-
-
-def _call(fn: "Callable[[Future[Results]], object]", future: "Future[Results]") -> None:
-    """A callback. The library logs what it raises, but lets through what is no ``Exception``."""
-    try:
-        fn(future)
-    except Exception:
-        raise
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise
-        raise RuntimeError(f"a callback raised {type(error).__name__}, which ends nothing here") from error
 
 
 @dataclass(slots=True)
@@ -258,10 +224,13 @@ class BatchQueue:
     def take(self, now: float) -> tuple[list[Task], list[Task]]:
         """The tasks of the next batch, and those that had expired on the way to it. Both are out of the queue.
 
-        Tasks with keys are ordered by them: the same callers make the same batch in forward and in backward, which
-        may use the graph that forward kept, in whichever order they came.
+        Sorted by their keys: the same callers make the same batch in forward and in backward, which may use its graph.
         """
-        expired = self._expired_heads(now)
+        expired: list[Task] = []
+        for group in list(self._groups.values()):
+            while group.tasks and group.head().expired(now):
+                expired.append(group.head())
+                self.remove(group.head())
         ready = [group for group in self._groups.values() if self._ready(group, now)]
         batch: list[Task] = []
         if ready:
@@ -269,18 +238,11 @@ class BatchQueue:
             batch.sort(key=lambda task: task.key or "")
         return batch, expired
 
-    def sweep(self, now: float) -> list[Task]:
-        """Remove and return all tasks that have expired."""
-        expired = [task for task in self if task.expired(now)]
-        for task in expired:
-            self.remove(task)
-        return expired
-
     def _fill(self, group: _Group, now: float, batch: list[Task], expired: list[Task]) -> None:
         rows = 0
         while group.tasks:
             task = group.head()
-            if task.deadline is not None and task.deadline <= now:
+            if task.expired(now):
                 expired.append(task)
             elif rows + task.rows <= self._max_rows:
                 rows += task.rows
@@ -288,14 +250,6 @@ class BatchQueue:
             else:
                 return
             self.remove(task)
-
-    def _expired_heads(self, now: float) -> list[Task]:
-        expired: list[Task] = []
-        for group in list(self._groups.values()):
-            while group.tasks and group.head().expired(now):
-                expired.append(group.head())
-                self.remove(group.head())
-        return expired
 
     def _ready(self, group: _Group, now: float) -> bool:
         head = group.head()

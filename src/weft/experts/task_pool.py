@@ -6,9 +6,7 @@
       Future    SpecError  Overload   leave at once when cancelled          Futures
 
 Everything that can be wrong with a task by itself is found in `submit_task`, in its author's thread. Quotas bound the
-queue, in all and for each client, so that a full one answers at once with an error that a client can act on, and one
-greedy client fills its own share alone. The pool whose oldest task waits longest goes first: an idea of hivemind's task
-pools.
+queue, in all and for each client. The pool whose oldest task waits longest goes first, as in hivemind.
 
 Batching is continuous: a batch is what waits when the device is free.
 
@@ -26,11 +24,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isnan
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from weft.core.validation import Validator, is_number
@@ -61,8 +58,7 @@ class PoolOptions:
             `weft.experts.task_pool`. 0: never. With a ``min_batch_size`` that decides alone.
         max_tasks, max_rows: what may wait in all; beyond it an `OverloadError`.
         max_client_tasks, max_client_rows: what one client may have waiting or running; beyond it a `QuotaError`. None:
-            half of ``max_tasks`` and of ``max_rows``, so that no client fills a queue alone. Tasks without a client are
-            not counted.
+            half of ``max_tasks`` and of ``max_rows``. Tasks without a client are not counted.
 
     Example:
         >>> weft.experts.PoolOptions(max_batch_size=256).max_batch_delay  # seconds
@@ -80,18 +76,16 @@ class PoolOptions:
 
     def __post_init__(self) -> None:
         with Validator("invalid pool options") as check:
-            valid = [check.count(name, getattr(self, name)) for name in ("min_batch_size", "max_batch_size")]
-            valid += [check.count(name, getattr(self, name)) for name in ("max_tasks", "max_rows")]
-            check.count("max_client_tasks", self.max_client_tasks, optional=True)
-            check.count("max_client_rows", self.max_client_rows, optional=True)
-            check.seconds("timeout", self.timeout, zero=True)
-            check.seconds("max_batch_delay", self.max_batch_delay, zero=True)
+            sizes = ("min_batch_size", "max_batch_size", "max_tasks", "max_rows")
+            valid = [check.count(name, getattr(self, name)) for name in sizes]
+            for name in ("max_client_tasks", "max_client_rows"):
+                check.count(name, getattr(self, name), optional=True)
+            for name in ("timeout", "max_batch_delay"):
+                check.seconds(name, getattr(self, name), zero=True)
             if all(valid):
-                smallest, largest = self.min_batch_size, self.max_batch_size
-                check.that(smallest <= largest, f"min_batch_size is {smallest}, but max_batch_size {largest}")
-                check.that(
-                    self.max_rows >= largest, f"max_rows is {self.max_rows}, wanted at least max_batch_size, {largest}"
-                )
+                least, largest, rows = self.min_batch_size, self.max_batch_size, self.max_rows
+                check.that(least <= largest, f"min_batch_size is {least}, but max_batch_size {largest}")
+                check.that(rows >= largest, f"max_rows is {rows}, wanted at least max_batch_size, {largest}")
 
     @property
     def client_share(self) -> tuple[int, int]:
@@ -100,62 +94,12 @@ class PoolOptions:
         return self.max_client_tasks or max(1, self.max_tasks // 2), self.max_client_rows or rows
 
 
-@dataclass
-class QuotaCounter:
-    """The tasks and rows that each client has at a pool now. Clients with none are forgotten."""
-
-    options: PoolOptions
-    tasks: "Counter[str]" = field(default_factory=Counter["str"])
-    rows: "Counter[str]" = field(default_factory=Counter["str"])
-
-    def admit(self, name: str, client: str | None, rows: int, waiting_tasks: int, waiting_rows: int) -> None:
-        """Count one more task in, or raise `TooManyRowsError`, `OverloadError` or `QuotaError`."""
-        limit = self.options
-        if rows > limit.max_batch_size:
-            raise TooManyRowsError(
-                f"pool {name!r} got a task of {rows} rows, but its largest batch has {limit.max_batch_size}; "
-                "split the task, or raise max_batch_size"
-            )
-        if waiting_tasks >= limit.max_tasks or waiting_rows + rows > limit.max_rows:
-            raise OverloadError(
-                f"pool {name!r} is full: {waiting_tasks} of {limit.max_tasks} tasks and {waiting_rows} of "
-                f"{limit.max_rows} rows wait, and {rows} more were sent; come back later"
-            )
-        if client is None:
-            return
-        most_tasks, most_rows = limit.client_share
-        if self.tasks[client] >= most_tasks or self.rows[client] + rows > most_rows:
-            message = (
-                f"client {client!r} has {self.tasks[client]} tasks with {self.rows[client]} rows at pool {name!r} and "
-                f"sent {rows} more rows; it may have {most_tasks} tasks and {most_rows} rows there; wait for answers "
-                "before sending more"
-            )
-            self._forget(client)
-            raise QuotaError(message)
-        self.tasks[client] += 1
-        self.rows[client] += rows
-
-    def leave(self, client: str | None, rows: int) -> None:
-        """One task less."""
-        if client is not None:
-            self.tasks[client] -= 1
-            self.rows[client] -= rows
-            self._forget(client)
-
-    def _forget(self, client: str) -> None:
-        if not self.tasks[client]:
-            del self.tasks[client], self.rows[client]
-
-
 _LATELY = 4  # batches
 _MOST_SKIPPED = 64  # batches in a row that do not wait, after waits in vain
 
 
 class CallerGroup:
-    """The callers of several pools, such as those of one expert, worked on by one thread.
-
-    Each pool reports under its own lock; what another one reads of it may be late, but not torn.
-    """
+    """The callers of several pools, such as those of one expert. What is read of another pool may be late, not torn."""
 
     def __init__(self) -> None:
         self.delays: list[BatchDelay] = []
@@ -163,10 +107,7 @@ class CallerGroup:
         self._peak = 0
 
     def missing(self, *, begun: bool = False) -> int:
-        """How many tasks fewer are under way now than lately. Above 0, a caller is about to come back.
-
-        ``begun``: a batch has begun in one of the pools.
-        """
+        """How many tasks fewer are under way than lately: these are about to come back. ``begun``: a batch has."""
         if begun:
             self._peaks.append(self._peak)
             self._peak = 0
@@ -182,22 +123,12 @@ class BatchDelay:
         self._max_delay = max_delay
         self._group = group or CallerGroup()
         self._group.delays.append(self)
-        self.seconds = deque[float](maxlen=_LATELY)
-        """Durations of the last batches."""
-        self.waited = 0.0
-        """Seconds for which batches have waited, in all."""
-        self.waiting = self.running = 0
-        """Tasks, as of the last report of the pool."""
+        self.seconds = deque[float](maxlen=_LATELY)  # durations of the last batches
+        self.waited = 0.0  # seconds for which batches have waited, in all
+        self.waiting = self.running = 0  # tasks, as of the last report of the pool
         self._since: float | None = None  # when the wait began
         self._sleeps = False  # whether the runtime was told to wait the last time it asked
         self._skip = self._skipped = 0  # batches that do not wait: still to come, and after the last wait in vain
-
-    @property
-    def longest(self) -> float:
-        """Seconds for which a batch may wait: half of what callers lose who are not together, the shortest of the last
-        batches of each pool."""
-        batches = sum([min(each.seconds, default=0.0) for each in self._group.delays])
-        return min(self._max_delay, batches / 2)
 
     def arrived(self, tasks: int) -> bool:
         """A task came, and so many wait now. Whether to wake the runtime: not if it waits for more already."""
@@ -205,12 +136,12 @@ class BatchDelay:
         return self._group.missing() <= 0 or not self._sleeps  # asked in this order: it is counted, too
 
     def begin(self, now: float, tasks: int, patient: Callable[[float], bool]) -> float:
-        """When a batch of so many tasks, which could begin now, should begin; ``now`` if it should not wait.
-
-        ``patient``: whether the tasks can wait for so many seconds.
-        """
+        """When a batch of so many tasks, which could begin now, should begin. ``patient``: whether they can wait."""
         self.waiting, self._sleeps = tasks, False
-        longest = 0.0 if self._group.missing() <= 0 or self._skip else self.longest  # counted in any case
+        longest = 0.0
+        if self._group.missing() > 0 and not self._skip:  # asked in this order: it is counted, too
+            # Half of what callers lose who are not together: the shortest of the last batches of each pool.
+            longest = min(self._max_delay, sum([min(each.seconds, default=0.0) for each in self._group.delays]) / 2)
         if not longest or not patient(longest):
             return now
         self._since = now if self._since is None else self._since
@@ -244,7 +175,6 @@ class BatchDelay:
 Process = Callable[[Sequence[Task]], Sequence[Answer]]
 """Works on a batch: one answer per task, in order. What it raises, all of them get."""
 
-_SWEEP = 0.01  # seconds between two searches for expired tasks in a full queue
 _HASTE = 10.0  # a task that has less time left than so many waits is not asked to wait
 
 
@@ -259,7 +189,6 @@ class TaskPool:
         records: of the requests that were applied, by idempotency key; without one ``key`` is only carried along.
         kind: of these requests.
         splits: whether tasks may name a mini-batch. Tasks of different mini-batches never share a batch.
-        host: where tensors are gathered; a tensor from elsewhere is copied there, in its author's thread.
         callers: of pools that have the same callers, such as those of one expert.
         alone: whether tasks of a mode (evaluation or not) share no batch.
 
@@ -280,22 +209,20 @@ class TaskPool:
         records: IdempotencyTable | None = None,
         kind: RequestKind = "backward",
         splits: bool = False,
-        host: torch.device | str = "cpu",
         callers: CallerGroup | None = None,
         alone: Callable[[bool], bool] | None = None,
     ) -> None:
         self.name = name
         self.options = options or PoolOptions()
         self.columns = columns
-        self.process = process
-        """What runs a batch. Who observes puts something around it."""
+        self.process = process  # an observer puts something around it
         self._records = records
         self._kind: RequestKind = kind
         self._splits = splits
-        self._host, self._alone = torch.device(host), alone
+        self._alone = alone
         self._where = f"pool {name!r}"
         self.queue = BatchQueue(self.options.min_batch_size, self.options.max_batch_size, self.options.timeout)
-        self._quotas = QuotaCounter(self.options)
+        self._held: dict[str, tuple[int, int]] = {}  # tasks and rows of each principal that has any here
         self._delay = BatchDelay(self.options.max_batch_delay if self.options.min_batch_size == 1 else 0.0, callers)
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -303,7 +230,6 @@ class TaskPool:
         self._merged: Counter[int] = Counter()
         self._running = 0
         self._taken: Sequence[Task] = ()
-        self._swept = 0.0
         self._closed: str | None = None
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -334,8 +260,8 @@ class TaskPool:
             principal: the owner of the quotas and shares that this task counts against; None: ``client``.
             stream: by which it came; when that has ended, its open mini-batch is dropped, see `SumsOptions`.
 
-        Raises ``SpecError`` for tensors that do not fit, and what `weft.experts.errors` draws under RefusedError.
-        A future that is cancelled before its turn leaves the queue at once.
+        Raises ``SpecError`` for tensors that do not fit, and a `RefusedError`. A future that is cancelled before its
+        turn leaves the queue at once.
         """
         try:
             rows = self.columns.check(tensors, self._where)
@@ -343,9 +269,8 @@ class TaskPool:
             owner = None if mini_batch is None else client
             own = object() if self._alone is not None and self._alone(evaluation) else None
             sizes = self.columns.batch_key(tensors) if self.columns.free else ()
-            batch_key = (mini_batch is not None, owner, mini_batch, sizes, evaluation, own)
-            payer = client if principal is None else principal
-            held = _payload(tensors, self._host)
+            batch_key, payer = (owner, mini_batch, sizes, evaluation, own), client if principal is None else principal
+            held = _payload(tensors)
             task = Task(held, rows, batch_key, deadline, client, key, mini_batch, evaluation, keep, payer, stream)
             if self._records is not None and key is not None:
                 fingerprint(task)  # in its author's thread, since it reads the whole payload
@@ -361,9 +286,6 @@ class TaskPool:
     def _enter(self, task: Task) -> "tuple[Future[Results], bool]":
         """The task's future, and whether to wake the runtime."""
         queue, records = self.queue, None if task.key is None else self._records
-        # Read without the lock: at worst a task is refused as if the queue had been full a moment longer.
-        if queue.count >= self.options.max_tasks or queue.rows + task.rows > self.options.max_rows:
-            self._sweep(task.arrival)
         with self._lock:
             if self._closed is not None:
                 raise ClosedError(f"pool {self.name!r} takes no more tasks: {self._closed}; ask elsewhere")
@@ -378,7 +300,7 @@ class TaskPool:
                 there.set_result(known)
                 return there, False
             try:
-                self._quotas.admit(self.name, task.principal, task.rows, queue.count, queue.rows)
+                self._admit(task.principal, task.rows)
             except BaseException:
                 if records is not None:
                     records.abandon(self._kind, task)
@@ -388,14 +310,28 @@ class TaskPool:
             self._counts["submitted"] += 1
             return future, self._delay.arrived(queue.count)
 
-    def _sweep(self, now: float) -> None:
-        """Drop what has expired in a full queue, which makes room; but do not search it all the time."""
-        with self._lock:
-            if now < self._swept + _SWEEP:
-                return
-            self._swept = now
-            expired = self.queue.sweep(now)
-        self._expire(expired)
+    def _admit(self, client: str | None, rows: int) -> None:
+        """Count one more task in, or raise `TooManyRowsError`, `OverloadError` or `QuotaError`."""
+        limit, name, queue = self.options, self.name, self.queue
+        if rows > limit.max_batch_size:
+            raise TooManyRowsError(
+                f"pool {name!r} got a task of {rows} rows, but its largest batch has {limit.max_batch_size}; "
+                "split the task, or raise max_batch_size"
+            )
+        if queue.count >= limit.max_tasks or queue.rows + rows > limit.max_rows:
+            raise OverloadError(
+                f"pool {name!r} is full: {queue.count} of {limit.max_tasks} tasks and {queue.rows} of {limit.max_rows} "
+                f"rows wait, and {rows} more were sent; come back later"
+            )
+        if client is None:
+            return
+        (most_tasks, most_rows), (tasks, held) = limit.client_share, self._held.get(client, (0, 0))
+        if tasks >= most_tasks or held + rows > most_rows:
+            raise QuotaError(
+                f"client {client!r} has {tasks} tasks with {held} rows at pool {name!r} and sent {rows} more rows; it "
+                f"may have {most_tasks} tasks and {most_rows} rows there; wait for answers before sending more"
+            )
+        self._held[client] = (tasks + 1, held + rows)
 
     def urgency(self, now: float) -> tuple[int | None, float | None]:
         """The number of the oldest task that may run now, or None and when to look again (None: nothing waits)."""
@@ -411,7 +347,7 @@ class TaskPool:
     def flush(self, client: str | None, mini_batch: str) -> None:
         """Let what waits for this mini-batch run without waiting for more rows."""
         with self._lock:
-            self.queue.flush_where(lambda key: key[:3] == (True, client, mini_batch))
+            self.queue.flush_where(lambda key: key[:2] == (client, mini_batch))
 
     def has_mini_batch(self, client: str | None, mini_batch: str) -> bool:
         """Whether a task of this mini-batch waits or runs."""
@@ -438,7 +374,8 @@ class TaskPool:
                 self._counts["rows"] += sum([task.rows for task in wanted])
                 self._merged[1 << (len(wanted) - 1).bit_length()] += 1
         if expired:
-            self._expire(expired)
+            text = f"the deadline of a task for pool {self.name!r} passed before its turn"
+            self._finish(expired, [ExpiredError(text) for _ in expired])
         return wanted
 
     def work(self, tasks: Sequence[Task]) -> None:
@@ -446,13 +383,8 @@ class TaskPool:
         start = time.monotonic()
         try:
             answers = self.process(tasks)
-            several = isinstance(cast("object", answers), Sequence)
-            if not several or len(answers) != len(tasks):
-                given = f"{len(answers)} answers" if several else f"a {type(answers).__name__}"
-                raise ExpertError(
-                    f"the process of {self._where} gave {given} for a batch of {len(tasks)} tasks, wanted one for "
-                    "each, in order"
-                )
+            if len(answers) != len(tasks):
+                raise ExpertError(f"{self._where}: its process gave {len(answers)} answers for {len(tasks)} tasks")
         except BaseException as error:  # a fault of the process, not of a task; but every waiter needs an answer
             answers = [error] * len(tasks)
         self._finish(tasks, answers, ran=len(tasks), seconds=time.monotonic() - start)
@@ -486,8 +418,7 @@ class TaskPool:
             for task in left:
                 self.queue.remove(task)
             self._idle.notify_all()
-        why = self._closed or "its tasks were abandoned"
-        text = f"pool {self.name!r} did not get to this task: {why}; ask elsewhere"
+        text = f"pool {self.name!r} did not get to this task: {self._closed or 'it was abandoned'}; ask elsewhere"
         self._finish(left, [ClosedError(text) for _ in left])
 
     def perish(self, why: str) -> None:
@@ -536,14 +467,13 @@ class TaskPool:
         self._idle.notify_all()
 
     def _leave(self, task: Task) -> Sequence["Future[Results]"]:
-        self._quotas.leave(task.principal, task.rows)
+        if task.principal is not None:
+            tasks, rows = self._held.pop(task.principal)
+            if tasks > 1:
+                self._held[task.principal] = (tasks - 1, rows - task.rows)
         if self._records is not None and task.key is not None:
             self._records.abandon(self._kind, task)
         return task.release()
-
-    def _expire(self, tasks: Sequence[Task]) -> None:
-        text = f"the deadline of a task for pool {self.name!r} passed before its turn"
-        self._finish(tasks, [ExpiredError(text) for _ in tasks])
 
     def _finish(self, tasks: Sequence[Task], answers: Sequence[Answer], ran: int = 0, seconds: float = 0.0) -> None:
         """Answer all tasks, of which ``ran`` ran. They are off the books before their waiters wake."""
@@ -567,10 +497,7 @@ class TaskPool:
 
 
 def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadline: Any, *, splits: bool) -> None:
-    """Raise ``UsageError`` for metadata that is invalid at the pool of this name; quick, for the many that are valid.
-
-    ``splits``: whether its tasks may name a mini-batch.
-    """
+    """Raise ``UsageError`` for invalid metadata; quick, for most are valid. ``splits``: allows mini-batches."""
     usual = mini_batch is None and (deadline is None or (type(deadline) is float and not isnan(deadline)))
     if usual and all([word is None or (word and type(word) is str) for word in (client, key)]):
         return
@@ -583,12 +510,11 @@ def validate_metadata(pool: str, client: Any, key: Any, mini_batch: Any, deadlin
         check.that(mini_batch is None or splits, f"it does not accumulate gradients; drop mini_batch={mini_batch!r}")
 
 
-def _payload(tensors: tuple[Tensor, ...], host: torch.device) -> tuple[Tensor, ...]:
-    """The tensors on this device, without a graph.
+def _payload(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors on the CPU, without a graph.
 
-    Most lie there already. Then no operation of torch runs: it would release the GIL, and the runtime would begin a
-    batch before the next task is here.
+    For most nothing is to be done. An operation of torch would release the GIL, and the batch begin without the others.
     """
-    if all([tensor.device == host and not tensor.requires_grad for tensor in tensors]):
+    if all([tensor.is_cpu and not tensor.requires_grad for tensor in tensors]):
         return tensors
-    return tuple([tensor.detach().to(host) for tensor in tensors])
+    return tuple([tensor.detach().cpu() for tensor in tensors])

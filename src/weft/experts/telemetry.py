@@ -9,16 +9,14 @@ one moment, which change no more and hold no tensor.
       connection: its trace, or none        |                                     to every task that it joined
 
 ``Server(..., observer=...)`` opens the spans; ``GrpcTransport(..., trace=observer.current)`` propagates the trace. A
-trace is a W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. Without an observer none of this
-runs. opentelemetry-api is optional: without it only the constructor of `OpenTelemetryObserver` fails. Which SDK exports
-the spans, and where to, is the application's choice.
+trace is a W3C ``traceparent`` (Trace Context, 2021): ``00-<trace>-<span>-<flags>``. opentelemetry-api is optional.
+Which SDK exports the spans, and where to, is the application's choice.
 """
 
 import logging
-import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -65,13 +63,22 @@ class SafeObserver:
         self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
     ) -> Generator[None]:
         """See `Observer.span`."""
-        around = self._entered(name, attributes, parents, waited)
+        stack, failure = ExitStack(), None
+        try:
+            stack.enter_context(self._observer.span(name, attributes, parents=parents, waited=waited))
+        except Exception:
+            _LOG.exception("an observer failed at the start of %s", name)
         try:
             yield
-        except BaseException:
-            self._leave(around, failed=True)
+        except BaseException as error:
+            failure = error
             raise
-        self._leave(around, failed=False)
+        finally:
+            try:
+                stack.__exit__(type(failure), failure, failure.__traceback__) if failure else stack.close()
+            except Exception as error:
+                if error is not failure:  # a context manager may raise again what it was told
+                    _LOG.exception("an observer failed at the end of a span")
 
     def current(self) -> str | None:
         """See `Observer.current`."""
@@ -81,33 +88,9 @@ class SafeObserver:
             _LOG.exception("an observer failed to return its traceparent")
             return None
 
-    def _entered(
-        self, name: str, attributes: Attributes, parents: Sequence[str], waited: float
-    ) -> AbstractContextManager[object] | None:
-        try:
-            around = self._observer.span(name, attributes, parents=parents, waited=waited)
-            around.__enter__()
-        except Exception:
-            _LOG.exception("an observer failed at the start of %s", name)
-            return None
-        return around
-
-    def _leave(self, around: AbstractContextManager[object] | None, *, failed: bool) -> None:
-        if around is None:
-            return
-        what = sys.exc_info() if failed else (None, None, None)
-        try:
-            around.__exit__(*what)
-        except Exception as error:
-            if error is not what[1]:  # a context manager may raise again what it was told
-                _LOG.exception("an observer failed at the end of a span")
-
 
 class OpenTelemetryObserver:
-    """An `Observer`. ``tracer``: of `opentelemetry.trace.get_tracer`; by default the one called ``weft.experts``.
-
-    Raises ``UsageError`` if opentelemetry-api is not installed.
-    """
+    """An `Observer` by opentelemetry-api. Raises ``UsageError`` without it. ``tracer``: by default ``weft.experts``."""
 
     def __init__(self, tracer: Any = None) -> None:
         if _trace is None:
@@ -119,11 +102,12 @@ class OpenTelemetryObserver:
         self, name: str, attributes: Attributes, *, parents: Sequence[str] = (), waited: float = 0.0
     ) -> Generator[None]:
         """See `Observer.span`."""
-        known = [_extracted(parent) for parent in parents]
+        empty = _context.Context()
+        known = [_propagate.extract({"traceparent": parent}, context=empty) for parent in parents]
         links = [_trace.Link(_trace.get_current_span(each).get_span_context()) for each in known]
         with self._tracer.start_as_current_span(
             name,
-            context=None if not known else known[0] if len(known) == 1 else _context.Context(),
+            context=None if not known else known[0] if len(known) == 1 else empty,
             links=links if len(links) > 1 else None,
             attributes=dict(attributes),
             start_time=time.time_ns() - int(waited * 1e9),
@@ -135,11 +119,6 @@ class OpenTelemetryObserver:
         carrier: dict[str, str] = {}
         _propagate.inject(carrier)
         return carrier.get("traceparent")
-
-
-def _extracted(traceparent: str) -> Any:
-    """The context that a traceparent names; an empty one if it names none."""
-    return _propagate.extract({"traceparent": traceparent}, context=_context.Context())
 
 
 @dataclass(frozen=True)
@@ -178,10 +157,7 @@ class RecordsStatistics:
 
 @dataclass(frozen=True)
 class BackendStatistics:
-    """One expert: optimizer ``steps``, batches run, refusals of gradients by reason, graphs kept and used.
-
-    ``kept_graph_bytes`` count inputs that are kept for their backward as well.
-    """
+    """One expert; ``kept_graph_bytes`` count inputs that are kept for their backward as well."""
 
     name: str
     steps: int

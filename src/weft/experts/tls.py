@@ -17,7 +17,7 @@ import os
 import ssl
 import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -26,7 +26,7 @@ from typing import Any, cast
 
 import grpc
 
-from weft.core.errors import UsageError, listed
+from weft.core.errors import UsageError
 from weft.core.validation import Validator, token_fault
 from weft.experts.address import address_fault, is_loopback, split
 
@@ -37,7 +37,6 @@ _DATES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 Pem = bytes | str | Path
 """PEM bytes, or the path of a file."""
-_Pems = tuple[bytes, bytes, bytes | None]  # key, certificate, authority
 
 
 @dataclass(frozen=True)
@@ -63,15 +62,7 @@ class Certificates:
         """gRPC's credentials. Raises ``UsageError`` that lists what is wrong with the files: gRPC would say nothing
         before the first call, and then only that there is no connection."""
         pems = [None if one is None else read_pem(one) for one in (self.authority, self.key, self.certificate)]
-        authority, key, certificate = pems
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how long a key must be is for gRPC to say
-        faults: list[str] = []
-        if key is not None and certificate is not None:
-            faults = pair_faults(context, key, certificate) or _own_date_faults(key, certificate)
-        faults += [] if authority is None else _authority_faults(context, authority)
-        if faults:
-            raise UsageError(listed("these certificates (tls=) cannot be used:", faults))
+        _check(*pems)
         return _grpc.ssl_channel_credentials(*pems)
 
     def options(self) -> list[tuple[str, str]]:
@@ -83,9 +74,8 @@ class Certificates:
 class ClientTls(Certificates):
     """Certificates of a client of experts, as PEM bytes or paths; with ``key`` and ``certificate``, mutual TLS.
 
-    ``servers``: patterns (``*``, ``?``, ``[ab]``) of the names that servers have in their certificates, such as
-    ``["weft-*.weft"]``; a server at another name is refused. Empty: any name that the authority has signed, which is
-    refused where a directory says where servers are.
+    ``servers``: patterns (``*``, ``?``, ``[ab]``) of the names that servers have in their certificates; a server at
+    another name is refused. Empty: any name that the authority has signed; refused with a directory.
 
     Example:
         >>> from weft.experts.client import ClientTls
@@ -106,20 +96,14 @@ class ServerTls:
     """Certificates of a server, as PEM: bytes, or the path of a file.
 
     With ``authority``, clients must show a certificate that it has signed (mutual TLS); its common name is their
-    name. Files are read again when they have changed. One that has expired, or is not valid yet, is refused, since
-    clients would refuse it; ``allow_expired`` serves with it all the same. Raises ``UsageError`` for files that cannot
-    be read.
+    name. Files are read again when they have changed. ``allow_expired``: serve with one that has expired or is not
+    valid yet, though clients would refuse it. Raises ``UsageError`` for files that cannot be read.
     """
 
     key: Pem = field(repr=False)
     certificate: Pem = field(repr=False)
     authority: Pem | None = field(default=None, repr=False)
     allow_expired: bool = False
-
-    def read(self) -> _Pems:
-        """Key, certificate and authority as bytes."""
-        authority = None if self.authority is None else read_pem(self.authority)
-        return read_pem(self.key), read_pem(self.certificate), authority
 
     def credentials(self) -> Any:
         """gRPC's credentials, which follow the files. Raises ``UsageError`` that lists what is wrong with them."""
@@ -149,38 +133,37 @@ class _FileWatch:
             return None
 
     def _seen(self) -> list[tuple[int, ...]]:
-        return [_stamp(file) for file in self._files]
+        stamps: list[tuple[int, ...]] = []
+        for file in self._files:
+            with suppress(OSError, ValueError):  # reading it says what is wrong
+                found = file.stat()
+                stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        return stamps
 
     def _read(self) -> Any:
-        key, certificate, authority = pems = self._tls.read()
-        _check_server(pems, self._tls.allow_expired)
+        tls = self._tls
+        key, certificate = read_pem(tls.key), read_pem(tls.certificate)
+        authority = None if tls.authority is None else read_pem(tls.authority)
+        _check(authority, key, certificate, allow_expired=tls.allow_expired)
         return _grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
 
 
-def _stamp(file: Path) -> tuple[int, ...]:
-    try:
-        found = file.stat()
-    except (OSError, ValueError):  # reading it says what is wrong
-        return ()
-    return (found.st_mtime_ns, found.st_size, found.st_ino)
-
-
-def _check_server(pems: _Pems, allow_expired: bool) -> None:
-    """Raise ``UsageError`` for certificates that are of no use; a wrong date is logged if it is allowed."""
-    key, certificate, authority = pems
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    faults = pair_faults(context, key, certificate)
-    if authority is not None:
-        faults += _authority_faults(context, authority)
-    if faults:
-        raise UsageError(listed("the server cannot use these certificates (tls=):", faults))
-    if why := _date_fault(context, certificate):
-        if not allow_expired:
-            raise UsageError(
-                f"clients will refuse the certificate of this server (tls=): {why}; renew it, or serve with it all the "
-                "same by allow_expired=True"
-            )
-        _LOG.warning("clients will refuse the certificate of this server: %s", why)
+def _check(
+    authority: bytes | None, key: bytes | None, certificate: bytes | None, *, allow_expired: bool = False
+) -> None:
+    """Raise ``UsageError`` that lists why these are of no use; a wrong date is logged where it is allowed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # also for a client's own: a server can be asked for its dates
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how long a key must be is for gRPC to say
+    with Validator("these certificates (tls=) cannot be used") as check:
+        if key is not None and certificate is not None:
+            check.add(*pair_faults(context, key, certificate))
+            if not check.faults and (why := _date_fault(context, certificate)):
+                mend = "renew it, or have a server use it by allow_expired=True"
+                fault = f"the other end will refuse the certificate: {why}; {mend}"
+                if check.that(allow_expired, fault):
+                    _LOG.warning(fault)
+        if authority is not None:
+            check.add(*_authority_faults(context, authority))
 
 
 # Servers that a client may call.
@@ -210,8 +193,8 @@ def address_faults(address: str, tls: ClientTls | None, token: str | None) -> li
 
 def check_address(address: str, tls: ClientTls | None, token: str | None) -> None:
     """Raise ``UsageError`` for an address that a client must not speak to."""
-    if faults := address_faults(address, tls, token):
-        raise UsageError(listed("invalid transport options:", faults))
+    with Validator("invalid transport options") as check:
+        check.add(*address_faults(address, tls, token))
 
 
 def directory_faults(tls: ClientTls | None) -> list[str]:
@@ -228,16 +211,12 @@ def directory_faults(tls: ClientTls | None) -> list[str]:
 
 
 def read_pem(source: Any) -> bytes:
-    """The bytes of a `Pem`, or those of the file. Raises ``UsageError`` if it cannot be read or holds no PEM.
-
-    No error prints what may be a key, as a PEM that was given for a path.
-    """
+    """The bytes of a `Pem`, or those of the file. Raises ``UsageError``, which never prints what may be a key."""
     if isinstance(source, PathLike):
         source = Path(cast("PathLike[str]", source))
-    if not isinstance(source, bytes | str | Path):
-        raise UsageError(f"a certificate or key is of type {type(source).__name__}, wanted PEM bytes, or a path")
-    if not isinstance(source, bytes) and _BEGIN in str(source):
-        raise UsageError("a certificate or key is the text of a PEM, wanted its bytes (encode() it), or a path")
+    if not isinstance(source, bytes | str | Path) or (not isinstance(source, bytes) and _BEGIN in str(source)):
+        wanted = "the bytes of a PEM (encode() its text), or a path"
+        raise UsageError(f"a certificate or key is of type {type(source).__name__}, wanted {wanted}")
     try:
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a path that no system has
@@ -277,20 +256,10 @@ def _authority_faults(context: ssl.SSLContext, authority: bytes) -> list[str]:
     return []
 
 
-def _own_date_faults(key: bytes, certificate: bytes) -> list[str]:
-    """What is wrong with the dates of a client's own certificate: a server would refuse it without a word."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.set_ciphers("DEFAULT:@SECLEVEL=0")
-    pair_faults(context, key, certificate)
-    why = _date_fault(context, certificate)
-    return [f"the other end will refuse the certificate: {why}"] if why else []
-
-
 def _date_fault(server: ssl.SSLContext, certificate: bytes) -> str:
     """Why a peer that trusts just this certificate refuses it for its dates, such as that it has expired; else "".
 
-    `ssl` parses no dates of a certificate that it does not verify, so this is a handshake in memory. ``server`` is a
-    context that has the certificate and its key, as `pair_faults` leaves it.
+    `ssl` parses no dates of what it does not verify, so this is a handshake in memory with a context that has its key.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
