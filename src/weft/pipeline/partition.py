@@ -29,8 +29,7 @@ from weft.core.errors import PartitionError
 from weft.core.pytree import flatten, map_leaves
 from weft.core.validation import Validator, is_whole
 from weft.pipeline.microbatch import NoChunk, split
-from weft.pipeline.skip.namespace import Key, Namespace
-from weft.pipeline.skip.tracker import SkipTracker, use_skip_tracker
+from weft.pipeline.skip.tracker import Key, Namespace, SkipTracker, use_skip_tracker
 from weft.pipeline.tracing import seeing_saved, storages
 
 FEWEST_ROUNDS = 3

@@ -1,5 +1,10 @@
-"""Each thread has a tracker, which may be replaced; the plain one keeps a tensor as long as anyone may read it."""
+"""Each thread has a tracker, which may be replaced; the plain one keeps a tensor as long as anyone may read it.
 
+Namespaces keep equal names apart, and keep their identity in copies.
+"""
+
+import copy
+import pickle
 import threading
 import weakref
 
@@ -10,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.core.errors import SkipError, SkipWiringError
+from weft.core.errors import SkipError
 from weft.pipeline.skip import (
     Namespace,
     SkipTracker,
@@ -20,6 +25,16 @@ from weft.pipeline.skip import (
     stash,
     use_skip_tracker,
 )
+from weft.pipeline.skip.tracker import describe
+
+CLONES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    **{
+        f"pickle {protocol}": lambda ns, protocol=protocol: pickle.loads(pickle.dumps(ns, protocol))
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
+    },
+}
 
 
 @skippable(stash=["a"])
@@ -121,11 +136,6 @@ def test_a_load_without_a_save_names_what_is_missing() -> None:
     ns = Namespace()
     with pytest.raises(SkipError, match=f"'a' in {ns!r} was popped but never stashed"):
         SkipTracker().load(ns, "a")
-
-
-def test_the_plain_tracker_refuses_to_copy() -> None:
-    with pytest.raises(SkipWiringError, match="cannot copy 'a' to cpu: this tracker keeps"):
-        SkipTracker().copy(None, "a", torch.device("cpu"))
 
 
 # --- how long it keeps a tensor
@@ -244,7 +254,7 @@ def test_the_end_of_a_layer_that_is_noticed_late_takes_no_later_value_along(own_
     (former,) = own_tracker._kept.values()  # as another thread holds it, in which the layer ends
     new(ONE)
     del old
-    own_tracker._drop((None, "a"), former)
+    own_tracker._forget(weakref.ref(own_tracker), (None, "a"), weakref.ref(former), None)
     assert kept(new)
 
 
@@ -268,3 +278,30 @@ def test_a_layer_that_pops_and_stashes_one_name_reads_the_former_one(own_tracker
     for _ in range(3):
         model(ONE)
         assert own_tracker.load(None, "a") == 4
+
+
+# --- namespaces
+
+
+@pytest.mark.parametrize("clone", CLONES.values(), ids=CLONES)
+def test_a_clone_is_the_same_namespace(clone) -> None:
+    ns = Namespace()
+    assert clone(ns) == ns
+    assert hash(clone(ns)) == hash(ns)
+    assert {ns: "found"}[clone(ns)] == "found"
+    assert Namespace() != clone(ns) != Namespace()
+
+
+def test_namespaces_differ_from_each_other_and_from_none() -> None:
+    assert len({Namespace(), Namespace(), None}) == 3
+
+
+def test_a_namespace_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Namespace().unique = 3
+
+
+def test_messages_name_the_namespace_only_if_there_is_one() -> None:
+    ns = Namespace()
+    assert describe((None, "a")) == "'a'"
+    assert describe((ns, "a")) == f"'a' in {ns!r}"

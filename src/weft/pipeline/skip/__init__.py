@@ -9,14 +9,12 @@
 The layers stand in an `nn.Sequential`, which runs as it is, on one device, or in a Pipe, over several.
 """
 
-from weft.pipeline.skip.layout import SkipLayout, inspect_skip_layout, verify_skippables
-from weft.pipeline.skip.namespace import Namespace
+from weft.pipeline.skip.layout import inspect_skip_layout, verify_skippables
 from weft.pipeline.skip.skippable import Skippable, pop, skippable, stash
-from weft.pipeline.skip.tracker import SkipTracker, current_skip_tracker, use_skip_tracker
+from weft.pipeline.skip.tracker import Namespace, SkipTracker, current_skip_tracker, use_skip_tracker
 
 __all__ = [
     "Namespace",
-    "SkipLayout",
     "SkipTracker",
     "Skippable",
     "current_skip_tracker",

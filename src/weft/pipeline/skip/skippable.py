@@ -1,12 +1,5 @@
 """Skippable layers: modules that stash tensors for later layers, and pop those of earlier ones.
 
-    @skippable(stash=["early"], pop=["far"])
-    class Layer(nn.Module):
-        def forward(self, x):
-            yield stash("early", x)          # gets None
-            far = yield pop("far")           # gets the tensor, or None if None was stashed
-            return self.conv(x) + far
-
 The class becomes a class of shells around the user's module, so a model reads as before. Outside of such a ``forward``
 the two commands do nothing. A shell is an ordinary `nn.Module`: hooks, ``.train()``, `copy.deepcopy` and pickling work.
 
@@ -27,17 +20,15 @@ in on loading, so the wrapped and the bare model load into each other; `named_pa
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Generic, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 
-import torch
 from torch import Tensor, nn
 
 from weft.core.errors import SkipError, SkipWiringError, listed
-from weft.pipeline.skip.namespace import Key, Namespace, describe
-from weft.pipeline.skip.tracker import SkipTracker, current_skip_tracker
+from weft.pipeline.skip.tracker import Key, Namespace, SkipTracker, current_skip_tracker, describe
 
 INNER = "module."
 
@@ -47,9 +38,7 @@ def shorten(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, _: M
     long = prefix + INNER
     for key in [key for key in state if key.startswith(long)]:
         state[prefix + key.removeprefix(long)] = state.pop(key)
-    versions: dict[str, dict[str, Any]] | None = getattr(state, "_metadata", None)
-    if versions is None:
-        return
+    versions: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
     # Layers read their format version under their own name. A bare model looks for the short one, a wrapped
     # model for the long one, so both are written.
     for name in [name for name in versions if f"{name}.".startswith(long)]:
@@ -112,98 +101,76 @@ class pop:
     name: str
 
 
-Talk: TypeAlias = Generator[Any, Any, Any]  # whatever the user's forward yields and returns
-
-
 class CommandHandler:
     """Answers the commands of one forward and remembers them."""
 
-    def __init__(
-        self,
-        layer: str,
-        keys: Mapping[str, Key],
-        stashable: Collection[str],
-        poppable: Collection[str],
-        tracker: SkipTracker,
-    ) -> None:
-        self.layer = layer  # its name in messages
-        self.keys = keys
-        self.stashable = stashable
-        self.poppable = poppable
-        self.tracker = tracker
+    def __init__(self, layer: "Skippable[..., Any]", tracker: SkipTracker) -> None:
+        self._layer, self._tracker = layer, tracker
+        self._name = layer.module_cls.__name__
         self.stashed: set[str] = set()
-        self.popped: dict[str, Tensor | None] = {}
+        self._popped: dict[str, Tensor | None] = {}
 
-    def drive(self, talk: Talk) -> Any:
-        """Run the generator to its end and give its return value."""
-        advance: Callable[[], object] = partial(next, talk)
+    def drive(self, commands: Generator[Any, Any, Any]) -> Any:
+        """Run the user's generator to its end and give its return value."""
+        advance: Callable[[], object] = partial(next, commands)
         while True:
             try:
                 command = advance()
             except StopIteration as stop:
                 return stop.value
             try:
-                advance = partial(talk.send, self.answer(command))
+                advance = partial(commands.send, self._answer(command))
             except (SkipError, SkipWiringError) as fault:
-                advance = partial(talk.throw, fault)
+                advance = partial(commands.throw, fault)
 
-    def answer(self, command: object) -> Tensor | None:
+    def _answer(self, command: object) -> Tensor | None:
         """Do what the command says. Raises SkipError or, for what is no command, SkipWiringError."""
-        if isinstance(command, stash):
-            return self._stash(command.name, command.tensor)
-        if isinstance(command, pop):
-            return self._pop(command.name)
-        raise SkipWiringError(
-            f"{self.layer} yielded {type(command).__name__}, wanted stash(name, tensor) or pop(name); "
-            "the output of a layer is returned, not yielded"
-        )
-
-    def _stash(self, name: str, value: object) -> None:
-        if name not in self.stashable:
-            raise SkipError(self._undeclared("stashed", name, self.stashable, "stash"))
-        if name in self.stashed:
+        if not isinstance(command, stash | pop):
+            raise SkipWiringError(
+                f"{self._name} yielded {type(command).__name__}, wanted stash(name, tensor) or pop(name); "
+                "the output of a layer is returned, not yielded"
+            )
+        name, layer = command.name, self._layer
+        declared = layer.stashable_names if isinstance(command, stash) else layer.poppable_names
+        if name not in declared:
+            did, word = ("stashed", "stash") if isinstance(command, stash) else ("popped", "pop")
             raise SkipError(
-                f"{self.layer} stashed {describe(self.keys[name])} twice in one forward, wanted once; "
+                f"{self._name} {did} {name!r}, which it does not declare: its {word}= has "
+                f"{', '.join(map(repr, sorted(declared))) or 'no name'}; add {name!r} to the {word}= of @skippable"
+            )
+        key = layer.key(name)
+        if isinstance(command, stash):
+            return self._stash(key, command.tensor)
+        if name not in self._popped:
+            try:
+                self._popped[name] = self._tracker.load(*key)
+            except SkipError as fault:
+                raise SkipError(f"{self._name}: {fault}") from None
+        return self._popped[name]
+
+    def _stash(self, key: Key, value: object) -> None:
+        if key[1] in self.stashed:
+            raise SkipError(
+                f"{self._name} stashed {describe(key)} twice in one forward, wanted once; "
                 "stash the second tensor under a name of its own"
             )
         if not (value is None or isinstance(value, Tensor)):
             raise SkipError(
-                f"{self.layer} stashed a {type(value).__name__} as {describe(self.keys[name])}, wanted a "
+                f"{self._name} stashed a {type(value).__name__} as {describe(key)}, wanted a "
                 "tensor or None; stash several tensors under several names"
             )
-        self.tracker.save(*self.keys[name], value)
-        self.stashed.add(name)
-
-    def _pop(self, name: str) -> Tensor | None:
-        if name not in self.poppable:
-            raise SkipError(self._undeclared("popped", name, self.poppable, "pop"))
-        if name not in self.popped:
-            try:
-                self.popped[name] = self.tracker.load(*self.keys[name])
-            except SkipError as fault:
-                raise SkipError(f"{self.layer}: {fault}") from None
-        return self.popped[name]
-
-    def _undeclared(self, did: str, name: str, declared: Collection[str], word: str) -> str:
-        names = ", ".join(map(repr, sorted(declared))) or "no name"
-        return (
-            f"{self.layer} {did} {name!r}, which it does not declare: its {word}= has {names}; "
-            f"add {name!r} to the {word}= of @skippable"
-        )
+        self._tracker.save(*key, value)
+        self.stashed.add(key[1])
 
     def finish(self) -> None:
         """The forward is over. Raises one SkipError that lists every declaration that was not kept."""
-        faults = [
-            f"{describe(self.keys[name])} was declared as {able} but not {did}"
-            for able, did, names in (
-                ("stashable", "stashed", set(self.stashable) - self.stashed),
-                ("poppable", "popped", set(self.poppable) - self.popped.keys()),
-            )
-            for name in sorted(names)
-        ]
-        if faults:
+        layer = self._layer
+        missing = [("stash", name) for name in sorted(layer.stashable_names - self.stashed)]
+        missing += [("popp", name) for name in sorted(layer.poppable_names - self._popped.keys())]
+        if missing:
+            faults = [f"{describe(layer.key(name))} was declared as {did}able but not {did}ed" for did, name in missing]
             raise SkipError(
-                listed(f"{self.layer} broke its skip declaration by the end of its forward:", faults)
+                listed(f"{self._name} broke its skip declaration by the end of its forward:", faults)
                 + "\nstash and pop on every path through forward (None may be stashed), "
                 "or take the names out of @skippable"
             )
@@ -219,9 +186,8 @@ class Skippable(nn.Module, Generic[P, M]):
     ``module_cls`` is the user's class, ``stashable_names`` and ``poppable_names`` are what it declares, and
     ``.module`` is the user's instance. State-dict keys are those of the bare module.
 
-    Calling it raises SkipError if the layer breaks its declaration, and SkipWiringError (a TypeError) if it
-    yields anything but `stash` and `pop`. The user's ``forward`` may be a plain
-    function if nothing is declared.
+    Calling it raises SkipError if the layer breaks its declaration, and SkipWiringError (a TypeError) if it yields
+    anything but `stash` and `pop`. The user's ``forward`` may be a plain function if nothing is declared.
     """
 
     module_cls: ClassVar[type[nn.Module]]
@@ -240,22 +206,22 @@ class Skippable(nn.Module, Generic[P, M]):
         self.register_state_dict_post_hook(shorten)
         self.register_load_state_dict_pre_hook(lengthen)
         self.register_load_state_dict_post_hook(shorten_faults)
-        self._keys: dict[str, Key] = {name: (None, name) for name in self._declared()}
+        self._keys: dict[str, Key] = {name: (None, name) for name in sorted(self.stashable_names | self.poppable_names)}
 
-    @classmethod
-    def _declared(cls) -> list[str]:
-        return sorted(cls.stashable_names | cls.poppable_names)
+    def key(self, name: str) -> Key:
+        """The (namespace, name) of a declared name."""
+        return self._keys[name]
 
     def isolate(self, ns: Namespace | None, only: Iterable[str] | None = None) -> "Skippable[P, M]":
         """Put all skip tensors of this layer, or those in `only`, into a namespace; gives the layer back.
 
         Raises SkipWiringError if `only` has names that the layer does not declare.
         """
-        names = self._declared() if only is None else distinct_names("only", only)
+        names = self._keys.keys() if only is None else _distinct_names("only", only)
         unknown = sorted(set(names) - self._keys.keys())
         if unknown:
             raise SkipWiringError(
-                f"{self.module_cls.__name__} cannot isolate {unknown}: it declares {self._declared()}; "
+                f"{self.module_cls.__name__} cannot isolate {unknown}: it declares {list(self._keys)}; "
                 "correct only=, or the names in @skippable"
             )
         self._keys = {**self._keys, **{name: (ns, name) for name in names}}
@@ -272,13 +238,11 @@ class Skippable(nn.Module, Generic[P, M]):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module, answer the commands that it yields, and return what it returns."""
         tracker = current_skip_tracker()
-        handler = CommandHandler(
-            self.module_cls.__name__, self._keys, self.stashable_names, self.poppable_names, tracker
-        )
+        handler = CommandHandler(self, tracker)
         output: Any = self.module(*args, **kwargs)
         if isinstance(output, Generator):
             try:
-                output = handler.drive(cast(Talk, output))
+                output = handler.drive(cast("Generator[Any, Any, Any]", output))
             finally:
                 tracker.stashed_by(self, [self._keys[name] for name in handler.stashed])
         handler.finish()
@@ -298,12 +262,9 @@ class Skippable(nn.Module, Generic[P, M]):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As for any module, but a tensor is refused: it belongs to the user's module.
-
-        This also keeps `torch.func.functional_call` with the keys of a state dict from silently setting an
-        attribute that nobody reads; it wants the names of `named_parameters`.
-        """
-        if isinstance(value, torch.Tensor):
+        """As for any module, but a tensor is refused: it belongs to the user's module. Otherwise `functional_call` with
+        the keys of a state dict would set an attribute that nobody reads; it wants those of `named_parameters`."""
+        if isinstance(value, Tensor):
             raise SkipWiringError(
                 f"tensor {name!r} was set on a skippable layer around {self.module_cls.__name__}, which "
                 f"holds none of its own: set it on .module, or name it 'module.{name}'"
@@ -313,7 +274,10 @@ class Skippable(nn.Module, Generic[P, M]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the layer though its class and the user's class have one name between them."""
         owner = next(cls for cls in type(self).__mro__ if "module_cls" in vars(cls))
-        if _found_by_name(owner):  # @skippable: the name is ours, the user's class hangs below it
+        place: object = sys.modules.get(owner.__module__)
+        for part in owner.__qualname__.split("."):
+            place = getattr(place, part, None)
+        if place is owner:  # @skippable: the name is ours, the user's class hangs below it
             owner.module_cls.__qualname__ = f"{owner.__qualname__}.module_cls"
         elif type(self) is owner:  # skippable(...)(Class): the name is the user's class, ours is made again
             return _blank, (owner.module_cls, owner.stashable_names, owner.poppable_names), self.__dict__
@@ -323,63 +287,40 @@ class Skippable(nn.Module, Generic[P, M]):
         return f"@skippable({self.module!r})"
 
 
-def distinct_names(what: str, names: Iterable[str]) -> frozenset[str]:
+def _distinct_names(what: str, names: Iterable[str]) -> frozenset[str]:
     """The names as a set. Raises SkipWiringError for a bare string, whose letters would each be a name."""
     if isinstance(names, str):
         raise SkipWiringError(f"{what}={names!r} is one string, wanted a list of names: [{names!r}]")
     return frozenset(names)
 
 
-_classes: weakref.WeakValueDictionary[
-    tuple[type[nn.Module], frozenset[str], frozenset[str]], type[Skippable[..., Any]]
-] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[Any, type[Skippable[..., Any]]] = weakref.WeakValueDictionary()
 
 
-def class_around(
+def _class_around(
     module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]
 ) -> type[Skippable[..., Any]]:
     """The subclass of `Skippable` for these declarations: one and the same while it lives."""
     known = _classes.get((module_cls, stashed, popped))
     if known is not None:
         return known
-    attributes = {
-        "module_cls": module_cls,
-        "stashable_names": stashed,
-        "poppable_names": popped,
-        "__module__": module_cls.__module__,
-        "__qualname__": module_cls.__qualname__,
-        "__doc__": module_cls.__doc__,
-    }
+    attributes = {"module_cls": module_cls, "stashable_names": stashed, "poppable_names": popped}
+    attributes |= {name: getattr(module_cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     made = type(module_cls.__name__, (Skippable,), attributes)
     return _classes.setdefault((module_cls, stashed, popped), made)
 
 
 def _blank(module_cls: type[nn.Module], stashed: frozenset[str], popped: frozenset[str]) -> Skippable[..., Any]:
     """A layer without its state, which unpickling and deepcopy fill in."""
-    cls = class_around(module_cls, stashed, popped)
+    cls = _class_around(module_cls, stashed, popped)
     return cls.__new__(cls)
-
-
-def _found_by_name(cls: type) -> bool:
-    """True if module and qualified name of a class lead to it, as pickle wants."""
-    place: object = sys.modules.get(cls.__module__)
-    for part in cls.__qualname__.split("."):
-        place = getattr(place, part, None)
-    return place is cls
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Callable[P, M]], type[Skippable[P, M]]]:
     """Declare which skip tensors a module class stashes and pops.
 
-    Use it as a decorator, ``@skippable(stash=["early"])``, or as a call,
-    ``skippable(stash=["early"])(Class)``; both give a subclass of `Skippable` with the constructor of the
-    class. Its ``forward`` is then a generator:
-
-        @skippable(stash=["early"])
-        class Encoder(nn.Module):
-            def forward(self, x):
-                yield stash("early", x)
-                return self.conv(x)
+    Use it as a decorator, ``@skippable(stash=["early"])``, or as a call, ``skippable(stash=["early"])(Class)``; both
+    give a subclass of `Skippable` with the constructor of the class, whose ``forward`` is then a generator.
 
     A name is stashed by one layer and may be popped by any number of later layers. Layers of this kind work
     in a bare `nn.Sequential` and in a Pipe alike.
@@ -401,11 +342,11 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[C
         >>> nn.Sequential(Encode(), nn.Tanh(), Decode())(torch.zeros(2))
         tensor([0., 0.])
     """
-    stashed, popped = distinct_names("stash", stash), distinct_names("pop", pop)
+    stashed, popped = _distinct_names("stash", stash), _distinct_names("pop", pop)
 
     def decorate(module_cls: Callable[P, M]) -> type[Skippable[P, M]]:
         if not (isinstance(module_cls, type) and issubclass(module_cls, nn.Module)):
             raise SkipWiringError(f"skippable was applied to {module_cls!r}, wanted a class derived from nn.Module")
-        return cast(type[Skippable[P, M]], class_around(module_cls, stashed, popped))
+        return cast(type[Skippable[P, M]], _class_around(module_cls, stashed, popped))
 
     return decorate

@@ -1,38 +1,60 @@
-"""Where skip tensors wait between their stash and their pops.
+"""Where skip tensors wait between their stash and their pops, and how they are addressed.
 
-A skippable layer knows nothing of stages: it hands its stashes to the current tracker of its thread and
-asks the same tracker for its pops. The plain `SkipTracker` is a dictionary and serves a bare
-`nn.Sequential`. A pipeline puts its own tracker in place while it runs a stage, and that one routes the
-tensors between stages.
+A skippable layer knows nothing of stages: it hands its stashes to the current tracker of its thread, and asks the same
+tracker for its pops. The plain `SkipTracker` is a dictionary and serves a bare `nn.Sequential`. A pipeline puts its own
+tracker in place while it runs a stage, and that one routes the tensors between stages.
 
     stash layer ──save──> tracker of the thread ──load──> pop layer (any number of them)
-                              ^
-                       use_skip_tracker(...)
-
-How long the plain tracker keeps a tensor: see `SkipTracker`.
 """
 
 import threading
+import uuid
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
-import torch
 from torch import Tensor, nn
 
-from weft.core.errors import SkipError, SkipWiringError
-from weft.pipeline.skip.namespace import Key, Namespace, describe
+from weft.core.errors import SkipError
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Namespace:
+    """A place for skip names where they meet no others, such as those of a second copy of a block.
+
+    Two namespaces are equal only if one is a copy of the other: by `copy`, `copy.deepcopy` or pickling, also across
+    processes. ``None`` is the namespace of everyone who asked for none.
+
+    Example:
+        >>> inner = weft.Namespace()
+        >>> inner == weft.Namespace()
+        False
+    """
+
+    unique: uuid.UUID = field(init=False, default_factory=uuid.uuid4)
+
+    def __repr__(self) -> str:
+        return f"Namespace#{self.unique.hex[:6]}"
+
+
+Key: TypeAlias = tuple[Namespace | None, str]
+
+
+def describe(key: Key) -> str:
+    """A key as it stands in error messages."""
+    ns, name = key
+    return repr(name) if ns is None else f"{name!r} in {ns!r}"
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Kept:
     """One stashed value. It has an identity, so that the end of its layer takes no later value along."""
 
-    __slots__ = ("__weakref__", "stasher", "value")
-
-    def __init__(self, value: Tensor | None) -> None:
-        self.value = value
-        self.stasher: weakref.ref[nn.Module] | None = None
+    value: Tensor | None
+    stasher: weakref.ref[nn.Module] | None = None
 
 
 class SkipTracker:
@@ -44,7 +66,7 @@ class SkipTracker:
     key, so go backward before the next forward). Put a tracker of your own in place with `use_skip_tracker` to
     free all at the end of its block. (A Pipe knows all readers and frees a tensor with the last of them.)
 
-    Subclasses may route tensors elsewhere: override `save`, `load` and `copy`.
+    Subclasses may route tensors elsewhere: override `save` and `load`.
     """
 
     def __init__(self) -> None:
@@ -67,32 +89,23 @@ class SkipTracker:
             )
         return kept.value
 
-    def copy(self, ns: Namespace | None, name: str, device: torch.device | str) -> None:
-        """Send a value to another device. For subclasses that can; this one raises SkipWiringError."""
-        raise SkipWiringError(
-            f"cannot copy {describe((ns, name))} to {device}: this tracker keeps skip tensors where they were "
-            "stashed; wrap the model in a Pipe, which brings them to their readers, or keep all layers on one device"
-        )
-
     def stashed_by(self, layer: nn.Module, keys: Iterable[Key]) -> None:
         """The values that are kept under these keys now go when this layer goes."""
         for key in keys:
             kept = self._kept.get(key)
             if kept is not None:
-                forget = partial(_forget, weakref.ref(self), key, weakref.ref(kept))
+                forget = partial(self._forget, weakref.ref(self), key, weakref.ref(kept))
                 kept.stasher = weakref.ref(layer, forget)
 
-    def _drop(self, key: Key, kept: _Kept | None) -> None:
-        with self._lock:
-            if kept is not None and self._kept.get(key) is kept:
-                del self._kept[key]
-
-
-def _forget(tracker: weakref.ref[SkipTracker], key: Key, kept: weakref.ref[_Kept], _: object) -> None:
-    """The layer that stashed is gone, and its model with it: nobody will read the tensor."""
-    alive = tracker()
-    if alive is not None:
-        alive._drop(key, kept())  # pyright: ignore[reportPrivateUsage]
+    @staticmethod
+    def _forget(tracker: "weakref.ref[SkipTracker]", key: Key, kept: weakref.ref[_Kept], _: object) -> None:
+        """The layer that stashed is gone, and its model with it: nobody will read the tensor."""
+        alive, gone = tracker(), kept()
+        if alive is None or gone is None:
+            return
+        with alive._lock:
+            if alive._kept.get(key) is gone:
+                del alive._kept[key]
 
 
 class _TrackerOfThread(threading.local):
