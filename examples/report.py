@@ -136,7 +136,6 @@ def sections(training: Training, recordings: dict[str, Recording], pipe: weft.Pi
         title="Held-out digits over steps",
         x=report.Axis("step"),
         y=report.Axis("% right"),
-        measured={"held out": training.accuracies},
     )
     learned = [report.figure(report.loss_curve(training.losses)), report.figure(accuracy)]
     timelines = [

@@ -12,10 +12,10 @@ from weft.report.plot import (
     BYTES,
     Axis,
     Scale,
+    _running_mean,
     line_chart,
     loss_curve,
     memory_curve,
-    running_mean,
     show_bytes,
     show_time,
     ticks,
@@ -91,29 +91,15 @@ def test_times_and_bytes_have_the_unit_that_suits_them() -> None:
     ]  # fmt: skip
 
 
-@given(st.dictionaries(NAMES, POINTS, max_size=4), st.dictionaries(NAMES, POINTS, max_size=2), st.booleans())
+@given(st.dictionaries(NAMES, POINTS, max_size=4), st.booleans())
 def test_any_points_make_a_picture_and_stay_inside_of_it(
-    lines: dict[str, list[tuple[float, float]]], measured: dict[str, list[tuple[float, float]]], log: bool
+    lines: dict[str, list[tuple[float, float]]], log: bool
 ) -> None:
-    text = line_chart(lines, title="t", x=Axis("x", log=log), y=Axis("y", log=log), measured=measured)
+    text = line_chart(lines, title="t", x=Axis("x", log=log), y=Axis("y", log=log))
     image = ElementTree.fromstring(text)
     width, height = (float(each) for each in (image.get("viewBox") or "").split()[2:])
     seen = [point for line in corners(text) for point in line]
-    seen += [(float(each.get("cx") or "nan"), float(each.get("cy") or "nan")) for each in image.iter("circle")]
     assert all(-1 <= x <= width + 1 and -1 <= y <= height + 1 for x, y in seen)
-
-
-def test_a_mark_is_an_upright_line_with_its_name_and_no_curve() -> None:
-    marks = {"a < b is killed": 9.0, "it is back": 20.0, "never": float("nan")}
-    text = line_chart({"a": [(0.0, 1.0), (10.0, 2.0)]}, title="t", x=X, y=Y, marks=marks)
-    image = ElementTree.fromstring(text)
-    upright = [each for each in image.iter("line") if each.get("class") == "mark"]
-    assert len(corners(text)) == 1 and len(upright) == 2
-    assert all(each.get("x1") == each.get("x2") and each.get("y1") != each.get("y2") for each in upright)
-    names = {each.text: each for each in image.iter("text") if "mark-name" in (each.get("class") or "")}
-    assert [*names] == ["a < b is killed", "it is back"]
-    assert len({each.get("y") for each in names.values()}) == 2, "they do not lie over each other"
-    assert "end" in (names["it is back"].get("class") or ""), "it stays inside of the picture"
 
 
 def test_what_an_axis_cannot_show_is_left_out() -> None:
@@ -144,19 +130,6 @@ def test_the_legend_wraps_and_colours_follow_the_order_of_names(names: list[str]
     assert places == sorted(places) and len({*places}) == len(places)
     ends = [x + 6.8 * len(name) for name, (_, x) in zip(names, places, strict=True)]
     assert all(end <= 960 for end in ends), "no name leaves the picture"
-
-
-def test_a_dot_has_the_colour_of_its_line_and_tells_its_numbers_in_their_units() -> None:
-    points = [(1.0, 2.0**20), (10.0, 2.0**21)]
-    measured = {"two": points[:1], "dots only": points[1:]}
-    mib = Axis("MiB", BYTES[1], log=True)
-    text = line_chart({"one": points, "two": points}, title="t", x=LOG, y=mib, measured=measured)
-    circles = list(ElementTree.fromstring(text).iter("circle"))
-    assert [each.get("class") for each in circles] == ["dot color-1", "dot color-2"]
-    assert [each[0].text for each in circles] == [
-        "two: steps 1, measured 1 MiB",
-        "dots only: steps 10, measured 2 MiB",
-    ]
 
 
 def test_ticks_are_round_in_the_unit_of_the_axis() -> None:
@@ -211,7 +184,7 @@ def test_the_running_mean_lies_on_the_line_that_it_is_the_mean_of() -> None:
         every, mean = corners(loss_curve(losses))  # straight lines, on an axis that is linear and one that is not
         assert all(one == pytest.approx(other, abs=0.02) for one, other in zip(every, mean, strict=True))
     noisy = [(float(step), 1.0 + (-1) ** step) for step in range(60)]
-    assert all(mean == pytest.approx(1.0, abs=0.1) for _, mean in [*running_mean(noisy)][10:-10])
+    assert all(mean == pytest.approx(1.0, abs=0.1) for _, mean in [*_running_mean(noisy, log=False)][10:-10])
 
 
 def test_a_loss_that_is_no_number_is_left_out() -> None:

@@ -12,8 +12,7 @@ from tests.strategies import any_schedules
 from weft.pipeline.schedule import Action, one_f_one_b
 from weft.pipeline.simulate import Forecast, StageCost, forecast
 from weft.pipeline.tracing import ActionEvent, Recorder
-from weft.report.chrome_trace import trace, write_trace
-from weft.report.timeline import KINDS, live_bytes, timeline
+from weft.report.timeline import KINDS, live_bytes, timeline, trace, write_trace
 
 TIMES = st.floats(0, 1e4)
 NAMES = st.text(st.characters(codec=None, exclude_categories=()), max_size=8)

@@ -6,17 +6,14 @@ r"""Reports of a run: inline SVG, one self-contained HTML page, and a trace for 
 Everything here is a pure function from data to text; nothing here runs a model.
 """
 
-from weft.report.chrome_trace import trace, write_trace
-from weft.report.html import Markup, Section, code, figure, page, paragraph, table
-from weft.report.plot import Axis, line_chart, loss_curve, memory_curve, running_mean, show_bytes, show_time
-from weft.report.routes import routes
-from weft.report.timeline import live_bytes, timeline
+from weft.report.html import Markup, Section, figure, page, paragraph, table
+from weft.report.plot import Axis, line_chart, loss_curve, memory_curve, show_bytes, show_time
+from weft.report.timeline import live_bytes, routes, timeline, trace, write_trace
 
 __all__ = [
     "Axis",
     "Markup",
     "Section",
-    "code",
     "figure",
     "line_chart",
     "live_bytes",
@@ -25,7 +22,6 @@ __all__ = [
     "page",
     "paragraph",
     "routes",
-    "running_mean",
     "show_bytes",
     "show_time",
     "table",

@@ -3,8 +3,7 @@
     tag("text", "a < b", x=3, class_="label")   ->   <text x="3" class="label">a &lt; b</text>
     page("A step", [Section("Time", [figure(timeline(events))])])   ->   <!DOCTYPE html> ...
 
-Plain strings are escaped; `Markup` is inserted as it is, and only the functions of this package make it. The elements
-are valid in HTML and well-formed as XML.
+Plain strings are escaped; `Markup` is inserted as it is. The elements are valid in HTML and well-formed as XML.
 """
 
 import re
@@ -59,11 +58,10 @@ def tag(name: str, *content: str, **attributes: AttributeValue | None) -> Markup
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a title above what `paragraph`, `figure`, `table` and `code` make.
+    """A part of a page: a title above what `paragraph`, `figure` and `table` make.
 
     Example:
-        >>> from weft.report import Section, page, paragraph
-        >>> html = page("Run 7", [Section("Data", [paragraph("1,000 rows")])])
+        >>> section = weft.report.Section("Data", [weft.report.paragraph("1,000 rows")])
     """
 
     title: str
@@ -74,9 +72,8 @@ def page(title: str, sections: Sequence[Section]) -> str:
     """The whole page, to be written in UTF-8.
 
     Example:
-        >>> from weft.report import Section, page, table
-        >>> html = page("Run 7", [Section("Settings", [table(["option", "value"], [["chunks", "8"]])])])
-        >>> html.splitlines()[0]
+        >>> section = weft.report.Section("Data", [weft.report.paragraph("1,000 rows")])
+        >>> weft.report.page("Run 7", [section]).splitlines()[0]
         '<!DOCTYPE html>'
     """
     parts = [tag("section", tag("h2", section.title), *section.body) for section in sections]
@@ -102,8 +99,7 @@ def figure(picture: Markup, caption: str = "") -> Markup:
     """A picture with its caption.
 
     Example:
-        >>> picture = weft.report.loss_curve([3.0, 2.0, 1.5])
-        >>> print(weft.report.figure(picture, "Three steps"))
+        >>> print(weft.report.figure(weft.report.loss_curve([3.0, 2.0, 1.5]), "Three steps"))
         <figure><svg...<figcaption>Three steps</figcaption></figure>
     """
     return tag("figure", picture, tag("figcaption", caption) if caption else "")
@@ -119,16 +115,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
     body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
-
-
-def code(words: str) -> Markup:
-    """Preformatted text in a monospaced font.
-
-    Example:
-        >>> print(weft.report.code("a < b"))
-        <pre>a &lt; b</pre>
-    """
-    return tag("pre", words)
 
 
 # Pictures name classes only; all colours are here, in light and dark. The colours of kinds and curves differ in
@@ -149,54 +135,32 @@ _STYLE = """
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-body { overflow-wrap: anywhere; }
-main { max-width: 1080px; margin: 0 auto; padding: 40px 24px 64px; }
-h1 { font-size: 30px; line-height: 1.2; margin: 0 0 24px; letter-spacing: -0.01em; }
-h2 { font-size: 20px; margin: 0 0 8px; }
-p { margin: 0 0 14px; max-width: 76ch; }
-section { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
-section { padding: 22px 26px; margin: 0 0 20px; }
-section > :last-child { margin-bottom: 0; }
+main { max-width: 1080px; margin: 0 auto; padding: 40px 12px; overflow-wrap: anywhere; }
+p, figcaption { max-width: 80ch; }
+section { background: var(--card); border: 1px solid var(--rule); padding: 14px; margin-bottom: 20px; }
 figure { margin: 18px 0; overflow-x: auto; }
-figcaption { color: var(--soft); font-size: 14px; margin-top: 6px; max-width: 90ch; }
+figcaption { color: var(--soft); font-size: 14px; }
 svg { display: block; width: 100%; min-width: 640px; height: auto; font: 12px system-ui, sans-serif; }
-.wide { overflow-x: auto; margin: 12px 0 18px; }
-table { border-collapse: collapse; font-size: 15px; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 6px 22px 6px 0; text-align: right; border-bottom: 1px solid var(--rule); }
 th { color: var(--soft); font-weight: 500; }
 th:first-child, td:first-child { text-align: left; }
-pre { margin: 12px 0 18px; padding: 12px 16px; max-height: 480px; overflow: auto; }
-pre { background: var(--paper); border: 1px solid var(--rule); border-radius: 8px; }
-pre { font: 12.5px/1.5 ui-monospace, monospace; }
-@media (max-width: 720px) {
-  main { padding: 20px 10px 40px; }
-  section { padding: 16px 14px; }
-  th, td { padding-right: 14px; }
-  figure::before { content: "Wider than the screen: swipe sideways \\2192"; display: block; position: sticky; left: 0; }
-  figure::before { color: var(--soft); font-size: 13px; }
-}
-.tick, .key { fill: var(--soft); }
-.tick { text-anchor: middle; font-variant-numeric: tabular-nums; }
+.tick { fill: var(--soft); text-anchor: middle; font-variant-numeric: tabular-nums; }
 .tick.end { text-anchor: end; }
 .tick.start { text-anchor: start; }
 .key { fill: var(--ink); }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .line { fill: none; stroke-width: 2.2; stroke-linejoin: round; }
 .line.faint { stroke-width: 1; opacity: 0.35; }
-.dot { fill: var(--card); stroke-width: 2.2; }
+.axis { stroke: var(--f); fill: var(--f); }
 .color-0 { stroke: var(--c0); } .color-1 { stroke: var(--c1); } .color-2 { stroke: var(--c2); }
 .color-3 { stroke: var(--c3); } .color-4 { stroke: var(--c4); } .color-5 { stroke: var(--c5); }
-.bar { stroke: var(--card); stroke-width: 0.6; }
-.bar.kind-F { fill: var(--f); } .bar.kind-B { fill: var(--b); } .bar.kind-R { fill: var(--r); }
-.bar.kind-I { fill: var(--i); } .bar.kind-W { fill: var(--w); }
-.outline { fill: none; stroke: var(--soft); stroke-width: 1.5; fill-opacity: 0.14; }
-.outline.kind-F { stroke: var(--f); fill: var(--f); } .outline.kind-B { stroke: var(--b); fill: var(--b); }
-.outline.kind-R { stroke: var(--r); fill: var(--r); } .outline.kind-I { stroke: var(--i); fill: var(--i); }
-.outline.kind-W { stroke: var(--w); fill: var(--w); }
-.in-outline { fill: var(--ink); font-size: 11px; text-anchor: middle; pointer-events: none; }
-.mark { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 5 4; }
-.mark-name { fill: var(--ink); font-weight: 600; }
-.mark-name.end { text-anchor: end; }
-.in-bar { fill: var(--bar-ink); font-size: 11px; text-anchor: middle; pointer-events: none; }
+.kind-F { color: var(--f); } .kind-B { color: var(--b); } .kind-R { color: var(--r); }
+.kind-I { color: var(--i); } .kind-W { color: var(--w); }
+.bar { fill: currentcolor; stroke: var(--card); stroke-width: 0.6; }
+.outline { fill: currentcolor; stroke: currentcolor; stroke-width: 1.5; fill-opacity: 0.14; }
+.in-bar, .in-outline { font-size: 11px; text-anchor: middle; pointer-events: none; fill: var(--ink); }
+.in-bar { fill: var(--bar-ink); }
 .kind-B + .in-bar, .kind-R + .in-bar { fill: var(--b-ink); }
 """

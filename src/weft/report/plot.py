@@ -1,13 +1,7 @@
-"""Line charts as SVG: scales, round ticks, units, a legend that wraps.
-
-MiB |              ╱ full        a line is a prediction, or a course over time;
-    |    ○      ╱                a dot of the same colour is a measurement of the same name;
-    |  ╱    ╱───── states        a logarithmic axis shows ratios, not differences
-    +────────────────  steps     a mark is a vertical line with its name: an event at one moment
-"""
+"""Line charts as SVG: scales, round ticks, units, a legend that wraps. A logarithmic axis shows ratios."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -43,18 +37,13 @@ class Scale:
 
     def ticks(self, unit: float, most: int = 6) -> list[float]:
         """Values that are round when counted in `unit`."""
-        rounded = (
-            _log_ticks(self.low / unit, self.high / unit)
-            if self.log
-            else ticks(self.low / unit, self.high / unit, most)
-        )
-        return [value * unit for value in rounded]
+        low, high = self.low / unit, self.high / unit
+        return [value * unit for value in (_log_ticks(low, high) if self.log else ticks(low, high, most))]
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten from `low` to `high`: at most `most`, and at least 2 if that is 5 or
-    more. `low` alone if the ends do not differ or are not finite.
-    """
+    more. `low` alone if the ends do not differ or are not finite."""
     span = high - low
     if not (span > 0 and math.isfinite(span)):
         return [low]
@@ -133,24 +122,13 @@ def bottom_axis(x: Scale, top: float, base: float, unit: Unit, label: str) -> Ma
     return join(*lines, *values, tag("text", label, x=(x.start + x.end) / 2, y=base + 34, class_="tick"))
 
 
-def _left_axis(x: Scale, y: Scale, unit: Unit, label: str) -> Markup:
-    """Horizontal grid lines with their values on the left, and the label above."""
-    at = y.ticks(unit.factor)
-    lines = [tag("line", x1=x.start, x2=x.end, y1=y(v), y2=y(v), class_="grid") for v in at]
-    values = [tag("text", f"{v / unit.factor:g}", x=x.start - 8, y=y(v) + 4, class_="tick end") for v in at]
-    return join(*lines, *values, tag("text", label, x=4, y=y.end - 10, class_="tick start"))
-
-
 @dataclass(frozen=True)
 class Axis:
     """What an axis shows, in which unit, and whether its scale is logarithmic.
 
     Example:
-        >>> from weft.report import Axis, line_chart
-        >>> lines = {"run": [(0.0, 1.0), (1.0, 0.1)]}
-        >>> chart = line_chart(lines, title="Loss", x=Axis("step"), y=Axis("loss", log=True))
-        >>> chart[:4]
-        '<svg'
+        >>> x, y = weft.report.Axis("step"), weft.report.Axis("loss", log=True)
+        >>> chart = weft.report.line_chart({"run": [(0.0, 1.0), (1.0, 0.1)]}, title="Loss", x=x, y=y)
     """
 
     label: str
@@ -159,52 +137,47 @@ class Axis:
 
 
 def line_chart(
-    lines: Mapping[str, Sequence[Point]],
-    *,
-    title: str,
-    x: Axis,
-    y: Axis,
-    measured: Mapping[str, Sequence[Point]] | None = None,
-    marks: Mapping[str, float] | None = None,
-    thin: Collection[str] = (),
+    lines: Mapping[str, Sequence[Point]], *, title: str, x: Axis, y: Axis, thin: Collection[str] = ()
 ) -> Markup:
-    """Draw named lines, and measured points as dots in the colour of the line of the same name.
+    """Draw named lines, those in `thin` faintly.
 
-    `marks` are named moments on the x axis, such as the end of a server; lines in `thin` are drawn faintly. Points
-    that are not finite, or that a logarithmic axis cannot show, are left out. A linear y axis begins at 0, or at the
-    smallest value if that is below.
+    Points that are not finite, or that a logarithmic axis cannot show, are left out. A linear y axis begins at 0, or at
+    the smallest value if that is below.
 
     Example:
-        >>> from weft.report import Axis, line_chart
-        >>> lines = {"forecast": [(100.0, 2.0), (200.0, 4.0)]}
-        >>> dots = {"forecast": [(150.0, 3.1)]}
-        >>> svg = line_chart(lines, title="Memory", x=Axis("steps"), y=Axis("MB"), measured=dots)
+        >>> x, y = weft.report.Axis("steps"), weft.report.Axis("MB")
+        >>> chart = weft.report.line_chart({"forecast": [(100.0, 2.0), (200.0, 4.0)]}, title="Memory", x=x, y=y)
+        >>> chart[:4]
+        '<svg'
     """
-    drawn = {name: _visible(points, x, y) for name, points in lines.items()}
-    dotted = {name: _visible(points, x, y) for name, points in (measured or {}).items()}
-    moments = {name: float(at) for name, at in (marks or {}).items() if _is_visible(at, x.log)}
-    colors = {name: f"color-{i % _COLORS}" for i, name in enumerate(dict.fromkeys([*drawn, *dotted]))}
-    legend, top = _legend(colors)
+    drawn = {
+        name: [(float(a), float(b)) for a, b in points if _is_visible(a, x.log) and _is_visible(b, y.log)]
+        for name, points in lines.items()
+    }
+    parts: list[str] = []
+    left, top = LEFT, 14.0
+    for i, name in enumerate(drawn):  # the legend, in as many rows as it takes
+        space = _SAMPLE + 34 + len(name) * LETTER
+        if left > LEFT and left + space > WIDTH - _RIGHT:
+            left, top = LEFT, top + _ROW
+        style = f"line color-{i % _COLORS}"
+        parts.append(tag("line", x1=left, x2=left + _SAMPLE, y1=top, y2=top, class_=style))
+        parts.append(tag("text", name, x=left + _SAMPLE + 7, y=top + 4, class_="key"))
+        left += space
+    top += 6 + _LABEL
     base = top + _PLOT
-    points = [point for each in (drawn, dotted) for curve in each.values() for point in curve]
-    across, up = _scales(points, [*moments.values()], x, y, top, base)
-
-    parts = [bottom_axis(across, top, base, x.unit, x.label), _left_axis(across, up, y.unit, y.label)]
-    for name, curve in drawn.items():
+    across, up = _scales([point for curve in drawn.values() for point in curve], x, y, top, base)
+    parts.append(bottom_axis(across, top, base, x.unit, x.label))
+    for value in up.ticks(y.unit.factor):
+        at = up(value)
+        parts.append(tag("line", x1=across.start, x2=across.end, y1=at, y2=at, class_="grid"))
+        parts.append(tag("text", f"{value / y.unit.factor:g}", x=across.start - 8, y=at + 4, class_="tick end"))
+    parts.append(tag("text", y.label, x=4, y=top - 10, class_="tick start"))
+    for i, (name, curve) in enumerate(drawn.items()):
         path = " ".join(f"{number(across(a))},{number(up(b))}" for a, b in curve)
-        style = f"line {colors[name]}{' faint' * (name in thin)}"
+        style = f"line color-{i % _COLORS}{' faint' * (name in thin)}"
         parts += [tag("polyline", tag("title", name), points=path, class_=style)] * bool(curve)
-    for name, curve in dotted.items():
-        for a, b in curve:
-            tip = f"{name}: {x.label} {x.unit.show(a)}, measured {y.unit.show(b)}"
-            parts.append(tag("circle", tag("title", tip), cx=across(a), cy=up(b), r=4.5, class_=f"dot {colors[name]}"))
-    for row, (name, at) in enumerate(moments.items()):
-        place, level = across(at), top + 12 + row * _ROW  # names lie below one another
-        left = place + 6 + len(name) * LETTER > across.end
-        stroke = tag("line", x1=place, x2=place, y1=top, y2=base, class_="mark")
-        side = {"x": place - 6, "class_": "mark-name end"} if left else {"x": place + 6, "class_": "mark-name start"}
-        parts.append(tag("g", tag("title", name), stroke, tag("text", name, y=level, **side)))
-    return svg(title, base + BOTTOM, legend, *parts)
+    return svg(title, base + BOTTOM, *parts)
 
 
 def memory_curve(
@@ -218,15 +191,16 @@ def memory_curve(
     Example:
         >>> svg = weft.report.memory_curve({"stage 0": [(0.0, 0), (0.1, 4096), (0.3, 0)]})
     """
-    ordered = {
-        name: list(zip(accumulate((t for t, _ in points), max), (float(b) for _, b in points), strict=True))
-        for name, points in curves.items()
-    }
-    every = [point for points in ordered.values() for point in points]
+    lines: dict[str, list[Point]] = {}
+    for name, points in curves.items():
+        ordered = list(zip(accumulate((t for t, _ in points), max), (float(b) for _, b in points), strict=True))
+        corners = ordered[:1]
+        for (_, before), (t, after) in pairwise(ordered):  # each value holds until the next
+            corners += [(t, before), (t, after)]
+        lines[f"{name}, peak {show_bytes(max((b for _, b in points), default=0))}"] = corners
+    every = [point for corners in lines.values() for point in corners]
     time = unit_for(max((t for t, _ in every), default=0.0), SECONDS)
     size = unit_for(max((b for _, b in every), default=0.0), BYTES)
-    peaks = {name: show_bytes(max((b for _, b in points), default=0)) for name, points in ordered.items()}
-    lines = {f"{name}, peak {peaks[name]}": _steps(points) for name, points in ordered.items()}
     return line_chart(lines, title=title, x=Axis(f"time in {time.name}", time), y=Axis(size.name, size))
 
 
@@ -240,19 +214,15 @@ def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label
     """
     points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if _is_visible(loss, False)]
     log = all(_is_visible(loss, True) for _, loss in points)
-    lines = {"every step": points, "running mean": list(running_mean(points, log=log))}
+    lines = {"every step": points, "running mean": list(_running_mean(points, log=log))}
     return line_chart(lines, title=title, x=Axis("step"), y=Axis(label, log=log), thin=["every step"])
 
 
-def running_mean(points: Sequence[Point], *, log: bool = False) -> Iterator[Point]:
+def _running_mean(points: Sequence[Point], *, log: bool) -> Iterator[Point]:
     """The centred mean of the y values; with `log` the geometric mean, of values above 0.
 
     It averages as many values before a point as behind it, fewer towards both ends, so that it lies on the curve: a
     mean over the past alone lags behind, above a loss that falls.
-
-    Example:
-        >>> list(weft.report.running_mean([(0.0, 1.0), (1.0, 2.0), (2.0, 6.0)]))
-        [(0.0, 1.0), (1.0, 3.0), (2.0, 6.0)]
     """
     values = [math.log(value) if log else value for _, value in points]
     for i, (x, _) in enumerate(points):
@@ -261,41 +231,13 @@ def running_mean(points: Sequence[Point], *, log: bool = False) -> Iterator[Poin
         yield x, math.exp(mean) if log else mean
 
 
-def _steps(points: Sequence[Point]) -> list[Point]:
-    """The corners of a curve that holds each value until the next."""
-    corners = list(points[:1])
-    for (_, before), (time, after) in pairwise(points):
-        corners += [(time, before), (time, after)]
-    return corners
-
-
-def _visible(points: Iterable[Point], x: Axis, y: Axis) -> list[Point]:
-    return [(float(a), float(b)) for a, b in points if _is_visible(a, x.log) and _is_visible(b, y.log)]
-
-
 def _is_visible(value: float, log: bool) -> bool:
     return math.isfinite(value) and abs(value) < _LARGEST and (not log or value > 1 / _LARGEST)
 
 
-def _legend(colors: Mapping[str, str]) -> tuple[Markup, float]:
-    """A sample of each line with its name, in as many rows as it takes; and where the plot begins below them."""
-    parts: list[str] = []
-    at, y = LEFT, 14.0
-    for name, color in colors.items():
-        space = _SAMPLE + 34 + len(name) * LETTER
-        if at > LEFT and at + space > WIDTH - _RIGHT:
-            at, y = LEFT, y + _ROW
-        parts.append(tag("line", x1=at, x2=at + _SAMPLE, y1=y, y2=y, class_=f"line {color}"))
-        parts.append(tag("text", name, x=at + _SAMPLE + 7, y=y + 4, class_="key"))
-        at += space
-    return join(*parts), y + 6 + _LABEL
-
-
-def _scales(
-    points: Sequence[Point], moments: Sequence[float], x: Axis, y: Axis, top: float, base: float
-) -> tuple[Scale, Scale]:
+def _scales(points: Sequence[Point], x: Axis, y: Axis, top: float, base: float) -> tuple[Scale, Scale]:
     """Of both axes, around all data."""
-    xs, ys = [*(a for a, _ in points), *moments] or [1.0], [b for _, b in points] or [1.0]
+    xs, ys = zip(*points, strict=True) if points else ((1.0,), (1.0,))
     low, high = min(ys), max(ys)
     if y.log:
         low, high = low / 1.2, high * 1.2

@@ -1,14 +1,18 @@
-"""A step as stages x time: what ran when, above what was forecast.
+"""A step drawn: what ran when, above what was forecast; what crosses between stages; a trace for Perfetto.
 
 stage 0  ▐F0▌▐F1▌▐F2▌          ▐─B0─▌▐─B1─▌      measured: a bar per event, with its micro-batch
          [F0][F1][F2]          [ B0 ][ B1 ]      forecast: outlines on the same axis
 stage 1      ▐F0▌▐─B0─▌▐F1▌▐─B1─▌
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from weft.pipeline.schedule import Action
 from weft.pipeline.simulate import Forecast
+from weft.pipeline.split.program import CrossingValue
 from weft.pipeline.tracing import ActionEvent, Recorder
 from weft.report.html import Markup, Section, figure, join, page, tag
 from weft.report.plot import (
@@ -20,6 +24,7 @@ from weft.report.plot import (
     Scale,
     bottom_axis,
     memory_curve,
+    show_bytes,
     show_time,
     svg,
     unit_for,
@@ -31,6 +36,7 @@ KINDS = {"F": "forward", "B": "backward", "R": "recompute", "I": "input gradient
 _RIGHT, _TOP = 12.0, 34.0
 _BAR, _OUTLINE, _GAP = 26.0, 18.0, 16.0
 _REST, _CURVE = 240, 420  # pixels of a notebook's frame around the lanes, and of the memory curve
+_COLUMN, _LINE = 90.0, 22.0  # of what crosses: from stage to stage, from value to value
 
 
 def timeline(
@@ -89,6 +95,80 @@ def notebook_frame(recorder: Recorder) -> Markup:
     height = _REST + int(_BAR + _GAP + 6) * stages + _CURVE * bool(recorder.bytes)
     whole = page(f"{len(recorder.events)} recorded actions", [Section("Timeline", pictures)])
     return tag("iframe", srcdoc=whole, style=f"width: 100%; height: {height}px; border: 0")
+
+
+def routes(values: Sequence[CrossingValue], stages: int, *, title: str) -> Markup:
+    """Draw ``pipe.routes`` of a pipe with so many stages: a line from its source to its readers for each value.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
+        >>> pipe = weft.Pipe(model, chunks=2, devices=["cpu", "cpu"], split=["1"])
+        >>> pipe(torch.randn(4, 2)).sum().backward()
+        >>> svg = weft.report.routes(pipe.routes, 2, title="What crosses")
+    """
+    columns = [40 + stage * _COLUMN for stage in range(stages)]
+    base = 26 + _LINE * len(values)
+    parts: list[str] = []
+    for stage, x in enumerate(columns):
+        parts.append(tag("text", f"stage {stage}", x=x, y=10, class_="tick"))
+        parts.append(tag("line", x1=x, y1=16, x2=x, y2=base, class_="grid"))
+    for row, (name, size, source, readers) in enumerate(values):
+        y = 34 + row * _LINE
+        tip = tag("title", f"{name}: stage {source} to {', '.join(map(str, readers))}")
+        parts.append(tag("line", tip, x1=columns[source], y1=y, x2=columns[max(readers)], y2=y, class_="axis"))
+        parts.append(tag("circle", cx=columns[source], cy=y, r=4, class_="axis"))
+        parts += [tag("path", d=f"M{columns[each] - 7} {y - 4} l7 4 l-7 4 z", class_="axis") for each in readers]
+        words = f"{name}, {show_bytes(size)}"
+        parts.append(tag("text", words, x=columns[-1] + 16, y=y + 4, class_="tick start"))
+    return svg(title, base, *parts)
+
+
+def trace(events: Sequence[ActionEvent], *, name: str = "weft") -> dict[str, Any]:
+    """A recording in the Chrome trace-event format ("Trace Event Format", Google): one process of this name with a
+    track per thread; times count from the first event.
+
+    Example:
+        >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
+        >>> recorder = weft.Recorder()
+        >>> with pipe.watched_by(recorder):
+        ...     loss = pipe(torch.randn(4, 2)).sum()
+        >>> sorted({event["ph"] for event in weft.report.trace(recorder.events)["traceEvents"]})
+        ['M', 'X']
+    """
+    begin = min((event.start for event in events), default=0.0)
+    threads = {thread: number for number, thread in enumerate(sorted({event.thread for event in events}))}
+    tracks = [("process_name", name, 0), *(("thread_name", thread, number) for thread, number in threads.items())]
+    made: list[dict[str, Any]] = [
+        {"name": kind, "ph": "M", "pid": 0, "tid": number, "args": {"name": named}} for kind, named, number in tracks
+    ]
+    for event in events:
+        stage, _, micro_batch = event.action
+        made.append(
+            {
+                "name": f"{stage}{event.kind}{micro_batch}",
+                "cat": KINDS[event.kind],
+                "ph": "X",
+                "ts": (event.start - begin) * 1e6,  # microseconds
+                "dur": (event.end - event.start) * 1e6,
+                "pid": 0,
+                "tid": threads[event.thread],
+                "args": {"stage": stage, "micro-batch": micro_batch},
+            }
+        )
+    return {"traceEvents": made, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: Path | str, events: Sequence[ActionEvent], *, name: str = "weft") -> Path:
+    """Write `trace` to a JSON file, which https://ui.perfetto.dev opens, and return its path.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> weft.report.write_trace(pathlib.Path(tempfile.mkdtemp(), "trace.json"), []).name
+        'trace.json'
+    """
+    target = Path(path)
+    target.write_text(json.dumps(trace(events, name=name)), encoding="utf-8")
+    return target
 
 
 def _bar(x: Scale, top: float, kind: str, action: Action, start: float, end: float, *, outline: bool = False) -> Markup:

@@ -65,7 +65,12 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
     cut = _cut(units, times, devices, skips)
     parameters = _parameter_bytes(model, units)
     memory = [stage.saved_bytes + 2 * size for stage, size in zip(steps[0].stages, parameters, strict=True)]
-    return cut if _fits(cut, units, memory, devices) else _cut(units, memory, devices)
+    bounds = [0, *(units.index(name) for name in cut), len(units)]
+    free: Callable[[Any], tuple[int, int]] = cast(Any, torch.cuda).mem_get_info
+    for (start, stop), device in zip(pairwise(bounds), devices, strict=True):
+        if device.type == "cuda" and sum(memory[start:stop]) >= free(device)[0]:
+            return _cut(units, memory, devices)
+    return cut
 
 
 def _candidates(model: nn.Module) -> list[str]:
@@ -142,14 +147,6 @@ def _measured(model: nn.Module, split: list[str], device: torch.device, call: Ar
                 if roots and wanted:
                     torch.autograd.grad(roots, wanted, [torch.ones_like(x) for x in roots], allow_unused=True)
     return [costs_from([each], sizes) for each in timers]
-
-
-def _fits(cut: Sequence[str], names: Sequence[str], memory: Sequence[float], devices: Sequence[torch.device]) -> bool:
-    """Whether the memory of every CUDA device takes its stage."""
-    bounds = [0, *(names.index(name) for name in cut), len(names)]
-    needs = [sum(memory[a:b]) for a, b in pairwise(bounds)]
-    free: Callable[[Any], tuple[int, int]] = cast(Any, torch.cuda).mem_get_info
-    return all(device.type != "cuda" or need < free(device)[0] for need, device in zip(needs, devices, strict=True))
 
 
 def _copy_seconds(source: torch.device, target: torch.device) -> float:

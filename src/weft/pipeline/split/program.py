@@ -8,7 +8,7 @@ prelude      guards that inputs answer        asked before a step begins; they c
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -44,7 +44,7 @@ class Step:
     name: str
     call: Callable[..., Any]
     leaves: list[Any]
-    reads: list[tuple[int, Ref]]
+    reads: list[tuple[int, Ref]] = field(default_factory=list[tuple[int, Ref]])
     names: tuple[str, ...] = ()
     structure: Structure | None = None
     where: str = ""  # file and line of the user's code
@@ -52,10 +52,10 @@ class Step:
     makes: list[int | None] = field(default_factory=list[int | None])  # by the leaves of the result, then by `writes`
     # Leaves of a block's result that Python may go by, and shapes of result leaves that it went by:
     plain: list[tuple[int, Any]] = field(default_factory=list[tuple[int, Any]])
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    expects: tuple[Any] | None = None  # the answer of a guard
     writes: list[int] = field(default_factory=list[int])  # which argument leaves it wrote into
     stored: set[int] = field(default_factory=set[int])  # the storages that it wrote into
-    expects: tuple[Any] | None = None  # the answer of a guard
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     sizes: dict[int, int] = field(default_factory=dict[int, int])  # bytes of each value made
     storages: dict[int, int] = field(default_factory=dict[int, int])
     draws: bool = False
@@ -63,25 +63,17 @@ class Step:
     grad: bool | None = None  # another grad mode than that of the whole call
     casts: tuple[tuple[str, torch.dtype, bool], ...] = ()  # another autocast than that of the whole call
 
-    @property
-    def pure(self) -> bool:
-        """Whether it may run again elsewhere: it needs nothing but its arguments, and makes the same of them."""
-        return self.module is None and not (self.writes or self.draws)
-
     def arguments(self, leaves: list[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The leaves as positional and named arguments."""
         if self.structure is not None:
             return unflatten(self.structure, leaves)
         count = len(leaves) - len(self.names)
         return leaves[:count], dict(zip(self.names, leaves[count:], strict=True))
 
     def run(self, leaves: list[Any]) -> Any:
-        """Call it as it stood in forward()."""
         args, kwargs = self.arguments(leaves)
         if self.grad is None and not self.casts:
             return self.call(*args, **kwargs)
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if self.grad is None else self.grad))
+        with torch.set_grad_enabled(torch.is_grad_enabled() if self.grad is None else self.grad), ExitStack() as stack:
             for kind, dtype, enabled in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
             return self.call(*args, **kwargs)
@@ -138,7 +130,6 @@ class OpenCode(nn.Module):
             (self._parameters if isinstance(each, nn.Parameter) else self._buffers)[name] = cast(Any, each)
 
     def get(self, name: str) -> Tensor:
-        """A parameter or buffer by its name in the model."""
         return cast(Tensor, self._parameters[name] if name in self._parameters else self._buffers[name])
 
 
@@ -177,7 +168,11 @@ class Program:
         self.parts = [Part() for _ in devices]
         self._device = list(devices) if len(set(devices)) > 1 else None
         steps = recording.steps
-        starts = self._starts()
+        starts = [0, *(recording.cuts[name] for name in self.order)]
+        for name, start, before in zip(self.order, starts[1:], starts, strict=False):
+            if start == before:
+                where = "forward begins with it" if not start else "another split point comes right before it"
+                raise SplitError(f"nothing would run in the stage before {name!r}, for {where}; leave it out of split")
         self._stage_at = [max(s for s, start in enumerate(starts) if start <= k) for k in range(len(steps))]
         self._maker = {value: k for k, step in enumerate(steps) for value in step.makes if value is not None}
         self._sizes = {**recording.sizes, **{Ref("v", v): n for step in steps for v, n in step.sizes.items()}}
@@ -193,14 +188,6 @@ class Program:
             CrossingValue(self._name(ref), self._sizes.get(ref, 0), self._source(ref), tuple(readers))
             for ref, readers in crossing.items()
         ]
-
-    def _starts(self) -> list[int]:
-        starts = [0, *(self.recording.cuts[name] for name in self.order)]
-        for name, start, before in zip(self.order, starts[1:], starts, strict=False):
-            if start == before:
-                where = "forward begins with it" if not start else "another split point comes right before it"
-                raise SplitError(f"nothing would run in the stage before {name!r}, for {where}; leave it out of split")
-        return starts
 
     def _check_writes(self) -> None:
         """Stages work on several micro-batches at one time, so what one writes into must be its own."""
@@ -229,9 +216,8 @@ class Program:
         step may change, are asked again in their stage."""
         ahead: set[int] = set()
         for k, step in enumerate(self.recording.steps):
-            if step.expects is None and not (step.shapes and step.dynamic):
-                continue
-            if (found := self._from_inputs(k, own=True)) is not None:
+            guards = step.expects is not None or (step.shapes and step.dynamic)
+            if guards and (found := self._from_inputs(k, own=True)) is not None:
                 ahead |= found
                 if step.expects is not None and self._from_inputs(k) is not None:
                     members[self._stage_at[k]].discard(k)
@@ -246,7 +232,8 @@ class Program:
             if k in found:
                 continue
             step = self.recording.steps[k]
-            if not step.pure or self._written.intersection(step.storages.values()):
+            pure = step.module is None and not (step.writes or step.draws)
+            if not pure or self._written.intersection(step.storages.values()):
                 return None
             found.add(k)
             for _, ref in step.reads:
@@ -288,10 +275,10 @@ class Program:
         """What a stage runs, takes, gives, clones and drops."""
         for ref, readers in crossing.items():
             source = self._source(ref)
-            for reader in readers if stage == source else ():
-                part.gives.setdefault(reader, []).append(ref)
             if stage in readers:
                 part.takes.setdefault(source, []).append(ref)
+            for reader in readers if stage == source else ():
+                part.gives.setdefault(reader, []).append(ref)
         last: dict[Ref, int] = {}
         stored: set[int] = set()
         for position, k in enumerate(members):
@@ -316,7 +303,6 @@ class Program:
         return f"{step}[{step.makes.index(ref.key)}]" if len(step.makes) > 1 else str(step)
 
     def blocks(self, stage: int) -> dict[nn.Module, str]:
-        """The blocks that a stage calls, with their names."""
         return {step.module: step.name for step, _ in self.parts[stage].steps if step.module is not None}
 
     def owned(self, stage: int) -> set[str]:
@@ -330,13 +316,11 @@ class Program:
         if not self.prelude:
             return True
         values: Values = {Ref("in", k): leaf for k, leaf in enumerate(leaves)}
-        try:
-            with torch.no_grad():
-                for step in self.prelude:
-                    self.perform(step, step.leaves, values, owned)
-        except GuardError:
-            return False
-        return True
+        with suppress(GuardError), torch.no_grad():
+            for step in self.prelude:
+                self.perform(step, step.leaves, values, owned)
+            return True
+        return False
 
     def run(self, stage: int, values: Values, owned: Owned) -> Values:
         """Run one stage on what comes in. Returns the values that it has at its end."""

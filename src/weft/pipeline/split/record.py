@@ -6,8 +6,8 @@
 A module without a split point inside is a *block*: it is called as it is at every step, whatever its Python does
 (hooks, dropout, routing on data, checkpointing). Modules around split points are *open*: of their forward() the torch
 functions are recorded, and what their Python decided is frozen. What it decided by is either part of the key that a
-program is looked up by (shapes, arguments, flags; see `model.py`), or a guard that every replay checks (a value that
-was read out of a tensor, a shape that depends on data).
+program is looked up by (shapes, arguments, flags), or a guard that every replay checks (a value that was read out of a
+tensor, a shape that depends on data).
 
 A `TorchFunctionMode` sees the functions, a patched ``__call__`` of the module classes the blocks, and a
 `TorchDispatchMode` every tensor that is made inside of blocks: one that comes out by another door than a result opens
@@ -27,7 +27,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
@@ -70,16 +69,12 @@ _one_at_a_time = threading.RLock()  # what stands in PyTorch's places meanwhile 
 class ForwardRecorder(TorchFunctionMode):
     """Runs a model, and records what it does. The model is as before when `record` returns.
 
-    `fake`: nothing is computed, so parameters may be on the meta device, as those of other processes are.
     Raises SplitError for names that are no modules.
     """
 
-    def __init__(
-        self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device], *, fake: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, split: Sequence[str], devices: Sequence[torch.device]) -> None:
         super().__init__()
-        self.model, self.fake = model, fake
-        self.devices = devices
+        self.model, self.devices = model, devices
         self.mixed = len(set(devices)) > 1
         self._inside = True
         self._leaking: set[nn.Module] = set()
@@ -112,16 +107,14 @@ class ForwardRecorder(TorchFunctionMode):
         self, args: Sequence[Any], kwargs: dict[str, Any], *, optional: bool = False, keep: bool = False
     ) -> Recording:
         """One run on these arguments, which are not written to. `optional`: split points may be never called; `keep`:
-        the recording gets copies of all values.
-
-        Raises SplitError for what cannot be recorded, with file and line. A block out of which a tensor came by another
-        door than its result, such as a hook that collects it, is opened, and recorded again.
-        """
+        the recording gets copies of all values. Raises SplitError for what cannot be recorded, with file and line."""
         with _one_at_a_time:
             self._keep = keep
             self._resolve()
-            self._refuse_backward_hooks()
-            while True:
+            if hooked := [self._called(m) for m in self.open if m._backward_hooks or m._backward_pre_hooks]:
+                headline = "no backward goes through a module that is cut as a whole; hook submodules that are not:"
+                raise SplitError(listed(headline, hooked))
+            while True:  # until no block is left that a tensor comes out of by another door than its result
                 self._leaking = set()
                 found = self._record(args, kwargs)
                 if not self._leaking:
@@ -137,21 +130,22 @@ class ForwardRecorder(TorchFunctionMode):
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Recording:
         leaves, structure = flatten((tuple(args), kwargs))
         leaves = copies(leaves)
-        mode = FakeTensorMode(allow_non_fake_inputs=True) if self.fake else None
-        if mode is not None:
-            leaves = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in leaves]
         tracked = torch.is_grad_enabled()  # with a graph, so that its autograd functions show; it keeps no tensor
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(tracked))
-            stack.enter_context(undisturbed(self.model, self.devices, mode))
-            stack.enter_context(mode or nullcontext())
+            stack.enter_context(undisturbed(self.model, self.devices))
             if tracked:
                 stack.enter_context(saved_tensors_hooks(_nothing, _nothing))
             self._begin(leaves)
-            tables = [(module, dict(module._buffers)) for module in self.model.modules() if module in self.open]
+            tables = [(module, dict(module._buffers)) for module in self.open]
             result = self._forward(*unflatten(structure, leaves))
-            self._refuse_replaced_buffers(tables)
+            for module, before in tables:
+                if any(before.get(key) is not each for key, each in module._buffers.items()):
+                    raise SplitError(
+                        f"forward of {self._called(module)} puts another tensor in the place of a buffer, which a "
+                        "stage could not see; write into the buffer in place (copy_), or do it in a submodule"
+                    )
             self._refuse_python_draws()
             found = self._recording
             found.inputs = structure_paths(flatten(tuple(args))[1])
@@ -160,8 +154,7 @@ class ForwardRecorder(TorchFunctionMode):
             made, found.structure = flatten(result)
             found.reads = [(k, ref) for k, leaf in enumerate(made) if (ref := self._ref(leaf))]
             found.leaves = _without(made, found.reads)
-            scalars = [isinstance(x, Tensor) and not x.dim() and x.is_floating_point() for x in made]
-            found.has_scalars = any(scalars)
+            found.has_scalars = any(isinstance(x, Tensor) and not x.dim() and x.is_floating_point() for x in made)
         self._begin([])  # lets go of what the run has made
         return found
 
@@ -186,7 +179,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.block: nn.Module | None = None
         self.drew = self.dynamic = False
         self._thread = threading.get_ident()
-        self._outer = torch.is_grad_enabled(), _casts()
+        self._outer = torch.is_grad_enabled(), autocasts()
         self._python_draws = _python_draws()
         self._device = self.devices[0]
         for k, leaf in enumerate(inputs):
@@ -234,7 +227,7 @@ class ForwardRecorder(TorchFunctionMode):
     def _block(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         register_dataclasses((args, kwargs))
         leaves, structure = flatten((args, kwargs))
-        step = Step(self.names[id(module)], module, leaves, [], structure=structure, module=module)
+        step = Step(self.names[id(module)], module, leaves, structure=structure, module=module)
         self._refuse_python_draws(f" before {step.name}")
         self.block = module
         try:
@@ -247,10 +240,9 @@ class ForwardRecorder(TorchFunctionMode):
         given = [*args, *kwargs.values()]
         if any(isinstance(each, _CONTAINERS) and _holds_values(each) for each in given):
             leaves, structure = flatten((args, kwargs))
-            step = Step(name, func, leaves, [], structure=structure)
+            step = Step(name, func, leaves, structure=structure, where=_site())
         else:
-            step = Step(name, func, given, [], names=tuple(kwargs))
-        step.where = _site()
+            step = Step(name, func, given, names=tuple(kwargs), where=_site())
         if any(_functorch.is_functorch_wrapped_tensor(x) for x in step.leaves if isinstance(x, Tensor)):
             raise _refusal(f"{name} runs under vmap or grad")
         return self._recorded(step, func)
@@ -267,7 +259,7 @@ class ForwardRecorder(TorchFunctionMode):
         step.draws, step.dynamic = self.drew, self.dynamic or step.module is not None
         if torch.is_grad_enabled() != self._outer[0]:
             step.grad = torch.is_grad_enabled()
-        step.casts = tuple(each for each in _casts() if each not in self._outer[1])
+        step.casts = tuple(each for each in autocasts() if each not in self._outer[1])
         wrote = [k for k, x in enumerate(given) if isinstance(x, Tensor) and version(x) != versions[k]]
         register_dataclasses(result)
         made = flatten(result)[0]
@@ -285,11 +277,10 @@ class ForwardRecorder(TorchFunctionMode):
         ours = step.module is not None or step.name.endswith(".apply")
         for k, x in enumerate(made):
             value, known = None, self._known.get(id(x))
-            if known is not None and known[1].kind == "own":
-                pass  # written into, or returned as it is: it is still the model's
-            elif isinstance(x, Tensor) or (ours and not isinstance(x, PLAIN)):
+            still_own = known is not None and known[1].kind == "own"  # written into, or returned as it is
+            if not still_own and (isinstance(x, Tensor) or (ours and not isinstance(x, PLAIN))):
                 value = self._make(x, step, k, number)
-            elif ours:
+            elif ours and not still_own:
                 step.plain.append((k, x))
             if ours and isinstance(x, Tensor) and x.grad_fn is not None:
                 self._nodes[id(x.grad_fn)] = x.grad_fn
@@ -339,7 +330,7 @@ class ForwardRecorder(TorchFunctionMode):
         """Where a leaf comes from; None for a constant that is no tensor."""
         if not isinstance(leaf, Tensor):
             known = None if isinstance(leaf, PLAIN) else self._known.get(id(leaf))
-            if known is None and not isinstance(leaf, PLAIN) and hides_tensors(leaf):
+            if known is None and not isinstance(leaf, PLAIN) and _hides_tensors(leaf):
                 raise _refusal(
                     f"a {type(leaf).__name__} carries tensors from block to block",
                     "stages cannot see them (a cache of keys and values? use_cache=False); use a tuple, list or dict",
@@ -369,8 +360,6 @@ class ForwardRecorder(TorchFunctionMode):
             raise _refusal(f"a tensor of shape {tuple(leaf.shape)} is made by what is no function of PyTorch")
         self._know(leaf, Ref("const", leaf if leaf.is_leaf else leaf.detach()), -1)
 
-    # -- what is refused -----------------------------------------------------------------------------------------------
-
     def _refuse_python_draws(self, where: str = "") -> None:
         if self._python_draws != _python_draws():
             raise _refusal(
@@ -378,26 +367,8 @@ class ForwardRecorder(TorchFunctionMode):
                 "it would get the same ones for ever; draw from torch, or in a submodule",
             )
 
-    def _refuse_backward_hooks(self) -> None:
-        if hooked := [self._called(each) for each in self.open if each._backward_hooks or each._backward_pre_hooks]:
-            raise SplitError(
-                listed(
-                    "no backward goes through a module that is cut as a whole; hook submodules that are not:", hooked
-                )
-            )
-
-    def _refuse_replaced_buffers(self, tables: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
-        for module, before in tables:
-            if any(before.get(key) is not each for key, each in module._buffers.items()):
-                raise SplitError(
-                    f"forward of {self._called(module)} puts another tensor in the place of a buffer, which a stage "
-                    "could not see; write into the buffer in place (copy_), or do it in a submodule"
-                )
-
     def _called(self, module: nn.Module) -> str:
         return f"{self.names[id(module)] or 'the model'} ({type(module).__name__})"
-
-    # -- what stands in PyTorch's places meanwhile ---------------------------------------------------------------------
 
     @contextmanager
     def _patched(self) -> Generator[None]:
@@ -462,25 +433,15 @@ class _Births(TorchDispatchMode):
 
 
 @contextmanager
-def undisturbed(
-    model: nn.Module, devices: Iterable[torch.device] = (), mode: FakeTensorMode | None = None
-) -> Generator[None]:
+def undisturbed(model: nn.Module, devices: Iterable[torch.device] = ()) -> Generator[None]:
     """A run inside leaves the model and PyTorch's generators as they were: buffers are copies meanwhile, and numbers
-    that modules count in are put back. With `mode`, parameters are fake too."""
-
-    def stand_in(each: Tensor) -> Tensor:
-        if mode is None:
-            return each if isinstance(each, nn.Parameter) else each.detach().clone()
-        with mode:
-            empty = torch.empty(each.shape, dtype=each.dtype, device="cpu" if each.is_meta else each.device)
-        return nn.Parameter(empty, each.requires_grad) if isinstance(each, nn.Parameter) else empty
-
+    that modules count in are put back."""
     before = [(m, dict(m._parameters), dict(m._buffers), dict(vars(m))) for m in model.modules()]
     own = [each for *_, held in before for each in held.values() if type(each) is torch.Generator]
     sources = [*generators(devices), *own]
     drawn = states(sources)
     try:
-        map_tensors(model, stand_in)
+        map_tensors(model, lambda each: each if isinstance(each, nn.Parameter) else each.detach().clone())
         yield
     finally:
         restore(sources, drawn)
@@ -489,13 +450,6 @@ def undisturbed(
             module._buffers.update(buffers)
             module._parameters.update(parameters)
             vars(module).update({key: each for key, each in held.items() if type(each) in (int, float)})
-
-
-def hides_tensors(value: Any, depth: int = 4) -> bool:
-    """Whether an object that is no container for PyTorch holds tensors, as far as one can see."""
-    if not depth or isinstance(value, (str, bytes, int, float, type, nn.Module, type(None))) or callable(value):
-        return False
-    return any(isinstance(each, Tensor) or hides_tensors(each, depth - 1) for each in held_values(value))
 
 
 def copies(leaves: Sequence[Any]) -> list[Any]:
@@ -517,14 +471,21 @@ def _without(leaves: Sequence[Any], reads: Iterable[tuple[int, Ref]]) -> list[An
 
 def _placeless(step: Step) -> list[Any]:
     """The constants of a step, where a device stands for that of whatever stage runs it."""
-    of_to = step.call is _T.to
-    named = {len(step.leaves) - len(step.names) + k for k, name in enumerate(step.names) if name == "device"}
+    first = len(step.leaves) - len(step.names)
+    named = {first + k for k, name in enumerate(step.names) if name == "device"}
 
     def place(k: int, leaf: Any) -> Any:
-        text = isinstance(leaf, str) and (k in named or of_to)
+        text = isinstance(leaf, str) and (k in named or step.call is _T.to)
         return HERE if (isinstance(leaf, torch.device) and leaf.type != "meta") or text else leaf
 
     return [place(k, leaf) for k, leaf in enumerate(step.leaves)]
+
+
+def _hides_tensors(value: Any, depth: int = 4) -> bool:
+    """Whether an object that is no container for PyTorch holds tensors, as far as one can see."""
+    if not depth or isinstance(value, (str, bytes, int, float, type, nn.Module, type(None))) or callable(value):
+        return False
+    return any(isinstance(each, Tensor) or _hides_tensors(each, depth - 1) for each in held_values(value))
 
 
 def _holds_values(container: Any) -> bool:
@@ -559,7 +520,8 @@ def _python_draws() -> Any:
     return random.getstate(), state and (state[1].tobytes(), state[2])
 
 
-def _casts() -> list[tuple[str, torch.dtype, bool]]:
+def autocasts() -> list[tuple[str, torch.dtype, bool]]:
+    """Autocast as it stands here: device type, dtype, whether it is on."""
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
 
 

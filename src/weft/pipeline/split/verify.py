@@ -1,8 +1,8 @@
 """Compare a program with the plain forward, once: the net under all that a recording cannot see.
 
-An attribute that changes between steps, a C extension, an environment variable, data of Python: what forward() goes by
-without PyTorch's knowledge would be frozen in silence. So every new program is run on another micro-batch than the one
-it was recorded on, beside the model itself: outputs, and gradients where there are some, must agree to rounding.
+What forward() goes by without PyTorch's knowledge (a C extension, an environment variable, data of Python) would be
+frozen in silence. So every new program is run on another micro-batch than the one it was recorded on, beside the model
+itself: outputs, and gradients where there are some, must agree to rounding.
 """
 
 from collections.abc import Callable, Sequence
