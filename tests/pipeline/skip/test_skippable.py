@@ -104,13 +104,6 @@ def test_the_class_says_what_it_declares() -> None:
     assert isinstance(Early().module, Early.module_cls)
 
 
-def test_an_attribute_of_the_module_that_the_layer_is_asked_for_is_said_to_be_there() -> None:
-    with pytest.raises(AttributeError, match=r"'Early' object has no attribute 'linear', .* write \.module\.linear"):
-        _ = Early(3).linear
-    with pytest.raises(AttributeError, match=r"no attribute 'nowhere'$"):
-        _ = Early(3).nowhere
-
-
 def test_constructor_arguments_reach_the_module() -> None:
     layer = Early(3, bias=False)
     assert layer.module.linear.weight.shape == (3, 3)
@@ -136,11 +129,6 @@ def test_a_bare_string_is_no_list_of_names(words) -> None:
 def test_only_module_classes_can_be_skippable(thing) -> None:
     with pytest.raises(TypeError, match="wanted a class derived from nn"):
         skippable(stash=["early"])(thing)
-
-
-def test_the_base_class_wraps_nothing() -> None:
-    with pytest.raises(SkipWiringError, match="wraps no module"):
-        Skippable()
 
 
 # --- what a forward may do

@@ -5,12 +5,9 @@
                               stash b
                               pop b                                    (None, "b"): (1, (1,)), no copy
 
-A tensor goes straight from its source to each reading partition; those between see nothing of it. A wrong skip would
-show as an error in the middle of a step, or as a tensor that is kept for no reader: one walk over the layers finds
-every fault, and one error reports them all.
-
-An `nn.Sequential` runs its layers in order, and those below it likewise; a layer that stands twice is found twice. Of
-any other module only the order of registration is known, so its skippable layers are taken to run in that order.
+A tensor goes straight from its source to each reading partition; those between see nothing of it. An `nn.Sequential`
+runs its layers in order, and those below it likewise; a layer that stands twice is found twice. Of any other module
+only the order of registration is known, so its skippable layers are taken to run in that order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,12 +47,11 @@ def skippables(layers: Layers, place: str = "") -> Iterator[SkippableLayer]:
 
 
 def verify_skippables(module: nn.Module, *, one_to_one: bool = False) -> None:
-    """Check that the skips of a model fit together.
+    """Check that the skips of a model fit together, those of layers deep inside of it too.
 
-    Raises one SkipWiringError (a TypeError) that lists every fault: a layer that declares one name both ways; a second
-    stash of a (namespace, name); a pop before any stash; a stash that nobody pops. With `one_to_one` a second pop is a
-    fault too; otherwise any number of layers may pop one stash. Skippable layers deep inside the model count, in the
-    order in which they run. That all faults are reported at once follows torchgpipe.
+    Raises one SkipWiringError (a TypeError) that lists every fault, as torchgpipe does: a layer that declares one name
+    both ways; a second stash of a (namespace, name); a pop before any stash; a stash that nobody pops. With
+    `one_to_one` a second pop is a fault too; otherwise any number of layers may pop one stash.
 
     Example:
         >>> @weft.skippable(pop=["early"])
@@ -103,11 +99,8 @@ def _check(layers: Iterable[SkippableLayer], *, one_to_one: bool = False) -> Non
 
 
 def inspect_skip_layout(partitions: Sequence[Layers]) -> dict[Key, Route]:
-    """Find out which skips go from which partition to which: (source, reading partitions) by (namespace, name).
-
-    A partition is an `nn.Sequential`, a single layer, or an iterable of layers. Raises SkipWiringError with
-    every fault if the skips do not fit together, as `verify_skippables` does.
-    """
+    """The skips that go from partition to partition (a module, or layers in a row): (source, readers) by
+    (namespace, name). Raises as `verify_skippables`."""
     found = [list(skippables(partition, f"partition {j}")) for j, partition in enumerate(partitions)]
     _check(each for layers in found for each in layers)
     sources = {key: j for j, layers in enumerate(found) for each in layers for key in each.layer.stashable()}

@@ -12,10 +12,7 @@ traceback ends in the line of the user's layer.
 
 The user's module hangs below the shell as ``.module``. Two hooks take that out of state-dict keys on saving and put it
 in on loading, so the wrapped and the bare model load into each other; `named_parameters` has the real names
-(``0.module.weight``):
-
-    bare model          0.weight     <--load-->     wrapped model    0.weight
-    older checkpoint    0.module.weight  --load-->  wrapped model
+(``0.module.weight``).
 """
 
 import sys
@@ -38,7 +35,7 @@ def shorten(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, _: M
     long = prefix + INNER
     for key in [key for key in state if key.startswith(long)]:
         state[prefix + key.removeprefix(long)] = state.pop(key)
-    versions: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})
+    versions: dict[str, dict[str, Any]] = getattr(state, "_metadata", None) or {}
     # Layers read their format version under their own name. A bare model looks for the short one, a wrapped
     # model for the long one, so both are written.
     for name in [name for name in versions if f"{name}.".startswith(long)]:
@@ -58,10 +55,8 @@ def lengthen(layer: nn.Module, state: MutableMapping[str, Any], prefix: str, *li
 
 
 def shorten_faults(layer: nn.Module, faults: Any) -> None:
-    """After loading: what is wrong is told of ``<prefix>weight``, as `state_dict` names it.
-
-    `faults` has the missing and the unexpected keys, without a prefix, and not the messages: `lengthen` has noted both.
-    """
+    """After loading: what is wrong is told of ``<prefix>weight``, as `state_dict` names it. `faults` has neither the
+    prefix nor the messages: `lengthen` has noted both."""
     prefix, messages = layer.__dict__.pop("_loading")
     long = prefix + INNER
     for keys in (faults.missing_keys, faults.unexpected_keys):
@@ -125,7 +120,7 @@ class CommandHandler:
 
     def _answer(self, command: object) -> Tensor | None:
         """Do what the command says. Raises SkipError or, for what is no command, SkipWiringError."""
-        if not isinstance(command, stash | pop):
+        if not isinstance(command, (stash, pop)):
             raise SkipWiringError(
                 f"{self._name} yielded {type(command).__name__}, wanted stash(name, tensor) or pop(name); "
                 "the output of a layer is returned, not yielded"
@@ -165,10 +160,10 @@ class CommandHandler:
     def finish(self) -> None:
         """The forward is over. Raises one SkipError that lists every declaration that was not kept."""
         layer = self._layer
-        missing = [("stash", name) for name in sorted(layer.stashable_names - self.stashed)]
-        missing += [("popp", name) for name in sorted(layer.poppable_names - self._popped.keys())]
+        missing = [("stashable but not stashed", name) for name in sorted(layer.stashable_names - self.stashed)]
+        missing += [("poppable but not popped", name) for name in sorted(layer.poppable_names - self._popped.keys())]
         if missing:
-            faults = [f"{describe(layer.key(name))} was declared as {did}able but not {did}ed" for did, name in missing]
+            faults = [f"{describe(layer.key(name))} was declared as {what}" for what, name in missing]
             raise SkipError(
                 listed(f"{self._name} broke its skip declaration by the end of its forward:", faults)
                 + "\nstash and pop on every path through forward (None may be stashed), "
@@ -181,10 +176,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Skippable(nn.Module, Generic[P, M]):
-    """Base of all classes made by `skippable`; takes the constructor arguments of the user's class.
-
-    ``module_cls`` is the user's class, ``stashable_names`` and ``poppable_names`` are what it declares, and
-    ``.module`` is the user's instance. State-dict keys are those of the bare module.
+    """Base of all classes made by `skippable`: a shell around ``module``, an instance of ``module_cls``.
 
     Calling it raises SkipError if the layer breaks its declaration, and SkipWiringError (a TypeError) if it yields
     anything but `stash` and `pop`. The user's ``forward`` may be a plain function if nothing is declared.
@@ -197,11 +189,6 @@ class Skippable(nn.Module, Generic[P, M]):
 
     def __init__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         super().__init__()
-        if not hasattr(type(self), "module_cls"):
-            raise SkipWiringError(
-                f"{type(self).__name__} was constructed, but wraps no module: "
-                "decorate a class with @skippable(stash=[...], pop=[...])"
-            )
         self.add_module("module", self.module_cls(*args, **kwargs))
         self.register_state_dict_post_hook(shorten)
         self.register_load_state_dict_pre_hook(lengthen)
@@ -213,10 +200,8 @@ class Skippable(nn.Module, Generic[P, M]):
         return self._keys[name]
 
     def isolate(self, ns: Namespace | None, only: Iterable[str] | None = None) -> "Skippable[P, M]":
-        """Put all skip tensors of this layer, or those in `only`, into a namespace; gives the layer back.
-
-        Raises SkipWiringError if `only` has names that the layer does not declare.
-        """
+        """Put all skip tensors of this layer, or those in `only`, into a namespace; gives the layer back. Raises
+        SkipWiringError if `only` has names that the layer does not declare."""
         names = self._keys.keys() if only is None else _distinct_names("only", only)
         unknown = sorted(set(names) - self._keys.keys())
         if unknown:
@@ -229,11 +214,11 @@ class Skippable(nn.Module, Generic[P, M]):
 
     def stashable(self) -> Iterator[Key]:
         """The (namespace, name) of each tensor that this layer stashes, by name."""
-        return iter([self._keys[name] for name in sorted(self.stashable_names)])
+        return map(self.key, sorted(self.stashable_names))
 
     def poppable(self) -> Iterator[Key]:
         """The (namespace, name) of each tensor that this layer pops, by name."""
-        return iter([self._keys[name] for name in sorted(self.poppable_names)])
+        return map(self.key, sorted(self.poppable_names))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module, answer the commands that it yields, and return what it returns."""
@@ -247,19 +232,6 @@ class Skippable(nn.Module, Generic[P, M]):
                 tracker.stashed_by(self, [self._keys[name] for name in handler.stashed])
         handler.finish()
         return output
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what is not found; says where it is, if the user's module has it."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            inner = self.__dict__.get("_modules", {}).get("module")
-            if inner is not None and hasattr(inner, name):
-                raise AttributeError(
-                    f"{error}, since it is a skippable layer around {self.module_cls.__name__}, which has one: "
-                    f"write .module.{name}"
-                ) from None
-            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As for any module, but a tensor is refused: it belongs to the user's module. Otherwise `functional_call` with
@@ -322,12 +294,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[C
     Use it as a decorator, ``@skippable(stash=["early"])``, or as a call, ``skippable(stash=["early"])(Class)``; both
     give a subclass of `Skippable` with the constructor of the class, whose ``forward`` is then a generator.
 
-    A name is stashed by one layer and may be popped by any number of later layers. Layers of this kind work
-    in a bare `nn.Sequential` and in a Pipe alike.
-
-    Raises SkipWiringError (a TypeError) if `stash` or `pop` is a bare string, or if what is decorated is no
-    module class. The idea of declared skips with a yielding forward comes from torchgpipe (Kim et al., 2020,
-    arXiv:2004.09910).
+    A name is stashed by one layer and may be popped by any number of later layers. Raises SkipWiringError (a TypeError)
+    if `stash` or `pop` is a bare string, or if what is decorated is no module class. Declared skips with a yielding
+    forward are torchgpipe's idea (Kim et al., 2020, arXiv:2004.09910).
 
     Example:
         >>> @weft.skippable(stash=["early"])

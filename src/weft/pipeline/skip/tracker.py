@@ -60,13 +60,10 @@ class _Kept:
 class SkipTracker:
     """Keeps skip tensors of the layers that run in one thread, outside of a pipeline.
 
-    A tensor stays until the next stash of its key, or until the layer that stashed it or the tracker is gone.
-    It is not freed at a pop, since nobody here can know which pop is the last: a layer may stand at two places
-    of the model, or run again in backward under `torch.utils.checkpoint` (it then reads the latest stash of the
-    key, so go backward before the next forward). Put a tracker of your own in place with `use_skip_tracker` to
-    free all at the end of its block. (A Pipe knows all readers and frees a tensor with the last of them.)
-
-    Subclasses may route tensors elsewhere: override `save` and `load`.
+    A tensor stays until the next stash of its key, or until the layer that stashed it or the tracker is gone. It is not
+    freed at a pop, since nobody here can know which pop is the last: a layer may stand at two places of the model, or
+    run again in backward under `torch.utils.checkpoint` (it then reads the latest stash of the key). Subclasses may
+    route tensors elsewhere: override `save` and `load`.
     """
 
     def __init__(self) -> None:
