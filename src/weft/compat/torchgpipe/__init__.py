@@ -8,10 +8,10 @@ torchgpipe (Kim et al., arXiv 2004.09910) is the source of the design. docs/torc
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weft.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from weft.core.context import is_checkpointing, is_recomputing
@@ -22,18 +22,9 @@ from weft.pipeline.pipe import Pipe
 from weft.pipeline.skip import Namespace, pop, skippable, stash, verify_skippables
 
 __all__ = [
-    "DeferredBatchNorm",
-    "GPipe",
-    "Namespace",
-    "balance_by_size",
-    "balance_by_time",
-    "is_checkpointing",
-    "is_recomputing",
-    "pop",
-    "skippable",
-    "stash",
-    "verify_skippables",
-]
+    "DeferredBatchNorm", "GPipe", "Namespace", "balance_by_size", "balance_by_time", "is_checkpointing",
+    "is_recomputing", "pop", "skippable", "stash", "verify_skippables",
+]  # fmt: skip
 
 Device = torch.device | int | str
 
@@ -41,18 +32,9 @@ Device = torch.device | int | str
 class GPipe(Pipe):
     """`weft.Pipe` with the arguments and the manners of ``torchgpipe.GPipe``.
 
-    Args:
-        module: an `nn.Sequential`.
-        balance: how many layers each partition has. Must be given; `balance_by_time` and `balance_by_size`
-            find one.
-        devices: one per partition, all CUDA devices by default; what is too much is left out.
-        chunks: into how many micro-batches a mini-batch is cut; a whole float will do.
-        checkpoint: ``"always"``, ``"except_last"`` or ``"never"``.
-        deferred_batch_norm: whether running statistics are those of the whole mini-batch.
-        batch_dim: the axis of the rows, for a model with modules that may have theirs on another one: see `weft.Pipe`.
-
-    `balance`, `devices`, `chunks` and `checkpoint` are attributes too. `partitions` is a list of `nn.Sequential`;
-    ``len``, an index and a loop give the layers. Put the target on ``devices[-1]``, where the output is.
+    `balance` must be given; `balance_by_time` and `balance_by_size` find one. `devices` are all CUDA devices by
+    default; what is too much is left out. `chunks` may be a whole float. Put the target on ``devices[-1]``, where the
+    output is.
 
     Raises TypeError when the module is no `nn.Sequential` or its skips do not fit; ValueError for other
     arguments; IndexError when there are fewer devices than partitions.
@@ -96,34 +78,10 @@ class GPipe(Pipe):
             raise
         self.register_load_state_dict_pre_hook(_with_plain_keys)
 
-    def cuda(self, device: Device | None = None) -> NoReturn:
-        """Refused with TypeError, as `to` another device."""
-        raise _moved()
-
-    def cpu(self) -> NoReturn:
-        """Refused with TypeError, as `to` another device."""
-        raise _moved()
-
-    def to(self, *args: Any, **kwargs: Any) -> "GPipe":
-        """As `nn.Module.to` for dtypes. Raises TypeError for a device: GPipe places its layers itself."""
-        if isinstance(args[0] if args else None, torch.device | int | str | Tensor):
-            raise _moved()
-        if kwargs.get("device") is not None or kwargs.get("tensor") is not None:
-            raise _moved()
-        return super().to(*args, **kwargs)
-
-
-def _moved() -> TypeError:
-    return TypeError(
-        "a GPipe cannot be moved to another device, because it places its layers itself; give it devices= when "
-        "it is made, and move its input instead"
-    )
-
 
 def _with_plain_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename, in place, what torchgpipe called ``partitions.<number>.<key>`` to the key, where we have it."""
-    for key in list(state):
-        if key.startswith(f"{prefix}partitions."):
-            number, _dot, rest = key.removeprefix(f"{prefix}partitions.").partition(".")
-            if number.isdigit() and rest.split(".")[0] in module._modules:
-                state[prefix + rest] = state.pop(key)
+    for key in [key for key in state if key.startswith(f"{prefix}partitions.")]:
+        number, _dot, rest = key.removeprefix(f"{prefix}partitions.").partition(".")
+        if number.isdigit() and rest.split(".")[0] in module._modules:
+            state[prefix + rest] = state.pop(key)

@@ -1,6 +1,6 @@
 """``torchgpipe.batchnorm``: a batch norm that counts the micro-batches of a mini-batch by itself."""
 
-from typing import TypeVar
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -11,15 +11,12 @@ from weft.pipeline import batchnorm
 
 __all__ = ["DeferredBatchNorm"]
 
-Module = TypeVar("Module", bound=nn.Module)
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class CountingBatchNorm(batchnorm.DeferredBatchNorm):
-    """`weft.DeferredBatchNorm` with torchgpipe's arguments, which calls it `DeferredBatchNorm`.
-
-    In a pipe it updates its running statistics once per mini-batch. Elsewhere it does so after every `chunks` calls in
-    training. Raises UsageError if `chunks` is no whole number from 1 up.
+    """`weft.DeferredBatchNorm` with torchgpipe's arguments: outside of a pipe it updates its running statistics after
+    every `chunks` calls in training. Raises UsageError if `chunks` is no whole number from 1 up.
 
     Example:
         >>> from weft.compat.torchgpipe.batchnorm import DeferredBatchNorm
@@ -60,8 +57,7 @@ class CountingBatchNorm(batchnorm.DeferredBatchNorm):
         if isinstance(module, CountingBatchNorm):
             module.chunks = counted
         elif type(module) in _PLAIN and getattr(module, "running_mean", None) is not None:
-            made = batchnorm._with_state_of(module, CountingBatchNorm)
-            assert isinstance(made, CountingBatchNorm)
+            made = cast(CountingBatchNorm, batchnorm._with_state_of(module, CountingBatchNorm))
             made.chunks = counted
             return made
         for name, child in module.named_children():
