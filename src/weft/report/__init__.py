@@ -11,21 +11,6 @@ from weft.report.plot import Axis, line_chart, loss_curve, memory_curve, show_by
 from weft.report.timeline import live_bytes, routes, timeline, trace, write_trace
 
 __all__ = [
-    "Axis",
-    "Markup",
-    "Section",
-    "figure",
-    "line_chart",
-    "live_bytes",
-    "loss_curve",
-    "memory_curve",
-    "page",
-    "paragraph",
-    "routes",
-    "show_bytes",
-    "show_time",
-    "table",
-    "timeline",
-    "trace",
-    "write_trace",
-]
+    "Axis", "Markup", "Section", "figure", "line_chart", "live_bytes", "loss_curve", "memory_curve", "page",
+    "paragraph", "routes", "show_bytes", "show_time", "table", "timeline", "trace", "write_trace",
+]  # fmt: skip

@@ -1,7 +1,6 @@
 """One self-contained HTML page: no scripts and nothing fetched, so that it can be mailed and archived.
 
     tag("text", "a < b", x=3, class_="label")   ->   <text x="3" class="label">a &lt; b</text>
-    page("A step", [Section("Time", [figure(timeline(events))])])   ->   <!DOCTYPE html> ...
 
 Plain strings are escaped; `Markup` is inserted as it is. The elements are valid in HTML and well-formed as XML.
 """

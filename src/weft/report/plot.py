@@ -1,7 +1,7 @@
-"""Line charts as SVG: scales, round ticks, units, a legend that wraps. A logarithmic axis shows ratios."""
+"""Line charts as SVG: scales, round ticks, units, a legend that wraps."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -10,10 +10,8 @@ from weft.report.html import AttributeValue, Markup, join, number, tag
 
 Point = tuple[float, float]
 
-WIDTH, LEFT, BOTTOM = 960.0, 64.0, 42.0
-"""The width of every picture in its own units, and the margins of its axes."""
-LETTER = 6.8
-"""Approximate width of a character."""
+WIDTH, LEFT, BOTTOM = 960.0, 64.0, 42.0  # of every picture in its own units, and the margins of its axes
+LETTER = 6.8  # approximate width of a character
 _RIGHT, _PLOT, _LABEL, _ROW, _SAMPLE, _COLORS = 20.0, 250.0, 28.0, 20.0, 28.0, 6
 _LARGEST = 1e100  # far from the ends of float64, so that no scale overflows
 _MEAN_RADIUS = 10  # values on each side that a running mean averages
@@ -21,24 +19,20 @@ _MEAN_RADIUS = 10  # values on each side that a running mean averages
 
 @dataclass(frozen=True)
 class Scale:
-    """A map from `low`..`high` of the data to `start`..`end` of the picture: linear, or with `log` logarithmic, for
-    data above 0."""
+    """A map from `low`..`high` of the data to `start`..`end` of the picture."""
 
     low: float
     high: float
     start: float
     end: float
-    log: bool = False
 
     def __call__(self, value: float) -> float:
-        low, high, at = (math.log(x) if self.log else x for x in (self.low, self.high, value))
-        share = (at - low) / (high - low) if high > low else 0.0
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
         return self.start + share * (self.end - self.start)
 
     def ticks(self, unit: float, most: int = 6) -> list[float]:
         """Values that are round when counted in `unit`."""
-        low, high = self.low / unit, self.high / unit
-        return [value * unit for value in (_log_ticks(low, high) if self.log else ticks(low, high, most))]
+        return [value * unit for value in ticks(self.low / unit, self.high / unit, most)]
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -53,14 +47,6 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
         if step > 0 and last - first < most:
             return [i * step for i in range(first, last + 1)]
     return [low]
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten from `low` to `high`, both above 0; only the powers where there are many."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if len(powers) <= 4 else (1,)
-    found = [float(f"{digit}e{power}") for power in powers for digit in digits]
-    return [value for value in found if low <= value <= high]
 
 
 @dataclass(frozen=True)
@@ -124,25 +110,22 @@ def bottom_axis(x: Scale, top: float, base: float, unit: Unit, label: str) -> Ma
 
 @dataclass(frozen=True)
 class Axis:
-    """What an axis shows, in which unit, and whether its scale is logarithmic.
+    """What an axis shows, and in which unit.
 
     Example:
-        >>> x, y = weft.report.Axis("step"), weft.report.Axis("loss", log=True)
+        >>> x, y = weft.report.Axis("step"), weft.report.Axis("loss")
         >>> chart = weft.report.line_chart({"run": [(0.0, 1.0), (1.0, 0.1)]}, title="Loss", x=x, y=y)
     """
 
     label: str
     unit: Unit = COUNT
-    log: bool = False
 
 
 def line_chart(
     lines: Mapping[str, Sequence[Point]], *, title: str, x: Axis, y: Axis, thin: Collection[str] = ()
 ) -> Markup:
-    """Draw named lines, those in `thin` faintly.
-
-    Points that are not finite, or that a logarithmic axis cannot show, are left out. A linear y axis begins at 0, or at
-    the smallest value if that is below.
+    """Draw named lines, those in `thin` faintly, without points that are not finite. The y axis begins at 0, or at the
+    smallest value if that is below.
 
     Example:
         >>> x, y = weft.report.Axis("steps"), weft.report.Axis("MB")
@@ -151,7 +134,7 @@ def line_chart(
         '<svg'
     """
     drawn = {
-        name: [(float(a), float(b)) for a, b in points if _is_visible(a, x.log) and _is_visible(b, y.log)]
+        name: [(float(a), float(b)) for a, b in points if abs(a) < _LARGEST and abs(b) < _LARGEST]
         for name, points in lines.items()
     }
     parts: list[str] = []
@@ -166,7 +149,10 @@ def line_chart(
         left += space
     top += 6 + _LABEL
     base = top + _PLOT
-    across, up = _scales([point for curve in drawn.values() for point in curve], x, y, top, base)
+    xs, ys = zip(*(point for curve in drawn.values() for point in curve), (0.0, 0.0), strict=True)
+    across = Scale(min(xs[:-1] or xs), max(xs[:-1] or xs), LEFT, WIDTH - _RIGHT)
+    low, high = min(ys), max(ys)
+    up = Scale(low, high + 0.05 * (high - low) if high > low else low + 1.0, base, top)
     parts.append(bottom_axis(across, top, base, x.unit, x.label))
     for value in up.ticks(y.unit.factor):
         at = up(value)
@@ -183,10 +169,8 @@ def line_chart(
 def memory_curve(
     curves: Mapping[str, Sequence[tuple[float, int]]], *, title: str = "Live activation bytes over time"
 ) -> Markup:
-    """Draw named curves of (seconds, bytes from then on), each with its peak in the legend.
-
-    Points are taken in the order of recording: a time before that of its predecessor, as two threads may report it, is
-    drawn at the predecessor's.
+    """Draw named curves of (seconds, bytes from then on), each with its peak in the legend. A time before that of its
+    predecessor, as two threads may report it, is drawn at the predecessor's.
 
     Example:
         >>> svg = weft.report.memory_curve({"stage 0": [(0.0, 0), (0.1, 4096), (0.3, 0)]})
@@ -205,43 +189,16 @@ def memory_curve(
 
 
 def loss_curve(losses: Sequence[float], *, title: str = "Loss over steps", label: str = "loss") -> Markup:
-    """Draw the loss of every step, thin, and its running mean, on a logarithmic axis if all losses are above 0.
-
-    Losses that are not finite are left out.
+    """Draw the loss of every step, thin, and its running mean. Losses that are not finite are left out.
 
     Example:
         >>> svg = weft.report.loss_curve([3.0, 2.0, 1.5], title="Loss of three steps")
     """
-    points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if _is_visible(loss, False)]
-    log = all(_is_visible(loss, True) for _, loss in points)
-    lines = {"every step": points, "running mean": list(_running_mean(points, log=log))}
-    return line_chart(lines, title=title, x=Axis("step"), y=Axis(label, log=log), thin=["every step"])
-
-
-def _running_mean(points: Sequence[Point], *, log: bool) -> Iterator[Point]:
-    """The centred mean of the y values; with `log` the geometric mean, of values above 0.
-
-    It averages as many values before a point as behind it, fewer towards both ends, so that it lies on the curve: a
-    mean over the past alone lags behind, above a loss that falls.
-    """
-    values = [math.log(value) if log else value for _, value in points]
-    for i, (x, _) in enumerate(points):
-        radius = min(_MEAN_RADIUS, i, len(values) - 1 - i)
-        mean = fmean(values[i - radius : i + radius + 1])
-        yield x, math.exp(mean) if log else mean
-
-
-def _is_visible(value: float, log: bool) -> bool:
-    return math.isfinite(value) and abs(value) < _LARGEST and (not log or value > 1 / _LARGEST)
-
-
-def _scales(points: Sequence[Point], x: Axis, y: Axis, top: float, base: float) -> tuple[Scale, Scale]:
-    """Of both axes, around all data."""
-    xs, ys = zip(*points, strict=True) if points else ((1.0,), (1.0,))
-    low, high = min(ys), max(ys)
-    if y.log:
-        low, high = low / 1.2, high * 1.2
-    else:
-        low = min(0.0, low)
-        high = high + 0.05 * (high - low) if high > low else low + 1.0
-    return Scale(min(xs), max(xs), LEFT, WIDTH - _RIGHT, x.log), Scale(low, high, base, top, y.log)
+    points = [(float(step), loss) for step, loss in enumerate(losses, start=1) if abs(loss) < _LARGEST]
+    means: list[Point] = []
+    for i, (step, _) in enumerate(points):
+        # As many values before a point as behind it: a mean over the past alone lags behind, above a loss that falls.
+        radius = min(_MEAN_RADIUS, i, len(points) - 1 - i)
+        means.append((step, fmean(loss for _, loss in points[i - radius : i + radius + 1])))
+    lines = {"every step": points, "running mean": means}
+    return line_chart(lines, title=title, x=Axis("step"), y=Axis(label), thin=["every step"])

@@ -42,10 +42,8 @@ _COLUMN, _LINE = 90.0, 22.0  # of what crosses: from stage to stage, from value 
 def timeline(
     events: Sequence[ActionEvent], forecast: Forecast | None = None, *, title: str = "Timeline of a step"
 ) -> Markup:
-    """Draw the events of one run, with the forecast of the same schedule as outlines below each stage.
-
-    Times count from the first event, where the forecast starts as well. A bar shows kind and micro-batch where they
-    fit, and a tooltip with its times. Without events the frame is empty.
+    """Draw the events of one run, with the forecast of the same schedule as outlines below each stage. Times count from
+    the first event, where the forecast starts as well. A bar shows kind and micro-batch where they fit.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
