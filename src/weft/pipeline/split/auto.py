@@ -8,10 +8,9 @@ The units are measured as stages of a pipe that is cut before each of them.
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,15 +45,18 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
             "(a micro-batch) it goes by measured time",
             stacklevel=3,
         )
-        return _cut(names, _parameter_bytes(model, names), devices)
+        seen: set[int] = set()
+        sizes: list[float] = []
+        for name in names:  # what a module before it has as well is counted there
+            own = {id(p): p.nbytes for p in model.get_submodule(name).parameters() if id(p) not in seen}
+            seen |= own.keys()
+            sizes.append(float(sum(own.values())))
+        return _cut(names, sizes, devices)
     here = next((each.device for each in model.parameters()), devices[0])
     leaves, structure = flatten(call)
     args, kwargs = unflatten(structure, [x.to(here) if isinstance(x, Tensor) else x for x in leaves])
     cuts = ForwardRecorder(model, names, [here]).record(args, kwargs, optional=True).cuts
-    by_step: dict[int, str] = {}
-    for name, step in sorted(cuts.items(), key=lambda item: item[1]):
-        by_step.setdefault(step, name)
-    units = list(by_step.values())
+    units = [name for _, name in sorted({step: name for name, step in reversed(cuts.items())}.items())]
     if len(units) < len(devices):
         return _cut(units, [], devices)
     steps = _measured(model, units[1:], here, (args, kwargs))
@@ -62,15 +64,7 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
     times = [min(each.forward for each in unit) + min(each.backward for each in unit) for unit in measured]
     per_byte = _copy_seconds(here, devices[-1]) / _PROBE
     skips = [(value.source, max(value.readers), value.bytes * per_byte) for value in steps[0].values]
-    cut = _cut(units, times, devices, skips)
-    parameters = _parameter_bytes(model, units)
-    memory = [stage.saved_bytes + 2 * size for stage, size in zip(steps[0].stages, parameters, strict=True)]
-    bounds = [0, *(units.index(name) for name in cut), len(units)]
-    free: Callable[[Any], tuple[int, int]] = cast(Any, torch.cuda).mem_get_info
-    for (start, stop), device in zip(pairwise(bounds), devices, strict=True):
-        if device.type == "cuda" and sum(memory[start:stop]) >= free(device)[0]:
-            return _cut(units, memory, devices)
-    return cut
+    return _cut(units, times, devices, skips)
 
 
 def _candidates(model: nn.Module) -> list[str]:
@@ -104,17 +98,6 @@ def _cut(
         )
     sizes = partition(costs, len(devices), skips=skips)
     return [names[sum(sizes[: k + 1])] for k in range(len(sizes) - 1)]
-
-
-def _parameter_bytes(model: nn.Module, names: Iterable[str]) -> list[float]:
-    """Of each module, without what a module before it has as well."""
-    seen: set[int] = set()
-    sizes: list[float] = []
-    for name in names:
-        own = {id(p): p.nbytes for p in model.get_submodule(name).parameters() if id(p) not in seen}
-        seen |= own.keys()
-        sizes.append(float(sum(own.values())))
-    return sizes
 
 
 class _Timer(Recorder):

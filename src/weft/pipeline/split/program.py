@@ -7,6 +7,7 @@ made anew    %2 = mask(in1)                   of inputs alone, and larger than t
 prelude      guards that inputs answer        asked before a step begins; they choose between programs
 """
 
+from bisect import bisect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -56,8 +57,6 @@ class Step:
     expects: tuple[Any] | None = None  # the answer of a guard
     writes: list[int] = field(default_factory=list[int])  # which argument leaves it wrote into
     stored: set[int] = field(default_factory=set[int])  # the storages that it wrote into
-    sizes: dict[int, int] = field(default_factory=dict[int, int])  # bytes of each value made
-    storages: dict[int, int] = field(default_factory=dict[int, int])
     draws: bool = False
     dynamic: bool = False  # the shape of its result depends on data
     grad: bool | None = None  # another grad mode than that of the whole call
@@ -94,8 +93,8 @@ class Recording:
     has_scalars: bool = False  # whether a leaf of the result is one number per micro-batch
     # Read after a write through another tensor: who made it, and who wrote it (-1: an input).
     aliases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    sizes: dict[Ref, int] = field(default_factory=dict[Ref, int])  # bytes of the inputs
-    storages: dict[Ref, int] = field(default_factory=dict[Ref, int])  # of the inputs
+    sizes: dict[Ref, int] = field(default_factory=dict[Ref, int])  # bytes of inputs and values
+    storages: dict[Ref, int] = field(default_factory=dict[Ref, int])
     inputs: list[str] = field(default_factory=list[str])  # names of the leaves of the arguments
     values: dict[int | None, Any] = field(default_factory=dict[int | None, Any])  # all, if they were to be kept
 
@@ -173,10 +172,9 @@ class Program:
             if start == before:
                 where = "forward begins with it" if not start else "another split point comes right before it"
                 raise SplitError(f"nothing would run in the stage before {name!r}, for {where}; leave it out of split")
-        self._stage_at = [max(s for s, start in enumerate(starts) if start <= k) for k in range(len(steps))]
+        self._stage_at = [bisect(starts, k) - 1 for k in range(len(steps))]
         self._maker = {value: k for k, step in enumerate(steps) for value in step.makes if value is not None}
-        self._sizes = {**recording.sizes, **{Ref("v", v): n for step in steps for v, n in step.sizes.items()}}
-        self._storages = {**recording.storages, **{Ref("v", v): n for step in steps for v, n in step.storages.items()}}
+        self._sizes, self._storages = recording.sizes, recording.storages
         self._written = {storage for step in steps for storage in step.stored}
         self._check_writes()
         members = [{k for k, at in enumerate(self._stage_at) if at == s} for s in range(len(devices))]
@@ -233,7 +231,7 @@ class Program:
                 continue
             step = self.recording.steps[k]
             pure = step.module is None and not (step.writes or step.draws)
-            if not pure or self._written.intersection(step.storages.values()):
+            if not pure or any(self._storages.get(Ref("v", value)) in self._written for value in step.makes):
                 return None
             found.add(k)
             for _, ref in step.reads:

@@ -183,9 +183,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._python_draws = _python_draws()
         self._device = self.devices[0]
         for k, leaf in enumerate(inputs):
-            if isinstance(leaf, Tensor):
-                self._recording.sizes[Ref("in", k)] = leaf.nbytes
-                self._recording.storages[Ref("in", k)] = storage_id(leaf)
+            self._measure(leaf, Ref("in", k))
             if isinstance(leaf, Tensor) or not isinstance(leaf, PLAIN):
                 self._know(leaf, Ref("in", k), -1)
         for module in self.model.modules():
@@ -194,19 +192,14 @@ class ForwardRecorder(TorchFunctionMode):
                 if each is not None and id(each) not in self._known:
                     self._know(each, Ref("own", f"{prefix}.{key}" if prefix else key), -1)
 
-    # -- what is called ----------------------------------------------------------------------------------------------
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
         if func in _REFUSED:
             raise _refusal(f"forward {_REFUSED[func]}")
-        self._inside = True
-        try:
+        with self._unwatched():
             return self._function(getattr(func, "__name__", str(func)), func, args, kwargs)
-        finally:
-            self._inside = False
 
     def _module(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside or id(module) not in self.names or threading.get_ident() != self._thread:
@@ -217,10 +210,16 @@ class ForwardRecorder(TorchFunctionMode):
             self._device = self.devices[min(len(cuts), len(self.devices) - 1)]
         if module in self.open:
             return plain(module, *args, **kwargs)
+        mine = _get_current_function_mode() is self
+        with self._unwatched(), _pop_mode_temporarily() if mine else nullcontext():
+            return self._block(plain, module, args, kwargs)
+
+    @contextmanager
+    def _unwatched(self) -> Generator[None]:
+        """What runs inside is part of one step."""
         self._inside = True
         try:
-            with _pop_mode_temporarily() if _get_current_function_mode() is self else nullcontext():
-                return self._block(plain, module, args, kwargs)
+            yield
         finally:
             self._inside = False
 
@@ -309,8 +308,6 @@ class ForwardRecorder(TorchFunctionMode):
                 maker.shapes[leaf] = tuple(tensors[0].size())
         return result
 
-    # -- where values come from ----------------------------------------------------------------------------------------
-
     def _know(self, value: Any, ref: Ref, step: int) -> None:
         self._known[id(value)] = (value, ref, version(value) if isinstance(value, Tensor) else 0)
         self._made_at[ref] = step
@@ -321,10 +318,13 @@ class ForwardRecorder(TorchFunctionMode):
         self._know(value, Ref("v", made), number)
         if self._keep:
             self._recording.values[made] = value.detach().clone() if isinstance(value, Tensor) else value
-        step.sizes[made] = value.nbytes if isinstance(value, Tensor) else 0
-        if isinstance(value, Tensor):
-            step.storages[made] = storage_id(value)
+        self._measure(value, Ref("v", made))
         return made
+
+    def _measure(self, value: Any, ref: Ref) -> None:
+        self._recording.sizes[ref] = value.nbytes if isinstance(value, Tensor) else 0
+        if isinstance(value, Tensor):
+            self._recording.storages[ref] = storage_id(value)
 
     def _ref(self, leaf: Any) -> Ref | None:
         """Where a leaf comes from; None for a constant that is no tensor."""
@@ -373,11 +373,10 @@ class ForwardRecorder(TorchFunctionMode):
     @contextmanager
     def _patched(self) -> Generator[None]:
         """Let calls of modules and of autograd functions come by here."""
-        recorder = self
 
         def around(plain: Callable[..., Any]) -> Callable[..., Any]:
             def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                return recorder._module(plain, module, args, kwargs)
+                return self._module(plain, module, args, kwargs)
 
             return call
 
@@ -388,13 +387,10 @@ class ForwardRecorder(TorchFunctionMode):
 
         def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
             bound = apply.__get__(None, cls)
-            if recorder._inside or threading.get_ident() != recorder._thread:
+            if self._inside or threading.get_ident() != self._thread:
                 return bound(*args, **kwargs)
-            recorder._inside = True
-            try:
-                return recorder._function(f"{cls.__name__}.apply", bound, args, kwargs)
-            finally:
-                recorder._inside = False
+            with self._unwatched():
+                return self._function(f"{cls.__name__}.apply", bound, args, kwargs)
 
         try:
             for kind, plain in calls.items():

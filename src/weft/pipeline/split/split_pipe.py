@@ -4,9 +4,8 @@
                                        |                                                              |
                                        +-- none there: record, verify on another micro-batch  <-------+
 
-The pipe has the model's own tables of children, parameters and buffers: same keys, same objects, same ties. What it
-adds, programs, stages and workers, is made at the first step and goes when the pipe goes. Stages keep one wiring for
-all programs: what goes from stage s to stage t for one micro-batch is one bundle.
+The pipe has the model's own tables of children, parameters and buffers: same keys, same objects, same ties. Stages keep
+one wiring for all programs: what goes from stage s to stage t for one micro-batch is one bundle.
 """
 
 import inspect
@@ -45,7 +44,7 @@ from weft.pipeline.split.program import (
     bundle,
     tensor_of,
 )
-from weft.pipeline.split.record import PLAIN, ForwardRecorder, named_modules
+from weft.pipeline.split.record import PLAIN, ForwardRecorder, autocasts, named_modules
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
 
@@ -89,7 +88,15 @@ class SplitPipe(Pipe):
 
     def _check_layout(self, check: Validator) -> int:
         stages = len(self.split) + 1
-        self.devices = check.call(_stage_devices, stages, self.devices) or self.devices
+        places = check.call(places_of, self.devices)
+        if places is not None and len(places) < stages:
+            check.errors.append(
+                PartitionError(
+                    f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; one may be "
+                    f"there more than once, as in devices=['cpu'] * {stages}"
+                )
+            )
+        self.devices = places[:stages] if places else self.devices
         self.balance = [1] * stages
         return stages
 
@@ -131,16 +138,14 @@ class SplitPipe(Pipe):
         """The arguments, with ``use_cache=False`` where forward() would hand a cache of keys and values from block to
         block, which no training needs."""
         wanted = getattr(getattr(self.module, "config", None), "use_cache", False) is True
-        if wanted and "use_cache" not in kwargs and "use_cache" in inspect.signature(self.module.forward).parameters:
-            kwargs = {**kwargs, "use_cache": False}
+        if wanted and "use_cache" in inspect.signature(self.module.forward).parameters:
+            kwargs = {"use_cache": False, **kwargs}
         return args, kwargs
 
     @property
     def routes(self) -> list[CrossingValue]:
-        """The values that cross between stages: name, bytes per micro-batch, source, readers.
-
-        Of the step before, or of `sample`. Raises UsageError before either.
-        """
+        """The values that cross between stages: name, bytes per micro-batch, source, readers. Of the step before, or of
+        `sample`; raises UsageError before either."""
         if self._model is None or self._model.latest is None:
             raise UsageError("nothing was recorded yet, so what crosses is not known; call the pipe, or give sample=")
         return self._model.latest.routes
@@ -148,9 +153,7 @@ class SplitPipe(Pipe):
     @property
     def partitions(self) -> list[nn.Sequential]:
         """There are none: between the blocks of a stage is the model's own code."""
-        raise UsageError(
-            "a pipe that was made with split= has no partitions; see its statistics()['blocks'] and routes"
-        )
+        raise UsageError("a pipe with split= has no partitions; see its statistics()['blocks'] and routes")
 
     def statistics(self) -> dict[str, Any]:
         """As of any pipe; also the blocks of each stage, and how often forward() was recorded."""
@@ -160,8 +163,7 @@ class SplitPipe(Pipe):
         return {**found, "blocks": [list(each.values()) for each in model.blocks], "recordings": model.recordings}
 
     def materialize(self, initialize: Callable[[nn.Module], None] | None = None) -> Pipe:
-        """See `Pipe.materialize`. Until a forward has shown where modules run, they are taken to do so in the order in
-        which they were registered."""
+        """See `Pipe.materialize`, and `SplitModel.homes` for where."""
         homes = self._cut().homes()
         seed = int(torch.randint(1 << 62, (), device="cpu"))
         allocate(self.module, lambda each: self.devices[homes[id(each)]], initialize, seed)
@@ -218,8 +220,6 @@ class SplitModel:
         self._away: list[list[nn.Parameter]] = [[] for _ in devices]
         self._owner = partial(tensor_of, model)
 
-    # -- which program -------------------------------------------------------------------------------------------------
-
     def choose(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, axis: Any, *, check: bool, graph: bool
     ) -> SplitCall:
@@ -273,14 +273,14 @@ class SplitModel:
         if sum(map(len, self._programs.values())) > PROGRAMS:
             self._drop(next(iter(self._programs.values()))[0])
             if not self._churns:
-                self._churns = True
                 warnings.warn(
                     f"more than {PROGRAMS} programs of {type(self.model).__name__} were recorded, and old ones are "
                     "dropped: shapes, arguments, or what the code between blocks reads out of its inputs change at "
-                    "nearly every step, and each change costs some forwards. Pad to a few lengths, give numbers that "
-                    "change as tensors without dimensions, or move such decisions into a submodule",
+                    "nearly every step. Pad to a few lengths, give numbers that change as tensors without dimensions, "
+                    "or move such decisions into a submodule",
                     stacklevel=2,
                 )
+            self._churns = True
         return program
 
     def _drop(self, program: Program) -> None:
@@ -304,7 +304,7 @@ class SplitModel:
     def _settings(self) -> Hashable:
         """What the code between blocks may go by besides its arguments."""
         seen: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()]
-        seen += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
+        seen += autocasts()
         configs: dict[int, Any] = {}
         for module in self._recorder.open:
             seen += [module.training, *map(id, module._modules.values())]
@@ -313,8 +313,6 @@ class SplitModel:
             seen += [(key, _comparable(value)) for key, value in islice(held.items(), _TABLES, None)]
             configs[id(held.get("config"))] = held.get("config")
         return (*seen, *(_comparable(x) for each in configs.values() for x in getattr(each, "__dict__", {}).values()))
-
-    # -- where it runs -------------------------------------------------------------------------------------------------
 
     def _extend(self, program: Program) -> None:
         """Let the stages have what this program needs."""
@@ -392,8 +390,20 @@ class SplitModel:
         items, labels = call.kwargs.get("num_items_in_batch"), call.kwargs.get("labels")
         if (items.value if isinstance(items, NoChunk) else items) is not None:
             return "sum"
-        if call.choice.programs[0].recording.has_scalars and isinstance(labels, Tensor) and labels.dim() > 1:
-            _refuse_uneven(labels, micro_sizes(len(labels), chunks))
+        if not call.choice.programs[0].recording.has_scalars or not isinstance(labels, Tensor) or labels.dim() < 2:
+            return "mean"
+        rows, counts = micro_sizes(len(labels), chunks), labels != -100
+        for seen in (counts, counts[:, 1:]) if len(rows) > 1 and not bool(counts.all()) else ():  # as a causal model
+            parts = cast("Sequence[Tensor]", seen.flatten(1).split(rows))  # shifts them, too
+            means = [part.sum().item() / size for part, size in zip(parts, rows, strict=True)]
+            if max(means) - min(means) > 1e-9:
+                raise BatchError(
+                    f"labels have -100 in unequal numbers: {[round(each, 2) for each in means]} tokens a row count in "
+                    "the micro-batches, but the model's loss is a mean over the tokens that it sees, so micro-batches' "
+                    "losses would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100)"
+                    ".sum() (without [:, 1:] where the model does not shift) if the model takes it; or leave labels "
+                    "out, and compute the loss of the logits"
+                )
         return "mean"
 
 
@@ -405,23 +415,6 @@ def is_elsewhere(parameter: Tensor, device: torch.device, home: int, stage: int)
 def _copied(away: Iterable[nn.Parameter], device: torch.device, graph: bool) -> Copies:
     copies = {id(p): (p if graph else p.detach()).to(device, copy=True) for p in away}
     return copies if graph else {id(p): copies[id(p)].requires_grad_(p.requires_grad) for p in away}
-
-
-def _refuse_uneven(labels: Tensor, rows: Sequence[int]) -> None:
-    if len(rows) < 2 or not bool((labels == -100).any()):
-        return
-    counts = labels != -100
-    for seen in (counts, counts[:, 1:]):  # as they are, and as a causal model shifts them
-        parts = zip(cast("Sequence[Tensor]", seen.flatten(1).split(list(rows))), rows, strict=True)
-        means = [part.sum().item() / size for part, size in parts]
-        if max(means) - min(means) > 1e-9:
-            raise BatchError(
-                f"labels have -100 in unequal numbers: {[round(each, 2) for each in means]} tokens a row count in the "
-                "micro-batches, but the model's loss is a mean over the tokens that it sees, so micro-batches' losses "
-                "would not make that of the mini-batch. Give num_items_in_batch=(labels[:, 1:] != -100).sum() (without "
-                "[:, 1:] where the model does not shift) if the model takes it; or leave labels out, and compute the "
-                "loss of the logits"
-            )
 
 
 def _comparable(value: Any) -> Any:
@@ -466,17 +459,6 @@ def _check_model(module: Any, split: Any, balance: Any, verify: Any) -> None:
         check.that(not named or len(set(names)) == len(names), f"split is {split!r}, with a name twice")
         check.that(balance is None, "balance is given beside split; it counts the layers of an nn.Sequential")
         check.boolean("verify", verify)
-
-
-def _stage_devices(stages: int, devices: Any) -> list[torch.device]:
-    """One device per stage. Raises UsageError for what is none, PartitionError for too few."""
-    places = places_of(devices)
-    if len(places) < stages:
-        raise PartitionError(
-            f"{stages - 1} split points make {stages} stages, but there are {len(places)} devices; one may be there "
-            f"more than once, as in devices=['cpu'] * {stages}"
-        )
-    return places[:stages]
 
 
 def _arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
