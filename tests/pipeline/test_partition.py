@@ -108,15 +108,6 @@ def test_all_faults_come_in_one_error() -> None:
         partition([1], 0)
 
 
-@pytest.mark.parametrize("how", [balance_by_time, balance_by_size])
-@pytest.mark.parametrize("device", ["bogus", "cpu:x", 1.5, []])
-def test_what_is_no_device_is_said_before_anything_is_measured(how: Callable[..., Any], device: Any) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with unchecked(), pytest.raises(UsageError, match="wanted a name such as 'cpu'") as caught:
-        how(2, model, torch.ones(4, 2), device=device)
-    assert f"device is {device!r}" in str(caught.value)
-
-
 @pytest.mark.parametrize("parts", [2.0, "2", True])
 def test_a_number_of_parts_is_an_int_before_anything_is_measured(parts: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -33,14 +33,8 @@ def is_checkpointing() -> bool:
     """True inside a forward whose graph is not kept, because it will be recomputed in backward.
 
     Example:
-        >>> class Told(nn.Module):
-        ...     def forward(self, x):
-        ...         print(weft.is_checkpointing(), weft.is_recomputing())
-        ...         return x * 1
-        >>> pipe = weft.Pipe(nn.Sequential(Told()), chunks=1, devices=["cpu"], checkpoint="always")
-        >>> pipe(torch.ones(2, requires_grad=True)).sum().backward()
-        True False
-        False True
+        >>> weft.is_checkpointing()  # outside of such a forward
+        False
     """
     return _current.phase == "checkpointing"
 
@@ -66,12 +60,9 @@ def phase(name: Phase) -> Generator[None]:
 
 
 def has_local_modes() -> bool:
-    """Whether modes or hooks of this thread alone see what runs in it: a dispatch mode such as FlopCounterMode, a
-    function mode, hooks on what autograd saves such as those of save_on_cpu.
-
-    They may hold state that no other thread may touch, so they cannot be carried into workers. The function mode of a
-    default device is none of them: see `ExecutionContext`.
-    """
+    """Whether modes or hooks of this thread alone see what runs in it, and may hold state that no other thread may
+    touch: a dispatch mode such as FlopCounterMode, a function mode other than that of a default device, hooks on what
+    autograd saves such as those of save_on_cpu."""
     if _c._len_torch_dispatch_stack() or _c._autograd._top_saved_tensors_default_hooks(True):
         return True
     count = _c._len_torch_function_stack()
@@ -100,10 +91,7 @@ class ProcessFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class ExecutionContext:
-    """The surroundings of one call, captured in the caller's thread by `capture`.
-
-    The workers' grad mode is not in here: segments set it action by action.
-    """
+    """The surroundings of one call, captured in the caller's thread. Grad mode is left to segments, which set it."""
 
     inference: bool
     device_types: tuple[str, ...]
@@ -127,10 +115,8 @@ class ExecutionContext:
 
     @contextmanager
     def here(self) -> Generator[None]:
-        """Enter the surroundings in this thread, but with autocast off: see `casting`.
-
-        Off also where it was off in the capture: backward may be called inside of an autocast that forward was not.
-        """
+        """Enter the surroundings in this thread, but with autocast off: see `casting`. Backward may be called inside of
+        an autocast that forward was not."""
         with ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
@@ -143,12 +129,9 @@ class ExecutionContext:
 
     @contextmanager
     def casting(self) -> Generator[None]:
-        """Autocast as it was where the user called: for forwards alone, since backward has the dtypes that
-        forward chose, and a walk may do both in turn.
-
-        The cache of autocast is off inside: it would hand weights that were cast without a graph (in a
-        checkpointed forward) to a forward that needs their gradient.
-        """
+        """Autocast as it was where the user called: for forwards alone, since backward has the dtypes that forward
+        chose. Without its cache, which would hand weights that were cast without a graph (in a checkpointed forward) to
+        a forward that needs their gradient."""
         with ExitStack() as stack:
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))

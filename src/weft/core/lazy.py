@@ -8,12 +8,8 @@ from importlib import import_module
 def attributes(
     package: str, places: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package.
-
-    Args:
-        package: its name.
-        places: for every module, the names that are loaded from it.
-        modules: modules of the package itself that are loaded as well.
+    """The ``__getattr__`` and ``__dir__`` of a package: names by the module that they are loaded from, and modules of
+    the package itself.
 
     Both belong under ``if not TYPE_CHECKING``, beside imports for the type checker: a module with a ``__getattr__`` has
     every name, for all that it knows.
@@ -22,7 +18,6 @@ def attributes(
     known = vars(sys.modules[package])
 
     def load(name: str) -> object:
-        """A public name that nobody touched before. Raises AttributeError, and what importing its module raises."""
         if name in modules:
             return import_module(f"{package}.{name}")
         if name not in home:
@@ -30,8 +25,4 @@ def attributes(
         known[name] = value = getattr(import_module(home[name]), name)
         return value
 
-    def names() -> list[str]:
-        """What is there, and what can be loaded."""
-        return sorted({*known, *home, *modules})
-
-    return load, names
+    return load, lambda: sorted({*known, *home, *modules})

@@ -45,7 +45,7 @@ def profile_times(
     training flag; weights on the meta device count as zeros. Errors of layers get a note that names the layer. Raises
     ``UsageError`` for arguments of another kind.
     """
-    with _checked(module, device) as check:
+    with _checked(module) as check:
         check.seconds("timeout", timeout, zero=True)
     where = _device(sample, device)
 
@@ -73,11 +73,10 @@ def profile_sizes(
 
     ``input`` is a mini-batch; the first of its ``chunks`` micro-batches is run. Parameters count ``param_scale`` times
     (with their gradient and the optimizer's state), buffers once. Of the tensors that autograd saves, storages are
-    counted once each, without those of parameters and buffers; what a custom function keeps besides is not seen.
-    ``device`` as in `profile_times`. Raises ``BatchError`` if ``input`` cannot be cut, ``UsageError`` for arguments of
-    another kind. Errors of layers get a note that names the layer.
+    counted once each; what a custom function keeps besides is not seen. ``device`` as in `profile_times`. Raises
+    ``BatchError`` if ``input`` cannot be cut, ``UsageError`` for arguments of another kind.
     """
-    with _checked(module, device) as check:
+    with _checked(module) as check:
         check.count("chunks", chunks)
         check.number("param_scale", param_scale, most=sys.float_info.max)
 
@@ -93,14 +92,10 @@ def profile_sizes(
     return _layer_by_layer(module, split(input, chunks)[0], _device(input, device), measure)
 
 
-def _checked(module: Any, device: Any = None) -> Validator:
-    """A validator for the arguments of a measurement, with what is wrong with model and device noted."""
+def _checked(module: Any) -> Validator:
+    """A validator for the arguments of a measurement, with what is wrong with the model noted."""
     check = Validator("layers cannot be measured so")
     check.instance("module", module, nn.Sequential, "an nn.Sequential")
-    try:
-        torch.device("cpu" if device is None else device)
-    except (TypeError, RuntimeError):
-        check.add(f"device is {device!r}, wanted a name such as 'cpu' or 'cuda:1', a torch.device, or None")
     return check
 
 
@@ -189,7 +184,7 @@ def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _bare(leaf: Any) -> Any:
-    """What every micro-batch gets whole is wrapped, in a sample as in a call of the pipe, but layers see it bare."""
+    """As a layer sees it, without what wraps it for a call of the pipe."""
     return leaf.value if isinstance(leaf, NoChunk) else leaf
 
 
@@ -234,10 +229,7 @@ def partition(costs: Sequence[int | float], parts: int, *, skips: Sequence[Skip]
 
     The largest block is as small as possible, exactly. Among such cuts, the one with the smallest sum of squared block
     costs is taken; among those, the one whose numbers of layers are most even. Time and memory grow with the square of
-    the number of layers.
-
-    Raises ``PartitionError`` that lists all faults: more parts than layers, no part, a cost or a skip that is negative,
-    infinite or no number, a skip that does not lead forward from one layer to a later one.
+    the number of layers. Raises ``PartitionError`` that lists all faults.
     """
     _check(costs, parts, skips)
     blocks = _block_costs(costs, skips)

@@ -27,10 +27,8 @@ class PipelinePlan:
     """How one way of running a pipe is laid out.
 
     `functions[s]` is what segment s runs: stage s, and the last one the loss after it. `searched[s]` is the same with
-    a search for foreign parameters; empty where segments are not cut out of autograd.
-
-    `entry_points` are where the mini-batch enters (the input, and the target where there is a loss) and where the
-    output, or the loss, leaves.
+    a search for foreign parameters; empty where segments are not cut out of autograd. `entry_points` are where the
+    mini-batch enters (the input, and the target where there is a loss) and where the output, or the loss, leaves.
     """
 
     functions: tuple[Function, ...]
@@ -96,30 +94,23 @@ def staged_plan(
         entries.append(EntryPoint(len(routes), last))
         routes = [*routes, Route("target", OUTSIDE, (last,))]
         # The target's route comes last, so it is the last value that the function of the last stage gets.
-        functions = [*functions[:-1], _with_loss(functions[-1], loss)]
+        inner = functions[-1]
+
+        def with_loss(context: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
+            main, *stashed = inner(context, *values[:-1])
+            return (loss.of(context, main, values[-1]), *stashed)
+
+        functions = [*functions[:-1], with_loss]
     layers = [stage.layers for stage in stages]
     searched = [
         ForeignParameterCheck(each, layers, number, loss.function if loss and number == last else None)
         for number, each in enumerate(functions if cut else ())
     ]
-    places = [_place(stage.device, stages, streams) for stage in stages]
+    places: list[Place | None] = [
+        CudaPlace(stage.device) if streams and stage.device.type == "cuda" else Place(stage.device) for stage in stages
+    ]
+    if all(stage.device.type == "cpu" for stage in stages):  # nothing has to be moved
+        places = [None] * len(stages)
     wiring = Wiring(tuple(routes), len(functions))
     entry_points = EntryPoints(tuple(entries), last + 1, last)
     return PipelinePlan(tuple(functions), tuple(searched), wiring, tuple(places), executor, entry_points, tuple(stages))
-
-
-def _with_loss(function: Function, loss: LossStage) -> Function:
-    """The last segment, with the loss after its layers."""
-
-    def compute(context: MicroBatchContext, *values: Any) -> tuple[Any, ...]:
-        main, *stashed = function(context, *values[:-1])
-        return (loss.of(context, main, values[-1]), *stashed)
-
-    return compute
-
-
-def _place(device: torch.device, stages: Sequence[Stage], streams: bool) -> Place | None:
-    """Nothing has to be moved where all stages live on the CPU."""
-    if all(stage.device.type == "cpu" for stage in stages):
-        return None
-    return CudaPlace(device) if streams and device.type == "cuda" else Place(device)

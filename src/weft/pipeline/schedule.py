@@ -12,15 +12,13 @@ several. The stages form a chain, and no micro-batch waits for another:
      v       v       v           I     the gradients of the stage's inputs
     0B0 <-- 1B0 <-- 2B0          W     the gradients of its weights: after I, and no other action waits for it
 
-Skips add no arrow, since the chain between their source and their destination implies it.
+Skips add no arrow, since the chain between their source and their destination implies it. As text a schedule has one
+line per worker, its actions separated by commas; empty cells are bubbles. This is the format of PyTorch's CSV tables,
+both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes its parts, one after the other; sends,
+receives, (un)sharding, reduction of gradients, and waits for them are dropped, because weft derives transfers from
+the routes.
 
-As text a schedule has one line per worker, its actions separated by commas; empty cells are bubbles. This is the format
-of PyTorch's CSV tables, both "compute_only" and "compute_comms". ``(0F0;1B0)OVERLAP_F_B`` becomes its parts, one after
-the other; sends, receives, (un)sharding, reduction of gradients, and waits for them are dropped, because weft derives
-transfers from the routes.
-
-The built-in schedules have one stage per worker. They take the same time and differ in what is alive; here with three
-stages and four micro-batches:
+The built-in schedules take the same time and differ in what is alive; here with three stages and four micro-batches:
 
     gpipe   F0 F1 F2 F3             B3 B2 B1 B0
                F0 F1 F2 F3       B3 B2 B1 B0           every stage holds all four
@@ -30,8 +28,7 @@ stages and four micro-batches:
                F0 F1    B0 F2 B1 F3 B2    B3           at most 2
                   F0 B0 F1 B1 F2 B2 F3 B3              at most 1
 
-gpipe can be cut between forward and backward, so the loss may be computed outside. 1f1b cannot: its last stage computes
-the loss of each micro-batch.
+Only gpipe can be cut between forward and backward, so that the loss may be computed outside.
 """
 
 import re
@@ -87,12 +84,9 @@ def waits(table: Table) -> dict[Action, tuple[Action, ...]]:
 def _walk(table: Table, waiting: Mapping[Action, tuple[Action, ...]]) -> tuple[list[tuple[int, Action]], list[str]]:
     """Walk all lists at once, one action after the other, as far as they go.
 
-    Among the workers' next actions, the one whose micro-batch has come furthest goes first: deep stages before shallow
-    ones in forward, backward before forward, weight gradients at once. So a micro-batch goes through while its tensors
-    are still in the cache, and what is kept for backward is freed early.
-
-    Returns the order as (worker, action) pairs; and, for each worker that is stuck, where it stands and what it waits
-    for. Costs O(actions * workers).
+    Of the workers' next actions, the one whose micro-batch has come furthest goes first, while its tensors are still in
+    the cache, and so that what is kept for backward is freed early. Returns the order as (worker, action) pairs; and,
+    for each worker that is stuck, where it stands and what it waits for. Costs O(actions * workers).
     """
     depth = 1 + max((action.stage for row in table for action in row), default=0)
 
@@ -201,10 +195,8 @@ def _gaps(present: Iterable[int], end: int) -> str:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For every worker, the ordered list of its actions. Immutable, hashable; equal when the lists are equal.
-
-    Building one checks nothing but that there are rows, which may be any sequences; `check` does. All else here
-    expects a table that passed, or a part of one.
+    """For every worker, the ordered list of its actions. Immutable and hashable. All but `check` expect a table that
+    passed it, or a part of one.
 
     Example:
         >>> table = weft.Schedule.parse("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1")
@@ -226,11 +218,8 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read a table: a line per worker, actions separated by commas, empty cells are bubbles.
-
-        The CSV tables of ``torch.distributed.pipelining`` can be read; see `weft.pipeline.schedule`.
-        Raises ScheduleError, which lists every cell that is no action.
-        """
+        """Read a table: a line per worker, actions separated by commas, empty cells are bubbles; also the CSV tables of
+        ``torch.distributed.pipelining``. Raises ScheduleError, which lists every cell that is no action."""
         if not isinstance(cast(Any, text), str):
             raise ScheduleError(f"a table is parsed from text, but this is of type {type(text).__name__}")
         table: list[list[Action]] = []
@@ -254,10 +243,8 @@ class Schedule:
         return "".join(",".join(map(str, row)) + "\n" for row in self.workers)
 
     def _repr_html_(self) -> str:
-        """A table for notebooks: a row per worker, a column per time, if all actions took equally long.
-
-        A schedule that cannot run shows its rows as they are, without bubbles.
-        """
+        """A table for notebooks: a row per worker, a column per time, if all actions took equally long. A schedule that
+        cannot run shows its rows as they are, without bubbles."""
         rows = [dict(enumerate(row)) for row in self.workers]
         if not any(_faults(self.workers)):
             rows = [dict[int, Action]() for _ in self.workers]
@@ -315,10 +302,8 @@ class Schedule:
 
     @cached_property
     def backward_at_once(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) pairs whose backward is the next action of their worker after their forward.
-
-        To recompute them would save nothing. A table that `splits` has none: the caller's code may run in between.
-        """
+        """The (stage, micro-batch) pairs whose backward is the next action of their worker after their forward, so that
+        recomputation would save nothing. A table that `splits` has none: the caller's code may run in between."""
         return frozenset(
             (one.stage, one.micro_batch)
             for row in self.workers
@@ -362,9 +347,8 @@ def _cell(action: Action | None) -> str:
 
 
 def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """Fill and drain (Huang et al., GPipe, 2019): all forward, then all backward in reverse order.
-
-    Every stage holds all micro-batches at once. Raises ScheduleError when a size is below 1.
+    """Fill and drain (Huang et al., GPipe, 2019): all forward, then all backward in reverse order. Raises ScheduleError
+    when a size is below 1.
 
     Example:
         >>> print(weft.pipeline.gpipe(2, 2).text())
@@ -377,10 +361,8 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
-    """One forward, one backward (PipeDream-Flush; Narayanan et al., 2021).
-
-    Stage s holds at most ``min(stages - s, micro_batches)`` micro-batches, as many as it takes until its
-    first gradient comes back. Takes as long as `gpipe`. Raises ScheduleError when a size is below 1.
+    """One forward, one backward (PipeDream-Flush; Narayanan et al., 2021). Stage s holds at most
+    ``min(stages - s, micro_batches)`` micro-batches. Raises ScheduleError when a size is below 1.
 
     Example:
         >>> print(weft.pipeline.one_f_one_b(2, 2).text())
@@ -403,20 +385,17 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": 
 
 @lru_cache
 def build(schedule: str | Schedule, stages: int, micro_batches: int) -> Schedule:
-    """The schedule for so many stages and micro-batches, checked.
-
-    `schedule` is a name from `SCHEDULES`, a table as text, or a `Schedule`. A table must have just the wanted
-    stages and at least the wanted micro-batches; what it holds beyond them is dropped.
-    Raises ScheduleError for an unknown name, and with all its faults for a table that cannot be used.
-    """
+    """The schedule for so many stages and micro-batches, checked: of a name from `SCHEDULES`, a table as text, or a
+    `Schedule`. A table must have just the wanted stages and at least the wanted micro-batches; what it holds beyond
+    them is dropped. Raises ScheduleError for an unknown name, and with all faults for a table that cannot be used."""
     if isinstance(schedule, str):
         if schedule in SCHEDULES:
             return SCHEDULES[schedule](stages, micro_batches)
         text = schedule.strip()
         if not ("," in text or "\n" in text or _ACTION.fullmatch(text)):
             raise ScheduleError(
-                f"no schedule is named {schedule!r}; there are {', '.join(SCHEDULES)}. "
-                "Or pass a table as text: a line per worker of comma separated actions: 0F0,0F1,0B1,0B0"
+                f"no schedule is named {schedule!r}; there are {', '.join(SCHEDULES)}, and tables as text: a line per "
+                "worker of comma separated actions: 0F0,0F1,0B1,0B0"
             )
         schedule = Schedule.parse(schedule)
     _check_sizes(stages, micro_batches)

@@ -73,8 +73,7 @@ class ValueCost:
     """The stages that read it."""
     bytes: int
     kept_by_source: bool = False
-    """True when the source's own graph holds it too, up to the end of the source's backward. (Where the source
-    recomputes, there is no graph yet that could.)"""
+    """True when the source's own graph holds it too, up to the end of its backward (unless the source recomputes)."""
 
 
 class Span(NamedTuple):
@@ -95,11 +94,9 @@ class Forecast:
     """What `forecast` found; `spans` are in order of their start.
 
     Example:
-        >>> from weft.pipeline.simulate import StageCost
-        >>> costs = weft.pipeline.Costs([StageCost(forward=1.0, backward=2.0)] * 2)
-        >>> forecast = costs.forecast(weft.pipeline.one_f_one_b(2, 4))
-        >>> forecast.total, round(forecast.bubble, 2)
-        (15.0, 0.2)
+        >>> from weft.pipeline.simulate import StageCost, forecast
+        >>> round(forecast(weft.pipeline.gpipe(2, 4), [StageCost(1.0, 2.0)] * 2).bubble, 2)
+        0.2
     """
 
     spans: tuple[Span, ...]
@@ -140,9 +137,8 @@ def forecast(
 ) -> Forecast:
     """Predict when every action runs, and which bytes live when.
 
-    `stages` gives each stage's costs, `values` what crosses the cuts. `checkpointed(stage, micro_batch)` says
-    which graphs are recomputed; by default those of the stages whose `recompute` is not 0. None is whose backward
-    follows its forward at once (`Schedule.backward_at_once`).
+    `stages` gives each stage's costs, `values` what crosses the cuts. `checkpointed(stage, micro_batch)` says which
+    graphs are recomputed, but for `Schedule.backward_at_once`; by default those of stages whose `recompute` is not 0.
     Raises ScheduleError with all faults, of the schedule or of the costs.
     """
     schedule.check(stages=len(stages))
@@ -236,7 +232,7 @@ def _curve(lifetimes: Iterable[_Lifetime]) -> Curve:
 
 
 Storages = dict[int, int]
-"""Bytes of storages by address; an address means one storage as long as it is alive."""
+"""Bytes by address, which means one storage as long as it is alive."""
 
 
 @dataclass
@@ -251,8 +247,7 @@ class _Sent:
 class Sizes:
     """Watches one step and notes what every micro-batch keeps and sends; give it to `Pipe.watched_by`.
 
-    `ignore` are tensors that live anyway: parameters, buffers, the mini-batch and its target. Storages are told
-    apart by their address, which is compared only while they are alive.
+    `ignore` are tensors that live anyway: parameters, buffers, the mini-batch and its target.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), chunks=2, devices=["cpu", "cpu"])
@@ -313,11 +308,8 @@ class Sizes:
         return round(mean(found)) if found else None
 
     def values(self) -> list[ValueCost]:
-        """What crosses the cuts, by source and readers, with the bytes of a micro-batch on average.
-
-        A tensor that goes out twice, as main path and as skip, is one value. What the graph of its source keeps
-        is learned from the micro-batches that are not recomputed; where all are, nothing is kept.
-        """
+        """What crosses the cuts, by source and readers, with the bytes of a micro-batch on average. What the graph of
+        its source keeps is learned from the micro-batches that are not recomputed; where all are, nothing is kept."""
         total: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         held: dict[tuple[int, tuple[int, ...], bool], int] = defaultdict(int)
         for at, sent in self._sent.items():
@@ -365,7 +357,6 @@ def costs_from(recorders: Sequence[Recorder], sizes: Sizes | None = None) -> Cos
     """The costs behind some recorded steps of one pipe: the median time of each kind per stage.
 
     Give a recorder per step, after some to warm up. I and W together count as B. Without `sizes` bytes are 0.
-    Bytes are those of an average micro-batch; graphs that are kept and graphs that are made again are averaged apart.
     Raises UsageError when nothing was recorded.
 
     Example:

@@ -75,8 +75,8 @@ def storages(leaves: Iterable[Any]) -> Iterator[tuple[int, int]]:
 def seeing_saved(note: Callable[[Tensor], None]) -> saved_tensors_hooks:
     """A context in which `note` is told of every tensor that autograd saves for backward.
 
-    Where hooks are in place, autograd does not look whether a saved tensor was written to since. So it is done here,
-    or who is watched would get a wrong gradient instead of autograd's error: backward raises InPlaceError.
+    Where hooks are in place, autograd does not look whether a saved tensor was written to since. So it is done here, or
+    a watched run would get a wrong gradient in silence: backward raises InPlaceError.
     """
 
     def pack(tensor: Tensor) -> tuple[Tensor, int]:
@@ -101,10 +101,8 @@ _Tapes = dict[tuple[int, int], list[int]]
 
 
 class Recorder:
-    """Records the events of the runs that it watches, and, with `memory`, the bytes that stay alive for backward.
-
-    Counting bytes looks at every tensor that autograd saves; it costs some microseconds each and changes no
-    number. `ignore` are tensors that live anyway, such as parameters and the mini-batch itself.
+    """Records the events of the runs that it watches, and, with `memory`, the bytes that stay alive for backward, for
+    some microseconds per tensor that autograd saves.
 
     Example:
         >>> pipe = weft.Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), chunks=2, devices=["cpu", "cpu"])
@@ -143,7 +141,7 @@ class Recorder:
         return watcher
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count the storages of these."""
+        """Do not count the storages of these, which live anyway: parameters, the mini-batch."""
         self._ignored.update(address for address, _ in storages(tensors))
 
     @contextmanager
