@@ -10,7 +10,7 @@ need no carrying into threads, but a recomputation must see those of its forward
 import contextvars
 import threading
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -146,13 +146,13 @@ class ExecutionContext:
 
         self.context.copy().run(inside)
 
-    @contextmanager
-    def process_flags(self) -> Generator[None]:
+    def process_flags(self) -> AbstractContextManager[None]:
         """Re-establish the process-wide flags of the capture, where they have changed since."""
         now = ProcessFlags.capture()
-        if now == self.flags:
-            yield
-            return
+        return nullcontext() if now == self.flags else self._flags_of_capture(now)
+
+    @contextmanager
+    def _flags_of_capture(self, now: ProcessFlags) -> Generator[None]:
         self.flags.establish()
         try:
             yield

@@ -179,7 +179,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.block: nn.Module | None = None
         self.drew = self.dynamic = False
         self._thread = threading.get_ident()
-        self._outer = torch.is_grad_enabled(), autocasts()
+        self._outer = torch.is_grad_enabled(), _casts()
         self._python_draws = _python_draws()
         self._device = self.devices[0]
         for k, leaf in enumerate(inputs):
@@ -258,7 +258,7 @@ class ForwardRecorder(TorchFunctionMode):
         step.draws, step.dynamic = self.drew, self.dynamic or step.module is not None
         if torch.is_grad_enabled() != self._outer[0]:
             step.grad = torch.is_grad_enabled()
-        step.casts = tuple(each for each in autocasts() if each not in self._outer[1])
+        step.casts = tuple(each for each in _casts() if each not in self._outer[1])
         wrote = [k for k, x in enumerate(given) if isinstance(x, Tensor) and version(x) != versions[k]]
         register_dataclasses(result)
         made = flatten(result)[0]
@@ -516,8 +516,7 @@ def _python_draws() -> Any:
     return random.getstate(), state and (state[1].tobytes(), state[2])
 
 
-def autocasts() -> list[tuple[str, torch.dtype, bool]]:
-    """Autocast as it stands here: device type, dtype, whether it is on."""
+def _casts() -> list[tuple[str, torch.dtype, bool]]:
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
 
 

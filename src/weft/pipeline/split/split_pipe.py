@@ -44,7 +44,7 @@ from weft.pipeline.split.program import (
     bundle,
     tensor_of,
 )
-from weft.pipeline.split.record import PLAIN, ForwardRecorder, autocasts, named_modules
+from weft.pipeline.split.record import PLAIN, ForwardRecorder, named_modules
 from weft.pipeline.split.verify import verify
 from weft.pipeline.stage import Stage
 
@@ -304,7 +304,7 @@ class SplitModel:
     def _settings(self) -> Hashable:
         """What the code between blocks may go by besides its arguments."""
         seen: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()]
-        seen += autocasts()
+        seen += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")]
         configs: dict[int, Any] = {}
         for module in self._recorder.open:
             seen += [module.training, *map(id, module._modules.values())]
