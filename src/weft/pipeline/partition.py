@@ -33,10 +33,11 @@ from weft.pipeline.skip.tracker import Key, Namespace, SkipTracker, use_skip_tra
 from weft.pipeline.tracing import seeing_saved, storages
 
 FEWEST_ROUNDS = 3
+Device = torch.device | str | None
 
 
 def profile_times(
-    module: nn.Sequential, sample: Any, *, timeout: int | float = 1.0, device: torch.device | str | None = None
+    module: nn.Sequential, sample: Any, *, timeout: int | float = 1.0, device: Device = None
 ) -> list[float]:
     """Seconds of forward plus backward of each layer: the median over rounds, after one to warm up.
 
@@ -62,12 +63,7 @@ def profile_times(
 
 
 def profile_sizes(
-    module: nn.Sequential,
-    input: Any,
-    *,
-    chunks: int = 1,
-    param_scale: int | float = 2.0,
-    device: torch.device | str | None = None,
+    module: nn.Sequential, input: Any, *, chunks: int = 1, param_scale: int | float = 2.0, device: Device = None
 ) -> list[float]:
     """Bytes that each layer needs in training: parameters, buffers, what one micro-batch saves for backward.
 
@@ -204,7 +200,7 @@ def _bytes(tensors: Iterable[Tensor]) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
-def _device(sample: Any, device: torch.device | str | None) -> torch.device:
+def _device(sample: Any, device: Device) -> torch.device:
     if device is not None:
         return torch.device(device)
     tensors = (leaf for leaf in flatten(sample)[0] if isinstance(leaf, Tensor))
@@ -237,12 +233,7 @@ def partition(costs: Sequence[int | float], parts: int, *, skips: Sequence[Skip]
 
 
 def balance_by_time(
-    partitions: int,
-    module: nn.Sequential,
-    sample: object,
-    *,
-    timeout: int | float = 1.0,
-    device: torch.device | str | None = None,
+    partitions: int, module: nn.Sequential, sample: object, *, timeout: int | float = 1.0, device: Device = None
 ) -> list[int]:
     """Layers per stage, balanced by the measured time of forward and backward of each layer.
 
@@ -266,7 +257,7 @@ def balance_by_size(
     *,
     chunks: int = 1,
     param_scale: int | float = 2.0,
-    device: torch.device | str | None = None,
+    device: Device = None,
 ) -> list[int]:
     """Layers per stage, balanced by the measured bytes that each layer needs in training.
 

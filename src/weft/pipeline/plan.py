@@ -73,13 +73,7 @@ def build_stages(
 
 
 def staged_plan(
-    stages: Sequence[Stage],
-    crossing: Crossing,
-    executor: Executor,
-    loss: LossStage | None,
-    *,
-    streams: bool,
-    cut: bool,
+    stages: Sequence[Stage], crossing: Crossing, executor: Executor, loss: LossStage | None, *, streams: bool, cut: bool
 ) -> PipelinePlan:
     """One segment per stage. With `streams`, CUDA stages get streams of their own. `cut` says that segments will be cut
     out of autograd."""

@@ -70,11 +70,8 @@ class stash:
     """Put a tensor, or None, where the layers that declare ``pop=[name]`` will find it.
 
     Example:
-        >>> @weft.skippable(stash=["early"])
-        ... class Encode(nn.Module):
-        ...     def forward(self, x):
-        ...         yield weft.stash("early", x)
-        ...         return x.relu()
+        >>> weft.stash("early", torch.ones(1))  # to be yielded: see `skippable`
+        stash(name='early', tensor=tensor([1.]))
     """
 
     name: str
@@ -86,11 +83,8 @@ class pop:
     """Ask for the tensor that was stashed under this name.
 
     Example:
-        >>> @weft.skippable(pop=["early"])
-        ... class Decode(nn.Module):
-        ...     def forward(self, x):
-        ...         early = yield weft.pop("early")
-        ...         return x + early
+        >>> weft.pop("early")  # to be yielded: see `skippable`
+        pop(name='early')
     """
 
     name: str
