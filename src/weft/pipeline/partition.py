@@ -360,25 +360,14 @@ def _smallest_ceiling(blocks: list[list[float]], parts: int) -> float:
 
 def _most_even(blocks: list[list[float]], parts: int, ceiling: float) -> list[int]:
     """Layers per part, no block above ``ceiling``; least sum of squared costs, then of squared lengths."""
-    layers = len(blocks)
-    never = (math.inf, math.inf)
-    best = [(0.0, 0.0), *[never] * layers]
-    cuts: list[list[int]] = []  # per part, for each end of it: where it begins at best
+    never: tuple[float, float, list[int]] = (math.inf, math.inf, [])
+    best = [(0.0, 0.0, list[int]()), *[never] * len(blocks)]  # best[j]: of the first j layers in the parts so far
     for _ in range(parts):
-        scores, begins = [never] * (layers + 1), [0] * (layers + 1)
-        for stop in range(1, layers + 1):
-            for cut in range(stop):
-                block = blocks[cut][stop]
-                if block > ceiling or best[cut] == never:
-                    continue
-                score = (best[cut][0] + block * block, best[cut][1] + float(stop - cut) ** 2)
-                if score < scores[stop]:
-                    scores[stop], begins[stop] = score, cut
-        best = scores
-        cuts.append(begins)
-    lengths: list[int] = []
-    stop = layers
-    for begins in reversed(cuts):
-        lengths.insert(0, stop - begins[stop])
-        stop = begins[stop]
-    return lengths
+        found = [never]
+        for stop in range(1, len(blocks) + 1):
+            cuts = [cut for cut in range(stop) if blocks[cut][stop] <= ceiling]
+            sums = [(best[cut][0] + blocks[cut][stop] ** 2, best[cut][1] + float(stop - cut) ** 2) for cut in cuts]
+            least, cut = min(zip(sums, cuts, strict=True), default=(never[:2], 0))
+            found.append((*least, [*best[cut][2], stop - cut]))
+        best = found
+    return best[-1][2]

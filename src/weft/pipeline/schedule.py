@@ -207,21 +207,12 @@ class Schedule:
     workers: Table
 
     def __post_init__(self) -> None:
-        try:
-            rows = tuple(tuple(row) for row in self.workers)
-        except TypeError:
-            raise ScheduleError(
-                f"a schedule is a row of actions for every worker, but this is {self.workers!r}; "
-                "Schedule.parse reads one from text"
-            ) from None
-        object.__setattr__(self, "workers", rows)
+        object.__setattr__(self, "workers", tuple(tuple(row) for row in self.workers))
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
         """Read a table: a line per worker, actions separated by commas, empty cells are bubbles; also the CSV tables of
         ``torch.distributed.pipelining``. Raises ScheduleError, which lists every cell that is no action."""
-        if not isinstance(cast(Any, text), str):
-            raise ScheduleError(f"a table is parsed from text, but this is of type {type(text).__name__}")
         table: list[list[Action]] = []
         faults: list[str] = []
         for worker, line in enumerate(line for line in text.splitlines() if line.strip()):
