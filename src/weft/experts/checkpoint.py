@@ -63,10 +63,9 @@ class Disk:
 
     def names(self, folder: Path) -> list[str]:
         """Names of all files in ``folder``; none if there is no such folder."""
-        try:
+        with suppress(FileNotFoundError):
             return os.listdir(folder)
-        except FileNotFoundError:
-            return []
+        return []
 
     def read(self, path: Path) -> bytes:
         """All of a file."""

@@ -3,13 +3,6 @@
 gradients ── private ──> .grad ── hooks ── apply_gradients ──> weights, steps + 1    .grad is empty before and after,
                                  '────────raises──> StepError                    whatever happens
 
-What users give is an optimizer, or a factory of one:
-
-    torch.optim.Adam                       called with the parameters, and fused=True where that can work
-    partial(torch.optim.AdamW, lr=1e-3)    the same; what is bound stays as it is, also fused=False
-    lambda parameters: SGD(parameters, .1) takes no ``fused``
-    torch.optim.Adam(module.parameters())  used as it is
-
 A fused step is one kernel over all parameters, and takes a tenth of the time. PyTorch refuses complex parameters and
 sparse gradients only in the step itself, when a part of the weights has changed already. So the former are not asked to
 be fused, and at the first of the latter the optimizer goes on without, before it has changed anything.

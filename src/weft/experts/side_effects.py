@@ -15,9 +15,8 @@ batch, by a seed, and the generator is restored afterwards; see `weft.core.rng`.
     forward   of key k ── seed of k ──> mask          the gradient is that of the forward that was seen, if both
     backward  of key k ── seed of k ──> same mask     ran as the same batch: so tasks of a module that draws run alone
 
-Whether it draws is observed in the dummy run, in the first batch and in the first backward, and again whenever a
-number or a flag of a layer has changed (a dropout probability). One that drew nothing until then, and draws for some
-inputs only, is not noticed: its numbers are the generator's, and a log of its batches does not lead to the same bytes.
+Whether it draws is observed in the dummy run, in the first batch and backward, and again whenever a number or a flag
+of a layer has changed. One that draws for some inputs only is not noticed: its log does not lead to the same bytes.
 """
 
 from collections.abc import Callable, Generator, Sequence
