@@ -12,9 +12,7 @@ is taken apart, and only those tasks fail that cause the fault:
     a b c    ── attempt ──> apply ──> results, bit for bit as if X had never come
 
 What is left runs as *one* batch, as it would have run without X, with the same rounding and one optimizer step. If no
-task fails alone (too little memory for all of them, a sum that overflows), each becomes a batch of its own. A module
-whose rows depend on each other (batch norm in training) may fail alone for want of rows; let it batch more with
-``min_batch_size``.
+task fails alone (too little memory for all of them, a sum that overflows), each becomes a batch of its own.
 
 The module runs as a segment: gradients are values, of the parameters too, and never in ``.grad``.
 

@@ -43,14 +43,8 @@ _grpc_process: list[ForkGuard] = []  # the first process to use gRPC, of this on
 
 def finalizer(owner: object, end: Callable[..., object], *held: object) -> "weakref.finalize[..., object]":
     """As `weakref.finalize`: ``end(*held)`` once, when it is called or the owner is gone, but only in this process."""
-    return weakref.finalize(owner, _end, ForkGuard(), end, held)
-
-
-def _end(guard: ForkGuard, end: Callable[..., object], held: tuple[object, ...]) -> None:
-    if guard.here:
-        end(*held)
-    else:
-        _inherited.append(held)
+    guard = ForkGuard()
+    return weakref.finalize(owner, lambda: end(*held) if guard.here else _inherited.append(held))
 
 
 def check_fork(what: str) -> None:

@@ -317,8 +317,7 @@ class Journal(AbstractContextManager["Journal"]):
         with self._lock:
             if self._file is not None:
                 self._file.close()
-                self._file = None
-            self._closed = True
+            self._file, self._closed = None, True
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -13,10 +13,9 @@ Batching is continuous: a batch is what waits when the device is free.
     at once    a ──┤ a, step ├── b c d ──┤ b c d, step ├──      two optimizer steps
     delayed    a b c d ──┤ a b c d, step ├──                    one, a moment later
 
-A batch costs something by itself, whatever its size: an optimizer step above all. So a batch waits for callers who had
-tasks in the pools of this expert lately and have none now: at most ``max_batch_delay``, and half of what a batch takes.
-A lone caller never waits. After a wait in vain the next batch does not wait; after two in a row, the next two do not,
-then four, and so on.
+A batch costs something by itself: an optimizer step above all. So a batch waits for callers who had tasks in the pools
+of this expert lately and have none now: at most ``max_batch_delay``, and half of what a batch takes. After a wait in
+vain the next batch does not wait; after two in a row, the next two do not, then four, and so on.
 """
 
 import threading
