@@ -11,8 +11,8 @@ def test_all_faults_of_a_constructor_are_told_at_once() -> None:
     with pytest.raises(UsageError, match=r"invalid arguments of ConvLSTMCell") as caught:
         cells.ConvLSTMCell(0, -1, kernel_size=2)
     assert told(caught) == [
-        "input_size is 0, wanted at least 1",
-        "hidden_size is -1, wanted at least 1",
+        "input_size is 0, wanted an int of at least 1",
+        "hidden_size is -1, wanted an int of at least 1",
         "kernel_size is 2, wanted an odd number, so that images keep their size",
     ]
     with pytest.raises(UsageError) as caught:
@@ -42,8 +42,8 @@ def test_what_makes_no_sense_is_refused(make) -> None:
 def test_a_word_that_is_no_choice_is_refused() -> None:
     # The run-time type check of the tests would come first, so the function behind it is called.
     make = cells.ElmanCell.__init__.__wrapped__
-    with pytest.raises(UsageError, match="nonlinearity is 'sine', wanted 'tanh' or 'relu'"):
+    with pytest.raises(UsageError, match="nonlinearity is 'sine', wanted one of 'tanh', 'relu'"):
         make(cells.ElmanCell.__new__(cells.ElmanCell), 3, 4, True, "sine")
     make = cells.AttentionCell.__init__.__wrapped__
-    with pytest.raises(UsageError, match="score is 'cosine', wanted 'additive' or 'dot'"):
+    with pytest.raises(UsageError, match="score is 'cosine', wanted one of 'additive', 'dot'"):
         make(cells.AttentionCell.__new__(cells.AttentionCell), cells.GRUCell(3, 4), 2, 4, 3, "cosine")

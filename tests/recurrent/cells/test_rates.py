@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from weft.core.errors import SpecError, UsageError
-from weft.recurrent.cells.wrappers import rates_faults, rates_for
+from weft.core.validation import Validator
+from weft.recurrent.cells.wrappers import check_rates, rates_for
 
 STATE = {"h": torch.zeros(2), "count": torch.zeros(2, dtype=torch.int64)}
 
@@ -25,8 +26,11 @@ def test_nested_rates_are_for_each_tensor_its_own() -> None:
 
 
 def test_every_leaf_that_is_no_probability_is_named() -> None:
-    assert rates_faults("rate", (0, 1, 0.5)) == []
-    assert rates_faults("rate", (1.5, {"a": None, "b": float("nan")})) == [
+    check = Validator("rates")
+    check_rates("rate", (0, 1, 0.5), check)
+    assert check.faults == []
+    check_rates("rate", (1.5, {"a": None, "b": float("nan")}), check)
+    assert check.faults == [
         "rate[0] is 1.5, wanted a number from 0 to 1",
         "rate[1]['a'] is None, wanted a number from 0 to 1",
         "rate[1]['b'] is nan, wanted a number from 0 to 1",

@@ -79,7 +79,6 @@ def test_a_reshape_that_needs_a_copy_makes_one() -> None:
         (lambda x: x.to(torch.complex64), "complex64"),
         (lambda x: x.long() ** 5, "powers 0 to 3"),
         (lambda x: x.long() @ x.long().t(), "multiply matrices"),
-        (lambda x: torch.slice_scatter(x, x[:, :2], 1, 0, 4, 2), "whole pieces"),
         (lambda x: x.sort(1)[0], "aten.sort"),
         (lambda x: x.byte().clamp(-1, 2), r"torch.uint8 can hold, not by -1 \(aten.clamp.default\)"),
         (lambda x: torch.clamp_min(x.byte(), -1), "torch.uint8 can hold, not by -1"),

@@ -19,7 +19,7 @@ def test_all_faults_are_told_at_once() -> None:
         "input is torch.float32, the weights are torch.float64; convert the input with .to(torch.float64) or the layer "
         "with .to(torch.float32)",
         "hx[0] has shape (1, 3, 2), wanted layers * directions x N x H = (1, 2, 2)",
-        "hx[1] is of type str, wanted a tensor",
+        "hx[1] is 'c', wanted a tensor",
     ]
 
 

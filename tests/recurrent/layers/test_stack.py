@@ -15,7 +15,6 @@ from tests.recurrent.recurrent_cases import close, told
 from weft.core.errors import SpecError, UsageError
 from weft.recurrent import Recurrent
 from weft.recurrent.layers import Bidirectional, Stack
-from weft.recurrent.layers.stack import _check
 
 
 def by_hand(stack: Stack, x: Tensor, **tables: Any) -> tuple[Tensor, list[Any], list[Any]]:
@@ -95,10 +94,10 @@ def test_stacks_and_both_directions_may_be_layers() -> None:
 def test_all_that_is_wrong_is_told_at_once() -> None:
     one, two = layers(2)
     with pytest.raises(UsageError) as caught:
-        _check([Recurrent(one.cell, batch_first=True), Bidirectional(one, two), nn.LSTM(3, 3)], 1.5)
+        Stack([Recurrent(one.cell, batch_first=True), Bidirectional(one, two), nn.LSTM(3, 3)], dropout=1.5)
     assert told(caught) == [
         "layers 0 have batch_first=True, the others have not",
-        "dropout is 1.5, wanted a probability from 0 to 1",
+        "dropout is 1.5, wanted a number from 0 to 1",
         "layer 2 is a LSTM, which is called otherwise; wrap a cell in Recurrent",
     ]
     with pytest.raises(UsageError, match="there are no layers"):
@@ -109,7 +108,7 @@ def test_an_input_that_cannot_be_added_is_told() -> None:
     narrow = Recurrent(nn.GRUCell(WIDTH, 2).double(), backend="eager")
     with pytest.raises(SpecError) as caught:
         Stack([layers(1)[0], narrow], residual=True)(torch.randn(4, 2, WIDTH).double())
-    assert told(caught) == ["output is of shape (4, 2, 2), the input is of shape (4, 2, 3)"]
+    assert told(caught) == ["output is of shape (4, 2, 2), the other of shape (4, 2, 3)"]
 
 
 def test_an_error_tells_the_layer() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.core.validation import Validator
 from weft.recurrent.cell import adapt
-from weft.recurrent.cells.gated import Device, refuse, size_faults
+from weft.recurrent.cells.gated import Device, checking
 from weft.recurrent.masking import read_rows
 from weft.recurrent.sequence import Lengths, read_inputs
 
@@ -30,8 +30,7 @@ class AttentionState(NamedTuple):
     """The state of an :class:`AttentionCell`, made by its method ``begin``.
 
     Example:
-        >>> from weft.recurrent.cells import AttentionCell, LSTMCell
-        >>> cell = AttentionCell(LSTMCell(3 + 6, 8), memory_size=6, query_size=8, attention_size=4)
+        >>> cell = weft.recurrent.cells.AttentionCell(nn.GRUCell(3 + 6, 8), 6, query_size=8, attention_size=4)
         >>> cell.begin(torch.randn(5, 2, 6), lengths=[5, 2]).valid.sum(1)  # positions of the source, for each row
         tensor([5, 2])
     """
@@ -52,11 +51,9 @@ class Attended(NamedTuple):
     """The output of an :class:`AttentionCell`.
 
     Example:
-        >>> from weft.recurrent.cells import AttentionCell, LSTMCell
-        >>> cell = AttentionCell(LSTMCell(3 + 6, 8), memory_size=6, query_size=8, attention_size=4)
-        >>> attended, state = cell(torch.randn(2, 3), cell.begin(torch.randn(5, 2, 6)))
-        >>> attended.output.shape, attended.weights.shape
-        (torch.Size([2, 8]), torch.Size([2, 5]))
+        >>> cell = weft.recurrent.cells.AttentionCell(nn.GRUCell(3 + 6, 8), 6, query_size=8, attention_size=4)
+        >>> cell(torch.randn(2, 3), cell.begin(torch.randn(5, 2, 6)))[0].weights.shape
+        torch.Size([2, 5])
     """
 
     output: Tensor
@@ -85,10 +82,9 @@ class AttentionCell(nn.Module):
     Raises ``UsageError`` for a size below 1 or another score.
 
     Example:
-        >>> from weft.recurrent.cells import AttentionCell, LSTMCell
-        >>> cell = AttentionCell(LSTMCell(3 + 6, 8), memory_size=6, query_size=8, attention_size=4)
-        >>> source = torch.randn(5, 2, 6)
-        >>> weft.Recurrent(cell, backend="eager")(torch.randn(7, 2, 3), cell.begin(source)).outputs.context.shape
+        >>> cell = weft.recurrent.cells.AttentionCell(nn.GRUCell(3 + 6, 8), 6, query_size=8, attention_size=4)
+        >>> begin = cell.begin(torch.randn(5, 2, 6))
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(7, 2, 3), begin).outputs.context.shape
         torch.Size([7, 2, 6])
     """
 
@@ -103,10 +99,11 @@ class AttentionCell(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        faults = size_faults(memory_size=memory_size, query_size=query_size, attention_size=attention_size)
-        if score not in ("additive", "dot"):
-            faults.append(f"score is {score!r}, wanted 'additive' or 'dot'")
-        refuse(self, faults)
+        with checking(self) as check:
+            check.count("memory_size", memory_size)
+            check.count("query_size", query_size)
+            check.count("attention_size", attention_size)
+            check.choice("score", score, ("additive", "dot"))
         self.cell = cell
         self.score = score
         self.weight_key = nn.Parameter(torch.empty(attention_size, memory_size, device=device, dtype=dtype))
@@ -151,10 +148,8 @@ class AttentionCell(nn.Module):
             if state is None and own is None:
                 check.add(f"{type(self.cell).__name__} has no initial state of its own: give state=")
         memory = memory if batch_first else memory.transpose(0, 1)
-        valid = torch.ones(memory.shape[:2], dtype=torch.bool, device=memory.device)
-        if rows.valid is not None:
-            valid = rows.valid.t()
-            memory = memory.where(valid.unsqueeze(-1), memory.new_zeros(()))  # padding may hold NaN
+        valid = memory.new_ones(memory.shape[:2], dtype=torch.bool) if rows.valid is None else rows.valid.t()
+        memory = memory.where(valid.unsqueeze(-1), memory.new_zeros(()))  # padding may hold NaN
         context = memory.new_zeros(memory.shape[0], memory.shape[2])
         first = state if own is None or state is not None else own(context)
         return AttentionState(first, context, F.linear(memory, self.weight_key, self.bias), memory, valid)
@@ -162,17 +157,15 @@ class AttentionCell(nn.Module):
     def forward(self, x: Tensor, state: AttentionState) -> tuple[Attended, AttentionState]:
         """One step: ``(output, new_state)``."""
         y, inner = adapt(self.cell)(torch.cat([x, state.context], -1), state.cell, 0)
-        scores = self._scores(F.linear(y, self.weight_query), state.keys)
+        query = F.linear(y, self.weight_query)
+        if self.weight_score is None:
+            scores = (state.keys @ query.unsqueeze(-1)).squeeze(-1) * query.shape[-1] ** -0.5
+        else:
+            scores = torch.tanh(query.unsqueeze(1) + state.keys) @ self.weight_score
         scores = scores.masked_fill(~state.valid, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1).masked_fill(~state.valid, 0.0)  # again: a row without a source has weight nowhere
         context = (weights.unsqueeze(1) @ state.memory).squeeze(1)
         return Attended(y, context, weights), state._replace(cell=inner, context=context)
-
-    def _scores(self, query: Tensor, keys: Tensor) -> Tensor:
-        """N x S, out of N x A and N x S x A."""
-        if self.weight_score is None:
-            return (keys @ query.unsqueeze(-1)).squeeze(-1) * keys.shape[-1] ** -0.5
-        return torch.tanh(query.unsqueeze(1) + keys) @ self.weight_score
 
     def extra_repr(self) -> str:
         """The score and the sizes."""

@@ -14,50 +14,38 @@ candidate n, h' = (1 - z) * n + z * h:
     GRU, reset before    n = tanh(W x + b + U (r * h))        as it was published
     minimal gated        the gate f is both: n = tanh(W x + b + U (f * h)), h' = (1 - f) * h + f * n
     light GRU            no reset:         n = relu(W x + b + U h)
+
+Inputs are N x D, states and outputs N x H; the rows' axis may be missing. Constructors raise ``UsageError`` for a size
+below 1, and for other arguments out of range.
 """
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core.errors import UsageError, listed
+from weft.core.validation import Validator
 
 Device = torch.device | str | int | None
 """Device and dtype of parameters, as PyTorch's own modules take them."""
 
 
-def size_faults(**sizes: int) -> list[str]:
-    """A fault for every size below 1, by its argument's name."""
-    return [f"{name} is {size}, wanted at least 1" for name, size in sizes.items() if size < 1]
-
-
-def rate_fault(name: str, rate: object) -> list[str]:
-    """A fault if ``rate`` is no probability."""
-    if isinstance(rate, int | float) and 0 <= rate <= 1:
-        return []
-    return [f"{name} is {rate!r}, wanted a number from 0 to 1"]
-
-
-def refuse(cell: object, faults: Sequence[str]) -> None:
-    """Raise ``UsageError`` that lists the faults, if there are any."""
-    if faults:
-        raise UsageError(listed(f"invalid arguments of {type(cell).__name__}:", faults))
+def checking(cell: nn.Module) -> Validator:
+    """The check of a constructor's arguments."""
+    return Validator(f"invalid arguments of {type(cell).__name__}")
 
 
 class GatedCell(nn.Module):
-    """Base of cells over rows: ``x_t`` N x D, hidden state N x H; the rows' axis may be missing.
-
-    Raises ``UsageError`` for a size below 1.
-    """
+    """Base of cells over rows."""
 
     GATES: ClassVar[int]
 
     def __init__(self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__()
-        refuse(self, size_faults(input_size=input_size, hidden_size=hidden_size))
+        with checking(self) as check:
+            check.count("input_size", input_size)
+            check.count("hidden_size", hidden_size)
         self.input_size = input_size
         self.hidden_size = hidden_size
         rows = self.GATES * hidden_size
@@ -67,11 +55,6 @@ class GatedCell(nn.Module):
     def parameter(self, *shape: int) -> nn.Parameter:
         """One more parameter with the dtype and device of the weights, its values still open."""
         return nn.Parameter(self.weight_ih.new_empty(shape))
-
-    def biases(self, wanted: bool) -> tuple[nn.Parameter | None, nn.Parameter | None]:
-        """The two biases that PyTorch's cells have, GATES * H values each; or none."""
-        rows = len(self.weight_ih)
-        return (self.parameter(rows), self.parameter(rows)) if wanted else (None, None)
 
     def reset_parameters(self) -> None:
         """Uniform between plus and minus ``1 / sqrt(H)``, as PyTorch's cells begin."""
@@ -106,19 +89,52 @@ class MemoryCell(GatedCell):
         return self.zeros(x), self.zeros(x)
 
 
-class ElmanCell(HiddenCell):
-    """``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``, or with relu.
+class OneBiasCell(GatedCell):
+    """Base of those with one ``bias``, GATES * H values."""
 
-    ``x_t`` N x D; state and output ``h`` N x H. Parameters as ``torch.nn.RNNCell``'s, which load both ways.
-    Elman, "Finding structure in time", Cognitive Science 14 (1990).
+    def __init__(self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None):
+        super().__init__(input_size, hidden_size, device, dtype)
+        self.bias = self.parameter(len(self.weight_ih))
+        self.add_parameters()
+        self.reset_parameters()
 
-    Raises ``UsageError`` for a size below 1 or another nonlinearity.
+    def add_parameters(self) -> None:
+        """Make what the cell has besides."""
+
+
+class TwoBiasCell(GatedCell):
+    """Base of those with the parameters of PyTorch's cells, ``bias_ih`` and ``bias_hh``, which load both ways.
+
+    ``recurrent_dropout`` drops entries of the candidate, at every step anew and in training only, so that what the
+    state holds is never lost: Semeniuta, Severyn and Barth, "Recurrent dropout without memory loss" (arXiv 1603.05118).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recurrent_dropout: float = 0.0,
+    ) -> None:
+        super().__init__(input_size, hidden_size, device, dtype)
+        with checking(self) as check:
+            check.number("recurrent_dropout", recurrent_dropout, most=1.0)
+        self.recurrent_dropout = recurrent_dropout
+        rows = len(self.weight_ih)
+        self.bias_ih, self.bias_hh = (self.parameter(rows), self.parameter(rows)) if bias else (None, None)
+        self.reset_parameters()
+
+
+class ElmanCell(TwoBiasCell, HiddenCell):
+    """``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``, or with relu; ``torch.nn.RNNCell``'s parameters.
+
+    Elman, "Finding structure in time" (1990).
 
     Example:
-        >>> from weft.recurrent.cells import ElmanCell
-        >>> cell, x = ElmanCell(3, 8), torch.randn(2, 3)
-        >>> y, h = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> weft.Recurrent(weft.recurrent.cells.ElmanCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
         torch.Size([2, 8])
     """
 
@@ -133,12 +149,10 @@ class ElmanCell(HiddenCell):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        if nonlinearity not in ("tanh", "relu"):
-            refuse(self, [f"nonlinearity is {nonlinearity!r}, wanted 'tanh' or 'relu'"])
+        super().__init__(input_size, hidden_size, bias, device, dtype)
+        with checking(self) as check:
+            check.choice("nonlinearity", nonlinearity, ("tanh", "relu"))
         self.nonlinearity = nonlinearity
-        self.bias_ih, self.bias_hh = self.biases(bias)
-        self.reset_parameters()
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """One step: ``(h', h')``."""
@@ -147,40 +161,17 @@ class ElmanCell(HiddenCell):
         return h, h
 
 
-class GRUCell(HiddenCell):
+class GRUCell(TwoBiasCell, HiddenCell):
     """The GRU in the form that PyTorch has: the reset gate acts after the product ("reset after").
 
-    ``x_t`` N x D; state and output ``h`` N x H. Parameters as ``torch.nn.GRUCell``'s, which load both ways; blocks in
-    the order r, z, n. ``recurrent_dropout`` drops entries of the candidate n, at every step anew and in training only
-    (Semeniuta, Severyn and Barth, arXiv 1603.05118).
-
-    Raises ``UsageError`` for a size below 1 or a rate outside 0 to 1.
+    Blocks in the order r, z, n; ``torch.nn.GRUCell``'s parameters. ``recurrent_dropout``: see `TwoBiasCell`.
 
     Example:
-        >>> from weft.recurrent.cells import GRUCell
-        >>> cell, x = GRUCell(3, 8), torch.randn(2, 3)
-        >>> y, h = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> weft.Recurrent(weft.recurrent.cells.GRUCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
         torch.Size([2, 8])
     """
 
     GATES = 3
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recurrent_dropout: float = 0.0,
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        refuse(self, rate_fault("recurrent_dropout", recurrent_dropout))
-        self.recurrent_dropout = recurrent_dropout
-        self.bias_ih, self.bias_hh = self.biases(bias)
-        self.reset_parameters()
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """One step: ``(h', h')``."""
@@ -193,31 +184,15 @@ class GRUCell(HiddenCell):
         return h, h
 
 
-class OneBiasCell(HiddenCell):
-    """Base of those with one ``bias``, GATES * H values. Raises ``UsageError`` for a size below 1."""
-
-    def __init__(
-        self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        self.bias = self.parameter(len(self.weight_ih))
-        self.reset_parameters()
-
-
-class ResetBeforeGRUCell(OneBiasCell):
+class ResetBeforeGRUCell(OneBiasCell, HiddenCell):
     """The GRU as it was published: the reset gate acts on the hidden state, before the product.
 
-    ``x_t`` N x D; state and output ``h`` N x H. One ``bias``; blocks in the order r, z, n. It needs two products per
-    step, one after the other, where :class:`GRUCell` needs one. Cho et al., "Learning phrase representations using RNN
-    encoder-decoder" (arXiv 1406.1078).
-
-    Raises ``UsageError`` for a size below 1.
+    Blocks in the order r, z, n. It needs two products per step, one after the other, where :class:`GRUCell` needs one.
+    Cho et al., "Learning phrase representations using RNN encoder-decoder" (arXiv 1406.1078).
 
     Example:
-        >>> from weft.recurrent.cells import ResetBeforeGRUCell
-        >>> cell, x = ResetBeforeGRUCell(3, 8), torch.randn(2, 3)
-        >>> y, h = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> cell = weft.recurrent.cells.ResetBeforeGRUCell(3, 8)
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).last.shape
         torch.Size([2, 8])
     """
 
@@ -233,19 +208,14 @@ class ResetBeforeGRUCell(OneBiasCell):
         return h, h
 
 
-class MinimalGatedCell(OneBiasCell):
-    """A GRU with one gate, which resets the state before the candidate and then mixes the two.
+class MinimalGatedCell(OneBiasCell, HiddenCell):
+    """A GRU with one gate, which resets the state before the candidate and then mixes the two; blocks f, n.
 
-    ``x_t`` N x D; state and output ``h`` N x H. One ``bias``; blocks in the order f, n. Zhou, Wu, Zhang and Zhou,
-    "Minimal gated unit for recurrent neural networks" (arXiv 1603.09420).
-
-    Raises ``UsageError`` for a size below 1.
+    Zhou, Wu, Zhang and Zhou, "Minimal gated unit for recurrent neural networks" (arXiv 1603.09420).
 
     Example:
-        >>> from weft.recurrent.cells import MinimalGatedCell
-        >>> cell, x = MinimalGatedCell(3, 8), torch.randn(2, 3)
-        >>> y, h = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> cell = weft.recurrent.cells.MinimalGatedCell(3, 8)
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).last.shape
         torch.Size([2, 8])
     """
 
@@ -261,23 +231,15 @@ class MinimalGatedCell(OneBiasCell):
         return h, h
 
 
-class LightGRUCell(OneBiasCell):
-    """A GRU without a reset gate and with relu in place of tanh.
+class LightGRUCell(OneBiasCell, HiddenCell):
+    """A GRU without a reset gate and with relu in place of tanh; blocks z, n.
 
-    ``x_t`` N x D; state and output ``h`` N x H. One ``bias``; blocks in the order z, n. Ravanelli, Brakel, Omologo and
-    Bengio, "Light gated recurrent units for speech recognition" (arXiv 1803.10225).
-
-    The paper puts batch norm on the projections of the input. A norm over the batch of all steps cannot stand inside a
-    step, so it is left out, and biases take its place. Without it a relu may let the state grow: the recurrent blocks
-    begin orthogonal, which keeps its length.
-
-    Raises ``UsageError`` for a size below 1.
+    Ravanelli, Brakel, Omologo and Bengio, "Light gated recurrent units for speech recognition" (arXiv 1803.10225). The
+    paper's batch norm over all steps cannot stand inside a step; biases take its place. Without it a relu may let the
+    state grow: the recurrent blocks begin orthogonal, which keeps its length.
 
     Example:
-        >>> from weft.recurrent.cells import LightGRUCell
-        >>> cell, x = LightGRUCell(3, 8), torch.randn(2, 3)
-        >>> y, h = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> weft.Recurrent(weft.recurrent.cells.LightGRUCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
         torch.Size([2, 8])
     """
 
@@ -302,17 +264,12 @@ class LightGRUCell(OneBiasCell):
 class RHNCell(HiddenCell):
     """A recurrent highway network with coupled gates, ``depth`` layers within a step; the first sees the input.
 
-    ``x_t`` N x D; state and output ``h`` N x H. ``weight_hh`` is L x 2H x H and ``bias`` L x 2H, one for each layer;
-    blocks in the order t, n. The bias of t begins with -2, so that a step changes little at first. Zilly, Srivastava,
-    Koutnik and Schmidhuber, "Recurrent highway networks" (arXiv 1607.03474).
-
-    Raises ``UsageError`` for a size or depth below 1.
+    ``weight_hh`` is L x 2H x H and ``bias`` L x 2H, one for each layer; blocks in the order t, n. The bias of t begins
+    with -2, so that a step changes little at first. Zilly, Srivastava, Koutnik and Schmidhuber, "Recurrent highway
+    networks" (arXiv 1607.03474).
 
     Example:
-        >>> from weft.recurrent.cells import RHNCell
-        >>> cell, x = RHNCell(3, 8), torch.randn(2, 3)
-        >>> y, h = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> weft.Recurrent(weft.recurrent.cells.RHNCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape
         torch.Size([2, 8])
     """
 
@@ -327,7 +284,8 @@ class RHNCell(HiddenCell):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(input_size, hidden_size, device, dtype)
-        refuse(self, size_faults(depth=depth))
+        with checking(self) as check:
+            check.count("depth", depth)
         self.depth = depth
         self.weight_hh = self.parameter(depth, 2 * hidden_size, hidden_size)
         self.bias = self.parameter(depth, 2 * hidden_size)
@@ -342,10 +300,10 @@ class RHNCell(HiddenCell):
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         """One step: ``(h', h')``."""
-        layers = zip(self.weight_hh.unbind(0), self.bias.unbind(0), strict=True)
-        for layer, (weight, bias) in enumerate(layers):
+        of_x = F.linear(x, self.weight_ih)
+        for layer, (weight, bias) in enumerate(zip(self.weight_hh, self.bias, strict=True)):
             mixed = F.linear(h, weight, bias)
-            t, n = (mixed + F.linear(x, self.weight_ih) if layer == 0 else mixed).chunk(2, -1)
+            t, n = (mixed if layer else mixed + of_x).chunk(2, -1)
             t = t.sigmoid()
             h = t * n.tanh() + (1 - t) * h
         return h, h

@@ -12,49 +12,29 @@ The gates of the variants are made of the input x and the hidden state h by
     layer norm    LN(W_ih x) + LN(W_hh h) + b                             and LN(c) before the output
     MI            alpha * (W_ih x) * (W_hh h) + beta_ih * (W_ih x) + beta_hh * (W_hh h) + b
     convolution   the same as the LSTM, with convolutions instead of products: x and h are images
+
+Inputs are N x D, ``h`` and ``c`` N x H each, unless said otherwise. Constructors raise ``UsageError`` as in `gated`.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.recurrent.cells.gated import Device, GatedCell, MemoryCell, rate_fault, refuse, size_faults
+from weft.recurrent.cells.gated import Device, GatedCell, MemoryCell, OneBiasCell, TwoBiasCell, checking
 
 
-class LSTMCell(MemoryCell):
+class LSTMCell(TwoBiasCell, MemoryCell):
     """The LSTM with a forget gate.
 
-    ``x_t`` N x D; state ``(h, c)``, N x H each; output ``h``. Parameters as ``torch.nn.LSTMCell``'s, which load both
-    ways; blocks in the order i, f, g, o. Hochreiter and Schmidhuber (1997); Gers, Schmidhuber and Cummins (2000).
-
-    ``recurrent_dropout`` drops entries of the candidate g, at every step anew and in training only, so that what
-    ``c`` holds is never lost: Semeniuta, Severyn and Barth, "Recurrent dropout without memory loss" (arXiv 1603.05118).
-
-    Raises ``UsageError`` for a size below 1 or a rate outside 0 to 1.
+    ``torch.nn.LSTMCell``'s parameters; blocks in the order i, f, g, o. ``recurrent_dropout``: see `gated.TwoBiasCell`.
+    Hochreiter and Schmidhuber (1997); Gers, Schmidhuber and Cummins (2000).
 
     Example:
-        >>> from weft.recurrent.cells import LSTMCell
-        >>> cell, x = LSTMCell(3, 8), torch.randn(2, 3)
-        >>> y, (h, c) = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> weft.Recurrent(weft.recurrent.cells.LSTMCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last[0].shape
         torch.Size([2, 8])
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        recurrent_dropout: float = 0.0,
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        refuse(self, rate_fault("recurrent_dropout", recurrent_dropout))
-        self.recurrent_dropout = recurrent_dropout
-        self.bias_ih, self.bias_hh = self.biases(bias)
-        self.reset_parameters()
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """One step: ``(h', (h', c'))``."""
@@ -67,30 +47,20 @@ class LSTMCell(MemoryCell):
         return h, (h, c)
 
 
-class PeepholeLSTMCell(MemoryCell):
+class PeepholeLSTMCell(OneBiasCell, MemoryCell):
     """An LSTM whose gates see the cell state: i and f the old one, o the new one, each entry its own.
 
-    ``x_t`` N x D; state ``(h, c)``, N x H each; output ``h``. ``peephole`` is 3 x H, for i, f, o; ``bias`` has the
-    blocks i, f, g, o. Gers, Schraudolph and Schmidhuber, "Learning precise timing with LSTM recurrent networks", JMLR 3
-    (2002).
-
-    Raises ``UsageError`` for a size below 1.
+    ``peephole`` is 3 x H, for i, f, o; ``bias`` has the blocks i, f, g, o. Gers, Schraudolph and Schmidhuber, "Learning
+    precise timing with LSTM recurrent networks", JMLR 3 (2002).
 
     Example:
-        >>> from weft.recurrent.cells import PeepholeLSTMCell
-        >>> cell, x = PeepholeLSTMCell(3, 8), torch.randn(2, 3)
-        >>> y, (h, c) = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> cell = weft.recurrent.cells.PeepholeLSTMCell(3, 8)
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).last[0].shape
         torch.Size([2, 8])
     """
 
-    def __init__(
-        self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        self.bias = self.parameter(4 * hidden_size)
-        self.peephole = self.parameter(3, hidden_size)
-        self.reset_parameters()
+    def add_parameters(self) -> None:
+        self.peephole = self.parameter(3, self.hidden_size)
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """One step: ``(h', (h', c'))``."""
@@ -102,32 +72,22 @@ class PeepholeLSTMCell(MemoryCell):
         return h, (h, c)
 
 
-class LayerNormLSTMCell(MemoryCell):
+class LayerNormLSTMCell(OneBiasCell, MemoryCell):
     """An LSTM with layer norm on both projections, over all four gates at once, and on the cell state that is shown.
 
-    ``x_t`` N x D; state ``(h, c)``, N x H each; output ``h``. Gates in the order i, f, g, o. The norms ``norm_ih`` and
-    ``norm_hh`` have gains only: their biases would add up with ``bias``. Ba, Kiros and Hinton, "Layer normalization"
-    (arXiv 1607.06450), equations 20 to 22.
-
-    Raises ``UsageError`` for a size below 1.
+    Gates in the order i, f, g, o. The norms ``norm_ih`` and ``norm_hh`` have gains only: their biases would add up with
+    ``bias``. Ba, Kiros and Hinton, "Layer normalization" (arXiv 1607.06450), equations 20 to 22.
 
     Example:
-        >>> from weft.recurrent.cells import LayerNormLSTMCell
-        >>> cell, x = LayerNormLSTMCell(3, 8), torch.randn(2, 3)
-        >>> y, (h, c) = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> cell = weft.recurrent.cells.LayerNormLSTMCell(3, 8)
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).last[0].shape
         torch.Size([2, 8])
     """
 
-    def __init__(
-        self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        self.bias = self.parameter(4 * hidden_size)
-        self.norm_ih = nn.LayerNorm(4 * hidden_size, bias=False, device=device, dtype=dtype)
-        self.norm_hh = nn.LayerNorm(4 * hidden_size, bias=False, device=device, dtype=dtype)
-        self.norm_cell = nn.LayerNorm(hidden_size, device=device, dtype=dtype)
-        self.reset_parameters()
+    def add_parameters(self) -> None:
+        self.norm_ih, self.norm_hh = (nn.LayerNorm(4 * self.hidden_size, bias=False) for _ in range(2))
+        self.norm_cell = nn.LayerNorm(self.hidden_size)
+        self.to(self.weight_ih.device, self.weight_ih.dtype)
 
     def reset_parameters(self) -> None:
         """Weights and bias as an LSTM's; gains one, the bias of the cell's norm zero."""
@@ -145,29 +105,19 @@ class LayerNormLSTMCell(MemoryCell):
         return h, (h, c)
 
 
-class MILSTMCell(MemoryCell):
+class MILSTMCell(OneBiasCell, MemoryCell):
     """An LSTM with multiplicative integration: the projections of input and hidden state gate each other.
 
-    ``x_t`` N x D; state ``(h, c)``, N x H each; output ``h``. Gates in the order i, f, g, o. ``alpha``, ``beta_ih`` and
-    ``beta_hh``, 4H each, begin with one. Wu, Zhang, Zhang, Bengio and Salakhutdinov, "On multiplicative integration
-    with recurrent neural networks" (arXiv 1606.06630).
-
-    Raises ``UsageError`` for a size below 1.
+    Gates in the order i, f, g, o. ``alpha``, ``beta_ih`` and ``beta_hh``, 4H each, begin with one. Wu, Zhang, Zhang,
+    Bengio and Salakhutdinov, "On multiplicative integration with recurrent neural networks" (arXiv 1606.06630).
 
     Example:
-        >>> from weft.recurrent.cells import MILSTMCell
-        >>> cell, x = MILSTMCell(3, 8), torch.randn(2, 3)
-        >>> y, (h, c) = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> weft.Recurrent(weft.recurrent.cells.MILSTMCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last[0].shape
         torch.Size([2, 8])
     """
 
-    def __init__(
-        self, input_size: int, hidden_size: int, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
-        self.bias, self.alpha, self.beta_ih, self.beta_hh = (self.parameter(4 * hidden_size) for _ in range(4))
-        self.reset_parameters()
+    def add_parameters(self) -> None:
+        self.alpha, self.beta_ih, self.beta_hh = (self.parameter(4 * self.hidden_size) for _ in range(3))
 
     def reset_parameters(self) -> None:
         """Weights and bias as an LSTM's; alpha and both betas one."""
@@ -186,9 +136,6 @@ class MILSTMCell(MemoryCell):
         return h, (h, c)
 
 
-State = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
 class SLSTMCell(GatedCell):
     """xLSTM's sLSTM: exponential input gate, normaliser ``n``, stabiliser ``m``; heads mix only within themselves.
 
@@ -201,19 +148,14 @@ class SLSTMCell(GatedCell):
 
     A cell that has seen nothing has no weight yet: m begins with a number so low that the first step takes m' = i~.
 
-    ``x_t`` N x D; state ``(h, c, n, m)``, N x H each; output ``h``. ``weight_ih`` 4H x D and ``bias`` 4H have the
-    blocks i, f, z, o; ``weight_hh`` holds the blocks of a block diagonal matrix for each of them, 4 x heads x
-    (H / heads) x (H / heads), the old hidden state along the last axis but one.
-    The forget gate is a sigmoid, one of the two forms of the paper. Norm, convolution and projections around the cell
-    belong to xLSTM's block, not to the cell. Beck et al., "xLSTM: Extended long short-term memory" (arXiv 2405.04517).
-
-    Raises ``UsageError`` for a size below 1, or heads that do not divide ``hidden_size``.
+    State ``(h, c, n, m)``, N x H each. ``weight_ih`` 4H x D and ``bias`` 4H have the blocks i, f, z, o; ``weight_hh``
+    holds the blocks of a block diagonal matrix for each of them, 4 x heads x (H / heads) x (H / heads), the old hidden
+    state along the last axis but one. The forget gate is a sigmoid, one of the two forms of the paper. Norm,
+    convolution and projections around the cell belong to xLSTM's block. Beck et al., "xLSTM: Extended long short-term
+    memory" (arXiv 2405.04517).
 
     Example:
-        >>> from weft.recurrent.cells import SLSTMCell
-        >>> cell, x = SLSTMCell(3, 8), torch.randn(2, 3)
-        >>> y, (h, c, n, m) = cell(x, cell.initial_state(x))
-        >>> y.shape
+        >>> weft.Recurrent(weft.recurrent.cells.SLSTMCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last[0].shape
         torch.Size([2, 8])
     """
 
@@ -228,11 +170,11 @@ class SLSTMCell(GatedCell):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(input_size, hidden_size, device, dtype)
-        if heads < 1 or hidden_size % heads:
-            refuse(self, [f"heads is {heads}, wanted a divisor of hidden_size, which is {hidden_size}"])
+        with checking(self) as check:
+            fault = f"heads is {heads}, wanted a divisor of hidden_size, which is {hidden_size}"
+            check.that(heads > 0 and hidden_size % heads == 0, fault)
         self.heads = heads
-        width = hidden_size // heads
-        self.weight_hh = self.parameter(4, heads, width, width)
+        self.weight_hh = self.parameter(4, heads, hidden_size // heads, hidden_size // heads)
         self.bias = self.parameter(4 * hidden_size)
         self.reset_parameters()
 
@@ -243,12 +185,12 @@ class SLSTMCell(GatedCell):
             self.bias.zero_()
             self.bias[self.hidden_size : 2 * self.hidden_size] = 1.0
 
-    def initial_state(self, x: Tensor) -> State:
+    def initial_state(self, x: Tensor) -> tuple[Tensor, ...]:
         """``(h, c, n, m)``, N x H each: zeros, but ``m`` half the lowest number of its dtype."""
         h, c, n, m = (self.zeros(x) for _ in range(4))
         return h, c, n, m + torch.finfo(m.dtype).min / 2
 
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One step: ``(h', (h', c', n', m'))``."""
         h, c, n, m = state
         of_h = torch.einsum("...hd,ghde->...ghe", h.unflatten(-1, (self.heads, -1)), self.weight_hh)
@@ -265,23 +207,15 @@ class SLSTMCell(GatedCell):
 class ConvLSTMCell(nn.Module):
     """An LSTM whose states are images, N x H x height x width, like its inputs, N x D x height x width.
 
-    State ``(h, c)``; output ``h``. ``conv_ih`` has the bias, ``conv_hh`` none; both keep height and width by zero
-    padding, and give the channels of i, f, g, o, H each. Shi et al., "Convolutional LSTM network" (arXiv 1506.04214),
-    without its peephole weights, which would tie the cell to one size of image.
-
-    Args:
-        input_size: channels D of the input.
-        hidden_size: channels H of the state.
-        kernel_size: of both convolutions; odd, so that images keep their size.
-
-    Raises ``UsageError`` for a size below 1 or an even kernel.
+    ``input_size`` and ``hidden_size`` are the channels D and H. ``conv_ih`` has the bias, ``conv_hh`` none; both keep
+    height and width by zero padding, so kernels are odd, and give the channels of i, f, g, o, H each. Shi et al.,
+    "Convolutional LSTM network" (arXiv 1506.04214), without its peephole weights, which would tie the cell to one size
+    of image.
 
     Example:
-        >>> from weft.recurrent.cells import ConvLSTMCell
-        >>> cell, x = ConvLSTMCell(1, 4), torch.randn(2, 1, 8, 8)
-        >>> y, (h, c) = cell(x, cell.initial_state(x))
-        >>> y.shape
-        torch.Size([2, 4, 8, 8])
+        >>> cell = weft.recurrent.cells.ConvLSTMCell(1, 4)
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 1, 8, 8)).outputs.shape
+        torch.Size([5, 2, 4, 8, 8])
     """
 
     def __init__(
@@ -293,26 +227,25 @@ class ConvLSTMCell(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        faults = size_faults(input_size=input_size, hidden_size=hidden_size, kernel_size=kernel_size)
-        if kernel_size % 2 == 0:
-            faults.append(f"kernel_size is {kernel_size}, wanted an odd number, so that images keep their size")
-        refuse(self, faults)
+        with checking(self) as check:
+            check.count("input_size", input_size)
+            check.count("hidden_size", hidden_size)
+            fault = f"kernel_size is {kernel_size}, wanted an odd number, so that images keep their size"
+            check.that(kernel_size > 0 and kernel_size % 2 == 1, fault)
         self.hidden_size = hidden_size
-        gates, padding = 4 * hidden_size, kernel_size // 2
-        self.conv_ih = nn.Conv2d(input_size, gates, kernel_size, padding=padding, device=device, dtype=dtype)
-        self.conv_hh = nn.Conv2d(
-            hidden_size, gates, kernel_size, padding=padding, bias=False, device=device, dtype=dtype
-        )
+        options: dict[str, Any] = {"padding": kernel_size // 2, "device": device, "dtype": dtype}
+        self.conv_ih = nn.Conv2d(input_size, 4 * hidden_size, kernel_size, **options)
+        self.conv_hh = nn.Conv2d(hidden_size, 4 * hidden_size, kernel_size, bias=False, **options)
 
     def reset_parameters(self) -> None:
-        """As convolutions begin in PyTorch."""
+        """Draw the weights anew, as convolutions begin in PyTorch."""
         self.conv_ih.reset_parameters()
         self.conv_hh.reset_parameters()
 
     def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``(h, c)``: N x H x height x width zeros each, as large as the first image, with the weights' dtype."""
-        shape = (*x.shape[:-3], self.hidden_size, *x.shape[-2:])
-        return self.conv_hh.weight.new_zeros(shape), self.conv_hh.weight.new_zeros(shape)
+        zeros = self.conv_hh.weight.new_zeros((*x.shape[:-3], self.hidden_size, *x.shape[-2:]))
+        return zeros, zeros
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """One step: ``(h', (h', c'))``."""

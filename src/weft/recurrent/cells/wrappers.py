@@ -4,6 +4,8 @@
 
 The wrapped cell is the child ``cell``. A rate is one number for all tensors of floating-point numbers (counters and
 masks are left alone), or numbers nested as the value is: ``(0.1, 0.0)`` for a state (h, c) is h at 0.1, c never.
+Raised are ``UsageError`` for rates outside 0 to 1 or for what has no floating-point numbers, and ``SpecError`` where
+rates are nested otherwise than what they are for.
 """
 
 from collections.abc import Callable
@@ -15,8 +17,9 @@ from torch import Tensor, nn
 
 from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
+from weft.core.validation import Validator
 from weft.recurrent.cell import adapt
-from weft.recurrent.cells.gated import rate_fault, refuse
+from weft.recurrent.cells.gated import checking
 
 
 class Wrapper(nn.Module):
@@ -26,12 +29,8 @@ class Wrapper(nn.Module):
         super().__init__()
         self.cell = cell
 
-    def inner(self, x: Any, state: Any) -> tuple[Any, Any]:
-        """One step of the wrapped cell: ``(y, new_state)``."""
-        return adapt(self.cell)(x, state, 0)
-
     @property
-    def initial_state(self) -> Callable[[Any], Any] | None:
+    def initial_state(self) -> Callable[..., Any] | None:
         """The wrapped cell's function of the first input, or ``None`` if that cell must be given its state."""
         return adapt(self.cell).own_initial()
 
@@ -40,19 +39,15 @@ Rates = Any
 """A number from 0 to 1, or such numbers nested as the value that they are for."""
 
 
-def rates_faults(name: str, rates: Rates) -> list[str]:
-    """A fault for every leaf that is no probability, by its path."""
+def check_rates(name: str, rates: Rates, check: Validator) -> None:
+    """Note every leaf that is no probability, by its path."""
     leaves, structure = flatten(rates)
-    paths = structure_paths(structure, name)
-    return [fault for path, leaf in zip(paths, leaves, strict=True) for fault in rate_fault(path, leaf)]
+    for path, leaf in zip(structure_paths(structure, name), leaves, strict=True):
+        check.number(path, leaf, most=1.0)
 
 
 def rates_for(name: str, rates: Rates, value: Any) -> list[float]:
-    """The rate of every leaf of ``value``.
-
-    Raises ``SpecError`` if rates are nested otherwise than the value, and ``UsageError`` where a rate above 0 meets
-    what has no floating-point numbers.
-    """
+    """The rate of every leaf of ``value``."""
     leaves, structure = flatten(value)
     floating = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
     if isinstance(rates, int | float):
@@ -73,28 +68,24 @@ def rates_for(name: str, rates: Rates, value: Any) -> list[float]:
 class Residual(Wrapper):
     """``y' = y + x``; the state is the wrapped cell's, without the sum.
 
-    Inputs and outputs have one shape, and if they are nested, one nesting. Wu et al., "Google's neural machine
-    translation system" (arXiv 1609.08144), section 3.1; the idea is He et al.'s (arXiv 1512.03385).
-
-    Raises ``SpecError`` if output and input differ in shape or nesting.
+    Wu et al., "Google's neural machine translation system" (arXiv 1609.08144), section 3.1; the idea is He et al.'s
+    (arXiv 1512.03385). Raises ``SpecError`` if output and input differ in shape or nesting.
 
     Example:
-        >>> from weft.recurrent.cells import GRUCell, Residual
-        >>> cell, x = Residual(GRUCell(4, 4)), torch.randn(2, 4)
-        >>> y, h = cell(x, cell.initial_state(x))
-        >>> torch.equal(y, h + x)
-        True
+        >>> cell = weft.recurrent.cells.Residual(nn.GRUCell(4, 4))
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 4)).outputs.shape
+        torch.Size([5, 2, 4])
     """
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
         """One step: ``(y + x, new_state)``."""
-        y, state = self.inner(x, state)
+        y, state = adapt(self.cell)(x, state, 0)
         return map_leaves(_sum, y, x), state
 
 
 def _sum(y: Any, x: Any) -> Tensor:
-    seen = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in (y, x)]
     if not isinstance(y, Tensor) or not isinstance(x, Tensor) or y.shape != x.shape:
+        seen = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in (y, x)]
         raise SpecError(f"Residual adds input and output of a cell, but the output is {seen[0]}, the input {seen[1]}")
     return y + x
 
@@ -105,32 +96,25 @@ class Zoneout(Wrapper):
         training     new = old where rand < rate, else new           a mask at every step anew
         eval         new = rate * old + (1 - rate) * new             what is expected
 
-    Args:
-        cell: the cell around which it is put.
-        rate: the probability of keeping an entry, one for all states or nested as the state is: ``(0.5, 0.05)`` for the
-            ``(h, c)`` of an LSTM.
-
-    An output that is one of the states, as an LSTM's ``h`` is, is zoned out with it. A state that the cell returns
-    untouched stays untouched. Krueger et al., "Zoneout" (arXiv 1606.01305).
-
-    Raises ``UsageError`` for rates outside 0 to 1 or for states without floating-point numbers, ``SpecError`` if rates
-    are nested otherwise than the state.
+    ``rate`` is the probability of keeping an entry. An output that is one of the states, as an LSTM's ``h`` is, is
+    zoned out with it. A state that the cell returns untouched stays untouched. Krueger et al., "Zoneout"
+    (arXiv 1606.01305).
 
     Example:
-        >>> from weft.recurrent.cells import LSTMCell, Zoneout
-        >>> net = weft.Recurrent(Zoneout(LSTMCell(3, 8), (0.5, 0.05)), backend="eager")
-        >>> net(torch.randn(5, 2, 3)).outputs.shape
+        >>> cell = weft.recurrent.cells.Zoneout(nn.LSTMCell(3, 8), (0.5, 0.05))
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).outputs.shape
         torch.Size([5, 2, 8])
     """
 
     def __init__(self, cell: nn.Module, rate: Rates) -> None:
         super().__init__(cell)
-        refuse(self, rates_faults("rate", rate))
+        with checking(self) as check:
+            check_rates("rate", rate, check)
         self.rate = rate
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
         """One step: ``(y, new_state)``."""
-        y, new = self.inner(x, state)
+        y, new = adapt(self.cell)(x, state, 0)
         before, structure = flatten(state)
         after, seen = flatten(new)
         fault = difference(structure, seen, "state")
@@ -174,27 +158,25 @@ class SequenceDropout(Wrapper):
 
     Args:
         cell: the cell around which it is put.
-        inputs: the rate for ``x_t``; one for all its tensors, or nested as it is.
-        states: the rate for the state that a step gets; one for all its tensors, or nested as it is: ``(0.25, 0)``
-            drops of an LSTM's ``(h, c)`` only ``h``, as the paper does.
+        inputs: the rate for ``x_t``.
+        states: the rate for the state that a step gets: ``(0.25, 0)`` drops of an LSTM's ``(h, c)`` only ``h``, as the
+            paper does.
 
     Every row has masks of its own. In eval mode nothing is dropped. The state is :class:`Masked`; to begin with a
     state of your own, give ``initial_state(x_0, state)``. Gal and Ghahramani, "A theoretically grounded application of
     dropout in recurrent neural networks" (arXiv 1512.05287).
 
-    Raises ``UsageError`` for rates outside 0 to 1, or for tensors without floating-point numbers, and ``SpecError`` if
-    rates are nested otherwise than what they are for.
-
     Example:
-        >>> from weft.recurrent.cells import LSTMCell, SequenceDropout
-        >>> net = weft.Recurrent(SequenceDropout(LSTMCell(3, 8), inputs=0.2, states=(0.25, 0)), backend="eager")
-        >>> net(torch.randn(5, 2, 3)).outputs.shape
+        >>> cell = weft.recurrent.cells.SequenceDropout(nn.LSTMCell(3, 8), inputs=0.2, states=(0.25, 0))
+        >>> weft.Recurrent(cell, backend="eager")(torch.randn(5, 2, 3)).outputs.shape
         torch.Size([5, 2, 8])
     """
 
     def __init__(self, cell: nn.Module, *, inputs: Rates = 0.0, states: Rates = 0.0) -> None:
         super().__init__(cell)
-        refuse(self, rates_faults("inputs", inputs) + rates_faults("states", states))
+        with checking(self) as check:
+            check_rates("inputs", inputs, check)
+            check_rates("states", states, check)
         self.inputs = inputs
         self.states = states
 
@@ -204,34 +186,30 @@ class SequenceDropout(Wrapper):
         return self._begin
 
     def _begin(self, x: Any, state: Any = None) -> Masked:
-        if state is None:
-            own = super().initial_state
-            if own is None:
-                raise UsageError(
-                    f"{type(self.cell).__name__} in SequenceDropout has no initial state: "
-                    "give the network state=dropout.initial_state(x[0], state)"
-                )
-            state = own(x)
-        leaves, rates = self._leaves(x, state)
-        ones = [torch.ones_like(leaf) for leaf, rate in zip(leaves, rates, strict=True) if rate]
-        drawn = [F.dropout(one, rate, self.training) for one, rate in zip(ones, filter(None, rates), strict=True)]
+        own = super().initial_state
+        if state is None and own is None:
+            raise UsageError(
+                f"{type(self.cell).__name__} in SequenceDropout has no initial state: "
+                "give the network state=dropout.initial_state(x[0], state)"
+            )
+        state = own(x) if own is not None and state is None else state
+        drawn = [F.dropout(torch.ones_like(leaf), rate, self.training) for leaf, rate in self._rated(x, state) if rate]
         return Masked(state, tuple(drawn))
 
     def forward(self, x: Any, state: Masked) -> tuple[Any, Masked]:
         """One step: ``(y, new_state)``."""
         before = state.cell
         if self.training:
-            leaves, rates = self._leaves(x, before)
             masks = iter(state.masks)
-            kept = [leaf * next(masks) if rate else leaf for leaf, rate in zip(leaves, rates, strict=True)]
+            kept = [leaf * next(masks) if rate else leaf for leaf, rate in self._rated(x, before)]
             x, before = unflatten(flatten((x, before))[1], kept)
-        y, new = self.inner(x, before)
+        y, new = adapt(self.cell)(x, before, 0)
         return y, Masked(new, state.masks)
 
-    def _leaves(self, x: Any, state: Any) -> tuple[list[Any], list[float]]:
-        """All tensors of input and state, and the rate of each."""
+    def _rated(self, x: Any, state: Any) -> list[tuple[Any, float]]:
+        """All tensors of input and state, each with its rate."""
         rates = [*rates_for("inputs", self.inputs, x), *rates_for("states", self.states, state)]
-        return flatten((x, state))[0], rates
+        return list(zip(flatten((x, state))[0], rates, strict=True))
 
     def extra_repr(self) -> str:
         """The rates."""

@@ -12,10 +12,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -27,28 +27,15 @@ from weft.recurrent.backends import Chunk, Gradients, chunk_length
 from weft.recurrent.cpp import compiler
 from weft.recurrent.cpp.codegen import Emitter, explain_function
 from weft.recurrent.cpp.gemm import ALIGN, aligned
-from weft.recurrent.cpp.ir import REDUCED_PRECISION, Product, TimeReduction
+from weft.recurrent.cpp.ir import REDUCED_PRECISION, Product, TimeReduction, Value, meta_value
 from weft.recurrent.cpp.lowering import Lowered, lower
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, inputs_of
-from weft.recurrent.cpp.scheduling import LoopFunction
 from weft.recurrent.graph import StepGraph
 from weft.recurrent.plan import BulkEvaluator, explain, leading_to, summed_at_once
 
 _HERE = Path(__file__).parent
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
-_KERNELS = (
-    "pack_f",
-    "pack_d",
-    "product_f",
-    "product_d",
-    "some_f",
-    "some_d",
-    "gather_f",
-    "gather_d",
-    "columns_f",
-    "columns_d",
-    "meet",
-)
+_KERNELS = [*(f"{name}_{kind}" for name in ("pack", "product", "some", "gather", "columns") for kind in "fd"), "meet"]
 
 
 @cache
@@ -82,11 +69,12 @@ class CompiledFunction:
     """One compiled function. Raises CompileError when it is made."""
 
     def __init__(self, emitter: Emitter, library: ctypes.CDLL) -> None:
-        self.function = emitter.function
-        self.emitter = emitter
-        self.work = _work(self.function)
+        self.function, self.emitter = emitter.function, emitter
+        self.work = sum(map(_operations, self.function.values))
         """Roughly how many operations a step takes."""
-        self.arguments = [_named(each.name) for each in self.function.arguments]
+        names = [each.name for each in self.function.arguments]
+        kinds = [name.rstrip("0123456789") for name in names]
+        self.arguments = [(kind, int(name.removeprefix(kind))) for kind, name in zip(kinds, names, strict=True)]
         """The table of each, by the letters of its name, and its index there."""
         self._entry = ctypes.c_void_p(_address(library, self.function.name))
         self._run = kernels().weft_run
@@ -114,18 +102,10 @@ class CompiledStep:
 
     def explain(self, steps: int) -> str:
         """For a person: what each function does when, and what it keeps, with chunks of so many steps."""
-        saved = [each.meta["val"] for each in self.lowered.saved]
-        kept = sum(each.numel() * each.element_size() for each in saved)
-        head = f"chunks of {steps} steps; kept for backward: {len(saved)} values, {kept} bytes a step"
-        parts = [
-            explain_function(each.function, each.emitter.schedule)
-            for each in (self.forward, self.recompute, self.backward)
-        ]
-        return "\n\n".join([head, *parts, *self._outside()])
-
-    def _outside(self) -> list[str]:
-        """The operators left to PyTorch, for a person."""
-        split = self.lowered.split
+        saved, split = self.lowered.saved, self.lowered.split
+        head = f"chunks of {steps} steps; kept for backward: {len(saved)} values, {sum(map(_size, saved))} bytes a step"
+        routines = (self.forward, self.recompute, self.backward)
+        parts = [explain_function(each.function, each.emitter.schedule) for each in routines]
         sums = [f"sum of {node} over all steps" for node in split.summed]
         runs = {
             "before forward": split.before,
@@ -134,7 +114,8 @@ class CompiledStep:
             "after backward": [*split.after_back, *sums],
         }
         lines = [f"  {when}: {', '.join(map(str, nodes))}" for when, nodes in runs.items() if nodes]
-        return ["\n".join(["by PyTorch, all steps of a chunk at once", *lines])] if lines else []
+        outside = ["\n".join(["by PyTorch, all steps of a chunk at once", *lines])] if lines else []
+        return "\n\n".join([head, *parts, *outside])
 
 
 @cache
@@ -142,22 +123,14 @@ def _file(name: str) -> str:
     return (_HERE / name).read_text()
 
 
-def _named(name: str) -> tuple[str, int]:
-    kind = name.rstrip("0123456789")
-    return kind, int(name[len(kind) :])
-
-
 def _address(library: ctypes.CDLL, name: str) -> int | None:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
-def _work(function: LoopFunction) -> float:
-    """Operations of a step, to tell whether threads are worth it."""
-    total = 0.0
-    for value in function.values:
-        made = value.made.of if isinstance(value.made, TimeReduction) else value.made
-        total += 2.0 * value.size * made.left.shape[-1] if isinstance(made, Product) else 4.0 * value.size
-    return total
+def _operations(value: Value) -> float:
+    """Operations to make a value, to tell whether threads are worth it."""
+    made = value.made.of if isinstance(value.made, TimeReduction) else value.made
+    return 2.0 * value.size * made.left.shape[-1] if isinstance(made, Product) else 4.0 * value.size
 
 
 MIN_PARALLEL_OPERATIONS = 4e6
@@ -191,7 +164,8 @@ class TorchStage:
         """Make them."""
         if not self.wanted:
             return
-        with _plainly():
+        # Operators as the graph has them: it contains the casts of autocast already.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             bulk.evaluate([node for node in self._nodes if node not in bulk.env], self.wanted)
 
 
@@ -202,11 +176,10 @@ class TorchStages:
         self._split = split
         signature = split.captured.signature
         self.works = bool(split.torch or split.sums)
-        outputs = [(i, node) for i, node in enumerate(signature.outputs) if i not in split.captured.aliases]
-        self.outputs = [(i, node) for i, node in outputs if node is not None and split.outside(node)]
+        aliases = split.captured.aliases
+        self.outputs = [(i, n) for i, n in enumerate(signature.outputs) if n and i not in aliases and split.outside(n)]
         """Outputs that PyTorch writes, with their numbers."""
-        gradients = enumerate(signature.input_gradients)
-        self._gradients = [(i, node) for i, node in gradients if node is not None and split.outside(node)]
+        self._gradients = [(i, n) for i, n in enumerate(signature.input_gradients) if n and split.outside(n)]
         views = [node for node in split.captured.nodes if node in split.torch_views]
         summed = split.summed
         given, ends = {*lowered.outside, *split.kept}, {node for _, node in self.outputs}
@@ -217,8 +190,7 @@ class TorchStages:
         self.before_back = TorchStage(split.before_back, views, given | back | inputs_of([*split.after_back, *summed]))
         self.after_back = TorchStage(split.after_back, views, back)
         self._inside = [*views, *split.before_back, *split.after_back, *summed]
-        every = [*split.torch, *summed]
-        read = dict.fromkeys(each for node in every for each in (node, *node.all_input_nodes))
+        read = dict.fromkeys(each for node in (*split.torch, *summed) for each in (node, *node.all_input_nodes))
         self.constants = [node for node in read if not split.varies(node)]
         """Values it reads that depend on references only."""
         stacked = {*split.torch, *lowered.made, *summed}
@@ -237,7 +209,7 @@ class TorchStages:
             if into is not None:
                 into.copy_(bulk.env[node])
         for j, piece in self._split.sums:
-            with _plainly():
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 whole, at = gradients.parameters[j], piece.at
                 if whole is not None:
                     into = whole.as_strided(at.size(), at.stride(), whole.storage_offset() + at.storage_offset())
@@ -257,9 +229,8 @@ class CppBackend:
         self._outside = TorchStages(self._split, self._lowered)
         routines = (self.compiled.forward, self.compiled.recompute, self.compiled.backward)
         stacks = max(sum(each.bytes for each in routine.function.stacks) for routine in routines)
-        states = captured.signature.states
-        shape = states[0].meta["val"].shape if states else ()
-        self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, shape[0] if shape else 1)
+        rows = next((size for state in captured.signature.states[:1] for size in meta_value(state).shape), 1)
+        self.chunk_steps = chunk_length(sum(self._saved) + stacks + self._outside.step_bytes, rows)
         self._constants = list(dict.fromkeys([*self._lowered.constants, *self._outside.constants]))
         self._made_once = [each for each in self._constants if each.op == "call_function"]
         once = leading_to(self._made_once)
@@ -268,28 +239,24 @@ class CppBackend:
         self._references = [node for node in captured.signature.references if node in wanted]
 
     def begin(self) -> Constants:
-        """See `Backend`."""
         values: dict[fx.Node, Any] = {**self.captured.referred(self._references)}
         if self._once:
             bulk = BulkEvaluator(1, lambda node: False, values)
-            with _plainly():
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 bulk.evaluate(self._once, self._made_once)
         constants = [values[node] for node in self._lowered.constants]
         tensors = [_plain(each.float() if each.dtype in REDUCED_PRECISION else each) for each in constants]
         return Constants(tensors, {node: values[node] for node in self._outside.constants})
 
     def forward(self, constants: Constants, chunk: Chunk, keep: bool) -> SavedChunk | None:
-        """See `Backend`."""
         kept, made = self._forward(self.compiled.forward, constants, chunk, self._outside.after)
         for i, node in self._outside.outputs:
             chunk.outputs[i].copy_(made.env[node])
-        if keep:
-            return kept
-        self.release(kept)
-        return None
+        if not keep:
+            self.release(kept)
+        return kept if keep else None
 
     def recompute(self, constants: Constants, chunk: Chunk) -> SavedChunk:
-        """See `Backend`."""
         return self._forward(self.compiled.recompute, constants, chunk, self._outside.after_recompute)[0]
 
     def _forward(
@@ -308,10 +275,9 @@ class CppBackend:
     def backward(self, constants: Constants, chunk: Chunk, kept: SavedChunk, gradients: Gradients) -> None:
         """See `Backend`. A carried gradient has two rows, of which a step reads one and writes the other."""
         carried = [each.new_empty(2, *each.shape) if each.is_floating_point() else each for each in gradients.carried]
-        for pair, given in zip(carried, gradients.carried, strict=True):
-            if given.is_floating_point():
-                pair[chunk.steps & 1].copy_(given)
-        held = Gradients(gradients.outputs, gradients.states, carried, gradients.inputs, gradients.parameters)
+        pairs = [each for each in zip(carried, gradients.carried, strict=True) if each[1].is_floating_point()]
+        for pair, given in pairs:
+            pair[chunk.steps & 1].copy_(given)
         outside = self._given(constants, chunk)
         if self._outside.works:
             outside.env.update(zip(self.captured.signature.output_gradients, gradients.outputs, strict=True))
@@ -320,26 +286,23 @@ class CppBackend:
         self._outside.before_back.run(outside)
         metas = [each.meta["val"] for each in self._lowered.made]
         made = [torch.empty((chunk.steps, *each.shape), dtype=each.dtype) for each in metas]
+        held = replace(gradients, carried=carried)
         self._call(self.compiled.backward, constants, chunk, kept.buffer, outside, held, made)
         outside.env.update(zip(self._lowered.made, made, strict=True))
         self._outside.finish(outside, gradients)
-        for pair, given in zip(carried, gradients.carried, strict=True):
-            if given.is_floating_point():
-                given.copy_(pair[0])
+        for pair, given in pairs:
+            given.copy_(pair[0])
 
     def release(self, kept: SavedChunk) -> None:
-        """See `Backend`."""
         pool.give(kept.buffer)
 
     def kept_bytes(self, steps: int) -> int:
-        """See `Backend`."""
         return self._kept_bytes(steps) + steps * sum(map(_size, self._split.kept))
 
     def _kept_bytes(self, steps: int) -> int:
         return rounded(sum(aligned(each * steps) for each in self._saved) + ALIGN)
 
     def work_bytes(self, steps: int) -> int:
-        """See `Backend`."""
         return self._workspace(steps) + self._outside.bytes(steps)
 
     def _workspace(self, steps: int) -> int:
@@ -382,7 +345,6 @@ class CppBackend:
         return found[:-1]
 
     def explain(self) -> str:
-        """See `Backend`."""
         return explain(self.captured) + "\n\n" + self.compiled.explain(self.chunk_steps)
 
     def _call(
@@ -399,40 +361,19 @@ class CppBackend:
         offsets = [kept.data_ptr() + start for start in self._starts(kept, steps)]
         read = {i for kind, i in routine.arguments if kind == "u"}
         given = [_plain(outside.env[node]) if i in read else None for i, node in enumerate(self._lowered.outside)]
-        tables: dict[str, Sequence[Tensor | None]] = {
-            "x": chunk.inputs,
-            "h": chunk.states,
-            "y": chunk.outputs,
-            "c": constants.tensors,
-            "u": given,
-            "g": made,
-        }
+        tables: dict[str, Sequence[Tensor | None]] = {"x": chunk.inputs, "h": chunk.states, "y": chunk.outputs}
+        tables |= {"c": constants.tensors, "u": given, "g": made}
         if gradients is not None:
-            tables |= {
-                "dy": gradients.outputs,
-                "dh": gradients.carried,
-                "a": gradients.states,
-                "dx": gradients.inputs,
-                "dp": gradients.parameters,
-            }
+            tables |= {"dy": gradients.outputs, "dh": gradients.carried, "a": gradients.states}
+            tables |= {"dx": gradients.inputs, "dp": gradients.parameters}
         addresses = [
-            offsets[index] if kind == "v" else _data_pointer(tables[kind][index]) for kind, index in routine.arguments
+            offsets[i] if kind == "v" else 0 if (tensor := tables[kind][i]) is None else tensor.data_ptr()
+            for kind, i in routine.arguments
         ]
         threads = torch.get_num_threads() if routine.work * steps > MIN_PARALLEL_OPERATIONS else 1
         work = pool.take(self._workspace(steps), "work")
         routine.call(steps, threads, addresses, work)
         pool.give(work, "work")
-
-
-@contextmanager
-def _plainly() -> Generator[None]:
-    """Run operators as the graph has them: it contains the casts of autocast already."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
-
-
-def _data_pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -447,14 +388,10 @@ def _size(node: fx.Node) -> int:
     return sum(each.numel() * each.element_size() for each in values if isinstance(each, Tensor))
 
 
-_OWN_PAGES = 1 << 18
-"""Bytes from which a buffer is mapped by itself."""
-_SHARE = 8
-"""The pool holds at most this fraction of the free memory."""
-_WASTE = 2
-"""A buffer may be so many times larger than requested: a last, shorter chunk takes those of the others."""
-_ASK_AGAIN = 0.5
-"""Seconds for which a reading of free memory is valid."""
+_OWN_PAGES = 1 << 18  # bytes from which a buffer is mapped by itself
+_SHARE = 8  # the pool holds at most this fraction of the free memory
+_WASTE = 2  # a buffer may be so many times larger than requested: a last, shorter chunk takes those of the others
+_ASK_AGAIN = 0.5  # seconds for which a reading of free memory is valid
 
 
 class WorkspacePool:
@@ -480,7 +417,13 @@ class WorkspacePool:
         with self._lock:
             fitting = min((n for like, n in self._free if like == kind and size <= n <= _WASTE * size), default=None)
             if fitting is not None:
-                return self._out(kind, fitting)
+                buffers = self._free[kind, fitting]
+                buffer = buffers.pop()
+                if not buffers:
+                    del self._free[kind, fitting]
+                self._held -= fitting
+                self._reused += 1
+                return buffer
             self._made += 1
         try:
             return _fresh(size)
@@ -516,15 +459,6 @@ class WorkspacePool:
         with self._lock:
             return {"held_bytes": self._held, "limit_bytes": self._limit, "made": self._made, "reused": self._reused}
 
-    def _out(self, kind: str, size: int) -> Tensor:
-        buffers = self._free[kind, size]
-        buffer = buffers.pop()
-        if not buffers:
-            del self._free[kind, size]
-        self._held -= size
-        self._reused += 1
-        return buffer
-
     def _drop(self) -> None:
         self._free.clear()
         self._held = 0
@@ -546,20 +480,16 @@ def _fresh(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
     # Private: a forked child would write into shared pages. The final operator makes the memory visible to modes that
     # count the bytes of PyTorch's tensors.
-    return torch.frombuffer(
-        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
-    ).detach()
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).detach()
 
 
 def _free_memory() -> int:
     """Bytes that new allocations could get without swapping."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 

@@ -9,22 +9,13 @@
 
 The order of every sum is fixed by the kernels, not by threads, tiles or chunks of time.
 
-Explanation of a function:
-
-    backward
-      main loop, step by step, last one first; each thread takes rows of the batch
-        pass over 16 x 128          z0 = dh0 + dy0                    one line for each value that is made
-                                    v3' = z0 * z1                     in one pass; what has no name below stays
-        product    16 x 128         dh0' = z5 @ c3                    in a register
-      bulk, all steps at once
-        product    16 x 128         dx0 = z5 @ c1
-        total      512 x 128        dp0 += z5 @ x0, over all steps
-
-Names are those of the C text: x inputs, h states, y outputs, v kept, c constants, d gradients, p parameters; a dash
-marks the row of the next step, and brackets a part or another view of a value, with the number that it begins from.
+In an explanation, names are those of the C text: x inputs, h states, y outputs, v kept, c constants, d gradients,
+p parameters; a dash marks the row of the next step, and brackets a part or another view of a value, with the number
+that it begins from.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,6 +26,7 @@ from weft.recurrent.cpp.ir import (
     Cat,
     Elementwise,
     Operand,
+    Operation,
     Product,
     Reduce,
     TimeReduction,
@@ -42,7 +34,7 @@ from weft.recurrent.cpp.ir import (
     View,
 )
 from weft.recurrent.cpp.loop_nests import axis_nest, copy_nest, group_nest, reduce_nest
-from weft.recurrent.cpp.scheduling import Argument, LoopFunction, LoopSchedule, PhaseSchedule, schedule
+from weft.recurrent.cpp.scheduling import Argument, LoopFunction, LoopSchedule, schedule
 
 _MEET = "kernels.meet(gate, threads);"
 
@@ -69,16 +61,13 @@ class Emitter:
         stacks = sum(aligned(each.bytes * steps) for each in self.function.stacks)
         return self._packed.bytes + threads * (self._sums.room + self._local_bytes) + stacks + ALIGN
 
-    # -- pointers ---------------------------------------------------------------------------------------------------
-
     def _head(self) -> list[str]:
         """The signature and every pointer.
 
         workspace   packed weights | of each thread: room, its own locals | stacks
         """
         arguments = self.function.arguments
-        room, own = self._sums.room, self._local_bytes
-        start = self._packed.bytes
+        room, own, start = self._sums.room, self._local_bytes, self._packed.bytes
         return [
             f'extern "C" void {self.function.name}(long thread, long threads, long steps, void **values, int *gate) {{',
             *(_pointer(C_TYPES[each.dtype], each.name, f"values[{i}]") for i, each in enumerate(arguments)),
@@ -87,25 +76,25 @@ class Emitter:
             f"char *const first = work + {start + room}L;",
             f"char *stack = work + {start}L + threads * {room + own}L;",
             *self._locals(),
-            *(line for each in self.function.stacks for line in _stack(each)),
+            *(line for each in self.function.stacks for line in self._stack(each)),
             "(void)own; (void)first; (void)stack;",
         ]
 
     def _locals(self) -> list[str]:
         """Each thread has its own; but where the first computes for all, they are the first thread's."""
-        shared: set[Value] = set()
-        if self._axes is None:
-            shared = {each for phase in self.schedule.steps if phase.main for group in phase.groups for each in group}
+        mains = [group for phase in self.schedule.steps if phase.main for group in phase.groups]
+        shared = {each for group in mains for each in group} if self._axes is None else set[Value]()
         lines: list[str] = []
         at = 0
         for value in self.function.locals:
-            lines.append(
-                _pointer(C_TYPES[value.dtype], f"l_{value}", f"({'first' if value in shared else 'own'} + {at}L)")
-            )
+            base = f"({'first' if value in shared else 'own'} + {at}L)"
+            lines.append(_pointer(C_TYPES[value.dtype], f"l_{value}", base))
             at += aligned(value.bytes)
         return lines
 
-    # -- phases -----------------------------------------------------------------------------------------------------
+    def _stack(self, value: Value) -> list[str]:
+        size = f"(steps * {value.bytes}L + {ALIGN - 1}) / {ALIGN} * {ALIGN}"
+        return [_pointer(C_TYPES[value.dtype], f"s_{value}", "stack"), f"stack += {size};"]
 
     def _phase(self, bulk: Sequence[Value], groups: Sequence[Sequence[Value]], main: bool) -> list[str]:
         lines = self._bulk(bulk)
@@ -152,49 +141,42 @@ class Emitter:
     def _clear(self, value: Value) -> str:
         """The carried gradient of a state that the step does not read: zeros."""
         low, high = self._mine(value)
-        layout = self.function.layouts[value]
-        base = f"{layout.base} + (t & 1) * {layout.size}L"
+        base = f"{self.function.layouts[value].base} + (t & 1) * {value.size}L"
         return f"memset({base} + {low}, 0, ({high} - {low}) * {value.dtype.itemsize}L);"
 
     def _mine(self, value: Value) -> tuple[str, str]:
         """Which numbers of a carried value this thread has."""
-        if self._axes is None:
-            return "0", f"{value.size}L"
-        row = value.size // value.shape[0]
-        return f"r0 * {row}L", f"r1 * {row}L"
-
-    # -- one step ---------------------------------------------------------------------------------------------------
+        row = value.size if self._axes is None else value.size // value.shape[0]
+        return ("0", f"{row}L") if self._axes is None else (f"r0 * {row}L", f"r1 * {row}L")
 
     def _loop(self, groups: Sequence[Sequence[Value]], main: bool = False) -> list[str]:
         """The body of one step."""
-        split = main and self._axes is not None
+        axes = self._axes if main else None
+        layout, layouts = self.function.layout, self.function.layouts
         lines: list[str] = []
         for group in groups:
             value = group[0]
-            axis = self._axes.get(value) if split and self._axes is not None else None
+            axis = None if axes is None else axes.get(value)
             match value.made:
                 case Elementwise():
-                    lines += group_nest(group, self.function.layout, self.function.stored, axis)
-                case Reduce():
-                    source, own = self.function.layout(value.made.source), self.function.layouts[value]
+                    lines += group_nest(group, layout, self.function.stored, axis)
+                case Reduce(source=source):
                     # What every thread computes for itself, it may not build up in memory that they share.
-                    lines += reduce_nest(value, source, own, axis, in_register=split and axis is None)
-                case AxisOp():
-                    layouts = [self.function.layout(each) for each in value.made.operands]
-                    lines += axis_nest(value, layouts, self.function.layouts[value], axis)
-                case Cat():
-                    lines += self._cat(value, value.made, axis)
+                    alone = axes is not None and axis is None
+                    lines += reduce_nest(value, layout(source), layouts[value], axis, in_register=alone)
+                case AxisOp(operands=operands):
+                    lines += axis_nest(value, [layout(each) for each in operands], layouts[value], axis)
+                case Cat() as made:
+                    lines += self._cat(value, made, axis)
+                case Product(fixed=fixed) if main and axes is None and fixed is not None:
+                    # The text stands inside "if (thread == 0) {", and products by weights are by all threads.
+                    product = self._products.step(value, None, by_panels=True)
+                    lines += ["}", _MEET, *product, _MEET, "if (thread == 0) {"]
                 case Product():
-                    lines += self._product(value, value.made, axis, shared=main and not split)
+                    lines += self._products.step(value, axis)
                 case _:
                     raise AssertionError(f"{value} cannot be made in a loop")
         return lines
-
-    def _product(self, value: Value, made: Product, axis: int | None, shared: bool) -> list[str]:
-        """In a shared loop, the text stands inside "if (thread == 0) {", and products by weights are by all threads."""
-        if not shared or made.fixed is None:
-            return self._products.step(value, axis)
-        return ["}", _MEET, *self._products.step(value, None, by_panels=True), _MEET, "if (thread == 0) {"]
 
     def _cat(self, value: Value, made: Cat, axis: int | None) -> list[str]:
         """The pieces that were not made in place are copied."""
@@ -212,13 +194,9 @@ def _pointer(kind: str, name: str, at: str) -> str:
     return f"{kind} *const {name} = ({kind} *){at};"
 
 
-def _stack(value: Value) -> list[str]:
-    size = f"(steps * {value.bytes}L + {ALIGN - 1}) / {ALIGN} * {ALIGN}"
-    return [_pointer(C_TYPES[value.dtype], f"s_{value}", "stack"), f"stack += {size};"]
-
-
 _WIDTH = 28
 """The column where formulas begin."""
+_KINDS: dict[Any, str] = {Elementwise: "pass", Reduce: "reduction", AxisOp: "axis", Cat: "join", Product: "product"}
 
 
 def explain_function(function: LoopFunction, schedule: LoopSchedule) -> str:
@@ -229,51 +207,38 @@ def explain_function(function: LoopFunction, schedule: LoopSchedule) -> str:
     for step in schedule.steps:
         if step.bulk:
             lines.append("  bulk, all steps at once")
-            lines += [line for value in step.bulk for line in _bulk(function, value)]
-        if step.groups or step.main:
-            lines.append(f"  {_loop(function, schedule, step)}")
-            lines += [line for group in step.groups for line in _pass(function, group)]
+            lines += [line for value in step.bulk for line in _explained(function, [value])]
+        if step.main:
+            back = ", last one first" if function.backward else ""
+            rows = f"each thread takes some of {schedule.rows} rows"
+            lines.append(f"  main loop, step by step{back}; {rows if schedule.axes else 'threads share products only'}")
+        elif step.groups:
+            lines.append("  loop, steps in any order, shared by threads")
+        lines += [line for group in step.groups for line in _explained(function, group)]
     return "\n".join(lines)
 
 
-def _loop(function: LoopFunction, schedule: LoopSchedule, step: PhaseSchedule) -> str:
-    if not step.main:
-        return "loop, steps in any order, shared by threads"
-    back = ", last one first" if function.backward else ""
-    share = (
-        f"each thread takes some of {schedule.rows} rows"
-        if schedule.axes is not None
-        else "threads share products only"
-    )
-    return f"main loop, step by step{back}; {share}"
-
-
-def _bulk(function: LoopFunction, value: Value) -> list[str]:
-    if not isinstance(value.made, TimeReduction):
-        return _row("product", value, f"{_name(function, value)} = {_formula(function, value)}")
-    of, into = value.made.of, dict(function.totals)[value]
-    source = Value("", value.shape, value.dtype, None if isinstance(of, View) else of)
-    text = _operand(function, of) if isinstance(of, View) else _formula(function, source)
-    return _row("total", value, f"{_operand(function, into)} += {text}, over all steps")
-
-
-def _pass(function: LoopFunction, group: Sequence[Value]) -> list[str]:
-    kinds = {Elementwise: "pass", Reduce: "reduction", AxisOp: "axis", Cat: "join", Product: "product"}
-    kind = next(name for made, name in kinds.items() if isinstance(group[0].made, made))
-    return _row(kind, group[0], *(f"{_name(function, each)} = {_formula(function, each)}" for each in group))
-
-
-def _row(kind: str, value: Value, *formulas: str) -> list[str]:
-    head = f"    {kind:<10} {' x '.join(map(str, value.shape)) or 'one number'}"
+def _explained(function: LoopFunction, group: Sequence[Value]) -> list[str]:
+    """A line for each value that is made in one go."""
+    made = group[0].made
+    if isinstance(made, TimeReduction):
+        into = _operand(function, dict(function.totals)[group[0]])
+        of = made.of
+        text = _operand(function, of) if isinstance(of, View) else _formula(function, of)
+        kind, formulas = "total", [f"{into} += {text}, over all steps"]
+    else:
+        kind = _KINDS[type(made)]
+        formulas = [f"{_name(function, each)} = {_formula(function, each.made)}" for each in group]
+    head = f"    {kind:<10} {' x '.join(map(str, group[0].shape)) or 'one number'}"
     heads = [head, *[""] * (len(formulas) - 1)]
     return [f"{each:<{_WIDTH}} {formula}" for each, formula in zip(heads, formulas, strict=True)]
 
 
-def _formula(function: LoopFunction, value: Value) -> str:
+def _formula(function: LoopFunction, made: Operation | None) -> str:
     def name(operand: Operand) -> str:
         return _operand(function, operand)
 
-    match value.made:
+    match made:
         case Elementwise(expression=expression, operands=operands):
             text = expression.format(*map(name, operands)).replace("w_", "")
             return text[1:-1] if text.startswith("(") else text

@@ -11,6 +11,7 @@ Chellapilla et al. (2006):
 Grouped and transposed ones, and the backward of strided ones, stay as they are, and another backend runs the cell.
 """
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, _decomp
 
 from weft.recurrent.cpp.expressions import aten
+from weft.recurrent.cpp.ir import compute_dtype
 
 
 def convolution(
@@ -82,10 +84,7 @@ def _windows(
     x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> Tensor:
     """The patches under the kernel: N, places ..., C, kernel ..., a view of the padded input."""
-    for axis, pad in enumerate(padding, 2):
-        if pad:
-            edge = x.new_zeros([pad if i == axis else size for i, size in enumerate(x.shape)])
-            x = torch.cat([edge, x, edge], axis)
+    x = _pad(x, [pad for pad in reversed(padding) for _ in range(2)])
     dims = len(kernel)
     for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
         x = x.unfold(axis, (size - 1) * apart + 1, step)
@@ -104,7 +103,7 @@ _ACTIVATIONS = """
 _NORMS = """
     native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
     _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data logsumexp logaddexp
-    norm linalg_vector_norm var_mean std aminmax nansum mse_loss huber_loss
+    norm linalg_vector_norm std aminmax nansum mse_loss huber_loss
 """
 _PRODUCTS = "addmv addr mv dot vdot outer baddbmm addcmul addcdiv lerp xlogy rsub"
 _SHAPES = """
@@ -119,12 +118,21 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     names = " ".join((_ACTIVATIONS, _NORMS, _PRODUCTS, _SHAPES)).split()
     known = [getattr(aten, name) for name in names if hasattr(aten, name)]
     table: dict[Any, Callable[..., Any]] = dict(cast(Any, _decomp).get_decompositions(known))
-    table[aten.hardsigmoid_backward.default] = _hardsigmoid_backward
-    table[aten.flip.default] = _flip
-    table[aten.slice_scatter.default] = _slice_scatter
-    table[aten.convolution.default] = convolution
-    table[aten.convolution_backward.default] = convolution_backward
-    return table
+    return table | {
+        aten.hardsigmoid_backward.default: _hardsigmoid_backward,
+        aten.flip.default: _flip,
+        aten.slice_scatter.default: _slice_scatter,
+        aten.select_scatter.default: _select_scatter,
+        aten.constant_pad_nd.default: _pad,
+        aten.roll.default: _roll,
+        aten.repeat.default: _repeat,
+        aten.var.correction: _var,
+        aten.var_mean.correction: _var_mean,
+        aten.max.dim: _max,
+        aten.min.dim: _min,
+        aten.convolution.default: convolution,
+        aten.convolution_backward.default: convolution_backward,
+    }
 
 
 def _flip(x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -135,13 +143,77 @@ def _flip(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 def _slice_scatter(
     x: Tensor, piece: Tensor, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
-    """Every nth element, by index; NotImplemented for whole pieces, which are joined."""
+) -> Tensor:
+    """What is before, the piece, what is behind; every nth element by index."""
+    axis %= x.dim()
+    places = range(*slice(start, end, step).indices(x.shape[axis]))
     if step == 1:
-        return NotImplemented
-    shape = [-1 if i == axis % x.dim() else 1 for i in range(x.dim())]
-    index = torch.arange(*slice(start, end, step).indices(x.shape[axis]), device=x.device)
+        rest = x.narrow(axis, places.start + len(places), x.shape[axis] - places.start - len(places))
+        return _joined([x.narrow(axis, 0, places.start), piece.to(x.dtype), rest], axis)
+    shape = [-1 if i == axis else 1 for i in range(x.dim())]
+    index = torch.arange(places.start, places.stop, step, device=x.device)
     return x.scatter(axis, index.view(shape).expand(piece.shape), piece)
+
+
+def _joined(pieces: Sequence[Tensor], axis: int) -> Tensor:
+    return torch.cat([each for each in pieces if each.shape[axis]] or list(pieces[:1]), axis)
+
+
+def _select_scatter(x: Tensor, piece: Tensor, axis: int, index: int) -> Tensor:
+    index %= x.shape[axis]
+    return _slice_scatter(x, piece.unsqueeze(axis), axis, index, index + 1)
+
+
+def _pad(x: Tensor, widths: Sequence[int], value: bool | int | float = 0) -> Tensor:
+    """A number all around; less where a width is negative."""
+    for axis, low, high in zip(range(x.dim() - 1, -1, -1), widths[::2], widths[1::2], strict=False):
+        x = x.narrow(axis, max(-low, 0), x.shape[axis] - max(-low, 0) - max(-high, 0))
+        edges = [x.new_full((*x.shape[:axis], max(width, 0), *x.shape[axis + 1 :]), value) for width in (low, high)]
+        x = _joined([edges[0], x, edges[1]], axis)
+    return x
+
+
+def _roll(x: Tensor, shifts: Sequence[int], axes: Sequence[int] = ()) -> Tensor:
+    if not axes:  # of all elements in a row
+        return _roll(x.reshape(-1), shifts, [0]).reshape(x.shape)
+    for shift, axis in zip(shifts, axes, strict=True):
+        size = x.shape[axis]
+        at = size - shift % max(size, 1)
+        x = _joined([x.narrow(axis, at, size - at), x.narrow(axis, 0, at)], axis)
+    return x
+
+
+def _repeat(x: Tensor, times: Sequence[int]) -> Tensor:
+    sizes = [*[1] * (len(times) - x.dim()), *x.shape]
+    pairs = [each for pair in zip(times, sizes, strict=True) for each in pair]
+    apart = x.reshape([each for size in sizes for each in (1, size)])
+    return apart.expand(pairs).reshape([count * size for count, size in zip(times, sizes, strict=True)])
+
+
+def _var(
+    x: Tensor, axes: Sequence[int] | None = None, *, correction: int | float | None = None, keepdim: bool = False
+) -> Tensor:
+    """As the mean of the squared distances from the mean: two passes, so that nothing cancels."""
+    axes, wide = list(axes or range(x.dim())), x.to(compute_dtype(x.dtype))
+    count = math.prod(x.shape[axis] for axis in axes)
+    apart = wide - wide.mean(axes, True)
+    total = (apart * apart).sum(axes, keepdim)
+    return (total / max(count - (1.0 if correction is None else correction), 0.0)).to(x.dtype)
+
+
+def _var_mean(
+    x: Tensor, axes: Sequence[int] | None = None, *, correction: int | float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    mean = x.mean(list(axes or range(x.dim())), keepdim)
+    return _var(x, axes, correction=correction, keepdim=keepdim), mean
+
+
+def _max(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return x.amax(axis, keepdim), x.argmax(axis, keepdim)
+
+
+def _min(x: Tensor, axis: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return x.amin(axis, keepdim), x.argmin(axis, keepdim)
 
 
 def _hardsigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:

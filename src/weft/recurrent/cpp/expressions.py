@@ -13,7 +13,7 @@ from torch import fx
 
 aten = cast(Any, torch.ops.aten)
 
-_BINARY: dict[Any, str] = {
+ARITHMETIC: dict[Any, str] = {
     aten.mul.Tensor: "({0}*{1})",
     aten.mul.Scalar: "({0}*{1})",
     aten.div.Tensor: "({0}/{1})",
@@ -23,15 +23,6 @@ _BINARY: dict[Any, str] = {
     aten.clamp_min.Tensor: "w_max({0},{1})",
     aten.clamp_max.Tensor: "w_min({0},{1})",
     aten.atan2.default: "w_atan2({0},{1})",
-}
-
-_BITS: dict[Any, str] = {
-    getattr(getattr(aten, f"bitwise_{name}"), form): f"({{0}}{sign}{{1}})"
-    for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
-    for form in ("Tensor", "Scalar")
-}
-
-_UNARY: dict[Any, str] = {
     aten.neg.default: "(-{0})",
     aten.abs.default: "w_abs({0})",
     aten.sgn.default: "w_sign({0})",
@@ -41,26 +32,25 @@ _UNARY: dict[Any, str] = {
     aten.sqrt.default: "w_sqrt({0})",
     aten.rsqrt.default: "(1/w_sqrt({0}))",
     aten.relu.default: "({0}<0?0:{0})",
-} | {
-    getattr(aten, name).default: f"w_{name}({{0}})"
-    for name in (
-        *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "sigmoid"),
-        *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "erf", "erfc"),
-    )
-}
-
-_BACKWARD: dict[Any, str] = {
     aten.sigmoid_backward.default: "({0}*({1}*(1-{1})))",
     aten.tanh_backward.default: "({0}*(1-{1}*{1}))",
     aten.threshold_backward.default: "({1}<={2}?0:{0})",
-}
-
-_CONVERSIONS: dict[Any, str] = {
+    aten.where.self: "({0}!=0?{1}:{2})",
     aten._to_copy.default: "{0}",
     aten.lift_fresh_copy.default: "{0}",
+    **{
+        getattr(getattr(aten, f"bitwise_{name}"), form): f"({{0}}{sign}{{1}})"
+        for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"))
+        for form in ("Tensor", "Scalar")
+    },
+    **{
+        getattr(aten, name).default: f"w_{name}({{0}})"
+        for name in (
+            *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "sigmoid"),
+            *("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "erf", "erfc"),
+        )
+    },
 }
-
-ARITHMETIC = _BINARY | _BITS | _UNARY | _BACKWARD | _CONVERSIONS
 """Computed in the type of the result."""
 
 COMPARISON: dict[Any, str] = {
@@ -80,25 +70,14 @@ COMPARISON: dict[Any, str] = {
 """Computed in the type that the operands promote to; the result is bool."""
 
 FILL: dict[Any, float | None] = {
-    aten.zeros_like.default: 0,
-    aten.ones_like.default: 1,
-    aten.zeros.default: 0,
-    aten.new_zeros.default: 0,
-    aten.new_ones.default: 1,
-    aten.ones.default: 1,
-    aten.full.default: None,
-    aten.full_like.default: None,
-    aten.new_full.default: None,
-    aten.scalar_tensor.default: None,
+    **dict.fromkeys([aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default], 0),
+    **dict.fromkeys([aten.ones_like.default, aten.ones.default, aten.new_ones.default], 1),
+    **dict.fromkeys([aten.full.default, aten.full_like.default, aten.new_full.default, aten.scalar_tensor.default]),
 }
 """The value that they fill with; None if it is an argument."""
 
 NARROWING = {
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
+    *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
 }
 """Views by which cheap expressions are computed."""
 

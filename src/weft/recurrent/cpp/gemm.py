@@ -140,14 +140,12 @@ class MatrixProducts:
 
     def bulk(self, value: Value) -> list[str]:
         """The products of all steps: one, if their rows lie one behind the other, else step by step by all threads."""
-        merged = self._merged(value)
-        if merged is not None:
-            return merged
         share = "for (long t = steps * thread / threads; t < steps * (thread + 1) / threads; t++) {"
-        return [share, *self.step(value, None), "}"]
+        return self._merged(value) or [share, *self.step(value, None), "}"]
 
     def _oriented(self, value: Value) -> _Oriented:
-        made, layout, dims = _made(value), self._function.layout, len(value.shape)
+        made, layout, dims = value.made, self._function.layout, len(value.shape)
+        assert isinstance(made, Product) and dims <= 3, "a product has at most one batch axis"
         a, b, c = layout(made.left), layout(made.right), self._function.layouts[value]
         start = None if made.start is None else layout(made.start)
         inner, batch = made.left.shape[-1], value.shape[0] if dims > 2 else None
@@ -196,8 +194,6 @@ class MatrixProducts:
             *it.starting(low, left),
         )
 
-    # -- all steps at once ------------------------------------------------------------------------------------------
-
     def _merged(self, value: Value) -> list[str] | None:
         """One product over the rows of all steps, where the rows of one step follow those of the step before."""
         it = self._oriented(value)
@@ -210,9 +206,7 @@ class MatrixProducts:
         start = it.starting("0")
         if it.start is not None:
             start = (f"{it.start.first} + m0 * {start_row}L", start_row, it.start.strides[1])
-        row_mask = (
-            it.row_mask if it.row_mask is not None and it.row_mask.per_step and it.row_mask.size == it.rows else None
-        )
+        row_mask = it.row_mask if it.row_mask and it.row_mask.per_step and it.row_mask.size == it.rows else None
         line = call(
             "w_product" if row_mask is None else "w_some",
             *("m1 - m0", it.columns, it.inner),
@@ -226,13 +220,13 @@ class MatrixProducts:
         return [f"{{ const long m0 = {m0}, m1 = {m1};", line, "}"]
 
 
-def _step_row(layout: MemoryLayout, rows: int) -> int | None:
-    """The stride of a matrix' rows, if those of the next step go on with it."""
+def _step_row(layout: MemoryLayout, rows: int, axis: int = 0) -> int | None:
+    """The stride of an axis of so many rows, if those of the next step go on with it."""
     if not layout.per_step:
         return None
     if rows == 1:
         return layout.size
-    return layout.strides[0] if layout.size == rows * layout.strides[0] else None
+    return layout.strides[axis] if layout.size == rows * layout.strides[axis] else None
 
 
 def _start_row(it: _Oriented) -> int | None:
@@ -242,12 +236,6 @@ def _start_row(it: _Oriented) -> int | None:
     if it.start.row == "same":
         return 0 if it.rows == 1 or it.start.strides[0] == 0 else None
     return _step_row(it.start, it.rows)
-
-
-def _made(value: Value) -> Product:
-    assert isinstance(value.made, Product)
-    assert len(value.shape) <= 3, "a product has at most one batch axis"
-    return value.made
 
 
 BLOCK, TALL = 256, 12
@@ -286,8 +274,7 @@ class TimeReductions:
         if not isinstance(made, Product):
             return 0
         columns = max(made.right.shape[-1], made.left.shape[-2])  # either side may be packed
-        numbers = self._packed.numbers(BLOCK, columns, value.dtype) + BLOCK * TALL
-        return aligned(numbers * value.dtype.itemsize)
+        return aligned((self._packed.numbers(BLOCK, columns, value.dtype) + BLOCK * TALL) * value.dtype.itemsize)
 
     def _columns(self, source: View, axes: tuple[int, ...], to: MemoryLayout) -> str | None:
         """The sum of rows, if they lie one behind the other in all steps."""
@@ -305,7 +292,7 @@ class TimeReductions:
         """A weight's gradient; step by step where a side has no row for each step."""
         left, right = self._function.layout(made.left), self._function.layout(made.right)
         (rows, inner), columns = made.left.shape, made.right.shape[1]
-        down, across = (_inner_step(p, p.strides[i], inner) for p, i in ((left, 1), (right, 0)))
+        down, across = _step_row(left, inner, 1), _step_row(right, inner)
         merged = down is not None and across is not None
         if down is None or across is None:
             down, across = left.strides[1], right.strides[0]
@@ -325,15 +312,6 @@ class TimeReductions:
             *(to.first, c_row, c_col, f"({C_TYPES[made.left.value.dtype]} *)room", "thread", "threads", mask),
         )
         return line if merged else f"for (long t = 0; t < steps; t++) {line}"
-
-
-def _inner_step(layout: MemoryLayout, stride: int, inner: int) -> int | None:
-    """The stride of the inner axis, if that of the next step goes on with it."""
-    if not layout.per_step:
-        return None
-    if inner == 1:
-        return layout.size
-    return stride if layout.size == inner * stride else None
 
 
 def _reduced(value: Value) -> Product | Reduce | View:

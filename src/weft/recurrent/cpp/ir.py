@@ -44,7 +44,6 @@ C_TYPES = {
 }
 """The dtypes that loops can hold, and their names in C."""
 
-
 REDUCED_PRECISION = (torch.bfloat16, torch.float16)
 """Held, but computed with in float32, as PyTorch does on a CPU: each operator's result is rounded."""
 
@@ -83,7 +82,7 @@ class Value:
 
     @property
     def constant(self) -> bool:
-        """Whether it is given, and the same in all steps."""
+        """Given, and the same in all steps."""
         return not self.varies and self.made is None
 
     @property
@@ -192,20 +191,16 @@ Operation = Elementwise | Reduce | AxisOp | Product | Cat | TimeReduction
 
 
 def operand_views(made: Operation | None) -> list[View]:
-    """The views that are read to make a value."""
+    """The views that are read to make a value, without a product's mask."""
     match made:
         case None:
             return []
-        case Elementwise(operands=operands):
-            return [each for each in operands if isinstance(each, View)]
+        case Elementwise(operands=several) | AxisOp(operands=several) | Cat(pieces=several):
+            return [each for each in several if isinstance(each, View)]
         case Reduce(source=source):
             return [source]
-        case AxisOp(operands=operands):
-            return list(operands)
         case Product(left=left, right=right, start=start):
-            return [each for each in (left, right, start) if each is not None]
-        case Cat(pieces=pieces):
-            return list(pieces)
+            return [left, right] if start is None else [left, right, start]
         case TimeReduction(of=of):
             return [of] if isinstance(of, View) else operand_views(of)
 
@@ -230,24 +225,14 @@ def ancestors(ends: Iterable[Value]) -> set[Value]:
 def replace_operand(made: Operation, old: Value, new: Value) -> Operation:
     """The same, but reading another value."""
 
-    def view(given: View) -> View:
-        return View(new, given.at) if given.value is old else given
+    def instead(given: Any) -> Any:
+        if isinstance(given, View):
+            return View(new, given.at) if given.value is old else given
+        if isinstance(given, Product | Reduce):
+            return replace_operand(given, old, new)
+        return [instead(each) for each in cast("list[Any]", given)] if isinstance(given, list) else given
 
-    match made:
-        case Elementwise(operands=operands):
-            return replace(made, operands=[view(each) if isinstance(each, View) else each for each in operands])
-        case Reduce(source=source):
-            return replace(made, source=view(source))
-        case AxisOp(operands=operands):
-            return replace(made, operands=[view(each) for each in operands])
-        case Product(left=left, right=right, start=start):
-            return replace(made, left=view(left), right=view(right), start=None if start is None else view(start))
-        case Cat(pieces=pieces):
-            return replace(made, pieces=[view(each) for each in pieces])
-        case TimeReduction(of=of):
-            return TimeReduction(
-                view(of) if isinstance(of, View) else cast("Product | Reduce", replace_operand(of, old, new))
-            )
+    return replace(made, **{name: instead(given) for name, given in vars(made).items()})
 
 
 def whole_view(value: Value) -> View:
@@ -262,11 +247,9 @@ def contiguous_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def shares_storage(view: Any, of: Tensor) -> bool:
     """Whether a meta tensor is a view of another: they are of one storage."""
-    return isinstance(view, Tensor) and view._cdata != of._cdata and _storage(view) == _storage(of)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    if not isinstance(view, Tensor) or view._cdata == of._cdata:
+        return False
+    return view.untyped_storage()._cdata == of.untyped_storage()._cdata
 
 
 Row = Literal["same", "step", "next", "in", "out"]
@@ -298,12 +281,13 @@ class MemoryLayout:
     @property
     def pointer(self) -> str:
         """The first element's address in this step."""
-        return self._from(self.here)
+        return f"{self.here} + {self.offset}L" if self.offset else self.here
 
     @property
     def first(self) -> str:
         """The first element's address in the first step, of a layout with a row per step, or only one row."""
-        return self._from(self.base if self.row == "same" else f"({self.base} + {_FIRST[self.row]} * {self.size}L)")
+        row = self.base if self.row == "same" else f"({self.base} + {_FIRST[self.row]} * {self.size}L)"
+        return f"{row} + {self.offset}L" if self.offset else row
 
     def at(self, batch: int | None, row: str, column: str = "0") -> str:
         """The address of an element of a matrix in this step, in batch `b` if there is one."""
@@ -316,27 +300,21 @@ class MemoryLayout:
 
     def transposed(self) -> "MemoryLayout":
         """The transposed matrix."""
-        return self.with_strides((*self.strides[:-2], self.strides[-1], self.strides[-2]), self.offset)
+        return self.with_strides((*self.strides[:-2], self.strides[-1], self.strides[-2]))
 
     def broadcast(self, shape: Sequence[int], over: Sequence[int]) -> "MemoryLayout":
         """As broadcast from `shape` over a larger shape."""
         missing = len(over) - len(shape)
         strides = [0 if size == 1 else step for size, step in zip(shape, self.strides, strict=True)]
-        return self.with_strides((*[0] * missing, *strides), self.offset)
+        return self.with_strides((*[0] * missing, *strides))
 
     def select_axes(self, axes: Sequence[int]) -> "MemoryLayout":
         """Some of the axes, at the first element of the others."""
-        return self.with_strides(tuple([self.strides[i] for i in axes]), self.offset)
+        return self.with_strides([self.strides[i] for i in axes])
 
-    def with_strides(self, strides: tuple[int, ...], offset: int) -> "MemoryLayout":
+    def with_strides(self, strides: Sequence[int], offset: int | None = None) -> "MemoryLayout":
         """Other elements of the same memory."""
-        return replace(self, strides=strides, offset=offset)
-
-    def _from(self, row: str) -> str:
-        return f"{row} + {self.offset}L" if self.offset else row
-
-
-ViewFunction = Callable[[Tensor], Any]
+        return replace(self, strides=tuple(strides), offset=self.offset if offset is None else offset)
 
 
 class LoweringContext:
@@ -396,7 +374,7 @@ class LoweringContext:
         """The elements in a dtype; the view itself if they are."""
         return view if view.value.dtype == dtype else self.copied(view, dtype)
 
-    def apply_view(self, view: View, apply: ViewFunction, push: bool = False) -> View | list[View] | None:
+    def apply_view(self, view: View, apply: Callable[[Tensor], Any], push: bool = False) -> View | list[View] | None:
         """A view of a view; None if there can be none. With `push`, cheap elementwise operators are computed in it."""
         made = view.value.made
         if push and isinstance(made, Elementwise) and made.expression in CHEAP and view.whole:
@@ -406,19 +384,21 @@ class LoweringContext:
             return [View(view.value, each) for each in cast("list[Tensor]", seen)]
         return View(view.value, seen) if shares_storage(seen, view.at) or seen is view.at else None
 
-    def _pushed(self, value: Value, made: Elementwise, apply: ViewFunction) -> View | list[View]:
+    def _pushed(self, value: Value, made: Elementwise, apply: Callable[[Tensor], Any]) -> View | list[View]:
         """Views of the operands instead of a view of the result."""
-        several = isinstance(apply(contiguous_meta(value.shape, value.dtype)), list | tuple)
-
-        def views(operand: Operand) -> list[Operand]:
-            if not isinstance(operand, View):
-                return [operand]
-            seen = apply(operand.at.expand(value.shape))
-            return [View(operand.value, each) for each in (cast("list[Tensor]", seen) if several else [seen])]
-
-        columns = [views(each) for each in made.operands]
+        columns: list[list[Operand]] = []
+        several, count = False, 1
+        for each in made.operands:
+            if not isinstance(each, View):
+                columns.append([each])
+                continue
+            seen = apply(each.at.expand(value.shape))
+            several = isinstance(seen, list | tuple)
+            parts = cast("list[Tensor]", seen) if several else [seen]
+            columns.append([View(each.value, part) for part in parts])
+            count = len(parts)
         found: list[View] = []
-        for i in range(max(len(each) for each in columns)):
+        for i in range(count):
             operands = [each[i if len(each) > 1 else 0] for each in columns]
             shape = next(each.shape for each in operands if isinstance(each, View))
             found.append(self.elementwise(made.expression, operands, shape, value.dtype, made.type))
@@ -432,18 +412,12 @@ def meta_value(node: fx.Node) -> Tensor:
 
 def schema_arguments(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by the names that the operator's schema gives them, with defaults."""
-    schema = cast(Any, node.target)._schema
-    found: dict[str, Any] = {}
-    for i, each in enumerate(schema.arguments):
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(each.name, each.default_value)
-        found[each.name] = given
-    return found
+    arguments = cast(Any, node.target)._schema.arguments
+    given = dict(zip((each.name for each in arguments), node.args, strict=False)) | node.kwargs
+    return {each.name: given.get(each.name, each.default_value) for each in arguments}
 
 
 def promoted_dtype(operands: Sequence[Operand]) -> torch.dtype:
     """The dtype that one or two operands promote to."""
     like = [contiguous_meta((1,) * len(o.shape), o.value.dtype) if isinstance(o, View) else o for o in operands]
-    if len(like) == 1:
-        return like[0].dtype if isinstance(like[0], Tensor) else torch.tensor(like[0]).dtype
-    one, other = like
-    return torch.result_type(cast(Any, one), cast(Any, other))
+    return torch.result_type(cast(Any, like[0]), cast(Any, like[-1]))

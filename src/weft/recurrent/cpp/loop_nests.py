@@ -9,7 +9,7 @@ of the same pass reads from memory. Members of a group read each other as variab
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ from weft.recurrent.cpp.ir import (
     Reduce,
     Value,
     View,
-    contiguous_meta,
+    operand_views,
+    whole_view,
 )
 
 
@@ -66,9 +67,8 @@ def axes_of(shape: Sequence[int], layouts: Sequence[MemoryLayout], row_axis: int
         axis = LoopAxis(size, [layout.strides[i] for layout in layouts], i == row_axis)
         if size == 1 and not axis.rows:
             continue
-        last = found[-1] if found else None
-        joins = last is not None and not last.rows and not axis.rows
-        if last is not None and joins and all(a == b * size for a, b in zip(last.strides, axis.strides, strict=True)):
+        last = found[-1] if found and not found[-1].rows and not axis.rows else None
+        if last is not None and last.strides == [each * size for each in axis.strides]:
             last.size, last.strides = last.size * size, axis.strides
         else:
             found.append(axis)
@@ -88,8 +88,8 @@ def open_loops(axes: Sequence[LoopAxis], *, free: bool = True, begin: int = 0) -
 
 def element(layout: MemoryLayout, axes: Sequence[LoopAxis], which: int) -> str:
     """The element of the operand of that number, within the loops."""
-    terms = [f"i{i} * {axis.strides[which]}L" for i, axis in enumerate(axes) if axis.strides[which]]
-    terms = [each.replace(" * 1L", "") for each in terms]
+    strides = [axis.strides[which] for axis in axes]
+    terms = [f"i{i}" if step == 1 else f"i{i} * {step}L" for i, step in enumerate(strides) if step]
     return f"({layout.here})[{' + '.join([str(layout.offset), *terms])}]"
 
 
@@ -106,39 +106,29 @@ def group_nest(
 ) -> list[str]:
     """Elementwise values of one shape in one pass; `stored` tells which of them need memory."""
     shape, members = group[0].shape, set(group)
-    read: dict[View, MemoryLayout] = {}
-    for value in group:
-        for each in _operands(value):
-            if isinstance(each, View) and each.value not in members:
-                read[each] = layout(each).broadcast(each.shape, shape)
-    kept = {each: layout(View(each, contiguous_meta(each.shape, each.dtype))) for each in group if stored(each, group)}
+    views = [view for value in group for view in operand_views(value.made) if view.value not in members]
+    read = {view: layout(view).broadcast(view.shape, shape) for view in views}
+    kept = {each: layout(whole_view(each)) for each in group if stored(each, group)}
     axes = axes_of(shape, [*read.values(), *kept.values()], row_axis)
-    lines: list[str] = []
-    names: dict[View, str] = {}
-    for n, (view, where) in enumerate(read.items()):
-        names[view] = f"e{n}"
-        lines.append(f"const {C_TYPES[view.value.dtype]} e{n} = {element(where, axes, n)};")
-    lines += [_line(value, names) for value in group]
-    lines += [f"{element(where, axes, len(read) + n)} = {value};" for n, (value, where) in enumerate(kept.items())]
-    return nest(axes, lines)
+    names = {view: f"e{n}" for n, view in enumerate(read)}
+    body = [
+        f"const {C_TYPES[view.value.dtype]} e{n} = {element(where, axes, n)};"
+        for n, (view, where) in enumerate(read.items())
+    ]
+    for value in group:
+        made = value.made
+        assert isinstance(made, Elementwise)
+        operands = [_operand(each, names, made.type) for each in made.operands]
+        body.append(f"const {C_TYPES[value.dtype]} {value} = {made.expression.format(*operands)};")
+    body += [f"{element(where, axes, len(read) + n)} = {value};" for n, (value, where) in enumerate(kept.items())]
+    return nest(axes, body)
 
 
-def _line(value: Value, names: dict[View, str]) -> str:
-    """One value's variable; `names` are those of what is read from memory."""
-    made = value.made
-    assert isinstance(made, Elementwise)
-
-    def text(operand: Operand) -> str:
-        if not isinstance(operand, View):
-            return literal(operand, made.type)
-        return converted(names.get(operand, str(operand.value)), made.type, operand.value.dtype)
-
-    return f"const {C_TYPES[value.dtype]} {value} = {made.expression.format(*(text(each) for each in made.operands))};"
-
-
-def _operands(value: Value) -> Sequence[Operand]:
-    assert isinstance(value.made, Elementwise)
-    return value.made.operands
+def _operand(operand: Operand, names: Mapping[View, str], dtype: torch.dtype) -> str:
+    """An operand in this dtype; `names` are those of what is read from memory."""
+    if not isinstance(operand, View):
+        return literal(operand, dtype)
+    return converted(names.get(operand, str(operand.value)), dtype, operand.value.dtype)
 
 
 def copy_nest(shape: Sequence[int], source: MemoryLayout, to: MemoryLayout, row_axis: int | None) -> list[str]:
@@ -225,9 +215,7 @@ def _indexed_nest(
     writes, (begin, index, *rest) = made.kind != "gather", layouts
     source, target = (rest[0], own) if writes else (begin, own)
     indexed, size = (target, value.shape[made.axis]) if writes else (source, made.operands[0].shape[made.axis])
-    fixed = indexed.with_strides(
-        tuple(0 if i == made.axis else n for i, n in enumerate(indexed.strides)), indexed.offset
-    )
+    fixed = indexed.with_strides([0 if i == made.axis else n for i, n in enumerate(indexed.strides)])
     plain = source if writes else target
     axes = axes_of(made.operands[1].shape, [index, fixed, plain], row_axis)
     here, other = element(fixed, axes, 1), element(plain, axes, 2)
@@ -262,10 +250,6 @@ def _unreduced(shape: Sequence[int], axes: Sequence[int], keep: bool, to: Memory
     strides = iter(to.strides)
     found: list[int] = []
     for i in range(len(shape)):
-        if i in axes:
-            found.append(0)
-            if keep:
-                next(strides)
-        else:
-            found.append(next(strides))
-    return to.with_strides(tuple(found), to.offset)
+        step = next(strides) if keep or i not in axes else 0
+        found.append(0 if i in axes else step)
+    return to.with_strides(found)

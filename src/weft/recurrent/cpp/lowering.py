@@ -37,6 +37,7 @@ from weft.recurrent.cpp.operators import lower_node
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, ReductionPattern
 from weft.recurrent.cpp.scheduling import Argument, LoopFunction
 from weft.recurrent.graph import StepGraph
+from weft.recurrent.passes import writes
 
 
 @dataclass
@@ -62,29 +63,22 @@ class Lowered:
 
 def lower(captured: StepGraph) -> Lowered:
     """Settle the three functions of a captured step. Raises Unsupported."""
-    written = [str(node.target) for node in captured.nodes if _writes(node)]
+    written = writes(captured.module)  # some of PyTorch's decompositions hold such
     if written:
         raise Unsupported(f"loops in C are made of pure operators, but this step writes by {', '.join(written)}")
     split = ForwardBackwardSplit(captured)
     lowered = Lowered(split, saved=split.saved, made=split.made)
-    for context in (_ForwardLowering, _AgainLowering, _BackwardLowering):
-        context(lowered).make()
+    _forward(_FunctionLowering(lowered, lowered.forward))
+    _recompute(_FunctionLowering(lowered, lowered.recompute))
+    _backward(_FunctionLowering(lowered, lowered.backward))
     return lowered
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether an operator changes one of its arguments: some of PyTorch's decompositions hold such."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 class _FunctionLowering:
     """Fills in one function."""
 
-    function: LoopFunction
-
-    def __init__(self, lowered: Lowered) -> None:
-        self.split, self.lowered = lowered.split, lowered
+    def __init__(self, lowered: Lowered, function: LoopFunction) -> None:
+        self.split, self.lowered, self.function = lowered.split, lowered, function
         self.captured = captured = lowered.split.captured
         self.signature, self.invariant = captured.signature, captured.invariant
         """The states that a step hands on as they are."""
@@ -92,11 +86,14 @@ class _FunctionLowering:
         """The arguments of the function."""
         self.context = LoweringContext({})
 
-    # -- what it reads ----------------------------------------------------------------------------------------------
+    def meta(self, node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a node's value; a reference's is that of the tensor behind it."""
+        value: Tensor = self.captured.value(node)
+        return tuple(value.shape), value.dtype
 
     def given(self, name: str, node: fx.Node, row: Row) -> Value:
         """The node's value is an argument. Constants come in the dtype that C computes in: products pack them."""
-        shape, dtype = _meta(node, self.captured)
+        shape, dtype = self.meta(node)
         check_dtype(dtype, name)
         dtype = dtype if self.split.varies(node) else compute_dtype(dtype)
         value = self.function.given(name, shape, dtype, row)
@@ -120,12 +117,10 @@ class _FunctionLowering:
         """The states after the step, where they are known: the next rows of what holds the states."""
         for k, node in enumerate(self.signature.new_states):
             if node in known and k not in self.invariant and node not in self.views:
-                shape, dtype = _meta(node, self.captured)
+                shape, dtype = self.meta(node)
                 value = Value(f"n{k}", shape, dtype)
                 self.function.allocate(value, f"h{k}", "next")
                 self.views[node] = whole_view(value)
-
-    # -- what it makes ----------------------------------------------------------------------------------------------
 
     def run(self, nodes: set[fx.Node]) -> None:
         """Lower these operators."""
@@ -141,11 +136,11 @@ class _FunctionLowering:
     def end(self, node: fx.Node) -> View:
         """The view that a node is."""
         self._from_outside(node)
-        return self.context.as_dtype(self.context.view(node), _meta(node, self.captured)[1])
+        return self.context.as_dtype(self.context.view(node), self.meta(node)[1])
 
     def want(self, name: str, node: fx.Node, row: Row = "step") -> None:
         """Write a node's value into a new argument."""
-        shape, dtype = _meta(node, self.captured)
+        shape, dtype = self.meta(node)
         check_dtype(dtype, name)
         argument = self.function.argument(name, dtype, torch.Size(shape).numel(), row)
         self.function.wanted.append((self.end(node), argument))
@@ -155,26 +150,15 @@ class _FunctionLowering:
             self.want(f"v{j}", node)
 
     def _from_outside(self, node: fx.Node) -> None:
-        """Give what PyTorch makes, for all steps or for each."""
+        """Give what PyTorch makes: for all steps as a view of another such, or as an argument; or for each step."""
         if node in self.context.views:
             return
-        if not self.split.varies(node):
-            self._constant(node)
-        elif node in self.split.torch:
-            self.context.views[node] = whole_view(self._given_as("u", self.lowered.outside, node, "step"))
-
-    def _given_as(self, letter: str, known: list[fx.Node], node: fx.Node, row: Row) -> Value:
-        """The node's value is an argument with a number in a list that all functions share."""
-        if node not in known:
-            known.append(node)
-        return self.given(f"{letter}{known.index(node)}", node, row)
-
-    def _constant(self, node: fx.Node) -> None:
-        """Give a value that is the same in all steps: as a view of another such, or as an argument."""
-        if node in self.context.views:
+        if self.split.varies(node):
+            if node in self.split.torch:
+                self._numbered("u", self.lowered.outside, node, "step")
             return
         if is_view(node) and not self.split.varies(node.all_input_nodes[0]):
-            self._constant(node.all_input_nodes[0])
+            self._from_outside(node.all_input_nodes[0])
             try:
                 lower_node(self.context, node)
                 return
@@ -182,119 +166,108 @@ class _FunctionLowering:
                 pass  # PyTorch makes it, then
         if isinstance(node.meta.get("val"), list | tuple):
             raise Unsupported(f"{node.target} on weights yields several tensors")
-        self.context.views[node] = whole_view(self._given_as("c", self.lowered.constants, node, "same"))
+        self._numbered("c", self.lowered.constants, node, "same")
+
+    def _numbered(self, letter: str, known: list[fx.Node], node: fx.Node, row: Row) -> None:
+        """The node's value is an argument with a number in a list that all functions share."""
+        if node not in known:
+            known.append(node)
+        self.context.views[node] = whole_view(self.given(f"{letter}{known.index(node)}", node, row))
 
 
-class _ForwardLowering(_FunctionLowering):
-    def make(self) -> None:
-        self.function = self.lowered.forward
-        self.give_inputs()
-        self.function.carried = [(value, value) for value in self.give_states()]
-        self.run(self.split.front)
-        same = self.captured.aliases
-        for k, node in enumerate(self.signature.new_states):
-            if k not in self.invariant:
-                old = self.signature.states[k]
-                shape, dtype = _meta(old, self.captured)
-                argument = Argument(f"h{k}", dtype, torch.Size(shape).numel(), "next")
-                self.function.wanted.append((self.end(cast(fx.Node, node)), argument))
-        for i, node in enumerate(self.signature.outputs):
-            output = cast(fx.Node, node)
-            if i not in same and not self.split.outside(output):  # one that is a new state as well is stored once
-                self.want(f"y{i}", output)
-        self.want_saved()
-        self.function.finalize(self.context.made)
+def _forward(it: _FunctionLowering) -> None:
+    it.give_inputs()
+    it.function.carried = [(value, value) for value in it.give_states()]
+    it.run(it.split.front)
+    for k, node in enumerate(it.signature.new_states):
+        if k not in it.invariant:
+            shape, dtype = it.meta(it.signature.states[k])
+            argument = Argument(f"h{k}", dtype, torch.Size(shape).numel(), "next")
+            it.function.wanted.append((it.end(cast(fx.Node, node)), argument))
+    for i, node in enumerate(it.signature.outputs):
+        output = cast(fx.Node, node)
+        if i not in it.captured.aliases and not it.split.outside(output):  # one that is a new state is stored once
+            it.want(f"y{i}", output)
+    it.want_saved()
+    it.function.finalize(it.context.made)
 
 
-class _AgainLowering(_FunctionLowering):
-    def make(self) -> None:
-        self.function = self.lowered.recompute
-        self.give_inputs()
-        self.give_states()
-        self.give_new_states(self.split.front)
-        self.run(self.split.ancestors(self.lowered.saved, {*self.views} | self.split.torch))
-        self.want_saved()
-        self.function.finalize(self.context.made)
+def _recompute(it: _FunctionLowering) -> None:
+    it.give_inputs()
+    it.give_states()
+    it.give_new_states(it.split.front)
+    it.run(it.split.ancestors(it.lowered.saved, {*it.views} | it.split.torch))
+    it.want_saved()
+    it.function.finalize(it.context.made)
 
 
-class _BackwardLowering(_FunctionLowering):
-    def make(self) -> None:
-        self.function = self.lowered.backward
-        self.give_inputs()
-        self.give_states()
-        self._give_kept()
-        carried = self._give_gradients()
-        self.run(self.split.back | self.split.views)
-        self._want_carried(carried)
-        for i, node in enumerate(self.signature.input_gradients):
-            if node is not None and not self.split.outside(node):
-                self.want(f"dx{i}", node)
-        for j, node in enumerate(self.lowered.made):
-            self.want(f"g{j}", node)
-        totals = self._totals()
-        self.function.finalize([*self.context.made, *totals])
-
-    def _give_kept(self) -> None:
-        """The results of forward: states, outputs and saved values."""
-        bases = {*self.split.bases}
-        self.give_new_states(bases)
-        for i, node in enumerate(self.signature.outputs):
-            if node in bases and node not in self.views:
-                self.given(f"y{i}", node, "step")
-        for j, node in enumerate(self.lowered.saved):
-            self.given(f"v{j}", node, "step")
-
-    def _give_gradients(self) -> list[tuple[int, Value]]:
-        """Gradients of outputs, and of the states after the step: the carried ones, with their numbers."""
-        for i, node in enumerate(self.signature.output_gradients):
-            if not self.split.outside(node):
-                self.given(f"dy{i}", node, "step")
-        carried: list[tuple[int, Value]] = []
-        for k, node in enumerate(self.signature.new_state_gradients):
-            _, dtype = _meta(self.signature.states[k], self.captured)
-            if dtype.is_floating_point:
-                value = self.given(f"dh{k}", node, "in")
-                argument = self.function.argument(f"a{k}", dtype, value.size, "step")
-                self.function.added.append((value, argument))
-                carried.append((k, value))
-        return carried
-
-    def _want_carried(self, carried: list[tuple[int, Value]]) -> None:
-        """The new values of the carried gradients."""
-        for k, value in carried:
-            node = self.signature.state_gradients[k]
-            end = None if node is None else self.end(node)
-            self.function.carried.append((value, None if end is None else end.value))
-            if end is not None:
-                self.function.wanted.append((end, Argument(f"dh{k}", value.dtype, value.size, "out")))
-
-    def _totals(self) -> list[Value]:
-        """The parameters' gradients, piece by piece."""
-        made: list[Value] = []
-        for j, pieces in enumerate(self.split.totals):
-            node = self.signature.parameter_gradients[j]
-            if node is not None and pieces:
-                shape, dtype = _meta(node, self.captured)
-                into = self.function.given(f"dp{j}", shape, dtype, "same")
-                for piece in pieces:
-                    total = Value(f"total{len(made)}", tuple(piece.at.shape), dtype, TimeReduction(self._of(piece)))
-                    made.append(total)
-                    self.function.totals.append((total, View(into, piece.at)))
-        return made
-
-    def _of(self, piece: ReductionPattern) -> Product | Reduce | View:
-        sides = [self.context.as_dtype(self.end(each), piece.at.dtype) for each in piece.read]
-        match piece.kind:
-            case "product":
-                mask = self.split.sparsity.mask if piece.node in self.split.sparsity.totals else None
-                return Product(*sides, row_mask=None if mask is None else self.views[mask])
-            case "sum":
-                return Reduce("sum", sides[0], piece.axes, piece.keep)
-            case "value":
-                return sides[0]
+def _backward(it: _FunctionLowering) -> None:
+    it.give_inputs()
+    it.give_states()
+    _give_results(it)
+    carried = _give_gradients(it)
+    it.run(it.split.back | it.split.views)
+    for k, value in carried.items():
+        node = it.signature.state_gradients[k]
+        end = None if node is None else it.end(node)
+        it.function.carried.append((value, None if end is None else end.value))
+        if end is not None:
+            it.function.wanted.append((end, Argument(f"dh{k}", value.dtype, value.size, "out")))
+    for i, node in enumerate(it.signature.input_gradients):
+        if node is not None and not it.split.outside(node):
+            it.want(f"dx{i}", node)
+    for j, node in enumerate(it.lowered.made):
+        it.want(f"g{j}", node)
+    totals = _totals(it)  # which makes more values
+    it.function.finalize([*it.context.made, *totals])
 
 
-def _meta(node: fx.Node, captured: StepGraph) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a node's value; a reference's is that of the tensor behind it."""
-    value: Tensor = captured.value(node)
-    return tuple(value.shape), value.dtype
+def _give_results(it: _FunctionLowering) -> None:
+    """Of forward: states, outputs and saved values."""
+    bases = {*it.split.bases}
+    it.give_new_states(bases)
+    for i, node in enumerate(it.signature.outputs):
+        if node in bases and node not in it.views:
+            it.given(f"y{i}", node, "step")
+    for j, node in enumerate(it.lowered.saved):
+        it.given(f"v{j}", node, "step")
+
+
+def _give_gradients(it: _FunctionLowering) -> dict[int, Value]:
+    """Gradients of outputs, and of the states after the step: the carried ones, by their numbers."""
+    for i, node in enumerate(it.signature.output_gradients):
+        if not it.split.outside(node):
+            it.given(f"dy{i}", node, "step")
+    carried: dict[int, Value] = {}
+    for k, node in enumerate(it.signature.new_state_gradients):
+        _, dtype = it.meta(it.signature.states[k])
+        if dtype.is_floating_point:
+            carried[k] = value = it.given(f"dh{k}", node, "in")
+            it.function.added.append((value, it.function.argument(f"a{k}", dtype, value.size, "step")))
+    return carried
+
+
+def _totals(it: _FunctionLowering) -> list[Value]:
+    """The parameters' gradients, piece by piece."""
+    totals: list[Value] = []
+    for j, (node, pieces) in enumerate(zip(it.signature.parameter_gradients, it.split.totals, strict=True)):
+        if node is not None and pieces:
+            shape, dtype = it.meta(node)
+            into = it.function.given(f"dp{j}", shape, dtype, "same")
+            for piece in pieces:
+                made = TimeReduction(_summed(it, piece))
+                totals.append(Value(f"total{len(totals)}", tuple(piece.at.shape), dtype, made))
+                it.function.totals.append((totals[-1], View(into, piece.at)))
+    return totals
+
+
+def _summed(it: _FunctionLowering, piece: ReductionPattern) -> Product | Reduce | View:
+    sides = [it.context.as_dtype(it.end(each), piece.at.dtype) for each in piece.read]
+    match piece.kind:
+        case "product":
+            mask = it.split.sparsity.mask if piece.node in it.split.sparsity.totals else None
+            return Product(*sides, row_mask=None if mask is None else it.views[mask])
+        case "sum":
+            return Reduce("sum", sides[0], piece.axes, piece.keep)
+        case "value":
+            return sides[0]

@@ -6,11 +6,8 @@
                            v
     gradients      --> [ back  ] --> gradients of inputs and states, and what is summed over time for parameters
 
-New states and outputs are kept anyway; only other bases are saved.
-
-**C or PyTorch.** C must know the operators of what is carried from step to step. Other operators that it does not know
-run by PyTorch, for all steps of a chunk at once, before or after the loops; so do the operators that they depend on
-(before), or that depend on them (after):
+**C or PyTorch.** C must know the operators of what is carried from step to step. Others that it does not know run by
+PyTorch, for all steps of a chunk at once, with what they depend on (before) or what depends on them (after):
 
     before        on inputs only                             before_back   not on the gradient of the step t+1
     front         in C                                       back          in C
@@ -33,17 +30,14 @@ sequences would be spent on them:
     d new = where(valid, d h', 0)            zero in such a row, and so is what products make of it:
     d z = d new * ...                        elementwise, d z W' by rows, and d z' h as the row's share of a sum
 
-Two properties of a node's value, of the rows along its first axis where the mask is false:
-
-    zero        it is zero there
-    unwanted    no end of the graph depends on what is there, as long as it is finite
-
-A product by rows may skip them if it is unwanted, or if its left side is zero there; a sum over rows of products if one
-side is zero.
+Rows along the first axis of a node's value where the mask is false are *zero*, or *unwanted*: no end of the graph
+depends on what is there, as long as it is finite. A product by rows may skip them if it is unwanted, or if its left
+side is zero there; a sum over rows of products if one side is zero.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any, Literal, cast
 
 import torch
@@ -67,7 +61,7 @@ from weft.recurrent.plan import CARRIED, INPUT, STATE, dependences, leading_to
 _TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
     aten.t.default: lambda at, args: at.t(),
     aten.transpose.int: lambda at, args: at.transpose(args[1], args[2]),
-    aten.permute.default: lambda at, args: at.permute(_inverse(args[1])),
+    aten.permute.default: lambda at, args: at.permute(sorted(range(at.dim()), key=lambda i: args[1][i] % at.dim())),
     aten.unsqueeze.default: lambda at, args: at.squeeze(args[1]),
 }
 """By view: the target of the sum, as seen before that view."""
@@ -75,7 +69,7 @@ _TURNED: dict[Any, Callable[[Tensor, Sequence[Any]], Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class ReductionPattern:
-    """One piece of a sum over time: of a node's value, or of its product or reduction; and where it is added to."""
+    """One piece of a sum over time: of a node's value, its product or its reduction; and where it is added to."""
 
     node: fx.Node
     kind: Literal["value", "product", "sum"]
@@ -110,14 +104,17 @@ def reduction_patterns(
     if not varies(node) or made(node):
         return [ReductionPattern(node, "value", at)]
     source = node.args[0] if node.args else None
-    if node.target in _TURNED and isinstance(source, fx.Node):
-        return reduction_patterns(source, _TURNED[node.target](at, node.args), varies, made)
-    if node.target is aten.reshape.default and isinstance(source, fx.Node):
-        before = _reshaped(at, tuple(source.meta["val"].shape))
-        if before is not None:
-            return reduction_patterns(source, before, varies, made)
-    if node.target is aten._to_copy.default and isinstance(source, fx.Node) and _widens(source, node):
-        return reduction_patterns(source, at, varies, made)
+    if isinstance(source, fx.Node):
+        before = source.meta["val"]
+        if node.target in _TURNED:
+            return reduction_patterns(source, _TURNED[node.target](at, node.args), varies, made)
+        if node.target is aten.reshape.default:
+            seen = at.reshape(before.shape)
+            if at.shape == before.shape or shares_storage(seen, at):  # without a copy
+                return reduction_patterns(source, seen, varies, made)
+        widened = before.dtype in REDUCED_PRECISION and compute_dtype(before.dtype) == node.meta["val"].dtype
+        if node.target is aten._to_copy.default and widened:  # so is its sum, which is the better for it
+            return reduction_patterns(source, at, varies, made)
     if node.target is aten.add.Tensor and not node.kwargs and alike(node):
         return [piece for each in node.args for piece in reduction_patterns(cast(fx.Node, each), at, varies, made)]
     if node.target is aten.mm.default and all(varies(each) for each in node.all_input_nodes):
@@ -125,29 +122,6 @@ def reduction_patterns(
     if node.target is aten.sum.dim_IntList and node.args[1] and not node.kwargs:
         return [ReductionPattern(node, "sum", at)]
     return [ReductionPattern(node, "value", at)]
-
-
-def contiguous_like(node: fx.Node) -> Tensor:
-    """A contiguous meta tensor of the node's shape: the target of a sum."""
-    value = node.meta["val"]
-    return contiguous_meta(value.shape, value.dtype)
-
-
-def _reshaped(at: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """The target in another shape, if that needs no copy."""
-    seen = at.reshape(shape)
-    return seen if at.shape == shape or shares_storage(seen, at) else None
-
-
-def _widens(source: fx.Node, node: fx.Node) -> bool:
-    """Whether a value is only held in a wider dtype: so is its sum, then, which is the better for it."""
-    before, after = source.meta["val"].dtype, node.meta["val"].dtype
-    return before in REDUCED_PRECISION and compute_dtype(before) == after
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    order = [axis % len(order) for axis in order]
-    return [order.index(i) for i in range(len(order))]
 
 
 _TAME = {
@@ -159,7 +133,7 @@ _TAME = {
 """Elementwise, and finite with finite derivatives wherever the operands are finite."""
 _FIRST = {
     *(aten.neg.default, aten.relu.default, aten.tanh.default, aten._to_copy.default, aten.clone.default),
-    *(aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor),
+    *(aten.mul.Scalar, aten.div.Scalar, aten.div.Tensor, aten.mm.default),
     *(aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default),
 }
 """Zero where their first operand is."""
@@ -182,11 +156,8 @@ def mask_sparsity(captured: StepGraph, varies: Callable[[fx.Node], bool]) -> Mas
     """The skippable rows under the most effective mask; none where float16 could overflow."""
     if any(isinstance(v := node.meta["val"], Tensor) and v.dtype == torch.float16 for node in captured.nodes):
         return MaskSparsity()
-    masks = [
-        each
-        for each in captured.signature.inputs
-        if meta_value(each).dtype == torch.bool and meta_value(each).dim() == 1
-    ]
+    masks = [each for each in captured.signature.inputs if meta_value(each).dtype == torch.bool]
+    masks = [each for each in masks if meta_value(each).dim() == 1]
     found = [_Rows(captured, mask).found(varies) for mask in masks]
     return max(found, key=lambda each: len(each.products) + len(each.totals), default=MaskSparsity())
 
@@ -221,46 +192,42 @@ class _Rows:
                 found.totals.add(node)
         return found if found.products or found.totals else MaskSparsity()
 
-    # -- zero -------------------------------------------------------------------------------------------------------
-
     def _is_zero(self, node: fx.Node) -> bool:
         args = node.args
+
+        def zero(*which: int) -> bool:
+            return all(self._zero_along(args[i], node) for i in which)
+
         if node.target in _ZEROS:
             return True
-        if node.target in (aten.full.default, aten.full_like.default, aten.scalar_tensor.default):
-            return bool(args[0 if node.target is aten.scalar_tensor.default else 1] == 0)
+        if node.target in (aten.full.default, aten.full_like.default):
+            return bool(args[1] == 0)
+        if node.target is aten.scalar_tensor.default:
+            return bool(args[0] == 0)
         if node.target is aten.where.self:
-            condition, yes, no = args
-            return self._zero_along(no, node) and (self._by_mask(condition, node) or self._zero_along(yes, node))
+            return zero(2) and (self._by_mask(args[0], node) or zero(1))
         if node.target is aten.mul.Tensor:
-            return any(self._zero_along(each, node) for each in args)
+            return zero(0) or zero(1)
         if node.target in (aten.add.Tensor, aten.sub.Tensor):
-            return all(self._zero_along(each, node) for each in args)
+            return zero(0, 1)
         if node.target in _FIRST:
-            return self._zero_along(args[0], node)
+            return zero(0)
         if node.target is aten.cat.default:
             return _axis(node) != 0 and all(self._zero_along(each, node) for each in cast("list[object]", args[0]))
-        if node.target is aten.mm.default:
-            return self._zero_along(args[0], node)
         if node.target is aten.addmm.default:
-            return not node.kwargs and self._zero_along(args[0], node) and self._zero_along(args[1], node)
+            return not node.kwargs and zero(0, 1)
         return self._keeps_rows(node) and args[0] in self._zero
 
     def _zero_along(self, given: object, node: fx.Node) -> bool:
         """Whether an operand is zero in those rows of what is made of it."""
         if not isinstance(given, fx.Node) or given not in self._zero:
             return False
-        return (
-            given.target in _ZEROS
-            or meta_value(given).dim() == 0
-            or (self._has_rows(given) and _same_axes(given, node))
-        )
+        everywhere = given.target in _ZEROS or meta_value(given).dim() == 0
+        return everywhere or (self._has_rows(given) and _same_axes(given, node))
 
     def _zero_rows(self, given: object) -> bool:
         """Whether those rows of a value are zero."""
         return isinstance(given, fx.Node) and given in self._zero and self._has_rows(given)
-
-    # -- unwanted ---------------------------------------------------------------------------------------------------
 
     def _bears(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether those rows of a value may be anything, as far as this reader goes."""
@@ -271,11 +238,8 @@ class _Rows:
         if user.target in (aten.mm.default, aten.addmm.default):
             return self._product_bears(node, user)
         if user.target is aten.t.default:
-            readers = [*user.users]
-            return all(
-                each.target is aten.mm.default and each.args[0] is user and self._zero_rows(each.args[1])
-                for each in readers
-            )
+            products = all(each.target is aten.mm.default and each.args[0] is user for each in user.users)
+            return products and all(self._zero_rows(each.args[1]) for each in user.users)
         if user.target is aten.where.self and self._by_mask(user.args[0], user):
             return user.args[2] is not node and _same_axes(node, user)
         settled = user in self._unwanted or user in self._zero
@@ -288,34 +252,28 @@ class _Rows:
     def _product_bears(self, node: fx.Node, user: fx.Node) -> bool:
         *start, left, right = user.args
         if right is node:  # its rows are summed over
-            transposed = cast(fx.Node, left)
-            return (
-                transposed is not node and transposed.target is aten.t.default and self._zero_rows(transposed.args[0])
-            )
+            turned = isinstance(left, fx.Node) and left is not node and left.target is aten.t.default
+            return turned and self._zero_rows(cast(fx.Node, left).args[0])
         by_rows = left is node or (start == [node] and _same_axes(node, user))
         return by_rows and (user in self._unwanted or user in self._zero)
 
-    # -- rows -------------------------------------------------------------------------------------------------------
-
     def _by_mask(self, condition: object, node: fx.Node) -> bool:
         """Whether a condition is the mask, spread over the rows of the result."""
-        if not isinstance(condition, fx.Node) or meta_value(condition).shape[:1] != (self._rows,):
+        if not isinstance(condition, fx.Node) or not _same_axes(condition, node):
             return False
-        narrow = all(size == 1 for size in meta_value(condition).shape[1:])
-        if not narrow or meta_value(condition).dim() != meta_value(node).dim():
+        if meta_value(condition).shape != (self._rows, *[1] * (meta_value(node).dim() - 1)):
             return False
         while condition is not self._mask and condition.target in (*RESHAPES, aten.unsqueeze.default):
             condition = cast(fx.Node, condition.args[0])
         return condition is self._mask
 
     def _has_rows(self, node: object) -> bool:
-        if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), Tensor):
-            return False
-        return meta_value(node).shape[:1] == (self._rows,)
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        return isinstance(value, Tensor) and value.shape[:1] == (self._rows,)
 
     def _keeps_rows(self, node: fx.Node) -> bool:
         """Whether the first axis of an operator's operand is that of its result, or of its results."""
-        if getattr(node.target, "__name__", "") == "getitem":
+        if node.target is getitem:
             return self._has_rows(node)
         if node.target not in _ALONG or not self._has_rows(node.args[0]):
             return False
@@ -346,18 +304,18 @@ class ForwardBackwardSplit:
         signature, nodes = captured.signature, captured.nodes
         ends = [each for each in (*signature.outputs, *signature.new_states) if each is not None]
         front = self.ancestors(ends, {*signature.inputs, *signature.states})
-        pieces = [self._pieces(node, front) for node in signature.parameter_gradients]
+        pieces = [[] if node is None else self._pieces(node, front) for node in signature.parameter_gradients]
         gradients = [each for each in (*signature.input_gradients, *signature.state_gradients) if each is not None]
         wanted = {*gradients, *(each for some in pieces for piece in some for each in piece.read)}
         given = {*signature.inputs, *signature.states, *signature.new_state_gradients, *signature.output_gradients}
         back = self.ancestors(wanted, given | front)
-        results = {user for node in front for user in node.users if user in back and _is_result(user)}
+        results = {user for node in front for user in node.users if user in back and user.target is getitem}
         front, back = front | results, back - results  # what one operator yields is made at one time
         unknown = self._unknown(front, back)
-        early = _with_waited(unknown, front, lambda node: STATE not in self._on[node])
-        late = _with_waiting(unknown, front, lambda node: STATE in self._on[node])
-        early_back = _with_waited(unknown, back, lambda node: CARRIED not in self._on[node])
-        late_back = _with_waiting(unknown, back, lambda node: CARRIED in self._on[node])
+        early = _waited_for(unknown, front, lambda node: STATE not in self._on[node])
+        late = _waiting(unknown, front, lambda node: STATE in self._on[node])
+        early_back = _waited_for(unknown, back, lambda node: CARRIED not in self._on[node])
+        late_back = _waiting(unknown, back, lambda node: CARRIED in self._on[node])
         self.before, self.after, self.before_back, self.after_back = (
             [node for node in nodes if node in some] for some in (early, late, early_back, late_back)
         )
@@ -398,10 +356,9 @@ class ForwardBackwardSplit:
             stack += node.all_input_nodes
         return found
 
-    def _pieces(self, node: fx.Node | None, front: set[fx.Node]) -> list[ReductionPattern]:
-        return [] if node is None else reduction_patterns(node, contiguous_like(node), self.varies, front.__contains__)
-
-    # -- by PyTorch -------------------------------------------------------------------------------------------------
+    def _pieces(self, node: fx.Node, front: set[fx.Node]) -> list[ReductionPattern]:
+        value = meta_value(node)
+        return reduction_patterns(node, contiguous_meta(value.shape, value.dtype), self.varies, front.__contains__)
 
     def _unknown(self, front: set[fx.Node], back: set[fx.Node]) -> set[fx.Node]:
         """Operators that C does not know. Raises Unsupported if what is carried needs one."""
@@ -439,8 +396,6 @@ class ForwardBackwardSplit:
         """Whether C cannot tell a value: PyTorch makes it, or it is given in a dtype that C does not have."""
         return node in self.torch or node.meta["val"].dtype not in C_TYPES
 
-    # -- what is saved ----------------------------------------------------------------------------------------------
-
     def _read(self, wanted: set[fx.Node]) -> None:
         """Find what is read of forward, by whom."""
         by_c = wanted | inputs_of(self.back)
@@ -464,13 +419,13 @@ class ForwardBackwardSplit:
         self.bases, self.kept = [*bases], [*kept]
 
 
-def _with_waited(unknown: set[fx.Node], half: set[fx.Node], early: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def _waited_for(unknown: set[fx.Node], half: set[fx.Node], early: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Operators that run before the loops in C, with what they wait for; several results of one go together."""
     found = leading_to([node for node in unknown if node in half and early(node)], half)
-    return found | {user for node in found for user in node.users if user in half and _is_result(user)}
+    return found | {user for node in found for user in node.users if user in half and user.target is getitem}
 
 
-def _with_waiting(unknown: set[fx.Node], half: set[fx.Node], late: Callable[[fx.Node], bool]) -> set[fx.Node]:
+def _waiting(unknown: set[fx.Node], half: set[fx.Node], late: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Operators that run after the loops in C, with what waits for them."""
     found: set[fx.Node] = set()
     stack = [node for node in unknown if node in half and late(node)]
@@ -485,8 +440,3 @@ def _with_waiting(unknown: set[fx.Node], half: set[fx.Node], late: Callable[[fx.
 def inputs_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The operands of these nodes."""
     return {each for node in nodes for each in node.all_input_nodes}
-
-
-def _is_result(node: fx.Node) -> bool:
-    """Whether a node is one of an operator's several results."""
-    return getattr(node.target, "__name__", "") == "getitem"

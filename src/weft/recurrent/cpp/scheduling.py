@@ -83,24 +83,16 @@ class Phases:
         """Whether a value is made when the main loop, of this number, is over."""
         return self.at[value] != main or value in self.bulk
 
-    def begin(self, value: Value, phase: int) -> None:
-        """Make a new value first of all in a loop."""
-        self.at[value] = phase
-        self.phases[phase].loop.insert(0, value)
-
-    def finish(self, value: Value, phase: int) -> None:
-        """Make a new value last of all in a loop."""
-        self.at[value] = phase
-        self.phases[phase].loop.append(value)
-
 
 def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Iterable[Value]) -> Phases:
     """Give every value its phase. `values` are in order of making, `carried` come from the step before, `ends` are what
     that step becomes."""
-    from_carry = _reached(values, carried)
     ends = list(ends)
-    to_ends = ancestors(ends)
-    recurrent = {each for each in values if each in from_carry and each in to_ends}
+    from_carry = set(carried)
+    for value in values:
+        if any(each in from_carry for each in sources(value.made)):
+            from_carry.add(value)
+    recurrent = {each for each in values if each in from_carry} & ancestors(ends)
     heavy = {
         v for v in values if isinstance(v.made, TimeReduction) or (isinstance(v.made, Product) and v not in recurrent)
     }
@@ -118,7 +110,11 @@ def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Itera
     for value in values:
         if value in from_carry:
             level[value] = main if value in recurrent else max(main, after(value)) + (value in heavy)
-    _as_late_as_can_be(early, values, heavy, level, main)
+    readers = _readers(values)
+    for value in reversed(early):  # what is cheap moves to the loop that reads it first
+        if value not in heavy:
+            limits = [level[each] - (each in heavy) for each in readers.get(value, [])]
+            level[value] = min(limits, default=max(level[value], main))
     found = [Phase() for _ in range(max([main, *level.values()]) + 2)]
     for value in values:
         phase = found[level[value] + 1]
@@ -127,26 +123,12 @@ def assign_phases(values: Sequence[Value], carried: Sequence[Value], ends: Itera
     return Phases(found, {value: level[value] + 1 for value in values}, heavy)
 
 
-def _as_late_as_can_be(
-    early: Sequence[Value], values: Sequence[Value], heavy: set[Value], level: dict[Value, int], main: int
-) -> None:
-    """Move what is cheap and made before the main loop to the loop that reads it first."""
-    readers: dict[Value, list[Value]] = {}
+def _readers(values: Iterable[Value]) -> dict[Value, list[Value]]:
+    found: dict[Value, list[Value]] = {}
     for value in values:
         for each in sources(value.made):
-            readers.setdefault(each, []).append(value)
-    for value in reversed(early):
-        if value not in heavy:
-            limits = [level[each] - (each in heavy) for each in readers.get(value, [])]
-            level[value] = min(limits, default=max(level[value], main))
-
-
-def _reached(values: Sequence[Value], starts: Sequence[Value]) -> set[Value]:
-    found = set(starts)
-    for value in values:
-        if any(each in found for each in sources(value.made)):
-            found.add(value)
-    return found - set(starts)
+            found.setdefault(each, []).append(value)
+    return found
 
 
 @dataclass(eq=False)
@@ -184,8 +166,6 @@ class LoopFunction:
     slots: set[Value] = field(default_factory=set[Value])
     phases: Phases = field(default_factory=lambda: Phases([], {}, set()))
 
-    # -- filling in -------------------------------------------------------------------------------------------------
-
     def argument(self, name: str, dtype: torch.dtype, size: int, row: Row) -> Argument:
         """A new argument, behind those that there are."""
         self.arguments.append(Argument(name, dtype, size, row))
@@ -202,8 +182,6 @@ class LoopFunction:
         """Give a value memory of its own."""
         self.layouts[value] = MemoryLayout(base, row, value.size, contiguous_meta(value.shape, value.dtype).stride())
 
-    # -- layouts ----------------------------------------------------------------------------------------------------
-
     def layout(self, view: View) -> MemoryLayout:
         """The elements of a view."""
         layout = self.layouts[view.value]
@@ -216,8 +194,6 @@ class LoopFunction:
         """Whether a value of a group is read outside of it, and so needs memory."""
         return value not in self.locals or any(each not in group for each in self.readers[value])
 
-    # -- finalizing -------------------------------------------------------------------------------------------------
-
     def finalize(self, made: Sequence[Value]) -> None:
         """Decide on copies, phases and homes. `made` are all values in order of making."""
         values = list(made)
@@ -226,12 +202,11 @@ class LoopFunction:
         wanted = ancestors([*targets, *(total for total, _ in self.totals)])
         values = [value for value in values if value in wanted]
         self.phases = assign_phases(values, [start for start, _ in self.carried], ends)
-        self._copy_carried(values)
-        self.values = values = self._copies_of_passing(values, targets)
-        self.readers = {value: [] for value in values}
-        for value in values:
-            for each in sources(value.made):
-                self.readers.setdefault(each, []).append(value)
+        main = next((i for i, each in enumerate(self.phases.phases) if each.main), 0)
+        self._copy_carried(values, main)
+        self._copy_passing(values, targets, main)
+        self.values = values
+        self.readers = {value: [] for value in values} | _readers(values)
         for value, argument in targets.items():
             self.allocate(value, argument.name, argument.row)
         for value in values:
@@ -249,33 +224,30 @@ class LoopFunction:
             targets[value] = argument
         return targets
 
-    def _copy_carried(self, values: list[Value]) -> None:
+    def _copy_carried(self, values: list[Value], main: int) -> None:
         """A carried value in memory of two rows is gone when bulk work reads it: that reads a copy, a row per step."""
-        main = next((i for i, each in enumerate(self.phases.phases) if each.main), 0)
         for start, _ in self.carried:
             late = [each for each in values if start in sources(each.made) and self.phases.late(each, main)]
             if late and not self.layouts[start].per_step:
                 copy = _copy(f"{start}_copy", whole_view(start))
                 values.insert(0, copy)
-                self.phases.begin(copy, main)
+                self.phases.at[copy] = main
+                self.phases.phases[main].loop.insert(0, copy)
                 for each in late:
                     assert each.made is not None
                     each.made = replace_operand(each.made, start, copy)
 
-    def _copies_of_passing(self, values: list[Value], targets: dict[Value, Argument]) -> list[Value]:
+    def _copy_passing(self, values: list[Value], targets: dict[Value, Argument], main: int) -> None:
         """A carried value that bulk work reads needs a row per step beside the two rows that it passes through; into
         these only the main loop writes, which reads them."""
-        found = list(values)
-        main = next((i for i, each in enumerate(self.phases.phases) if each.main), 0)
         for value, argument in list(targets.items()):
             readers = [each for each in values if value in sources(each.made)]
-            elsewhere = self.phases.late(value, main) or self.phases.apart(value, readers)
-            if argument.row == "out" and elsewhere:
+            if argument.row == "out" and (self.phases.late(value, main) or self.phases.apart(value, readers)):
                 copy = _copy(f"{argument.name}_copy", whole_view(value))
-                found.insert(found.index(value) + 1, copy)
-                self.phases.finish(copy, main)
+                values.insert(values.index(value) + 1, copy)
+                self.phases.at[copy] = main
+                self.phases.phases[main].loop.append(copy)
                 targets[copy] = targets.pop(value)
-        return found
 
     def _allocate_value(self, value: Value) -> None:
         """Find memory for a value: an argument's, within a concatenation, a stack or a local."""
@@ -286,7 +258,11 @@ class LoopFunction:
         if cat is not None:
             self.slots.add(value)
             self._allocate_value(cat)
-            self.layouts[value] = self._slot(value, cat)
+            assert isinstance(cat.made, Cat)
+            axis, values = cat.made.axis, [piece.value for piece in cat.made.pieces]
+            before = sum(piece.shape[axis] for piece in cat.made.pieces[: values.index(value)])
+            layout = self.layouts[cat]
+            self.layouts[value] = layout.with_strides(layout.strides, layout.offset + before * layout.strides[axis])
         elif self.phases.apart(value, readers):
             self.stacks.append(value)
             self.allocate(value, f"s_{value}", "step")
@@ -296,23 +272,11 @@ class LoopFunction:
 
     def _slotted(self, value: Value, readers: list[Value]) -> Value | None:
         """The concatenation in which a value is made: if it is read there whole, once, and nowhere as a view."""
-        at, cats = self.phases.at, [each for each in readers if isinstance(each.made, Cat)]
-        if len(cats) != 1 or not isinstance(value.made, Elementwise):
-            return None
-        if any(at[each] != at[value] or each in self.phases.bulk for each in readers):
+        cats = [each for each in readers if isinstance(each.made, Cat)]
+        if len(cats) != 1 or not isinstance(value.made, Elementwise) or self.phases.apart(value, readers):
             return None
         views = [view for each in readers for view in operand_views(each.made) if view.value is value]
         return cats[0] if all(view.whole for view in views) else None
-
-    def _slot(self, value: Value, cat: Value) -> MemoryLayout:
-        """Its layout within the concatenation."""
-        assert isinstance(cat.made, Cat)
-        layout, before = self.layouts[cat], 0
-        for piece in cat.made.pieces:
-            if piece.value is value:
-                break
-            before += piece.shape[cat.made.axis]
-        return layout.with_strides(layout.strides, layout.offset + before * layout.strides[cat.made.axis])
 
 
 def _copy(name: str, view: View) -> Value:
@@ -375,24 +339,15 @@ def _axis_in_result(value: Value, view: View, axis: int | None) -> int | None:
             return None if axis == along else axis
         case Cat(axis=joined):
             return None if axis == joined else axis
-        case Product() as made:
-            return _axis_in_product(made, view, axis)
+        case Product(left=left, start=start, fixed=fixed):
+            rows, columns = len(view.shape) - 2, len(view.shape) - 1
+            if axis < rows:  # batches stay what they are
+                return axis
+            if view is start:  # threads cannot share the columns of a packed weight by rows of the batch
+                return None if fixed is not None and axis == (columns if fixed == "right" else rows) else axis
+            return axis if axis == (rows if view is left else columns) else None
         case _:
             return None
-
-
-def _axis_in_product(made: Product, view: View, axis: int) -> int | None:
-    """Batches stay what they are; else rows must be rows on the left, or columns on the right.
-
-    Threads cannot share the columns of a packed weight by rows of the batch.
-    """
-    dims = len(view.shape)
-    rows, columns = dims - 2, dims - 1
-    if axis < rows:
-        return axis
-    if view is made.start:
-        return None if made.fixed is not None and axis == (columns if made.fixed == "right" else rows) else axis
-    return axis if axis == (rows if view is made.left else columns) else None
 
 
 def fuse(loop: Sequence[Value], axes: SequenceAxes | None) -> list[list[Value]]:
@@ -402,8 +357,8 @@ def fuse(loop: Sequence[Value], axes: SequenceAxes | None) -> list[list[Value]]:
     while pending:
         waiting = set(pending)
         ready = [each for each in pending if not any(view.value in waiting for view in operand_views(each.made))]
-        whole = [[each] for each in ready if not isinstance(each.made, Elementwise)]
-        groups = whole or [_group(pending, waiting, ready[0], axes)]
+        groups = [[each] for each in ready if not isinstance(each.made, Elementwise)]
+        groups = groups or [_group(pending, waiting, ready[0], axes)]
         done = {each for group in groups for each in group}
         found += groups
         pending = [each for each in pending if each not in done]
@@ -412,18 +367,14 @@ def fuse(loop: Sequence[Value], axes: SequenceAxes | None) -> list[list[Value]]:
 
 def _group(pending: Sequence[Value], waiting: set[Value], first: Value, axes: SequenceAxes | None) -> list[Value]:
     """All that can be made in one pass with `first`."""
-    members: list[Value] = []
-    inside: set[Value] = set()
+    members: dict[Value, None] = {}
     for value in pending:
         same = value.shape == first.shape and (axes is None or axes.get(value) == axes.get(first))
-        if not same or not isinstance(value.made, Elementwise):
-            continue
-        if all(
-            (view.value in inside and view.whole) or view.value not in waiting for view in operand_views(value.made)
-        ):
-            members.append(value)
-            inside.add(value)
-    return members
+        if same and isinstance(value.made, Elementwise):
+            views = operand_views(value.made)
+            if all(view.value not in waiting or (view.value in members and view.whole) for view in views):
+                members[value] = None
+    return list(members)
 
 
 ROWS = 4
@@ -451,10 +402,9 @@ class LoopSchedule:
 def schedule(function: LoopFunction) -> LoopSchedule:
     """The order in which a function runs, once it is finalized."""
     rows, axes = 1, None
-    main = next((each for each in function.phases.phases if each.main), None)
-    if main is not None:
-        first = function.carried[0][0].shape
-        rows = first[0] if first else 1
+    if any(each.main for each in function.phases.phases):
+        (main,) = [each for each in function.phases.phases if each.main]
+        rows = next(iter(function.carried[0][0].shape), 1)
         axes = row_axes(main.loop, [start for start, _ in function.carried]) if rows >= ROWS else None
     steps = [
         PhaseSchedule(each.bulk, fuse(each.loop, axes if each.main else None), each.main)

@@ -24,8 +24,9 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from weft.core.errors import SpecError, UsageError, listed
-from weft.core.pytree import difference, flatten, map_leaves, structure_paths
+from weft.core.errors import SpecError, listed
+from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
+from weft.core.validation import Validator
 from weft.recurrent.recurrent import FoldedText, Result
 from weft.recurrent.sequence import Lengths, unpack_inputs
 
@@ -53,12 +54,17 @@ class Bidirectional(nn.Module):
 
     def __init__(self, forward_net: nn.Module, backward_net: nn.Module | None = None, merge: Merge = "cat") -> None:
         super().__init__()
-        backward_net = _another(forward_net) if backward_net is None else backward_net
-        _check(forward_net, backward_net, merge)
         self.forward_net = forward_net
-        self.backward_net = backward_net
+        self.backward_net = _another(forward_net) if backward_net is None else backward_net
         self.merge: Merge = merge
-        self.batch_first = bool(getattr(forward_net, "batch_first", False))
+        first = [bool(getattr(net, "batch_first", False)) for net in (forward_net, self.backward_net)]
+        with Validator("invalid arguments of Bidirectional") as check:
+            known = callable(merge) or merge in ("cat", "sum")
+            check.that(known, f"merge is {merge!r}, wanted 'cat', 'sum' or a function of both outputs")
+            check.that(
+                first[0] == first[1], f"forward_net has batch_first={first[0]}, backward_net has batch_first={first[1]}"
+            )
+        self.batch_first = first[0]
 
     def forward(
         self,
@@ -92,64 +98,63 @@ class Bidirectional(nn.Module):
         inputs, lengths = given.inputs, given.lengths
         one: Result = self.forward_net(inputs, ahead, lengths=lengths, mask=mask, reset=reset, start=start)
         axes = SequenceAxes.of(inputs, self.batch_first)  # the forward network has found all of it right
-        device = next(leaf.device for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor))
-        mask, reset = reverse_rows(axes, lengths, mask, reset, device)
+        mask, reset = reverse_rows(axes, lengths, mask, reset)
         try:
-            other: Result = self.backward_net(reverse_inputs(inputs, axes), back, mask=mask, reset=reset, start=start)
+            flipped = reverse(inputs, axes.time_of_input)
+            other: Result = self.backward_net(flipped, back, mask=mask, reset=reset, start=start)
         except Exception as error:
             error.add_note("weft: in the backward network of a Bidirectional, which reads the sequence from its end")
             raise
-        outputs = merged(one.outputs, reverse_results(other.outputs, axes), self.merge, least=3 if axes.deep else 2)
-        return Result(given.close(outputs), (one.last, other.last), (one.states, reverse_results(other.states, axes)))
+        outputs, states = (reverse(each, axes.time_of_result) for each in (other.outputs, other.states))
+        outputs = self._merged(one.outputs, outputs, 3 if axes.deep else 2)
+        return Result(given.close(outputs), (one.last, other.last), (one.states, states))
+
+    def _merged(self, one: Any, other: Any, least: int) -> Any:
+        """Both outputs in one; `least` axes must an output have to be put together along its last."""
+        merge = self.merge
+        if not isinstance(merge, str):
+            return merge(one, other)
+
+        def fits(x: Any, y: Any) -> bool:
+            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+                return x is None and y is None
+            # A number per step and row has no axis of its own to be put together along.
+            return x.dim() >= least and x.shape[:-1] == y.shape[:-1] if merge == "cat" else x.shape == y.shape
+
+        def both(x: Any, y: Any) -> Any:
+            return x if x is None else torch.cat([x, y], -1) if merge == "cat" else x + y
+
+        fault = f"the outputs of both networks have no {merge}; give a function as merge"
+        return combined(one, other, fits, both, fault)
 
     def explain(self) -> str:
         """Both networks' explanations."""
-        return told({"forward": self.forward_net, "backward": self.backward_net})
+        return explained({"forward": self.forward_net, "backward": self.backward_net})
 
     def extra_repr(self) -> str:
         """How outputs are merged."""
         return f"merge={self.merge!r}"
 
 
-def told(nets: dict[str, nn.Module]) -> str:
+def explained(nets: dict[str, Any]) -> str:
     """The explanations of the networks that have any."""
-    explained = {name: getattr(net, "explain", None) for name, net in nets.items()}
-    parts = [f"{name}:\n{explain()}" for name, explain in explained.items() if callable(explain)]
+    parts = [f"{name}:\n{net.explain()}" for name, net in nets.items() if callable(getattr(net, "explain", None))]
     return FoldedText("\n\n".join(parts))
 
 
-def merged(one: Any, other: Any, merge: Merge, least: int = 3) -> Any:
-    """Both outputs in one; `least` axes must an output have to be put together along its last.
-
-    Raises ``SpecError`` that lists all that does not fit.
-    """
-    if not isinstance(merge, str):
-        return merge(one, other)
+def combined(
+    one: Any, other: Any, fits: Callable[[Any, Any], bool], join: Callable[[Any, Any], Any], fault: str
+) -> Any:
+    """Two nested values in one, leaf by leaf. Raises ``SpecError`` that lists all that does not fit."""
     (leaves, structure), (others, seen) = flatten(one), flatten(other)
-    fault = difference(structure, seen, "output")
-    if fault:
-        raise SpecError(f"the outputs of the backward network are not nested as those of the forward one: {fault}")
-    faults = [
-        f"{name} is {_look(x)} forward and {_look(y)} backward"
-        for name, x, y in zip(structure_paths(structure, "output"), leaves, others, strict=True)
-        if not _fit(x, y, merge, least)
-    ]
+    nesting = difference(structure, seen, "output")
+    faults = [nesting] if nesting else []
+    if not faults:
+        paths = zip(structure_paths(structure, "output"), leaves, others, strict=True)
+        faults = [f"{name} is {_look(x)}, the other {_look(y)}" for name, x, y in paths if not fits(x, y)]
     if faults:
-        raise SpecError(listed(f"the outputs of both networks have no {merge}; give a function as merge:", faults))
-
-    def both(x: Any, y: Any) -> Any:
-        if x is None:
-            return None
-        return torch.cat([x, y], -1) if merge == "cat" else x + y
-
-    return map_leaves(both, one, other)
-
-
-def _fit(x: Any, y: Any, merge: str, least: int) -> bool:
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return x is None and y is None
-    # A number per step and row has no axis of its own to be put together along.
-    return x.dim() >= least and x.shape[:-1] == y.shape[:-1] if merge == "cat" else x.shape == y.shape
+        raise SpecError(listed(f"{fault}:", faults))
+    return unflatten(structure, [join(x, y) for x, y in zip(leaves, others, strict=True)])
 
 
 def _look(leaf: Any) -> str:
@@ -166,18 +171,6 @@ def _another(net: nn.Module) -> nn.Module:
     return again
 
 
-def _check(forward_net: nn.Module, backward_net: nn.Module, merge: Any) -> None:
-    """Raise UsageError that lists all that is wrong with the arguments of a Bidirectional."""
-    faults: list[str] = []
-    if not callable(merge) and merge not in ("cat", "sum"):
-        faults.append(f"merge is {merge!r}, wanted 'cat', 'sum' or a function of both outputs")
-    first = [bool(getattr(net, "batch_first", False)) for net in (forward_net, backward_net)]
-    if first[0] != first[1]:
-        faults.append(f"forward_net has batch_first={first[0]}, backward_net has batch_first={first[1]}")
-    if faults:
-        raise UsageError(listed("invalid arguments of Bidirectional:", faults))
-
-
 class SequenceAxes(NamedTuple):
     """The layout of a call: how many steps and rows a call has (rows None: unknown), and which of both comes first.
 
@@ -188,6 +181,7 @@ class SequenceAxes(NamedTuple):
     rows: int | None
     batch_first: bool
     deep: bool = False
+    device: torch.device = torch.device("cpu")
 
     @staticmethod
     def of(inputs: Any, batch_first: bool) -> "SequenceAxes":
@@ -196,54 +190,40 @@ class SequenceAxes(NamedTuple):
         deepest = max([leaf.dim() for leaf in tensors])  # no max(key=...), at which torch.compile breaks the graph
         most = next(leaf for leaf in tensors if leaf.dim() == deepest)
         if most.dim() < 2:
-            return SequenceAxes(len(most), None, batch_first)
+            return SequenceAxes(len(most), None, batch_first, device=most.device)
         time = int(batch_first)
-        return SequenceAxes(most.shape[time], most.shape[1 - time], batch_first, most.dim() > 2)
+        return SequenceAxes(most.shape[time], most.shape[1 - time], batch_first, most.dim() > 2, most.device)
 
     def time_of_input(self, leaf: Tensor) -> int:
         """The time axis of an input: all that have two axes have rows."""
         return int(self.batch_first and leaf.dim() > 1)
 
-    def time_of_result(self, leaf: Tensor, steps: int | None = None) -> int:
-        """The time axis of an output or of all states, over all steps or over `steps`; without rows it is axis 0."""
-        whole = self.steps if steps is None else steps
-        return int(self.batch_first and leaf.dim() > 1 and tuple(leaf.shape[:2]) == (self.rows, whole))
+    def time_of_result(self, leaf: Tensor) -> int:
+        """The time axis of an output or of all states; without rows it is axis 0."""
+        return int(self.batch_first and leaf.dim() > 1 and tuple(leaf.shape[:2]) == (self.rows, self.steps))
 
 
-def reverse_inputs(inputs: Any, axes: SequenceAxes) -> Any:
-    """Nested inputs from the last step to the first; what is no tensor stays."""
+def reverse(value: Any, time: Callable[[Tensor], int]) -> Any:
+    """Nested values from the last step to the first; what is no tensor stays."""
 
-    def reverse(leaf: Any) -> Any:
-        return leaf.flip(axes.time_of_input(leaf)) if isinstance(leaf, Tensor) else leaf
+    def flipped(leaf: Any) -> Any:
+        return leaf.flip(time(leaf)) if isinstance(leaf, Tensor) else leaf
 
-    return map_leaves(reverse, inputs)
-
-
-def reverse_results(results: Any, axes: SequenceAxes) -> Any:
-    """Outputs or states of a reversed sequence, at the places of the steps that they belong to."""
-
-    def reverse(leaf: Any) -> Any:
-        return leaf.flip(axes.time_of_result(leaf)) if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(reverse, results)
+    return map_leaves(flipped, value)
 
 
 def reverse_rows(
-    axes: SequenceAxes, lengths: Lengths | None, mask: Tensor | None, reset: Tensor | None, device: torch.device
+    axes: SequenceAxes, lengths: Lengths | None, mask: Tensor | None, reset: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Mask and reset of the reversed sequence, for tables that have been found right, with the batch where it was."""
     time = int(axes.batch_first)
     if lengths is not None:
-        counts = torch.as_tensor(lengths, dtype=torch.int64, device=device)
-        within = torch.arange(axes.steps, device=device).unsqueeze(1 - time) < counts.unsqueeze(time)
+        counts = torch.as_tensor(lengths, dtype=torch.int64, device=axes.device)
+        within = torch.arange(axes.steps, device=axes.device).unsqueeze(1 - time) < counts.unsqueeze(time)
         mask = within if mask is None else mask & within
         reset = None if reset is None else reset & within
-    return None if mask is None else mask.flip(time), None if reset is None else _moved(reset, time).flip(time)
-
-
-def _moved(reset: Tensor, time: int) -> Tensor:
-    """Each flag one step earlier: what was cut off before a step is cut off behind the one before it."""
-    if not reset.shape[time]:
-        return reset
-    first = torch.zeros_like(reset.narrow(time, 0, 1))
-    return torch.cat([reset.narrow(time, 1, reset.shape[time] - 1), first], time)
+    if reset is not None and axes.steps:
+        # Each flag one step earlier: what was cut off before a step is cut off behind the one before it.
+        first = torch.zeros_like(reset.narrow(time, 0, 1))
+        reset = torch.cat([reset.narrow(time, 1, axes.steps - 1), first], time)
+    return None if mask is None else mask.flip(time), None if reset is None else reset.flip(time)

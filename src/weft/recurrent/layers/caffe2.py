@@ -22,11 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from weft.core.errors import UsageError, listed
 from weft.core.validation import Validator
-from weft.recurrent.layers.rnn import LayerStep, State, WeightKeyedCache, call_with
+from weft.recurrent.layers.rnn import LayerStep, State, WeightKeyedCache, exporting
 from weft.recurrent.masking import read_rows
-from weft.recurrent.recurrent import Recurrent
+from weft.recurrent.recurrent import Recurrent, Result
 from weft.recurrent.sequence import Lengths, read_inputs
 
 _PAIRS = {"i2h_w": "weight_ih_l0", "gates_t_w": "weight_hh_l0", "i2h_b": "bias_ih_l0", "gates_t_b": "bias_hh_l0"}
@@ -56,10 +55,7 @@ class Caffe2Result(NamedTuple):
     """What Caffe2's LSTM returns, in its order.
 
     Example:
-        >>> from weft.recurrent.layers import Caffe2LSTM
-        >>> hidden_all, hidden_last, cell_all, cell_last = Caffe2LSTM(8, 16)(torch.randn(20, 4, 8))
-        >>> cell_last.shape
-        torch.Size([4, 16])
+        >>> hidden_all, hidden_last, cell_all, cell_last = weft.recurrent.Caffe2LSTM(8, 16)(torch.randn(20, 4, 8))
     """
 
     hidden_all: Tensor
@@ -77,8 +73,8 @@ class Caffe2LSTM(nn.Module):
 
     Args:
         dim_in, dim_out: widths D of the input and H of the states.
-        forget_bias: added to the forget gate, besides the biases that are learned.
-        device, dtype: of the parameters, which begin as Caffe2's: weights uniform within sqrt(3 / columns), biases 0.
+        forget_bias: added to the forget gate, besides the biases that are learned, which begin with 0. Weights begin
+            uniform within sqrt(3 / columns), as Caffe2's.
         how: handed to :class:`weft.recurrent.Recurrent`, such as ``backend=``. The input's product is outside of it.
 
     Parameters have Caffe2's names; the top of the file has their layout. Raises ``UsageError`` for widths below 1.
@@ -107,9 +103,9 @@ class Caffe2LSTM(nn.Module):
         **how: Any,
     ) -> None:
         super().__init__()
-        wrong = [f"{name} is {n}, wanted at least 1" for name, n in (("dim_in", dim_in), ("dim_out", dim_out)) if n < 1]
-        if wrong:
-            raise UsageError(listed("invalid arguments of Caffe2LSTM:", wrong))
+        with Validator("invalid arguments of Caffe2LSTM") as check:
+            check.count("dim_in", dim_in)
+            check.count("dim_out", dim_out)
         self.dim_in, self.dim_out, self.forget_bias = dim_in, dim_out, forget_bias
         self.how = how
         for name, shape in {"i2h_w": (dim_in,), "i2h_b": (), "gates_t_w": (dim_out,), "gates_t_b": ()}.items():
@@ -121,11 +117,8 @@ class Caffe2LSTM(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
         for weight in self.parameters():
-            if weight.dim() == 2:
-                bound = math.sqrt(3 / weight.shape[1])
-                nn.init.uniform_(weight, -bound, bound)
-            else:
-                nn.init.zeros_(weight)
+            bound = math.sqrt(3 / weight.shape[1]) if weight.dim() == 2 else 0.0
+            nn.init.uniform_(weight, -bound, bound)
 
     def forward(
         self, input: Tensor, seq_lengths: Lengths | None = None, initial: tuple[Tensor, Tensor] | None = None
@@ -143,14 +136,29 @@ class Caffe2LSTM(nn.Module):
         with Validator("Caffe2LSTM cannot run on these arguments") as check:
             read = read_inputs(input, batch_first=False, certain=True, check=check)
             rows = read_rows(read, seq_lengths, None, None, batch_first=False, check=check)
-            self._check(input, check)
-            state = self._state(input, initial, check)
-        valid = rows.valid
-        if valid is not None:
-            input = torch.where(valid.unsqueeze(-1), input, 0)  # NaN times a gradient of zero would be NaN
-        gates = linear(input, self.i2h_w, self.i2h_b)
-        weights = {f"cell.{name}": cast(Tensor, getattr(self, name)) for name in ("gates_t_w", "gates_t_b")}
-        result = call_with(self._recurrent(), weights, gates, state, lengths=seq_lengths)
+            shape = tuple(input.shape)
+            if input.dim() != 3 or input.shape[-1] != self.dim_in:
+                check.mismatch(f"input has shape {shape}, wanted T x N x {self.dim_in} (dim_in)")
+            if input.dtype != self.i2h_w.dtype and not torch.is_autocast_enabled(input.device.type):
+                check.mismatch(f"input is {input.dtype}, the parameters are {self.i2h_w.dtype}; convert one with .to()")
+            if input.device != self.i2h_w.device:
+                check.mismatch(f"input is on {input.device}, the parameters are on {self.i2h_w.device}")
+            wanted = (*shape[1:2], self.dim_out)
+            given = (input.new_zeros(wanted),) * 2 if initial is None else initial
+            state = tuple(part.squeeze(0) if part.dim() == 3 and len(part) == 1 else part for part in given)
+            for name, part in zip(("hidden", "cell"), state, strict=True):
+                if tuple(part.shape) != wanted:
+                    seen = tuple(part.shape)
+                    check.mismatch(f"initial {name} state has shape {seen}, wanted N x H = {wanted}")
+        if rows.valid is not None:
+            input = torch.where(rows.valid.unsqueeze(-1), input, 0)  # NaN times a gradient of zero would be NaN
+        gates, net = linear(input, self.i2h_w, self.i2h_b), self._recurrent()
+        options = {"lengths": seq_lengths}
+        if exporting():  # with the weights of the export
+            weights = {"cell.gates_t_w": self.gates_t_w, "cell.gates_t_b": self.gates_t_b}
+            result: Result = torch.func.functional_call(net, weights, (gates, state), options)
+        else:
+            result = net(gates, state, **options)
         return Caffe2Result(result.states[0], result.last[0], result.states[1], result.last[1])
 
     @classmethod
@@ -160,12 +168,10 @@ class Caffe2LSTM(nn.Module):
         ``module``: one layer, one direction, no projection; without biases they become zero. ``forget_bias`` is
         taken out of its biases. Raises ``UsageError`` that lists what Caffe2's LSTM does not have.
         """
-        has = {"num_layers": 1, "bidirectional": False, "proj_size": 0}
-        wrong = [
-            f"{name} is {getattr(module, name)}, wanted {n}" for name, n in has.items() if getattr(module, name) != n
-        ]
-        if wrong:
-            raise UsageError(listed("this nn.LSTM is no Caffe2LSTM:", wrong))
+        with Validator("this nn.LSTM is no Caffe2LSTM") as check:
+            for name, wanted in {"num_layers": 1, "bidirectional": False, "proj_size": 0}.items():
+                seen = getattr(module, name)
+                check.that(seen == wanted, f"{name} is {seen}, wanted {wanted}")
         like = module.weight_ih_l0
         options = {"forget_bias": forget_bias, "device": like.device, "dtype": like.dtype}
         made = cls(module.input_size, module.hidden_size, **options, **how)
@@ -196,12 +202,12 @@ class Caffe2LSTM(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments."""
-        told = {"forget_bias": self.forget_bias} if self.forget_bias else {}
-        return ", ".join([f"{self.dim_in}, {self.dim_out}", *(f"{k}={v!r}" for k, v in {**told, **self.how}.items())])
+        options = {"forget_bias": self.forget_bias, **self.how}
+        return ", ".join([f"{self.dim_in}, {self.dim_out}", *(f"{k}={v!r}" for k, v in options.items())])
 
     def _recurrent(self) -> Recurrent:
         """The network of the steps. Weights that are no parameters are new at every call: a plan would not pay."""
-        weights = {name: cast(Tensor, getattr(self, name)) for name in ("gates_t_w", "gates_t_b")}
+        weights = {"gates_t_w": self.gates_t_w, "gates_t_b": self.gates_t_b}
         lasting = all(isinstance(weight, nn.Parameter) for weight in weights.values())
 
         def make() -> Recurrent:
@@ -209,24 +215,6 @@ class Caffe2LSTM(nn.Module):
             return Recurrent(Caffe2Step(weights, self.forget_bias), **how)
 
         return self._net.get(list(weights.values()), make) if lasting else make()
-
-    def _check(self, input: Tensor, check: Validator) -> None:
-        if input.dim() != 3 or input.shape[-1] != self.dim_in:
-            check.mismatch(f"input has shape {tuple(input.shape)}, wanted T x N x {self.dim_in} (dim_in)")
-        if input.dtype != self.i2h_w.dtype and not torch.is_autocast_enabled(input.device.type):
-            check.mismatch(f"input is {input.dtype}, the parameters are {self.i2h_w.dtype}; convert one with .to()")
-        if input.device != self.i2h_w.device:
-            check.mismatch(f"input is on {input.device}, the parameters are on {self.i2h_w.device}")
-
-    def _state(self, input: Tensor, initial: tuple[Tensor, Tensor] | None, check: Validator) -> tuple[Tensor, ...]:
-        wanted = (input.shape[1] if input.dim() > 1 else 0, self.dim_out)
-        if initial is None:
-            return (input.new_zeros(wanted),) * 2
-        parts = tuple(part.squeeze(0) if part.dim() == 3 and len(part) == 1 else part for part in initial)
-        for name, part in zip(("hidden", "cell"), parts, strict=True):
-            if tuple(part.shape) != wanted:
-                check.mismatch(f"initial {name} state has shape {tuple(part.shape)}, wanted N x H = {wanted}")
-        return parts
 
 
 def _reordered(weight: Tensor) -> Tensor:

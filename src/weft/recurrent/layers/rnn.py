@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence
 
-from weft.core.errors import SpecError, UsageError, listed
-from weft.recurrent.layers.bidirectional import Bidirectional
-from weft.recurrent.recurrent import FoldedText, Recurrent, Result
+from weft.core.errors import SpecError
+from weft.core.validation import Validator
+from weft.recurrent.layers.bidirectional import Bidirectional, explained
+from weft.recurrent.recurrent import Recurrent
 from weft.recurrent.sequence import pack_like, unpack
 
 Net = TypeVar("Net")
@@ -33,13 +34,6 @@ Net = TypeVar("Net")
 def exporting() -> bool:
     """Whether a graph is made of values that are not there yet; not by Dynamo, which sees the real parameters."""
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
-
-
-def call_with(net: nn.Module, weights: Mapping[str, Tensor], *arguments: Any, **options: Any) -> Any:
-    """Call a network; in an export, with these weights, by their names in it."""
-    if exporting():
-        return torch.func.functional_call(net, dict(weights), arguments, options)
-    return net(*arguments, **options)
 
 
 class WeightKeyedCache(Generic[Net]):
@@ -60,7 +54,7 @@ class WeightKeyedCache(Generic[Net]):
 
 
 class LayerInputError(SpecError, ValueError, RuntimeError):
-    """LayerInput of a layer do not fit. It is whatever torch.nn's layers raise for such a fault.
+    """Arguments that do not fit a layer. It is whatever torch.nn's layers raise for such a fault.
 
     Example:
         >>> weft.GRU(3, 8)(torch.ones(5, 2, 4))
@@ -70,7 +64,7 @@ class LayerInputError(SpecError, ValueError, RuntimeError):
 
 
 class LayerInput(NamedTuple):
-    """Time first, with rows; `lengths` (on the CPU) only where they differ from T; states per network, or None."""
+    """Time first, with rows; `lengths` (on the CPU) only where they differ from T; a state per network."""
 
     x: Tensor
     lengths: Tensor | None
@@ -84,99 +78,6 @@ class LayerInput(NamedTuple):
             return None
         lengths = unpack(self.packed)[1] if self.lengths is None else self.lengths
         return pack_like(x, lengths, self.packed)
-
-
-def read_input(layer: nn.RNNBase, weight: Tensor, input: Any, hx: Any, widths: Sequence[int]) -> LayerInput:
-    """Check `input` and `hx` against the layer, of which `weight` is one; states have these `widths`.
-
-    Raises LayerInputError that lists all that is wrong.
-    """
-    faults: list[str] = []
-    packed = input if isinstance(input, PackedSequence) else None
-    data: Any = input if packed is None else packed.data
-    if not isinstance(data, Tensor):
-        faults.append(f"input is of type {type(data).__name__}, wanted a tensor or a PackedSequence")
-        _raise(layer, faults)
-    _check_input(layer, weight, data, packed is not None, faults)
-    batched = packed is not None or data.dim() != 2
-    parts = None
-    if data.dim() in (2, 3):
-        rows = _rows(layer, data, packed) if batched else None
-        parts = _parts(layer, hx, widths, rows, data, faults)
-    if faults:
-        _raise(layer, faults)
-    lengths = None
-    if packed is not None:
-        x, lengths = unpack(packed)
-        lengths = lengths if int(lengths.min()) < len(x) else None
-    elif batched:
-        x = data.transpose(0, 1) if layer.batch_first else data
-    else:
-        x = data.unsqueeze(1)
-    return LayerInput(x, lengths, _states(layer, x, parts, widths, batched), packed, batched)
-
-
-def _raise(layer: nn.RNNBase, faults: list[str]) -> None:
-    raise LayerInputError(listed(f"{type(layer).__name__} cannot run on these arguments:", faults))
-
-
-def _rows(layer: nn.RNNBase, data: Tensor, packed: PackedSequence | None) -> int:
-    return data.shape[0 if layer.batch_first else 1] if packed is None else int(packed.batch_sizes[0])
-
-
-def _check_input(layer: nn.RNNBase, weight: Tensor, data: Tensor, packed: bool, faults: list[str]) -> None:
-    axes = "N x T x D" if layer.batch_first else "T x N x D"
-    if data.dim() not in ((2,) if packed else (2, 3)):
-        wanted = "packed rows of width D" if packed else f"{axes}, or T x D for one row"
-        faults.append(f"input has shape {tuple(data.shape)}, wanted {wanted}")
-    elif data.shape[-1] != layer.input_size:
-        faults.append(f"input has shape {tuple(data.shape)}, wanted {layer.input_size} (input_size) as its last size")
-    if data.dtype != weight.dtype and not torch.is_autocast_enabled(data.device.type):
-        faults.append(
-            f"input is {data.dtype}, the weights are {weight.dtype}; convert the input with .to({weight.dtype}) "
-            f"or the layer with .to({data.dtype})"
-        )
-    if data.device != weight.device:
-        faults.append(f"input is on {data.device}, the weights are on {weight.device}")
-
-
-def _parts(
-    layer: nn.RNNBase, hx: Any, widths: Sequence[int], rows: int | None, data: Tensor, faults: list[str]
-) -> list[Tensor] | None:
-    """The tensors of `hx`; None if there are none."""
-    if hx is None:
-        return None
-    found = cast("Sequence[Any]", hx if len(widths) > 1 else [hx])
-    names = ["hx[0]", "hx[1]"] if len(widths) > 1 else ["hx"]
-    if not isinstance(found, (tuple, list)) or len(found) != len(widths):
-        faults.append(f"hx is of type {type(hx).__name__}, wanted the pair (h_0, c_0)")
-        return None
-    first = layer.num_layers * (2 if layer.bidirectional else 1)
-    for name, part, width in zip(names, found, widths, strict=True):
-        wanted = (first, width) if rows is None else (first, rows, width)
-        axes = "layers * directions x " + ("H" if rows is None else "N x H")
-        if not isinstance(part, Tensor):
-            faults.append(f"{name} is of type {type(part).__name__}, wanted a tensor")
-            continue
-        if tuple(part.shape) != wanted:
-            faults.append(f"{name} has shape {tuple(part.shape)}, wanted {axes} = {wanted}")
-        if part.dtype != data.dtype and not torch.is_autocast_enabled(data.device.type):
-            faults.append(f"{name} is {part.dtype}, the input is {data.dtype}")
-        if part.device != data.device:
-            faults.append(f"{name} is on {part.device}, the input is on {data.device}")
-    return [part for part in found if isinstance(part, Tensor)]
-
-
-def _states(
-    layer: nn.RNNBase, x: Tensor, parts: list[Tensor] | None, widths: Sequence[int], batched: bool
-) -> list[tuple[Tensor, ...]]:
-    """The initial state of every network; zeros where none was given."""
-    count = layer.num_layers * (2 if layer.bidirectional else 1)
-    if parts is None:
-        zeros = tuple(x.new_zeros(x.shape[1], width) for width in widths)
-        return [zeros] * count
-    columns = [(part if batched else part.unsqueeze(1)).unbind(0) for part in parts]
-    return [tuple(column) for column in zip(*columns, strict=True)]
 
 
 State = tuple[Tensor, ...]
@@ -230,28 +131,39 @@ class GRUStep(LayerStep):
         return hidden, (hidden,)
 
 
-class RNNStep(LayerStep):
+class TanhStep(LayerStep):
     """torch.nn.RNN's step, the Elman network."""
-
-    def __init__(self, weights: Mapping[str, Tensor | None], activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(weights)
-        self.activation = activation
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """N x D and (N x H,) to the output N x H and the new state."""
         of_input, of_hidden = self.projections(x, state[0])
-        hidden = self.activation(of_input + of_hidden)
+        hidden = (of_input + of_hidden).tanh()
+        return hidden, (hidden,)
+
+
+class ReluStep(LayerStep):
+    """The same with relu."""
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """N x D and (N x H,) to the output N x H and the new state."""
+        of_input, of_hidden = self.projections(x, state[0])
+        hidden = (of_input + of_hidden).relu()
         return hidden, (hidden,)
 
 
 Nets = list[Recurrent | Bidirectional]
+_STEPS: dict[str, type[LayerStep]] = {"LSTM": LSTMStep, "GRU": GRUStep, "RNN_TANH": TanhStep, "RNN_RELU": ReluStep}
 _REFUSED = {
     "initial": "a layer begins with zeros, or with the hx of the call",
     "links": "the step of a layer is torch's, over tensors; use Recurrent for a step net over names",
     "time_step": "the step of a layer is torch's, which takes no step number",
 }
-"""LayerInput of ``Recurrent`` that a layer refuses, and why."""
+"""Arguments of ``Recurrent`` that a layer refuses, and why."""
 _WEIGHT_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+_TORCHS = {
+    *("input_size", "hidden_size", "num_layers", "nonlinearity", "bias", "batch_first", "dropout", "bidirectional"),
+    *("proj_size", "device", "dtype"),
+}
 
 
 class RNNBase(nn.RNNBase):
@@ -261,26 +173,15 @@ class RNNBase(nn.RNNBase):
     every call, for which no plan could be kept: then torch's own forward runs.
     """
 
-    def _configure(self, how: Mapping[str, Any]) -> None:
-        """After torch's constructor: keep what is handed to ``Recurrent``, which says at once if it is wrong.
-
-        Raises UsageError for what a layer has no use for.
-        """
-        faults = [f"{name}: {why}" for name, why in _REFUSED.items() if name in how]
-        if faults:
-            raise UsageError(listed(f"invalid arguments of {type(self).__name__}:", faults))
-        self.how = dict(how)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Torch's arguments, as torch has them and with its errors; all others go to ``Recurrent``."""
+        how = {name: options.pop(name) for name in [*options] if name not in _TORCHS}
+        super().__init__(*arguments, **options)
+        with Validator(f"invalid arguments of {type(self).__name__}") as check:
+            check.add(*(f"{name}: {why}" for name, why in _REFUSED.items() if name in how))
+        self.how = how
         self._nets: WeightKeyedCache[Nets] = WeightKeyedCache()
         self._networks()
-
-    def make_step(self, weights: Mapping[str, Tensor | None]) -> LayerStep:
-        """The cell of one layer and direction."""
-        raise NotImplementedError
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The width of every state."""
-        return (self.hidden_size,)
 
     def forward(self, input: Any, hx: Any = None) -> tuple[Any, Any]:
         """As torch.nn's layer of the same name: ``(output, h_n)``, for an LSTM ``(output, (h_n, c_n))``.
@@ -299,17 +200,38 @@ class RNNBase(nn.RNNBase):
 
     def _forward(self, input: Any, hx: Any) -> tuple[Any, Any]:
         weights = self._weights()
-        given = read_input(self, weights[0], input, hx, self.widths)
+        given = self._read(weights[0], input, hx)
         if not all(isinstance(weight, nn.Parameter) for weight in weights):
             return super().forward(input, hx)
         x = given.x
         last: list[tuple[Tensor, ...]] = []
         for layer, net in enumerate(self._networks()):
-            x, after = _run(net, self._weights_of(layer), x, given, layer)
+            try:
+                x, after = self._run(layer, net, x, given)
+            except Exception as error:
+                error.add_note(f"weft: in layer {layer}")
+                raise
             last += after
             if self.training and self.dropout and layer < self.num_layers - 1:
                 x = self._dropped(x, given)
-        return self._output(x, given), self._last(last, given.batched)
+        stacked = [torch.stack(column) for column in zip(*last, strict=True)]
+        parts = stacked if given.batched else [part.squeeze(1) for part in stacked]
+        return self._output(x, given), tuple(parts) if len(parts) > 1 else parts[0]
+
+    def _run(
+        self, layer: int, net: Recurrent | Bidirectional, x: Tensor, given: LayerInput
+    ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """One layer: its output, and the last state of each of its directions."""
+        both = isinstance(net, Bidirectional)
+        state = given.states[2 * layer : 2 * layer + 2] if both else given.states[layer]
+        if exporting():  # with the weights of the export, by their names in the network
+            prefixes = ("forward_net.cell", "backward_net.cell") if both else ("cell",)
+            named = zip(prefixes, self._kinds(layer), strict=True)
+            weights = {f"{at}.{kind}": w for at, kinds in named for kind, w in kinds.items() if w is not None}
+            result = torch.func.functional_call(net, weights, (x, state), {"lengths": given.lengths})
+        else:
+            result = net(x, state, lengths=given.lengths)
+        return result.outputs, list(result.last) if both else [result.last]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -319,43 +241,93 @@ class RNNBase(nn.RNNBase):
         """How every layer and direction runs; see ``Recurrent.explain``."""
         if not all(isinstance(weight, nn.Parameter) for weight in self._weights()):
             return "torch's own forward: a weight is no parameter, but made anew for every call"
-        return FoldedText("\n\n".join(f"layer {layer}:\n{net.explain()}" for layer, net in enumerate(self._networks())))
+        return explained({f"layer {layer}": net for layer, net in enumerate(self._networks())})
 
     def extra_repr(self) -> str:
         """Torch's, and what is handed to ``Recurrent``."""
         return ", ".join([super().extra_repr(), *(f"{key}={value!r}" for key, value in self.how.items())])
 
-    def _networks(self) -> Nets:
-        """The networks of the layers, for the parameters that are there now."""
-        return self._nets.get(self._weights(), self._make)
-
     def _weights(self) -> list[Tensor]:
         """The weights as they are now, in torch's order."""
         return [getattr(self, name) for name in cast("list[str]", self._flat_weights_names)]
 
-    def _weights_of(self, layer: int) -> dict[str, Tensor]:
-        """The weights of a layer as they are now, by their names in its network."""
-        inside = {"cell": f"_l{layer}"}
-        if self.bidirectional:
-            inside = {"forward_net.cell": f"_l{layer}", "backward_net.cell": f"_l{layer}_reverse"}
-        named = (
-            (f"{net}.{kind}", getattr(self, kind + suffix, None))
-            for net, suffix in inside.items()
-            for kind in _WEIGHT_KINDS
-        )
-        return {name: weight for name, weight in named if weight is not None}
+    def _kinds(self, layer: int) -> list[dict[str, Tensor | None]]:
+        """The weights of each direction of a layer as they are now."""
+        suffixes = ("", "_reverse") if self.bidirectional else ("",)
+        return [{kind: getattr(self, f"{kind}_l{layer}{each}", None) for kind in _WEIGHT_KINDS} for each in suffixes]
 
-    def _make(self) -> Nets:
-        nets: Nets = []
-        for layer in range(self.num_layers):
-            net = self._network(f"_l{layer}")
-            nets.append(Bidirectional(net, self._network(f"_l{layer}_reverse")) if self.bidirectional else net)
-        return nets
+    def _networks(self) -> Nets:
+        """The networks of the layers, for the parameters that are there now."""
 
-    def _network(self, suffix: str) -> Recurrent:
-        return Recurrent(
-            self.make_step({kind: getattr(self, kind + suffix, None) for kind in _WEIGHT_KINDS}), **self.how
+        def make() -> Nets:
+            step = _STEPS[self.mode]
+            layers = [[Recurrent(step(kinds), **self.how) for kinds in self._kinds(i)] for i in range(self.num_layers)]
+            return [Bidirectional(*each) if self.bidirectional else each[0] for each in layers]
+
+        return self._nets.get(self._weights(), make)
+
+    def _read(self, weight: Tensor, input: Any, hx: Any) -> LayerInput:
+        """The arguments of a call, checked against the layer, of which `weight` is one."""
+        packed = input if isinstance(input, PackedSequence) else None
+        data: Any = input if packed is None else packed.data
+        widths = [*([self.proj_size or self.hidden_size] if self.mode == "LSTM" else []), self.hidden_size]
+        shapes: list[tuple[int, ...]] = []
+        with Validator(f"{type(self).__name__} cannot run on these arguments", LayerInputError) as check:
+            if self._check_input(weight, data, packed is not None, check):
+                rows = [] if packed is None and data.dim() == 2 else [data.shape[0 if self.batch_first else 1]]
+                rows = rows if packed is None else [int(packed.batch_sizes[0])]
+                count = self.num_layers * (2 if self.bidirectional else 1)
+                shapes = [(count, *rows, width) for width in widths]
+                self._check_states(hx, shapes, data, check)
+        batched = packed is not None or data.dim() != 2
+        lengths = None
+        if packed is not None:
+            x, lengths = unpack(packed)
+            lengths = lengths if int(lengths.min()) < len(x) else None
+        elif batched:
+            x = data.transpose(0, 1) if self.batch_first else data
+        else:
+            x = data.unsqueeze(1)
+        parts = [x.new_zeros(each) for each in shapes] if hx is None else [hx] if len(shapes) == 1 else hx
+        columns = [(part if batched else part.unsqueeze(1)).unbind(0) for part in parts]
+        return LayerInput(x, lengths, list(zip(*columns, strict=True)), packed, batched)
+
+    def _check_input(self, weight: Tensor, data: Any, packed: bool, check: Validator) -> bool:
+        """Note what is wrong with the input; whether it has as many axes as it should."""
+        if not check.instance("input", data, Tensor, "a tensor or a PackedSequence"):
+            return False
+        axes = "N x T x D" if self.batch_first else "T x N x D"
+        wanted = "packed rows of width D" if packed else f"{axes}, or T x D for one row"
+        fits = data.dim() in ((2,) if packed else (2, 3))
+        check.that(fits, f"input has shape {tuple(data.shape)}, wanted {wanted}")
+        check.that(
+            not fits or data.shape[-1] == self.input_size,
+            f"input has shape {tuple(data.shape)}, wanted {self.input_size} (input_size) as its last size",
         )
+        check.that(
+            data.dtype == weight.dtype or torch.is_autocast_enabled(data.device.type),
+            f"input is {data.dtype}, the weights are {weight.dtype}; convert the input with .to({weight.dtype}) "
+            f"or the layer with .to({data.dtype})",
+        )
+        check.that(data.device == weight.device, f"input is on {data.device}, the weights are on {weight.device}")
+        return fits
+
+    def _check_states(self, hx: Any, shapes: Sequence[tuple[int, ...]], data: Tensor, check: Validator) -> None:
+        """Note what is wrong with the initial state."""
+        names, found = (["hx"], [hx]) if len(shapes) == 1 else (["hx[0]", "hx[1]"], hx)
+        if hx is None:
+            return
+        if not isinstance(found, tuple | list) or len(cast("Sequence[Any]", found)) != len(names):
+            check.add(f"hx is of type {type(hx).__name__}, wanted the pair (h_0, c_0)")
+            return
+        for name, part, wanted in zip(names, cast("Sequence[Any]", found), shapes, strict=True):
+            if check.instance(name, part, Tensor, "a tensor"):
+                axes = "layers * directions x " + ("H" if len(wanted) == 2 else "N x H")
+                fits = tuple(part.shape) == wanted
+                check.that(fits, f"{name} has shape {tuple(part.shape)}, wanted {axes} = {wanted}")
+                alike = part.dtype == data.dtype or torch.is_autocast_enabled(data.device.type)
+                check.that(alike, f"{name} is {part.dtype}, the input is {data.dtype}")
+                check.that(part.device == data.device, f"{name} is on {part.device}, the input is on {data.device}")
 
     def _dropped(self, x: Tensor, given: LayerInput) -> Tensor:
         """Dropout between layers; on packed rows, as torch does it, the numbers are drawn for what counts only."""
@@ -367,34 +339,12 @@ class RNNBase(nn.RNNBase):
     def _output(self, x: Tensor, given: LayerInput) -> Any:
         if given.packed is not None:
             return given.repacked(x)
-        if x.requires_grad and not self.bidirectional:  # both directions were put together in a tensor of its own
-            x = (
-                x.clone()
-            )  # backward reads a layer's outputs again, and torch's may be written to, as by ReLU(inplace=True)
+        # Backward reads a layer's outputs again, and torch's may be written to, as by ReLU(inplace=True). Both
+        # directions were put together in a tensor of its own.
+        x = x.clone() if x.requires_grad and not self.bidirectional else x
         if not given.batched:
             return x.squeeze(1)
         return x.transpose(0, 1) if self.batch_first else x
-
-    def _last(self, last: list[tuple[Tensor, ...]], batched: bool) -> Any:
-        stacked = [torch.stack(column) for column in zip(*last, strict=True)]
-        parts = stacked if batched else [part.squeeze(1) for part in stacked]
-        return tuple(parts) if len(parts) > 1 else parts[0]
-
-
-def _run(
-    net: Recurrent | Bidirectional, weights: dict[str, Tensor], x: Tensor, given: LayerInput, layer: int
-) -> tuple[Tensor, list[Any]]:
-    """One layer: its output, and the last state of each of its directions."""
-    try:
-        if isinstance(net, Bidirectional):
-            states = given.states[2 * layer : 2 * layer + 2]
-            result: Result = call_with(net, weights, x, states, lengths=given.lengths)
-            return result.outputs, list(result.last)
-        result = call_with(net, weights, x, given.states[layer], lengths=given.lengths)
-        return result.outputs, [result.last]
-    except Exception as error:
-        error.add_note(f"weft: in layer {layer}")
-        raise
 
 
 @functools.cache
@@ -407,13 +357,9 @@ def _never_compiled() -> Any:
 class LSTM(RNNBase, nn.LSTM):
     """A drop-in for ``torch.nn.LSTM`` (Hochreiter and Schmidhuber, 1997; projection: Sak et al., arXiv 1402.1128).
 
-    Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device, dtype: as
-            torch's, with the same errors.
-        how: handed to :class:`weft.recurrent.Recurrent` for every layer and direction, such as ``backend=``.
-
-    The class is a ``torch.nn.LSTM``: weights load both ways, and initialisation is torch's. Gates are in the order
-    i, f, g, o. Dropout between layers draws the numbers that torch draws on the CPU. See `forward` for the call.
+    Arguments are torch's, with the same errors; further ones, such as ``backend=``, go to
+    :class:`weft.recurrent.Recurrent` for every layer and direction. The class is a ``torch.nn.LSTM``: weights load both
+    ways, and initialisation is torch's. Dropout between layers draws the numbers that torch draws on the CPU.
 
     Example:
         >>> net = weft.LSTM(8, 16)
@@ -422,45 +368,11 @@ class LSTM(RNNBase, nn.LSTM):
         <All keys matched successfully>
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        **how: Any,
-    ) -> None:
-        super().__init__(
-            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device, dtype
-        )
-        self._configure(how)
-
-    def make_step(self, weights: Mapping[str, Tensor | None]) -> LSTMStep:
-        """The cell of one layer and direction."""
-        return LSTMStep(weights)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The widths of the hidden state and of the cell state."""
-        return (self.proj_size or self.hidden_size, self.hidden_size)
-
 
 class GRU(RNNBase, nn.GRU):
     """A drop-in for ``torch.nn.GRU`` (Cho et al., arXiv 1406.1078, with the reset gate behind the projection).
 
-    Args:
-        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype: as torch's, with
-            the same errors.
-        how: handed to :class:`weft.recurrent.Recurrent` for every layer and direction, such as ``backend=``.
-
-    The class is a ``torch.nn.GRU``: weights load both ways, and initialisation is torch's. Gates are in the order
-    r, z, n. Dropout between layers draws the numbers that torch draws on the CPU. See `forward` for the call.
+    Arguments and weights as for :class:`LSTM`, but no ``proj_size``.
 
     Example:
         >>> outputs, last = weft.GRU(8, 16, batch_first=True)(torch.randn(4, 20, 8))
@@ -468,62 +380,14 @@ class GRU(RNNBase, nn.GRU):
         (torch.Size([4, 20, 16]), torch.Size([1, 4, 16]))
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        **how: Any,
-    ) -> None:
-        options = {"bidirectional": bidirectional, "device": device, "dtype": dtype}
-        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, **options)
-        self._configure(how)
-
-    def make_step(self, weights: Mapping[str, Tensor | None]) -> GRUStep:
-        """The cell of one layer and direction."""
-        return GRUStep(weights)
-
 
 class RNN(RNNBase, nn.RNN):
     """A drop-in for ``torch.nn.RNN`` (Elman, "Finding structure in time", 1990).
 
-    Args:
-        input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, bidirectional, device, dtype: as
-            torch's, with the same errors.
-        how: handed to :class:`weft.recurrent.Recurrent` for every layer and direction, such as ``backend=``.
-
-    The class is a ``torch.nn.RNN``: weights load both ways, and initialisation is torch's. See `forward` for the call.
+    Arguments and weights as for :class:`LSTM`, but no ``proj_size``, and ``nonlinearity`` is ``"tanh"`` or ``"relu"``.
 
     Example:
         >>> outputs, last = weft.RNN(8, 16, nonlinearity="relu")(torch.randn(20, 4, 8))
         >>> outputs.shape
         torch.Size([20, 4, 16])
     """
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        **how: Any,
-    ) -> None:
-        options = {"bidirectional": bidirectional, "device": device, "dtype": dtype}
-        super().__init__(input_size, hidden_size, num_layers, nonlinearity, bias, batch_first, dropout, **options)
-        self._configure(how)
-
-    def make_step(self, weights: Mapping[str, Tensor | None]) -> RNNStep:
-        """The cell of one layer and direction."""
-        return RNNStep(weights, torch.tanh if self.nonlinearity == "tanh" else torch.relu)

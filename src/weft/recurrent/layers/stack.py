@@ -6,15 +6,16 @@
 Each layer runs over the whole sequence before the next one begins.
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from weft.core.errors import SpecError, UsageError, listed
-from weft.core.pytree import difference, flatten, map_leaves, structure_paths
-from weft.recurrent.layers.bidirectional import told
+from weft.core.errors import SpecError
+from weft.core.pytree import map_leaves
+from weft.core.validation import Validator
+from weft.recurrent.layers.bidirectional import combined, explained
 from weft.recurrent.recurrent import Result
 from weft.recurrent.sequence import Lengths, unpack_inputs
 
@@ -37,19 +38,21 @@ class Stack(nn.Module):
         torch.Size([20, 4, 8])
     """
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        *,
-        residual: bool = False,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, layers: Sequence[nn.Module], *, residual: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
-        _check(layers, dropout)
+        first = [bool(getattr(layer, "batch_first", False)) for layer in layers]
+        with Validator("invalid arguments of Stack") as check:
+            check.that(bool(layers), "there are no layers")
+            which = ", ".join(str(i) for i, each in enumerate(first) if each)
+            check.that(len({*first}) < 2, f"layers {which} have batch_first=True, the others have not")
+            check.number("dropout", dropout, most=1.0)
+            for i, layer in enumerate(layers):
+                fault = f"layer {i} is a {type(layer).__name__}, which is called otherwise; wrap a cell in Recurrent"
+                check.that(not isinstance(layer, nn.RNNCellBase | nn.RNNBase), fault)
         self.layers = nn.ModuleList(layers)
         self.residual = residual
         self.dropout = float(dropout)
-        self.batch_first = bool(getattr(layers[0], "batch_first", False))
+        self.batch_first = first[0]
 
     def forward(
         self,
@@ -70,102 +73,69 @@ class Stack(nn.Module):
         Raises as the layers do, with a note that names the layer, and ``SpecError`` if an input cannot
         be added to an output.
         """
-        states = self._each(state)
         given = unpack_inputs(inputs, lengths, batch_first=self.batch_first, who="Stack")
-        x = given.inputs
-        last: list[Any] = []
-        histories: list[Any] = []
-        for index, (layer, before) in enumerate(zip(self.layers, states, strict=True)):
-            try:
-                result: Result = layer(x, before, lengths=given.lengths, mask=mask, reset=reset, start=start)
-            except Exception as error:
-                error.add_note(_note(index, layer))
-                raise
-            x = self._handed(index, x, result.outputs)
-            last.append(result.last)
-            histories.append(result.states)
-        return Result(given.close(x), last, histories)
+        results: list[Result] = []
+
+        def run(layer: Any, x: Any, before: Any) -> Any:
+            results.append(layer(x, before, lengths=given.lengths, mask=mask, reset=reset, start=start))
+            return results[-1].outputs
+
+        y = self._through(run, given.inputs, state)
+        return Result(given.close(y), [each.last for each in results], [each.states for each in results])
 
     def step(self, x: Any, state: Sequence[Any] | None = None, *, t: int = 0) -> tuple[Any, list[Any]]:
         """One step, number ``t``, of a stream through all layers: ``(y, new_state)``; see ``Recurrent.step``."""
         after: list[Any] = []
-        for index, before in enumerate(self._each(state)):
-            layer = cast(Any, self.layers[index])
-            try:
-                y, new = layer.step(x, before, t=t)
-            except Exception as error:
-                error.add_note(_note(index, layer))
-                raise
-            x = self._handed(index, x, y)
+
+        def run(layer: Any, x: Any, before: Any) -> Any:
+            y, new = layer.step(x, before, t=t)
             after.append(new)
-        return x, after
+            return y
+
+        return self._through(run, x, state), after
+
+    def _through(self, run: Callable[[Any, Any, Any], Any], x: Any, state: Sequence[Any] | None) -> Any:
+        """The output of the last layer, each being run with its input and its state."""
+        count = len(self.layers)
+        states = [None] * count if state is None else state
+        if not isinstance(states, list | tuple) or len(states) != count:
+            what = f"{len(states)} entries" if isinstance(states, list | tuple) else f"type {type(states).__name__}"
+            raise SpecError(
+                f"the state of a Stack is a list with one entry for each of its {count} layers; this one has {what}; "
+                "an entry may be None"
+            )
+        for index, (layer, before) in enumerate(zip(self.layers, states, strict=True)):
+            try:
+                y = run(layer, x, before)
+            except Exception as error:
+                error.add_note(f"weft: in layer {index} ({type(layer).__name__}) of a Stack")
+                raise
+            if self.training and self.dropout and index < count - 1:
+                y = map_leaves(self._dropped, y)
+            if self.residual and index:
+                fault = f"residual: the input of layer {index} cannot be added to its output"
+                y = combined(y, x, _alike, _added, fault)
+            x = y
+        return x
 
     def explain(self) -> str:
         """Every layer's explanation; see ``Recurrent.explain``."""
-        return told({f"layer {i}": layer for i, layer in enumerate(self.layers)})
+        return explained({f"layer {i}": layer for i, layer in enumerate(self.layers)})
 
     def extra_repr(self) -> str:
         """The arguments that are not as by default."""
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("residual", "dropout") if getattr(self, name))
 
-    def _handed(self, index: int, x: Any, y: Any) -> Any:
-        """Output ``y`` of a layer as the next one gets it; for the last layer, as the caller does."""
-        if self.training and self.dropout and index < len(self.layers) - 1:
-            y = map_leaves(self._dropped, y)
-        if not self.residual or not index:
-            return y
-        (leaves, structure), (inputs, seen) = flatten(y), flatten(x)
-        nesting = difference(structure, seen, "input")
-        faults = [nesting] if nesting else []
-        if not faults:
-            faults = [
-                f"{name} is {_look(leaf)}, the input is {_look(other)}"
-                for name, leaf, other in zip(structure_paths(structure, "output"), leaves, inputs, strict=True)
-                if _look(leaf) != _look(other)
-            ]
-        if faults:
-            raise SpecError(listed(f"residual: the input of layer {index} cannot be added to its output:", faults))
-        return map_leaves(_added, y, x)
-
     def _dropped(self, leaf: Any) -> Any:
         floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
         return dropout(leaf, self.dropout) if floats else leaf
 
-    def _each(self, state: Sequence[Any] | None) -> list[Any]:
-        if state is None:
-            return [None] * len(self.layers)
-        if not isinstance(state, (list, tuple)) or len(state) != len(self.layers):
-            what = f"{len(state)} entries" if isinstance(state, (list, tuple)) else f"type {type(state).__name__}"
-            raise SpecError(
-                f"the state of a Stack is a list with one entry for each of its {len(self.layers)} layers; "
-                f"this one has {what}; an entry may be None"
-            )
-        return list(state)
+
+def _alike(leaf: Any, other: Any) -> bool:
+    if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+        return leaf.shape == other.shape
+    return leaf is None and other is None
 
 
 def _added(leaf: Any, other: Any) -> Any:
     return leaf if leaf is None else leaf + other
-
-
-def _look(leaf: Any) -> str:
-    return f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{leaf!r}"
-
-
-def _note(index: int, layer: nn.Module) -> str:
-    return f"weft: in layer {index} ({type(layer).__name__}) of a Stack"
-
-
-def _check(layers: Sequence[nn.Module], dropout: float) -> None:
-    """Raise UsageError that lists all that is wrong with the arguments of a stack."""
-    faults = [] if layers else ["there are no layers"]
-    first = {bool(getattr(layer, "batch_first", False)) for layer in layers}
-    if len(first) > 1:
-        which = [str(i) for i, layer in enumerate(layers) if getattr(layer, "batch_first", False)]
-        faults.append(f"layers {', '.join(which)} have batch_first=True, the others have not")
-    if not 0 <= dropout <= 1:
-        faults.append(f"dropout is {dropout}, wanted a probability from 0 to 1")
-    for i, layer in enumerate(layers):
-        if isinstance(layer, (nn.RNNCellBase, nn.RNNBase)):
-            faults.append(f"layer {i} is a {type(layer).__name__}, which is called otherwise; wrap a cell in Recurrent")
-    if faults:
-        raise UsageError(listed("invalid arguments of Stack:", faults))
