@@ -12,7 +12,6 @@ from tests.recurrent.recurrent_cases import at_once, close, eagerly, gradients, 
 from weft.recurrent import Recurrent
 from weft.recurrent.capture import capture
 from weft.recurrent.cpp.decompositions import decomposition_table
-from weft.recurrent.cpp.expressions import aten
 from weft.recurrent.cpp.ir import (
     Elementwise,
     LoweringContext,
@@ -23,7 +22,7 @@ from weft.recurrent.cpp.ir import (
     whole_view,
 )
 from weft.recurrent.cpp.lowering import lower
-from weft.recurrent.cpp.operators import lower_node
+from weft.recurrent.cpp.operators import aten, lower_node
 
 pytestmark = needs_compiler
 

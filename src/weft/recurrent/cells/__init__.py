@@ -5,9 +5,9 @@ lstm.py         LSTMCell, PeepholeLSTMCell, LayerNormLSTMCell, MILSTMCell, SLSTM
 attention.py    AttentionCell, over an encoded source
 wrappers.py     Residual, Zoneout, SequenceDropout, around any cell
 
-Every cell is a module ``cell(x_t, state) -> (y_t, new_state)`` and runs under :class:`weft.recurrent.Recurrent`.
-None of them looks at the value of a tensor, so a step can be captured as a graph; those that draw random numbers in a
-step (`Zoneout` and ``recurrent_dropout`` in training) are the exception.
+Every cell is a module, one step of which is ``cell(x_t, state) -> (y_t, new_state)``; it runs under
+:class:`weft.recurrent.Recurrent`. None of them looks at the value of a tensor, so a step can be captured as a graph;
+those that draw random numbers in a step (`Zoneout` and ``recurrent_dropout`` in training) are the exception.
 """
 
 from weft.recurrent.cells.attention import Attended, AttentionCell, AttentionState

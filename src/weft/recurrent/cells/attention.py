@@ -7,10 +7,9 @@
                      |  v                        |                      |
                      state of the cell           keys of the source     memory: the source itself
 
-Where does the source come in? Every call has another one, and it wants a gradient, so it can be neither a parameter
-nor a buffer of the cell; it is no sequence over the cell's own time either. It is a *state that every step returns as
-it got it*. So it has rows like any state (lengths, masks and resets treat it right), its gradient is that of an initial
-state, a step stays a pure function of its arguments, and ``result.last`` goes on with the same source.
+Every call has another source, which wants a gradient, so it can be neither a parameter nor a buffer of the cell. It is
+a *state that every step returns as it got it*: it has rows like any state, its gradient is that of an initial state, a
+step stays a pure function of its arguments, and ``result.last`` goes on with the same source.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from weft.core.validation import Validator
 from weft.recurrent.cell import adapt
-from weft.recurrent.cells.gated import Device, checking
+from weft.recurrent.cells.gated import checking
 from weft.recurrent.masking import read_rows
 from weft.recurrent.sequence import Lengths, read_inputs
 
@@ -75,6 +74,7 @@ class AttentionCell(nn.Module):
         score: ``"additive"``, ``v . tanh(query + key)``, Bahdanau, Cho and Bengio (arXiv 1409.0473); or ``"dot"``,
             ``query . key / sqrt(A)``, Luong, Pham and Manning (arXiv 1508.04025, which also has the input feeding),
             scaled as by Vaswani et al. (arXiv 1706.03762).
+        factory: ``device`` and ``dtype`` of the parameters.
 
     A sequence begins with a state from :meth:`begin`: ``net(x, cell.begin(memory, lengths))``. Outputs are
     :class:`Attended`, states :class:`AttentionState`.
@@ -95,8 +95,7 @@ class AttentionCell(nn.Module):
         query_size: int,
         attention_size: int,
         score: Literal["additive", "dot"] = "additive",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
         super().__init__()
         with checking(self) as check:
@@ -106,8 +105,8 @@ class AttentionCell(nn.Module):
             check.choice("score", score, ("additive", "dot"))
         self.cell = cell
         self.score = score
-        self.weight_key = nn.Parameter(torch.empty(attention_size, memory_size, device=device, dtype=dtype))
-        self.weight_query = nn.Parameter(torch.empty(attention_size, query_size, device=device, dtype=dtype))
+        self.weight_key = nn.Parameter(torch.empty(attention_size, memory_size, **factory))
+        self.weight_query = nn.Parameter(torch.empty(attention_size, query_size, **factory))
         additive = score == "additive"  # a bias of keys would shift all products of one query alike
         self.bias = nn.Parameter(self.weight_key.new_empty(attention_size)) if additive else None
         self.weight_score = nn.Parameter(self.weight_key.new_empty(attention_size)) if additive else None
@@ -155,7 +154,6 @@ class AttentionCell(nn.Module):
         return AttentionState(first, context, F.linear(memory, self.weight_key, self.bias), memory, valid)
 
     def forward(self, x: Tensor, state: AttentionState) -> tuple[Attended, AttentionState]:
-        """One step: ``(output, new_state)``."""
         y, inner = adapt(self.cell)(torch.cat([x, state.context], -1), state.cell, 0)
         query = F.linear(y, self.weight_query)
         if self.weight_score is None:
@@ -168,6 +166,5 @@ class AttentionCell(nn.Module):
         return Attended(y, context, weights), state._replace(cell=inner, context=context)
 
     def extra_repr(self) -> str:
-        """The score and the sizes."""
         attention_size, memory_size = self.weight_key.shape
         return f"memory_size={memory_size}, attention_size={attention_size}, score={self.score!r}"

@@ -15,11 +15,11 @@ candidate n, h' = (1 - z) * n + z * h:
     minimal gated        the gate f is both: n = tanh(W x + b + U (f * h)), h' = (1 - f) * h + f * n
     light GRU            no reset:         n = relu(W x + b + U h)
 
-Inputs are N x D, states and outputs N x H; the rows' axis may be missing. Constructors raise ``UsageError`` for a size
-below 1, and for other arguments out of range.
+Inputs are N x D, states and outputs N x H; the rows' axis may be missing. Constructors take ``device`` and ``dtype`` of
+the parameters, and raise ``UsageError`` for a size below 1 and for other arguments out of range.
 """
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from weft.core.validation import Validator
 
 Device = torch.device | str | int | None
-"""Device and dtype of parameters, as PyTorch's own modules take them."""
 
 
 def checking(cell: nn.Module) -> Validator:
@@ -67,7 +66,6 @@ class GatedCell(nn.Module):
         return self.weight_hh.new_zeros((*x.shape[:-1], self.hidden_size))
 
     def extra_repr(self) -> str:
-        """The sizes."""
         return f"{self.input_size}, {self.hidden_size}"
 
 
@@ -146,16 +144,14 @@ class ElmanCell(TwoBiasCell, HiddenCell):
         hidden_size: int,
         bias: bool = True,
         nonlinearity: Literal["tanh", "relu"] = "tanh",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        **factory: Any,
     ) -> None:
-        super().__init__(input_size, hidden_size, bias, device, dtype)
+        super().__init__(input_size, hidden_size, bias, **factory)
         with checking(self) as check:
             check.choice("nonlinearity", nonlinearity, ("tanh", "relu"))
         self.nonlinearity = nonlinearity
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: ``(h', h')``."""
         mixed = F.linear(x, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh)
         h = mixed.tanh() if self.nonlinearity == "tanh" else mixed.relu()
         return h, h
@@ -174,7 +170,6 @@ class GRUCell(TwoBiasCell, HiddenCell):
     GATES = 3
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: ``(h', h')``."""
         r_x, z_x, n_x = F.linear(x, self.weight_ih, self.bias_ih).chunk(3, -1)
         r_h, z_h, n_h = F.linear(h, self.weight_hh, self.bias_hh).chunk(3, -1)
         z = torch.sigmoid(z_x + z_h)
@@ -199,7 +194,6 @@ class ResetBeforeGRUCell(OneBiasCell, HiddenCell):
     GATES = 3
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: ``(h', h')``."""
         r, z, n = F.linear(x, self.weight_ih, self.bias).chunk(3, -1)
         r_h, z_h = F.linear(h, self.weight_hh[: 2 * self.hidden_size]).chunk(2, -1)
         r, z = torch.sigmoid(r + r_h), torch.sigmoid(z + z_h)
@@ -222,7 +216,6 @@ class MinimalGatedCell(OneBiasCell, HiddenCell):
     GATES = 2
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: ``(h', h')``."""
         f, n = F.linear(x, self.weight_ih, self.bias).chunk(2, -1)
         of_f, of_n = self.weight_hh.chunk(2, 0)
         f = torch.sigmoid(f + F.linear(h, of_f))
@@ -254,7 +247,6 @@ class LightGRUCell(OneBiasCell, HiddenCell):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: ``(h', h')``."""
         z, n = (F.linear(x, self.weight_ih, self.bias) + F.linear(h, self.weight_hh)).chunk(2, -1)
         z = z.sigmoid()
         h = (1 - z) * n.relu() + z * h
@@ -275,15 +267,8 @@ class RHNCell(HiddenCell):
 
     GATES = 2
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        depth: int = 3,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
+    def __init__(self, input_size: int, hidden_size: int, depth: int = 3, **factory: Any) -> None:
+        super().__init__(input_size, hidden_size, **factory)
         with checking(self) as check:
             check.count("depth", depth)
         self.depth = depth
@@ -299,7 +284,6 @@ class RHNCell(HiddenCell):
             self.bias[:, : self.hidden_size] = -2.0
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: ``(h', h')``."""
         of_x = F.linear(x, self.weight_ih)
         for layer, (weight, bias) in enumerate(zip(self.weight_hh, self.bias, strict=True)):
             mixed = F.linear(h, weight, bias)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.recurrent.cells.gated import Device, GatedCell, MemoryCell, OneBiasCell, TwoBiasCell, checking
+from weft.recurrent.cells.gated import GatedCell, MemoryCell, OneBiasCell, TwoBiasCell, checking
 
 
 class LSTMCell(TwoBiasCell, MemoryCell):
@@ -37,7 +37,6 @@ class LSTMCell(TwoBiasCell, MemoryCell):
     """
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One step: ``(h', (h', c'))``."""
         h, c = state
         gates = F.linear(x, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh)
         i, f, g, o = gates.chunk(4, -1)
@@ -63,7 +62,6 @@ class PeepholeLSTMCell(OneBiasCell, MemoryCell):
         self.peephole = self.parameter(3, self.hidden_size)
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One step: ``(h', (h', c'))``."""
         h, c = state
         i, f, g, o = (F.linear(x, self.weight_ih, self.bias) + F.linear(h, self.weight_hh)).chunk(4, -1)
         see_i, see_f, see_o = self.peephole.unbind(0)
@@ -96,7 +94,6 @@ class LayerNormLSTMCell(OneBiasCell, MemoryCell):
             norm.reset_parameters()
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One step: ``(h', (h', c'))``."""
         h, c = state
         gates = self.norm_ih(F.linear(x, self.weight_ih)) + self.norm_hh(F.linear(h, self.weight_hh)) + self.bias
         i, f, g, o = gates.chunk(4, -1)
@@ -126,7 +123,6 @@ class MILSTMCell(OneBiasCell, MemoryCell):
             nn.init.ones_(scale)
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One step: ``(h', (h', c'))``."""
         h, c = state
         of_x, of_h = F.linear(x, self.weight_ih), F.linear(h, self.weight_hh)
         gates = self.alpha * of_x * of_h + self.beta_ih * of_x + self.beta_hh * of_h + self.bias
@@ -161,15 +157,8 @@ class SLSTMCell(GatedCell):
 
     GATES = 4
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        heads: int = 1,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(input_size, hidden_size, device, dtype)
+    def __init__(self, input_size: int, hidden_size: int, heads: int = 1, **factory: Any) -> None:
+        super().__init__(input_size, hidden_size, **factory)
         with checking(self) as check:
             fault = f"heads is {heads}, wanted a divisor of hidden_size, which is {hidden_size}"
             check.that(heads > 0 and hidden_size % heads == 0, fault)
@@ -191,7 +180,6 @@ class SLSTMCell(GatedCell):
         return h, c, n, m + torch.finfo(m.dtype).min / 2
 
     def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """One step: ``(h', (h', c', n', m'))``."""
         h, c, n, m = state
         of_h = torch.einsum("...hd,ghde->...ghe", h.unflatten(-1, (self.heads, -1)), self.weight_hh)
         i, f, z, o = (F.linear(x, self.weight_ih, self.bias) + of_h.flatten(-3)).chunk(4, -1)
@@ -218,14 +206,7 @@ class ConvLSTMCell(nn.Module):
         torch.Size([5, 2, 4, 8, 8])
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        kernel_size: int = 3,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, input_size: int, hidden_size: int, kernel_size: int = 3, **factory: Any) -> None:
         super().__init__()
         with checking(self) as check:
             check.count("input_size", input_size)
@@ -233,7 +214,7 @@ class ConvLSTMCell(nn.Module):
             fault = f"kernel_size is {kernel_size}, wanted an odd number, so that images keep their size"
             check.that(kernel_size > 0 and kernel_size % 2 == 1, fault)
         self.hidden_size = hidden_size
-        options: dict[str, Any] = {"padding": kernel_size // 2, "device": device, "dtype": dtype}
+        options: dict[str, Any] = {"padding": kernel_size // 2, **factory}
         self.conv_ih = nn.Conv2d(input_size, 4 * hidden_size, kernel_size, **options)
         self.conv_hh = nn.Conv2d(hidden_size, 4 * hidden_size, kernel_size, bias=False, **options)
 
@@ -248,7 +229,6 @@ class ConvLSTMCell(nn.Module):
         return zeros, zeros
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One step: ``(h', (h', c'))``."""
         h, c = state
         i, f, g, o = (self.conv_ih(x) + self.conv_hh(h)).chunk(4, -3)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()

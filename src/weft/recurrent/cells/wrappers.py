@@ -78,7 +78,6 @@ class Residual(Wrapper):
     """
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
-        """One step: ``(y + x, new_state)``."""
         y, state = adapt(self.cell)(x, state, 0)
         return map_leaves(_sum, y, x), state
 
@@ -113,7 +112,6 @@ class Zoneout(Wrapper):
         self.rate = rate
 
     def forward(self, x: Any, state: Any) -> tuple[Any, Any]:
-        """One step: ``(y, new_state)``."""
         y, new = adapt(self.cell)(x, state, 0)
         before, structure = flatten(state)
         after, seen = flatten(new)
@@ -134,7 +132,6 @@ class Zoneout(Wrapper):
         return new + rate * (old - new)
 
     def extra_repr(self) -> str:
-        """The rates."""
         return f"rate={self.rate}"
 
 
@@ -154,17 +151,10 @@ class SequenceDropout(Wrapper):
         every step              x * mask,  h * mask  ->  cell  ->  (new state, the same masks)
 
     So chunks and streams go on with their masks, rows that are reset get back the mask that they began with, and a step
-    itself draws nothing: it is a pure function, which can be captured.
-
-    Args:
-        cell: the cell around which it is put.
-        inputs: the rate for ``x_t``.
-        states: the rate for the state that a step gets: ``(0.25, 0)`` drops of an LSTM's ``(h, c)`` only ``h``, as the
-            paper does.
-
-    Every row has masks of its own. In eval mode nothing is dropped. The state is :class:`Masked`; to begin with a
-    state of your own, give ``initial_state(x_0, state)``. Gal and Ghahramani, "A theoretically grounded application of
-    dropout in recurrent neural networks" (arXiv 1512.05287).
+    itself draws nothing: it is a pure function, which can be captured. Every row has masks of its own. In eval mode
+    nothing is dropped. The state is :class:`Masked`; to begin with a state of your own, give
+    ``initial_state(x_0, state)``. Gal and Ghahramani, "A theoretically grounded application of dropout in recurrent
+    neural networks" (arXiv 1512.05287); ``states=(0.25, 0)`` drops of an LSTM's ``(h, c)`` only ``h``, as they do.
 
     Example:
         >>> cell = weft.recurrent.cells.SequenceDropout(nn.LSTMCell(3, 8), inputs=0.2, states=(0.25, 0))
@@ -197,7 +187,6 @@ class SequenceDropout(Wrapper):
         return Masked(state, tuple(drawn))
 
     def forward(self, x: Any, state: Masked) -> tuple[Any, Masked]:
-        """One step: ``(y, new_state)``."""
         before = state.cell
         if self.training:
             masks = iter(state.masks)
@@ -212,5 +201,4 @@ class SequenceDropout(Wrapper):
         return list(zip(flatten((x, state))[0], rates, strict=True))
 
     def extra_repr(self) -> str:
-        """The rates."""
         return f"inputs={self.inputs}, states={self.states}"

@@ -2,7 +2,7 @@
 
 captured step    partitioner.py   forward or backward, C or PyTorch; what is summed over time, which rows may be skipped
      |
-  values         lowering.py      nodes become values (ir.py), by operators.py, expressions.py and decompositions.py
+  values         lowering.py      nodes become values (ir.py), by operators.py and decompositions.py
      |
  functions       scheduling.py    bulk work and loops over time, memory of every value, fusion, rows shared by threads
      |

@@ -19,22 +19,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, _decomp
 
-from weft.recurrent.cpp.expressions import aten
 from weft.recurrent.cpp.ir import compute_dtype
+from weft.recurrent.cpp.operators import aten
+
+Sizes = Sequence[int]
 
 
 def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, *rest: Any
 ) -> Any:
     """aten.convolution out of smaller operators; NotImplemented where that is not known."""
+    transposed, _, groups = rest
     if transposed or groups != 1 or x.dim() != weight.dim():
         return NotImplemented
     windows = _windows(x, weight.shape[2:], stride, padding, dilation)  # N, places ..., C, kernel ...
@@ -46,20 +41,9 @@ def convolution(
     return out.reshape(x.shape[0], *places, weight.shape[0]).movedim(-1, 1).contiguous()
 
 
-def convolution_backward(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    output_mask: Sequence[bool],
-) -> Any:
+def convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, _: Any, *rest: Any) -> Any:
     """aten.convolution_backward out of smaller operators; NotImplemented where that is not known."""
+    stride, padding, dilation, transposed, _, groups, output_mask = rest
     if transposed or groups != 1 or any(step != 1 for step in stride) or x.dim() != weight.dim():
         return NotImplemented
     axes = list(range(2, weight.dim()))
@@ -69,8 +53,7 @@ def convolution_backward(
         around = [d * (k - 1) - p for k, p, d in zip(weight.shape[2:], padding, dilation, strict=True)]
         if any(each < 0 for each in around):
             return NotImplemented
-        zeros = [0] * len(axes)
-        dx = convolution(gradient, turned, None, stride, around, dilation, False, zeros, 1)
+        dx = convolution(gradient, turned, None, stride, around, dilation, False, [], 1)
     rows = gradient.movedim(1, -1).reshape(-1, weight.shape[0])
     if output_mask[1]:
         columns = _windows(x, weight.shape[2:], stride, padding, dilation).reshape(-1, weight[0].numel())
@@ -80,9 +63,7 @@ def convolution_backward(
     return dx, dw, db
 
 
-def _windows(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
+def _windows(x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Tensor:
     """The patches under the kernel: N, places ..., C, kernel ..., a view of the padded input."""
     x = _pad(x, [pad for pad in reversed(padding) for _ in range(2)])
     dims = len(kernel)

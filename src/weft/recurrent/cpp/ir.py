@@ -15,10 +15,8 @@ next     row t + 1                                               new states: the
 in, out  two rows in turn: the one the step before wrote,        carried gradients
          and the other one
 
-A view of a cheap elementwise value is pushed to its operands, so that the slices of pre-activations that most gated
-cells take are never stored:
-
-    z = a + b        i = z[:, :4]        becomes        i = a[:, :4] + b[:, :4]        and z is never made
+A view of a cheap elementwise value is pushed to its operands, so that slices of pre-activations are never stored:
+``z = a + b, i = z[:, :4]`` becomes ``i = a[:, :4] + b[:, :4]``, and z is never made.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

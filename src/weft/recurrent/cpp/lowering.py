@@ -19,7 +19,6 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.cpp.expressions import is_view
 from weft.recurrent.cpp.ir import (
     LoweringContext,
     Product,
@@ -33,7 +32,7 @@ from weft.recurrent.cpp.ir import (
     compute_dtype,
     whole_view,
 )
-from weft.recurrent.cpp.operators import lower_node
+from weft.recurrent.cpp.operators import is_view, lower_node
 from weft.recurrent.cpp.partitioner import ForwardBackwardSplit, ReductionPattern
 from weft.recurrent.cpp.scheduling import Argument, LoopFunction
 from weft.recurrent.graph import StepGraph

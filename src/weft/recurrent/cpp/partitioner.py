@@ -43,7 +43,6 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx
 
-from weft.recurrent.cpp.expressions import FILL, RESHAPES, aten, is_view
 from weft.recurrent.cpp.ir import (
     C_TYPES,
     REDUCED_PRECISION,
@@ -54,7 +53,7 @@ from weft.recurrent.cpp.ir import (
     schema_arguments,
     shares_storage,
 )
-from weft.recurrent.cpp.operators import refusal
+from weft.recurrent.cpp.operators import FILL, RESHAPES, aten, is_view, refusal
 from weft.recurrent.graph import StepGraph, alike
 from weft.recurrent.plan import CARRIED, INPUT, STATE, dependences, leading_to
 
@@ -74,24 +73,11 @@ class ReductionPattern:
     node: fx.Node
     kind: Literal["value", "product", "sum"]
     at: Tensor
-
-    @property
-    def read(self) -> list[fx.Node]:
-        """Values computed in every step."""
-        if self.kind == "value":
-            return [self.node]
-        return cast("list[fx.Node]", list(self.node.args[: 2 if self.kind == "product" else 1]))
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """For a sum: along which axes."""
-        dims = cast(fx.Node, self.node.args[0]).meta["val"].dim()
-        return tuple(sorted(axis % dims for axis in cast("list[int]", self.node.args[1])))
-
-    @property
-    def keep(self) -> bool:
-        """For a sum: whether the axes stay, with size 1."""
-        return bool(len(self.node.args) > 2 and self.node.args[2])
+    read: list[fx.Node]
+    """Values computed in every step."""
+    axes: tuple[int, ...] = ()
+    keep: bool = False
+    """For a sum: along which axes, and whether they stay, with size 1."""
 
 
 def reduction_patterns(
@@ -101,8 +87,9 @@ def reduction_patterns(
 
     `made` tells of nodes whose values exist anyway, in forward.
     """
+    whole = [ReductionPattern(node, "value", at, [node])]
     if not varies(node) or made(node):
-        return [ReductionPattern(node, "value", at)]
+        return whole
     source = node.args[0] if node.args else None
     if isinstance(source, fx.Node):
         before = source.meta["val"]
@@ -118,10 +105,12 @@ def reduction_patterns(
     if node.target is aten.add.Tensor and not node.kwargs and alike(node):
         return [piece for each in node.args for piece in reduction_patterns(cast(fx.Node, each), at, varies, made)]
     if node.target is aten.mm.default and all(varies(each) for each in node.all_input_nodes):
-        return [ReductionPattern(node, "product", at)]
+        return [ReductionPattern(node, "product", at, cast("list[fx.Node]", list(node.args[:2])))]
     if node.target is aten.sum.dim_IntList and node.args[1] and not node.kwargs:
-        return [ReductionPattern(node, "sum", at)]
-    return [ReductionPattern(node, "value", at)]
+        source, axes, *keep = cast("tuple[fx.Node, list[int], bool]", node.args)
+        along = tuple(sorted(axis % meta_value(source).dim() for axis in axes))
+        return [ReductionPattern(node, "sum", at, [source], along, keep == [True])]
+    return whole
 
 
 _TAME = {

@@ -8,9 +8,6 @@ Phases, by dependence on the carried values:
     main      the one loop whose steps depend on each other: the carried values, and what is cheap beside them
     later     bulk: products of the main loop's values; sums over time for parameters
 
-Only matrix products and sums over time are done in bulk; elementwise values go into the loop that reads them, where
-their operands are still in the cache.
-
 Memory:
 
     argument   the caller's, one row per step (states one row more), or one for all steps
@@ -60,11 +57,12 @@ from weft.recurrent.cpp.ir import (
 
 @dataclass
 class Phase:
-    """Bulk work, then a loop. `main` marks the loop that carries."""
+    """Bulk work, then a loop, whose `groups` are one pass over memory each. `main` marks the loop that carries."""
 
     bulk: list[Value] = field(default_factory=list[Value])
     loop: list[Value] = field(default_factory=list[Value])
     main: bool = False
+    groups: list[list[Value]] = field(default_factory=list["list[Value]"])
 
 
 @dataclass
@@ -382,19 +380,10 @@ ROWS = 4
 
 
 @dataclass(frozen=True)
-class PhaseSchedule:
-    """A phase: bulk work, then a loop, whose values are in groups, each of which is one pass over memory."""
-
-    bulk: Sequence[Value]
-    groups: Sequence[Sequence[Value]]
-    main: bool
-
-
-@dataclass(frozen=True)
 class LoopSchedule:
     """All phases that do something; `axes` is given if rows are split in the main loop."""
 
-    steps: Sequence[PhaseSchedule]
+    steps: Sequence[Phase]
     axes: SequenceAxes | None
     rows: int
 
@@ -406,9 +395,7 @@ def schedule(function: LoopFunction) -> LoopSchedule:
         (main,) = [each for each in function.phases.phases if each.main]
         rows = next(iter(function.carried[0][0].shape), 1)
         axes = row_axes(main.loop, [start for start, _ in function.carried]) if rows >= ROWS else None
-    steps = [
-        PhaseSchedule(each.bulk, fuse(each.loop, axes if each.main else None), each.main)
-        for each in function.phases.phases
-        if each.bulk or each.loop or each.main
-    ]
+    steps = [each for each in function.phases.phases if each.bulk or each.loop or each.main]
+    for each in steps:
+        each.groups = fuse(each.loop, axes if each.main else None)
     return LoopSchedule(steps, axes, rows)

@@ -4,9 +4,8 @@
                                 backward_net  <- <- <-     z_0   z_1   z_2
                                 outputs                    merge(y, z), at every step
 
-After Schuster and Paliwal, "Bidirectional recurrent neural networks" (1997).
-
-A sequence backward in time, each row within its own length.
+After Schuster and Paliwal, "Bidirectional recurrent neural networks" (1997). Backward each row is read within its own
+length:
 
     t            0  1  2  3  4          flipped      0  1  2  3  4
     row, len 3   a  b  c  .  .                       .  .  c  b  a      mask: . . x x x
@@ -132,7 +131,6 @@ class Bidirectional(nn.Module):
         return explained({"forward": self.forward_net, "backward": self.backward_net})
 
     def extra_repr(self) -> str:
-        """How outputs are merged."""
         return f"merge={self.merge!r}"
 
 

@@ -5,13 +5,7 @@
     hidden_all, cell_all  T x N x H      <-------------------+
     hidden_last, cell_last    N x H          past its length a row holds its last states
 
-Layout, and the way from and to ``torch.nn.LSTM``:
-
-    here                               torch.nn.LSTM                    rows of each, in blocks of H
-    i2h_w      4H x D                  weight_ih_l0                     here   i, f, o, g
-    gates_t_w  4H x H                  weight_hh_l0                     torch  i, f, g, o
-    i2h_b, gates_t_b      4H           bias_ih_l0, bias_hh_l0
-    forget_bias, a number              added to bias_ih_l0's f
+docs/recurrent_layers.md has the layout of the weights, beside that of ``torch.nn.LSTM``.
 """
 
 import math
@@ -77,7 +71,8 @@ class Caffe2LSTM(nn.Module):
             uniform within sqrt(3 / columns), as Caffe2's.
         how: handed to :class:`weft.recurrent.Recurrent`, such as ``backend=``. The input's product is outside of it.
 
-    Parameters have Caffe2's names; the top of the file has their layout. Raises ``UsageError`` for widths below 1.
+    Parameters have Caffe2's names: ``i2h_w`` is 4H x D, ``gates_t_w`` 4H x H, ``i2h_b`` and ``gates_t_b`` 4H, in blocks
+    i, f, o, g. Raises ``UsageError`` for widths below 1.
 
     Example:
         >>> result = weft.recurrent.Caffe2LSTM(8, 16)(torch.randn(20, 4, 8))
@@ -201,7 +196,6 @@ class Caffe2LSTM(nn.Module):
         return self._recurrent().explain()
 
     def extra_repr(self) -> str:
-        """The arguments."""
         options = {"forget_bias": self.forget_bias, **self.how}
         return ", ".join([f"{self.dim_in}, {self.dim_out}", *(f"{k}={v!r}" for k, v in options.items())])
 

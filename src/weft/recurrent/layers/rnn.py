@@ -244,7 +244,6 @@ class RNNBase(nn.RNNBase):
         return explained({f"layer {layer}": net for layer, net in enumerate(self._networks())})
 
     def extra_repr(self) -> str:
-        """Torch's, and what is handed to ``Recurrent``."""
         return ", ".join([super().extra_repr(), *(f"{key}={value!r}" for key, value in self.how.items())])
 
     def _weights(self) -> list[Tensor]:

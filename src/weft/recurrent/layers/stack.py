@@ -123,7 +123,6 @@ class Stack(nn.Module):
         return explained({f"layer {i}": layer for i, layer in enumerate(self.layers)})
 
     def extra_repr(self) -> str:
-        """The arguments that are not as by default."""
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("residual", "dropout") if getattr(self, name))
 
     def _dropped(self, leaf: Any) -> Any:
