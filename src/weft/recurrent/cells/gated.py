@@ -100,7 +100,7 @@ class OneBiasCell(GatedCell):
         """Make what the cell has besides."""
 
 
-class TwoBiasCell(GatedCell):
+class TorchGatedCell(GatedCell):
     """Base of those with the parameters of PyTorch's cells, ``bias_ih`` and ``bias_hh``, which load both ways.
 
     ``recurrent_dropout`` drops entries of the candidate, at every step anew and in training only, so that what the
@@ -126,7 +126,7 @@ class TwoBiasCell(GatedCell):
         self.reset_parameters()
 
 
-class ElmanCell(TwoBiasCell, HiddenCell):
+class ElmanCell(TorchGatedCell, HiddenCell):
     """``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``, or with relu; ``torch.nn.RNNCell``'s parameters.
 
     Elman, "Finding structure in time" (1990).
@@ -157,10 +157,10 @@ class ElmanCell(TwoBiasCell, HiddenCell):
         return h, h
 
 
-class GRUCell(TwoBiasCell, HiddenCell):
+class GRUCell(TorchGatedCell, HiddenCell):
     """The GRU in the form that PyTorch has: the reset gate acts after the product ("reset after").
 
-    Blocks in the order r, z, n; ``torch.nn.GRUCell``'s parameters. ``recurrent_dropout``: see `TwoBiasCell`.
+    Blocks in the order r, z, n; ``torch.nn.GRUCell``'s parameters. ``recurrent_dropout``: see `TorchGatedCell`.
 
     Example:
         >>> weft.Recurrent(weft.recurrent.cells.GRUCell(3, 8), backend="eager")(torch.randn(5, 2, 3)).last.shape

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.recurrent.cells.gated import GatedCell, MemoryCell, OneBiasCell, TwoBiasCell, checking
+from weft.recurrent.cells.gated import GatedCell, MemoryCell, OneBiasCell, TorchGatedCell, checking
 
 
-class LSTMCell(TwoBiasCell, MemoryCell):
+class LSTMCell(TorchGatedCell, MemoryCell):
     """The LSTM with a forget gate.
 
-    ``torch.nn.LSTMCell``'s parameters; blocks in the order i, f, g, o. ``recurrent_dropout``: see `gated.TwoBiasCell`.
+    ``torch.nn.LSTMCell``'s parameters; blocks in the order i, f, g, o. ``recurrent_dropout``: see `gated.TorchGatedCell`.
     Hochreiter and Schmidhuber (1997); Gers, Schmidhuber and Cummins (2000).
 
     Example:

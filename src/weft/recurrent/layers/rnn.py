@@ -131,28 +131,24 @@ class GRUStep(LayerStep):
         return hidden, (hidden,)
 
 
-class TanhStep(LayerStep):
+class RNNStep(LayerStep):
     """torch.nn.RNN's step, the Elman network."""
 
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """N x D and (N x H,) to the output N x H and the new state."""
-        of_input, of_hidden = self.projections(x, state[0])
-        hidden = (of_input + of_hidden).tanh()
-        return hidden, (hidden,)
-
-
-class ReluStep(LayerStep):
-    """The same with relu."""
+    activation = staticmethod(torch.tanh)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """N x D and (N x H,) to the output N x H and the new state."""
         of_input, of_hidden = self.projections(x, state[0])
-        hidden = (of_input + of_hidden).relu()
+        hidden = self.activation(of_input + of_hidden)
         return hidden, (hidden,)
+
+
+class _ReluStep(RNNStep):
+    activation = staticmethod(torch.relu)
 
 
 Nets = list[Recurrent | Bidirectional]
-_STEPS: dict[str, type[LayerStep]] = {"LSTM": LSTMStep, "GRU": GRUStep, "RNN_TANH": TanhStep, "RNN_RELU": ReluStep}
+_STEPS: dict[str, type[LayerStep]] = {"LSTM": LSTMStep, "GRU": GRUStep, "RNN_TANH": RNNStep, "RNN_RELU": _ReluStep}
 _REFUSED = {
     "initial": "a layer begins with zeros, or with the hx of the call",
     "links": "the step of a layer is torch's, over tensors; use Recurrent for a step net over names",
