@@ -28,7 +28,7 @@ from weft.recurrent.cells.gated import GatedCell, MemoryCell, OneBiasCell, Torch
 class LSTMCell(TorchGatedCell, MemoryCell):
     """The LSTM with a forget gate.
 
-    ``torch.nn.LSTMCell``'s parameters; blocks in the order i, f, g, o. ``recurrent_dropout``: see `gated.TorchGatedCell`.
+    ``torch.nn.LSTMCell``'s parameters; blocks in the order i, f, g, o. ``recurrent_dropout``: see `TorchGatedCell`.
     Hochreiter and Schmidhuber (1997); Gers, Schmidhuber and Cummins (2000).
 
     Example:
