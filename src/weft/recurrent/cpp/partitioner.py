@@ -335,15 +335,7 @@ class ForwardBackwardSplit:
 
     def ancestors(self, ends: Iterable[fx.Node], stops: set[fx.Node]) -> set[fx.Node]:
         """The operators that lead to the ends, but for constants."""
-        found: set[fx.Node] = set()
-        stack = list(ends)
-        while stack:
-            node = stack.pop()
-            if node in found or node in stops or node.op != "call_function" or not self.varies(node):
-                continue
-            found.add(node)
-            stack += node.all_input_nodes
-        return found
+        return leading_to(ends, {node for node in self.captured.nodes if self.varies(node)} - stops)
 
     def _pieces(self, node: fx.Node, front: set[fx.Node]) -> list[ReductionPattern]:
         value = meta_value(node)

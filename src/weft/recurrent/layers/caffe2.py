@@ -36,7 +36,6 @@ class Caffe2Step(LayerStep):
         self.forget_bias = forget_bias
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """N x 4H and (N x H, N x H) to the output N x H and the new state."""
         hidden, cell = state
         i, f, o, g = (x + linear(hidden, self.gates_t_w, self.gates_t_b)).chunk(4, -1)
         keep = (f + self.forget_bias if self.forget_bias else f).sigmoid()
@@ -46,20 +45,16 @@ class Caffe2Step(LayerStep):
 
 
 class Caffe2Result(NamedTuple):
-    """What Caffe2's LSTM returns, in its order.
+    """Hidden and cell state after every step, T x N x H, and after each row's last step, N x H, in Caffe2's order.
 
     Example:
         >>> hidden_all, hidden_last, cell_all, cell_last = weft.recurrent.Caffe2LSTM(8, 16)(torch.randn(20, 4, 8))
     """
 
     hidden_all: Tensor
-    """T x N x H: the hidden state after every step."""
     hidden_last: Tensor
-    """N x H: after each row's last step."""
     cell_all: Tensor
-    """T x N x H."""
     cell_last: Tensor
-    """N x H."""
 
 
 class Caffe2LSTM(nn.Module):

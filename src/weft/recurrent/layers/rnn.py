@@ -106,7 +106,6 @@ class LSTMStep(LayerStep):
     """torch.nn.LSTM's step: gates in the order i, f, g, o; the hidden state is projected if there is a weight_hr."""
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """N x D and (N x P, N x H) to the output N x P and the new state."""
         hidden, cell = state
         of_input, of_hidden = self.projections(x, hidden)
         i, f, g, o = (of_input + of_hidden).chunk(4, -1)
@@ -121,7 +120,6 @@ class GRUStep(LayerStep):
     """torch.nn.GRU's step: gates in the order r, z, n; the reset gate is applied after the hidden projection."""
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """N x D and (N x H,) to the output N x H and the new state."""
         (hidden,) = state
         of_input, of_hidden = self.projections(x, hidden)
         r_input, z_input, n_input = of_input.chunk(3, -1)
@@ -137,7 +135,6 @@ class RNNStep(LayerStep):
     activation = staticmethod(torch.tanh)
 
     def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """N x D and (N x H,) to the output N x H and the new state."""
         of_input, of_hidden = self.projections(x, state[0])
         hidden = self.activation(of_input + of_hidden)
         return hidden, (hidden,)
