@@ -105,8 +105,8 @@ class _Oriented:
     inner: int
     row_axis: int
     """Which axis of the value the rows are."""
-    fixed: View | None
-    transposed: bool
+    weight: tuple[int, ...] | None
+    """The shape of B, where that is fixed."""
     kind: str
     """The type in C."""
     row_mask: MemoryLayout | None
@@ -129,10 +129,10 @@ class MatrixProducts:
         """One step's product. `axis` is the row axis of the batch, of which a thread has r0 to r1."""
         it = self._oriented(value)
         low, high = ("r0", "r1") if axis == it.row_axis else ("0", str(it.rows))
-        if it.fixed is None:
+        if it.weight is None:
             line = self._small(it, low, high, by_columns=axis is not None and axis == len(value.shape) - 1)
         else:
-            line = self._by_packed(it, value.dtype, low, high, by_panels)
+            line = self._by_packed(it, it.weight, value.dtype, low, high, by_panels)
         if it.batch is None:
             return [line]
         first, last = ("r0", "r1") if axis == 0 else ("0", str(it.batch))
@@ -152,22 +152,18 @@ class MatrixProducts:
         rows, columns = value.shape[-2:]
         kind = C_TYPES[value.dtype]
         if made.fixed != "left":
-            fixed = made.right if made.fixed else None
+            weight = made.right.shape if made.fixed else None
             row_mask = None if made.row_mask is None else layout(made.row_mask)
-            return _Oriented(a, b, c, start, batch, rows, columns, inner, dims - 2, fixed, False, kind, row_mask)
+            return _Oriented(a, b, c, start, batch, rows, columns, inner, dims - 2, weight, kind, row_mask)
         start = None if start is None else start.transposed()
         transposed = (b.transposed(), a.transposed(), c.transposed(), start)
-        return _Oriented(*transposed, batch, columns, rows, inner, dims - 1, made.left, True, kind, None)
+        weight = (*made.left.shape[:-2], inner, rows)
+        return _Oriented(*transposed, batch, columns, rows, inner, dims - 1, weight, kind, None)
 
-    def _weight(self, it: _Oriented) -> tuple[str, bool]:
-        """The packed weight."""
-        assert it.fixed is not None
-        shape = it.fixed.shape
-        shape = (*shape[:-2], shape[-1], shape[-2]) if it.transposed else shape
-        return self._packed.pointer(it.b, shape, it.fixed.value.dtype)
-
-    def _by_packed(self, it: _Oriented, dtype: torch.dtype, low: str, high: str, by_panels: bool) -> str:
-        packed, several = self._weight(it)
+    def _by_packed(
+        self, it: _Oriented, weight: tuple[int, ...], dtype: torch.dtype, low: str, high: str, by_panels: bool
+    ) -> str:
+        packed, several = self._packed.pointer(it.b, weight, dtype)
         if several:
             packed = f"{packed} + b * {self._packed.numbers(it.inner, it.columns, dtype)}L"
         panels = self._packed.panels(it.columns, dtype)
@@ -197,12 +193,12 @@ class MatrixProducts:
     def _merged(self, value: Value) -> list[str] | None:
         """One product over the rows of all steps, where the rows of one step follow those of the step before."""
         it = self._oriented(value)
-        if it.fixed is None or it.batch is not None:
+        if it.weight is None or it.batch is not None:
             return None
         a_row, c_row, start_row = _step_row(it.a, it.rows), _step_row(it.c, it.rows), _start_row(it)
         if a_row is None or c_row is None or start_row is None:
             return None
-        packed, _ = self._weight(it)
+        packed, _ = self._packed.pointer(it.b, it.weight, value.dtype)
         start = it.starting("0")
         if it.start is not None:
             start = (f"{it.start.first} + m0 * {start_row}L", start_row, it.start.strides[1])
