@@ -288,20 +288,20 @@ class RNNBase(nn.RNNBase):
         """Note what is wrong with the input; whether it has as many axes as it should."""
         if not check.instance("input", data, Tensor, "a tensor or a PackedSequence"):
             return False
-        axes = "N x T x D" if self.batch_first else "T x N x D"
-        wanted = "packed rows of width D" if packed else f"{axes}, or T x D for one row"
-        fits = data.dim() in ((2,) if packed else (2, 3))
-        check.that(fits, f"input has shape {tuple(data.shape)}, wanted {wanted}")
-        check.that(
-            not fits or data.shape[-1] == self.input_size,
-            f"input has shape {tuple(data.shape)}, wanted {self.input_size} (input_size) as its last size",
-        )
-        check.that(
-            data.dtype == weight.dtype or torch.is_autocast_enabled(data.device.type),
-            f"input is {data.dtype}, the weights are {weight.dtype}; convert the input with .to({weight.dtype}) "
-            f"or the layer with .to({data.dtype})",
-        )
-        check.that(data.device == weight.device, f"input is on {data.device}, the weights are on {weight.device}")
+        shape, fits = tuple(data.shape), data.dim() in ((2,) if packed else (2, 3))
+        if not fits:
+            axes = "N x T x D" if self.batch_first else "T x N x D"
+            wanted = "packed rows of width D" if packed else f"{axes}, or T x D for one row"
+            check.add(f"input has shape {shape}, wanted {wanted}")
+        elif shape[-1] != self.input_size:
+            check.add(f"input has shape {shape}, wanted {self.input_size} (input_size) as its last size")
+        if data.dtype != weight.dtype and not torch.is_autocast_enabled(data.device.type):
+            check.add(
+                f"input is {data.dtype}, the weights are {weight.dtype}; convert the input with .to({weight.dtype}) "
+                f"or the layer with .to({data.dtype})"
+            )
+        if data.device != weight.device:
+            check.add(f"input is on {data.device}, the weights are on {weight.device}")
         return fits
 
     def _check_states(self, hx: Any, shapes: Sequence[tuple[int, ...]], data: Tensor, check: Validator) -> None:
@@ -314,12 +314,13 @@ class RNNBase(nn.RNNBase):
             return
         for name, part, wanted in zip(names, cast("Sequence[Any]", found), shapes, strict=True):
             if check.instance(name, part, Tensor, "a tensor"):
-                axes = "layers * directions x " + ("H" if len(wanted) == 2 else "N x H")
-                fits = tuple(part.shape) == wanted
-                check.that(fits, f"{name} has shape {tuple(part.shape)}, wanted {axes} = {wanted}")
-                alike = part.dtype == data.dtype or torch.is_autocast_enabled(data.device.type)
-                check.that(alike, f"{name} is {part.dtype}, the input is {data.dtype}")
-                check.that(part.device == data.device, f"{name} is on {part.device}, the input is on {data.device}")
+                if tuple(part.shape) != wanted:
+                    axes = "layers * directions x " + ("H" if len(wanted) == 2 else "N x H")
+                    check.add(f"{name} has shape {tuple(part.shape)}, wanted {axes} = {wanted}")
+                if part.dtype != data.dtype and not torch.is_autocast_enabled(data.device.type):
+                    check.add(f"{name} is {part.dtype}, the input is {data.dtype}")
+                if part.device != data.device:
+                    check.add(f"{name} is on {part.device}, the input is on {data.device}")
 
     def _dropped(self, x: Tensor, given: LayerInput) -> Tensor:
         """Dropout between layers; on packed rows, as torch does it, the numbers are drawn for what counts only."""
