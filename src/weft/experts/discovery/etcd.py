@@ -32,6 +32,7 @@ from typing import Any
 
 from weft.core.errors import UsageError
 from weft.experts import extras as extras  # noqa: PLC0414  (says what is not installed)
+from weft.experts.discovery import etcd_client as api
 from weft.experts.discovery.directory import (
     Directory,
     Lease,
@@ -43,24 +44,7 @@ from weft.experts.discovery.directory import (
     lease_lost_error,
     owned_error,
 )
-from weft.experts.discovery.etcd_client import (
-    CREATED,
-    DELETE,
-    EQUAL,
-    LEASE_GRANT,
-    LEASE_KEEP_ALIVE,
-    LEASE_REVOKE,
-    MESSAGES,
-    MODIFIED,
-    RANGE,
-    TXN,
-    VALUE,
-    WATCH,
-    EtcdClient,
-    EtcdTls,
-    RefusedByEtcdError,
-    RpcError,
-)
+from weft.experts.discovery.etcd_client import EtcdClient, EtcdTls, RefusedByEtcdError, RpcError
 from weft.experts.discovery.fencing import new_epoch, number_of, token_of
 from weft.experts.discovery.local import LocalDirectory
 from weft.experts.errors import AwayError
@@ -79,11 +63,9 @@ def open_directory(address: str, *, tls: EtcdTls | None = None, timeout: float =
     """The directory at an address, to be closed by the caller. Nothing is connected yet.
 
         local                                          in this process
-        etcd://host:2379                               one etcd
-        etcd://one:2379,two:2379,three:2379/training   a cluster, and the namespace of the keys (default: weft)
+        etcd://one:2379,two:2379,three:2379/training   members of a cluster, and the keys' namespace (default: weft)
 
-    ``tls`` and ``timeout`` (seconds) are those of `EtcdDirectory`. Raises ``UsageError`` for an invalid address, and
-    for ``tls`` where nothing is encrypted.
+    Raises ``UsageError`` for an invalid address, and for ``tls`` where nothing is encrypted.
     """
     if address == "local":
         if tls is not None:
@@ -126,12 +108,12 @@ class EtcdDirectory:
     def declare(self, uids: str | Sequence[str], address: str, ttl: float) -> Lease:
         """See `Directory.declare`. The lease's ``ttl`` is what etcd granted: whole seconds, at least its minimum."""
         names = check_declaration(uids, address, ttl)
-        granted = self._client.call(LEASE_GRANT, LEASE_GRANT.request(TTL=ceil(ttl)))
+        granted = self._client.call(api.LEASE_GRANT, api.LEASE_GRANT.request(TTL=ceil(ttl)))
         lease = Lease(granted.ID, names, address, float(granted.TTL))
         try:
             self._epoch = self._current_epoch()
             for start in range(0, len(names), _PUTS):
-                request = TXN.request()
+                request = api.TXN.request()
                 for uid in names[start : start + _PUTS]:
                     put = request.success.add().request_put
                     put.key, put.lease = self._keys.entry(uid, address), lease.number
@@ -144,15 +126,15 @@ class EtcdDirectory:
 
     def renew(self, lease: Lease) -> None:
         """See `Directory.renew`."""
-        request = LEASE_KEEP_ALIVE.request(ID=lease.number)
-        answer = self._client.call(LEASE_KEEP_ALIVE, request, lease.ttl / 3)  # else one slow answer takes all of it
+        request = api.LEASE_KEEP_ALIVE.request(ID=lease.number)
+        answer = self._client.call(api.LEASE_KEEP_ALIVE, request, lease.ttl / 3)  # else one slow answer takes all of it
         if answer.TTL <= 0:
             raise lease_lost_error(lease)
 
     def withdraw(self, lease: Lease) -> None:
         """See `Directory.withdraw`."""
         try:
-            self._client.call(LEASE_REVOKE, LEASE_REVOKE.request(ID=lease.number))
+            self._client.call(api.LEASE_REVOKE, api.LEASE_REVOKE.request(ID=lease.number))
         except RefusedByEtcdError as error:
             if not error.missing:
                 raise
@@ -160,7 +142,7 @@ class EtcdDirectory:
     def get(self, prefix: str = "") -> Snapshot:
         """See `Directory.get`."""
         start, end = self._keys.range(prefix)
-        found = self._client.call(RANGE, RANGE.request(key=start, range_end=end))
+        found = self._client.call(api.RANGE, api.RANGE.request(key=start, range_end=end))
         return _snapshot(found.header.revision, map(self._keys.read, found.kvs))
 
     def watch(self, prefix: str = "") -> "EtcdWatch":
@@ -175,10 +157,12 @@ class EtcdDirectory:
         key, seen = self._keys.owner(uid), 0
         for _ in range(_TRIES):
             epoch = self._epoch
-            same = MESSAGES["Compare"](result=EQUAL, target=VALUE, key=self._keys.epoch, value=str(epoch).encode())
-            request = TXN.request(compare=[_unchanged(key, seen), same])
+            same = api.MESSAGES["Compare"](
+                result=api.EQUAL, target=api.VALUE, key=self._keys.epoch, value=str(epoch).encode()
+            )
+            request = api.TXN.request(compare=[_unchanged(key, seen), same])
             put = request.success.add().request_put
-            put.key, put.value, put.lease = key, self._keys.owner_value(lease.address, epoch), lease.number
+            put.key, put.value, put.lease = key, f"{lease.address}\0{epoch}".encode(), lease.number
             request.failure.add().request_range.key = key
             answer = self._txn(request, lease)
             if answer.succeeded:
@@ -194,9 +178,9 @@ class EtcdDirectory:
     def release(self, ownership: Ownership) -> None:
         """See `Directory.release`."""
         key = self._keys.owner(ownership.uid)
-        request = TXN.request(compare=[_unchanged(key, number_of(ownership.token))])
+        request = api.TXN.request(compare=[_unchanged(key, number_of(ownership.token))])
         request.success.add().request_delete_range.key = key
-        self._client.call(TXN, request)
+        self._client.call(api.TXN, request)
 
     def close(self) -> None:
         """See `Directory.close`. In a fork of its process it does nothing."""
@@ -217,17 +201,17 @@ class EtcdDirectory:
     def _current_epoch(self) -> int:
         """The directory's epoch, drawn now if there is none."""
         key, drawn = self._keys.epoch, new_epoch()
-        request = TXN.request(compare=[_unchanged(key, 0)])
+        request = api.TXN.request(compare=[_unchanged(key, 0)])
         put = request.success.add().request_put
         put.key, put.value = key, str(drawn).encode()
         request.failure.add().request_range.key = key
-        answer = self._client.call(TXN, request)
+        answer = self._client.call(api.TXN, request)
         return drawn if answer.succeeded else _read_epoch(answer.responses[0].response_range.kvs[0].value)
 
     def _txn(self, request: Any, lease: Lease) -> Any:
         """A transaction that puts under a lease."""
         try:
-            return self._client.call(TXN, request)
+            return self._client.call(api.TXN, request)
         except RefusedByEtcdError as error:
             if error.missing:
                 raise lease_lost_error(lease) from None
@@ -237,8 +221,8 @@ class EtcdDirectory:
 def _unchanged(key: bytes, revision: int) -> Any:
     """A comparison: the key was last written at this revision; 0: it is not there."""
     if revision:
-        return MESSAGES["Compare"](result=EQUAL, target=MODIFIED, key=key, mod_revision=revision)
-    return MESSAGES["Compare"](result=EQUAL, target=CREATED, key=key, create_revision=0)
+        return api.MESSAGES["Compare"](result=api.EQUAL, target=api.MODIFIED, key=key, mod_revision=revision)
+    return api.MESSAGES["Compare"](result=api.EQUAL, target=api.CREATED, key=key, create_revision=0)
 
 
 Entry = tuple[str, str | Ownership]
@@ -276,10 +260,6 @@ class EtcdKeys:
     def epoch(self) -> bytes:
         """The key of the directory's epoch; no expert's name is empty."""
         return self._root + _END + b"epoch"
-
-    def owner_value(self, address: str, epoch: int) -> bytes:
-        """The value of an owner's key. With the epoch, so that a reader knows the whole token."""
-        return address.encode() + _END + str(epoch).encode()
 
     def ownership(self, uid: str, kv: Any) -> Ownership:
         """The owner, out of a KeyValue. An address that is not UTF-8, put there by others, is shown escaped."""
@@ -377,7 +357,7 @@ class EtcdWatch(Watch):
     def _follow(self, index: int) -> str:
         """Read one member until its stream ends; returns why. Raises ``AwayError`` if others would refuse as well."""
         start, end = self._keys.range(self._prefix)
-        request = WATCH.request()
+        request = api.WATCH.request()
         request.create_request.key, request.create_request.range_end = start, end
         requests: SimpleQueue[Any] = SimpleQueue()
         requests.put(request)
@@ -393,7 +373,7 @@ class EtcdWatch(Watch):
                 if response.canceled:
                     return f"etcd ended the watch: {response.cancel_reason or 'it gave no reason'}"
                 if response.created:
-                    found = self._client.call(RANGE, RANGE.request(key=start, range_end=end))
+                    found = self._client.call(api.RANGE, api.RANGE.request(key=start, range_end=end))
                     revision = found.header.revision
                     self._entries = {kv.key: self._keys.read(kv) for kv in found.kvs}
                 else:
@@ -416,7 +396,7 @@ class EtcdWatch(Watch):
             if event.kv.mod_revision <= self._snapshot.revision:
                 continue
             revision = event.kv.mod_revision
-            if event.type == DELETE:
+            if event.type == api.DELETE:
                 self._entries.pop(event.kv.key, None)
             else:
                 self._entries[event.kv.key] = self._keys.read(event.kv)

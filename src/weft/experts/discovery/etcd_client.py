@@ -3,14 +3,11 @@
     call ── member 1 ── no answer ──> member 2 ── answer        from now on member 2 goes first
 
 Every call has a deadline, of which each member gets its share. All calls of a directory may be sent twice: a second
-lease ends by itself, and a compare-and-swap has compared before. etcd's Python clients are not maintained; the messages
-are generated from the part of its API in ``etcd.proto``.
+lease ends by itself, and a compare-and-swap has compared before. The messages are made from ``etcd.proto``.
 """
 
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
@@ -43,30 +40,25 @@ _OPTIONS = [
 MESSAGES = load_messages(__package__ or "", "etcd")
 """The classes of etcd's messages, by their names in its ``rpc.proto``."""
 
-PUT, DELETE = 0, 1  # types of an Event
+DELETE = 1  # type of an Event
 EQUAL = 0  # result of a Compare
 CREATED, MODIFIED, VALUE = 1, 2, 3  # targets of a Compare
 
 
-@dataclass(frozen=True)
 class Method:
     """A method of etcd's API: its path, and the classes of its messages."""
 
-    path: str
-    request: Any
-    response: Any
+    def __init__(self, service: str, name: str) -> None:
+        self.path = f"/etcdserverpb.{service}/{name}"
+        self.request, self.response = MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"]
 
 
-def _method(service: str, name: str) -> Method:
-    return Method(f"/etcdserverpb.{service}/{name}", MESSAGES[f"{name}Request"], MESSAGES[f"{name}Response"])
-
-
-RANGE = _method("KV", "Range")  # keys of a prefix, and their revision
-TXN = _method("KV", "Txn")  # compare and swap; puts and ranges of one moment
-LEASE_GRANT = _method("Lease", "LeaseGrant")
-LEASE_REVOKE = _method("Lease", "LeaseRevoke")
-LEASE_KEEP_ALIVE = _method("Lease", "LeaseKeepAlive")
-WATCH = _method("Watch", "Watch")  # changes from a revision on
+RANGE = Method("KV", "Range")  # keys of a prefix, and their revision
+TXN = Method("KV", "Txn")  # compare and swap; puts and ranges of one moment
+LEASE_GRANT = Method("Lease", "LeaseGrant")
+LEASE_REVOKE = Method("Lease", "LeaseRevoke")
+LEASE_KEEP_ALIVE = Method("Lease", "LeaseKeepAlive")
+WATCH = Method("Watch", "Watch")  # changes from now on
 
 
 class RefusedByEtcdError(AwayError):
@@ -96,7 +88,6 @@ class EtcdClient:
         check_fork("the way to etcd")
         self.addresses, self.timeout = tuple(addresses), timeout
         self.fork_guard, self.grpc_threads = ForkGuard(), GrpcThreads()
-        self._lock = threading.Lock()
         self._first = 0
         self._closed = False
         secure = {} if tls is None else {"credentials": tls.credentials()}
@@ -115,11 +106,10 @@ class EtcdClient:
             seconds = (end - time.monotonic()) / left
             try:
                 found = self._call_member(index, method, request, seconds)
+                self._first = index
+                return found
             except (RpcError, StopIteration, ValueError) as error:
                 faults.append(self.fault(index, error))
-                continue
-            self._first = index
-            return found
         raise AwayError(listed(f"etcd does not answer {method.path} within {timeout:g} s:", faults))
 
     def watch(self, index: int, requests: Any) -> Any:
@@ -129,10 +119,9 @@ class EtcdClient:
     def order(self) -> list[int]:
         """The members, in the order in which to try them. ``AwayError`` after `close`, ``UsageError`` in a fork."""
         check_fork("the way to etcd")
-        with self._lock:
-            if self._closed:
-                raise AwayError("the directory is closed")
-            count, first = len(self.addresses), self._first
+        if self._closed:
+            raise AwayError("the directory is closed")
+        count, first = len(self.addresses), self._first
         return [(first + i) % count for i in range(count)]
 
     def fault(self, index: int, error: Any) -> str:
@@ -150,8 +139,7 @@ class EtcdClient:
 
     def close(self) -> None:
         """End all calls. Again is no error."""
-        with self._lock:
-            self._closed = True
+        self._closed = True
         for channel in self._channels:
             channel.close()
 

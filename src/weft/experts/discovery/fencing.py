@@ -12,9 +12,8 @@ server that takes state over keeps the largest token it has seen for each expert
     7/2003  ?  9/120         the directory lost its data and began anew, or is another one: no comparison of numbers
                              tells which is later. Only the directory does, by what it grants and lists now
 
-So a token of another epoch than the known owner's is refused, in both directions, until both sides have heard from the
-directory. A write never changes the current epoch. Epoch 0 is that of tokens from elsewhere, such as a test: only their
-numbers are compared.
+So a token of another epoch than the known owner's is refused until the directory was heard. A write never changes the
+epoch. Epoch 0 is that of tokens from elsewhere, such as a test: only their numbers are compared.
 """
 
 import secrets

@@ -10,9 +10,10 @@ watch saw last.
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from weft.core.errors import listed
 from weft.experts.discovery import (
@@ -43,26 +44,6 @@ class LeaseStatistics:
     left: float
     late: float
     latest: float
-
-
-@dataclass(frozen=True)
-class PeerStatistics:
-    """One server: how many experts the directory lists at it, and how many of them it owns."""
-
-    experts: int
-    owns: int
-
-
-@dataclass(frozen=True)
-class DirectoryStatistics:
-    """``servers`` whose leases last, by address; ``here`` is the address of this one.
-
-    ``away_seconds``: since when the directory has not answered; 0 while it does.
-    """
-
-    here: str
-    away_seconds: float
-    servers: Mapping[str, PeerStatistics]
 
 
 class LeaseHeartbeat:
@@ -115,15 +96,16 @@ class LeaseHeartbeat:
             return None
         return LeaseStatistics(lease.ttl, self._until - time.monotonic(), self._late, self._latest)
 
-    def directory_statistics(self) -> DirectoryStatistics:
-        """The servers that the directory lists, as far as is known."""
-        if self.watch is None:
-            return DirectoryStatistics(self.address, 0.0, {})
-        snapshot = self.watch.snapshot()
+    def directory_statistics(self) -> dict[str, Any]:
+        """``servers`` whose leases last, by address, with how many experts each lists and owns; ``here``: this one.
+
+        ``away_seconds``: since when the directory has not answered; 0 while it does.
+        """
+        snapshot, away = (self.watch.snapshot(), self.watch.away_seconds) if self.watch else (Snapshot(), 0.0)
         experts = Counter(address for addresses in snapshot.experts.values() for address in addresses)
         owns = Counter(owner.address for owner in snapshot.owners.values())
-        servers = {address: PeerStatistics(count, owns[address]) for address, count in experts.items()}
-        return DirectoryStatistics(self.address, self.watch.away_seconds, servers)
+        servers = {address: {"experts": count, "owns": owns[address]} for address, count in experts.items()}
+        return {"here": self.address, "away_seconds": away, "servers": servers}
 
     def look(self) -> None:
         """Begin to watch the directory; where it does not answer, the renewal of the lease reports it."""

@@ -80,17 +80,14 @@ class ReplicaOptions:
 
     def __post_init__(self) -> None:
         with Validator("invalid replica options") as check:
-            check.seconds("follow_seconds", self.follow_seconds)
-            check.seconds("first_seconds", self.first_seconds)
-            check.count("follow_steps", self.follow_steps)
-            check.count("state_bytes", self.state_bytes)
+            for name in ("follow_seconds", "first_seconds"):
+                check.seconds(name, getattr(self, name))
+            for name in ("follow_steps", "state_bytes"):
+                check.count(name, getattr(self, name))
             check.add(*token_fault(self.token))
             some: Any = self.experts
-            patterns: list[Any] = [] if isinstance(some, str) else list(some)
-            check.that(bool(patterns), f"experts is {some!r}, wanted a list of patterns such as ['ffn.*']")
-            for each in patterns:
-                valid = isinstance(each, str) and bool(each)
-                check.that(valid, f"experts has {each!r}, wanted patterns such as 'ffn.*'")
+            valid = not isinstance(some, str) and bool(some) and all(isinstance(each, str) and each for each in some)
+            check.that(valid, f"experts is {some!r}, wanted a list of patterns such as ['ffn.*']")
 
     def covers(self, uid: str) -> bool:
         """Whether this expert is a replica."""
@@ -122,8 +119,7 @@ class _IncomingState:
 class FollowerStream:
     """A stream of states from the server at ``address``. ``here`` is the follower's own address.
 
-    Raises ``UsageError`` for an address that is not one of ``servers`` of the options' ``tls``, and where a token would
-    go in plain text.
+    Raises ``UsageError`` for an address that is not one of ``tls.servers``, and where a token would go in plain text.
     """
 
     def __init__(self, address: str, here: str, options: ReplicaOptions, limits: Limits) -> None:
@@ -239,34 +235,28 @@ class FollowerStream:
             if not call_id and answer.header.kind is Kind.ERROR:
                 raise read_fault(answer.header.data)
             return
+        incoming, failure = self._incoming.get(call_id), None
         try:
-            if not self._loaded(call_id, replica, answer):
+            if incoming is None:
+                head = self._read_head(answer)
+                replica.heard(head.version)
+                if head.kind is UpdateKind.STATE:
+                    self._incoming[call_id] = _IncomingState(head)
                 return
-            again = True
-            replica.failure = None
+            if not incoming.add(answer):
+                return
+            if not replica.load(incoming.head.version, incoming.data):
+                raise UnreachableError("it is not followed any more")
         except Exception as error:  # also what module and optimizer raise; the thread goes on for the other experts
-            replica.failed(error)
-            again = False
+            failure = error
         with self._lock:
             self._requested.pop(call_id, None)
             self._incoming.pop(call_id, None)
-        if again:
+        if failure is not None:
+            replica.failed(failure)
+        else:
+            replica.failure = None
             self._request(replica)
-
-    def _loaded(self, call_id: int, replica: Replica, answer: Received) -> bool:
-        """Take in one answer; whether the state is complete, and loaded."""
-        incoming = self._incoming.get(call_id)
-        if incoming is None:
-            head = self._read_head(answer)
-            replica.heard(head.version)
-            if head.kind is UpdateKind.STATE:
-                self._incoming[call_id] = _IncomingState(head)
-            return False
-        if not incoming.add(answer):
-            return False
-        if not replica.load(incoming.head.version, incoming.data):
-            raise UnreachableError("it is not followed any more")
-        return True
 
     def _read_head(self, answer: Received) -> PullResponse:
         if answer.header.kind is Kind.ERROR:
@@ -280,15 +270,8 @@ class FollowerStream:
         return head
 
     def _failure(self, error: Any) -> WeftError:
-        """The reason of an ``RpcError``.
-
-        the server has answered   the caller may not do this       ForbiddenError, in the server's words
-        it ended the handshake    gRPC says "Socket closed"        UnreachableError, with the certificates in use
-        it is not there           "Connection refused", or alike   UnreachableError
-        """
-        code, text = error.code(), str(error.details())
-        if code in _REFUSED:
+        """The reason of an ``RpcError``: refused, or not reached, with the certificates in use."""
+        text, tls = str(error.details()), self._options.tls
+        if error.code() in _REFUSED:
             return ForbiddenError(f"{self.address} refuses this server: {text}")
-        return unreachable(
-            self.address, self._options.tls, "cannot be followed", text, "this server", "tls= of ReplicaOptions"
-        )
+        return unreachable(self.address, tls, "cannot be followed", text, "this server", "tls= of ReplicaOptions")

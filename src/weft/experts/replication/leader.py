@@ -65,18 +65,14 @@ class _Stream:
     limits: Limits
     waiting: dict[str, _Waiting] = field(default_factory=dict[str, _Waiting])
 
-    def done(self, uid: str, waiting: _Waiting) -> None:
-        if self.waiting.get(uid) is waiting:
-            del self.waiting[uid]
-
     async def respond(self, call_id: int, response: PullResponse) -> None:
-        await self.send(Call(Header(kind=Kind.RESULT, call_id=call_id, data=response.to_bytes())))
+        await self.send(Header(kind=Kind.RESULT, call_id=call_id, data=response.to_bytes()))
 
     async def fail(self, call_id: int, error: BaseException) -> None:
-        await self.send(Call(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error))))
+        await self.send(Header(kind=Kind.ERROR, call_id=call_id, data=write_fault(error)))
 
-    async def send(self, call: Call) -> None:
-        await self.write(encode([call], self.limits))
+    async def send(self, header: Header, *tensors: torch.Tensor) -> None:
+        await self.write(encode([Call(header, tensors)], self.limits))
 
 
 class LeaderStreams:
@@ -138,15 +134,19 @@ class LeaderStreams:
             if stream.waiting:
                 last = time.monotonic()
             for uid, waiting in list(stream.waiting.items()):
+                if waiting.answered:
+                    continue
                 try:
-                    if not waiting.answered:
-                        await self._attend(stream, uid, waiting)
+                    done = await self._attend(stream, uid, waiting)
                 except WeftError as error:
-                    stream.done(uid, waiting)
+                    done = True
                     await stream.fail(waiting.call_id, error)
+                if done and stream.waiting.get(uid) is waiting:
+                    del stream.waiting[uid]
             await asyncio.sleep(TICK)
 
-    async def _attend(self, stream: _Stream, uid: str, waiting: _Waiting) -> None:
+    async def _attend(self, stream: _Stream, uid: str, waiting: _Waiting) -> bool:
+        """Answer one request, if that is due; whether it is done with."""
         replica, request = self._replicas.get(uid), waiting.request
         if replica is None:
             raise UnknownExpertError(f"there is no replica of expert {uid!r} here")
@@ -154,13 +154,14 @@ class LeaderStreams:
             replica.leadership.check(steps=False)
         version = replica.version
         if request.token and not (newer(version, request.have, request.token) and replica.has_state):
-            stream.done(uid, waiting)
             await stream.respond(waiting.call_id, PullResponse(UpdateKind.NOTHING, version))
-        elif request.token or _due(waiting, version, replica.final):
+            return True
+        if request.token or _due(waiting, version, replica.final):
             await self._send_state(stream, waiting, replica)
         elif version != waiting.reported and time.monotonic() >= waiting.reported_at + _PROGRESS:
             waiting.reported, waiting.reported_at = version, time.monotonic()
             await stream.respond(waiting.call_id, PullResponse(UpdateKind.PROGRESS, version))
+        return False
 
     async def _send_state(self, stream: _Stream, waiting: _Waiting, replica: Replica) -> None:
         encoded = await asyncio.get_running_loop().run_in_executor(None, replica.encode, _MAX_WAIT)
@@ -172,7 +173,7 @@ class LeaderStreams:
         size = min(PIECE, max(1, self._limits.frame_bytes // 2))
         for start in range(0, len(data), size):
             piece = torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8)
-            await stream.send(Call(Header(kind=Kind.RESULT, call_id=waiting.call_id), [piece]))
+            await stream.send(Header(kind=Kind.RESULT, call_id=waiting.call_id), piece)
         waiting.answered = True  # it stays in the list until the next one: only that says what has arrived
 
 

@@ -54,11 +54,9 @@ _LEAST = 0.5  # seconds that followers have for the last state, also if draining
 class ReplicaStatistics:
     """One replicated expert at one server.
 
-    ``role``: "owner", "taking over", or "follower". ``owner`` is the owner's address, "" if none is known, and
-    ``token`` the number of its fencing token. ``lasts``: whether the own lease surely lasts (owners only).
-    ``behind``: steps that this follower lacks, as the owner last reported, ``heard_seconds`` ago; None before that.
-    ``followers``: an owner's followers by address, with the steps that each lacks. ``sent`` and ``received``: states.
-    ``failure``: what last went wrong, "" if nothing does now.
+    ``role``: "owner", "taking over", or "follower". ``owner``: its address, "" if none is known, with the number of its
+    fencing ``token``. ``lasts``: whether the own lease surely lasts. ``behind``: steps that this follower lacks, as the
+    owner last reported, ``heard_seconds`` ago. ``followers``: by address, with the steps that each lacks.
     """
 
     role: str
@@ -152,10 +150,9 @@ class ReplicationManager:
         """Nothing steps these (None: all) any more: save them, let followers fetch the last state, own them no more.
 
         ``save`` is False where a module still holds its expert. Waits at most ``seconds`` for followers. What saving
-        raises, `raise_failure` raises later: the rest goes on. The claims themselves end with the lease, or by
-        `remove`.
+        raises, `raise_failure` raises later. The claims themselves end with the lease, or by `remove`.
         """
-        replicas = [self.replicas[uid] for uid in (list(self.replicas) if uids is None else uids)]
+        replicas = list(self.replicas.values()) if uids is None else [self.replicas[uid] for uid in uids]
         mine = [replica for replica in replicas if replica.leadership.may_step]
         for replica in mine:
             replica.final = True

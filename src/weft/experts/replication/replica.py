@@ -36,11 +36,8 @@ class Leadership:
 
     It is checked twice: where a call comes in, so that it is refused early, and where a step is about to be applied, so
     that a call which waited too long is refused as well. Only the directory makes a server owner or follower; what a
-    caller says of a newer owner is believed for the caller's own call.
-
-    Args:
-        uid: the expert.
-        until: until when (`time.monotonic`) a lease of this server surely lasts.
+    caller says of a newer owner is believed for the caller's own call. ``until``: until when (`time.monotonic`) a lease
+    of this server surely lasts.
     """
 
     def __init__(self, uid: str, until: Callable[[Lease], float]) -> None:
@@ -83,30 +80,31 @@ class Leadership:
             self._note_epoch(owner)
 
     def check(self, *, steps: bool, carried: int = 0) -> None:
-        """Raise ``NotOwnerError`` if a call is not for this server.
+        """Raise ``NotOwnerError`` if a call is not for this server; ``steps``: whether it changes the expert.
 
-        Args:
-            steps: whether the call changes the expert, or only reads it.
-            carried: the largest fencing token that its author knows; 0: none. One of an epoch of the directory
-                that is known here to be over counts as none: the author made the call before it heard of that.
+        ``carried``: the largest fencing token that its author knows; 0: none. One of an epoch of the directory that is
+        known here to be over counts as none: the author made the call before it heard of that.
         """
         with self._lock:
             role, owner, token, lasts = self.role, self.owner, self.token, self.lasts
-        where = {} if owner is None or role == "taking over" else {"address": owner.address}
+        mine, where = number_of(token), {}
         if role == "taking over":
-            raise self._refusal(f"this server has claimed it with token {number_of(token)}, and is taking over", where)
-        if role == "follower":
+            why = f"this server has claimed it with token {mine}, and is taking over"
+        elif role == "follower":
+            where = {} if owner is None else {"address": owner.address}
             who = "nobody is known to own it now" if owner is None else f"{owner.address} owns it"
-            raise self._refusal(f"this server follows; {who}", where)
-        if carried and replaced(token, carried) and epoch_of(carried) not in self._past:
-            mine, yours = number_of(token), number_of(carried)
-            text = f"it was replaced: this server owns it with token {mine}, and you know of token {yours}"
-            raise self._refusal(text, {})
-        if steps and not lasts:
-            text = (
-                f"the lease under which it has token {number_of(token)} has lapsed, so that another may own it by now"
-            )
-            raise self._refusal(text, {})
+            why = f"this server follows; {who}"
+        elif carried and replaced(token, carried) and epoch_of(carried) not in self._past:
+            yours = number_of(carried)
+            why = f"it was replaced: this server owns it with token {mine}, and you know of token {yours}"
+        elif steps and not lasts:
+            why = f"the lease under which it has token {mine} has lapsed, so that another may own it by now"
+        else:
+            return
+        raise NotOwnerError(
+            f"expert {self.uid!r} cannot do this here: {why}. Nothing was changed; ask its owner, or again in a while",
+            where,
+        )
 
     def permit(self) -> None:
         """`check` for a step that is about to be applied."""
@@ -118,24 +116,12 @@ class Leadership:
             self._past = (self._past | {self._epoch}) - {0, epoch}
             self._epoch = epoch
 
-    def _refusal(self, why: str, details: dict[str, str]) -> NotOwnerError:
-        return NotOwnerError(
-            f"expert {self.uid!r} cannot do this here: {why}. Nothing was changed; ask its owner, or again in a while",
-            details,
-        )
-
 
 class Replica:
     """A backend that others have too. Thread-safe.
 
-    Args:
-        backend: the expert. It is told to ask for a permit before every step.
-        until: see `Leadership`.
-        save: makes durable what was reached, where that is wanted.
-        store: where checkpoints lie.
-        loaded: called when the state was replaced.
-
-    ``failure`` is what last went wrong with following or taking over; None if nothing does now.
+    ``backend`` asks for a permit before every step from now on. ``save`` makes durable what was reached, in ``store``;
+    ``loaded`` is called when the state was replaced. ``failure``: what last went wrong with following or taking over.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from fnmatch import fnmatchcase
@@ -222,8 +223,7 @@ class Audit:
             unwritten, self._unwritten = self._unwritten, 0
         if unwritten:
             _LOG.warning("refused: %d more, which came too fast to be written here", unwritten)
-        text = "refused: client='%s' peer='%s' expert='%s' what=%s: %s"
-        _LOG.warning(text, one.client, one.peer, one.expert, one.what, one.why)
+        _LOG.warning("refused: client='%s' peer='%s' expert='%s' what=%s: %s", client, peer, uid, what, one.why)
 
     def last(self) -> list[Refusal]:
         """The last refusals, oldest first."""
@@ -247,12 +247,10 @@ def name_fault(name: str) -> list[str]:
 def _host(peer: str) -> str:
     """The host of an address as gRPC writes it; the network of a host that has a whole network of addresses."""
     host = peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
-    if not host.startswith("ipv6:"):
-        return host
-    try:
-        return str(IPv6Network((unquote(host[5:]).strip("[]").partition("%")[0], 64), strict=False))
-    except ValueError:
-        return host
+    with suppress(ValueError):
+        if host.startswith("ipv6:"):
+            return str(IPv6Network((unquote(host[5:]).strip("[]").partition("%")[0], 64), strict=False))
+    return host
 
 
 def authenticate(

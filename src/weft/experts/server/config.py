@@ -16,6 +16,7 @@ docs/experts.md tells every name. The author of this file runs the server: it ma
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from importlib import import_module
@@ -164,13 +165,11 @@ class ExpertTable(_Table):
         if (schedule := _factory(lr_scheduler, kind, self.schedule, arguments, "schedule", "optimizer")) is not None:
             more["schedule"] = schedule
         expert = make_expert(self.kind, **self.arguments)
-        journal = None if self.journal is None else self.journal.open(name)
-        try:
-            return expert.backend(name, optimizer, journal=journal, **more)
-        except BaseException:
-            if journal is not None:
-                journal.close()
-            raise
+        with ExitStack() as opened:
+            journal = None if self.journal is None else opened.enter_context(closing(self.journal.open(name)))
+            backend = expert.backend(name, optimizer, journal=journal, **more)
+            opened.pop_all()
+            return backend
 
 
 class GrantTable(_Table):
@@ -242,45 +241,41 @@ class ServeConfig(_Table):
             for name in self.imports:
                 _make(check, f"the module {name!r} of imports cannot be imported", partial(_import, name))
         parts: dict[str, Any] = {"options": replace(self.options, limits=self.limits), "replicas": self.replicas}
-        experts: list[ExpertBackend] = []
-        closing: list[Callable[[], None]] = []
-        try:
+        with ExitStack() as opened:
             with Validator(_TITLE) as check:
                 parts["access"] = _make(check, "tokens", self._access)
                 if self.panel is not None:
                     parts["panel"] = _make(check, "panel", self.panel.options)
-                experts += self._experts(check, closing)
+                experts = self._experts(check, opened)
                 if self.directory is not None:
-                    opened = partial(open_directory, self.directory, tls=self.directory_tls)
-                    parts["directory"] = directory = _make(check, "directory", opened)
-                    closing += [] if directory is None else [directory.close]
+                    to_open = partial(open_directory, self.directory, tls=self.directory_tls)
+                    parts["directory"] = directory = _make(check, "directory", to_open)
+                    if directory is not None:
+                        opened.callback(directory.close)
                 if self.checkpoints is not None and not check.faults:  # it makes the folder
                     store = partial(CheckpointStore, self.checkpoints, keep=self.keep)
                     parts["checkpoints"] = _make(check, "checkpoints", store)
             server = Server(experts, address=self.address, advertise=self.advertise, tls=self.tls, **parts)
-        except BaseException:
-            for close in closing:
-                close()
-            raise
-        for close in closing:
-            server.own(close)
-        return server
+            server.own(opened.pop_all().close)
+            return server
 
-    def _experts(self, check: Validator, closing: list[Callable[[], None]]) -> list[ExpertBackend]:
+    def _experts(self, check: Validator, opened: ExitStack) -> list[ExpertBackend]:
         """The experts of all entries; of an entry the first fault, since all of its experts would have it."""
         made: list[ExpertBackend] = []
         seen: set[str] = set()
         for number, entry in enumerate(self.experts):
-            twice = [name for name in entry.names if name in seen]
-            if twice:
+            names = entry.names
+            if twice := [name for name in names if name in seen]:
                 check.add(f"experts[{number}] is called {twice[0]!r}, as another is; give each expert its own name")
-            seen.update(entry.names)
-            for name in [] if twice else entry.names:
+                continue
+            seen.update(names)
+            for name in names:
                 backend = _make(check, f"experts[{number}], called {name!r}", partial(entry.make, name))
                 if backend is None:
                     break
                 made.append(backend)
-                closing += [] if backend.journal is None else [backend.journal.close]
+                if backend.journal is not None:
+                    opened.callback(backend.journal.close)
         return made
 
     def _access(self) -> Access:
@@ -315,8 +310,6 @@ def build(table: Mapping[str, Any]) -> Server:
     """The server that a table describes, not started. Raises as `ServeConfig.parse` and `ServeConfig.server`."""
     return ServeConfig.parse(table).server()
 
-
-# Faults of the form.
 
 _WANTED = {
     "string_type": "a text",
@@ -393,8 +386,7 @@ def _relation_faults(table: Mapping[str, Any]) -> list[str]:
             )
     panel: Any = table.get("panel")
     panel = cast("dict[str, Any]", panel).get("address") if isinstance(panel, dict) else panel
-    if isinstance(panel, str):
-        faults += address_fault("panel", panel, free=True)
+    faults += address_fault("panel", panel, free=True) if isinstance(panel, str) else []
     goes_with = {
         "replicas": ("directory", "which says who owns them"),
         "directory_tls": ("directory", "which would be reached with it"),
@@ -405,9 +397,6 @@ def _relation_faults(table: Mapping[str, Any]) -> list[str]:
         if name in table and other not in table:
             faults.append(f"there {'are' if name[-1] == 's' else 'is'} [{name}] and no {other}, {why}")
     return faults if table.get("experts") else [*faults, "there are no experts, wanted at least one"]
-
-
-# Parts of a server.
 
 
 def _make(check: Validator, where: str, make: Callable[[], Made]) -> Made | None:
@@ -446,8 +435,6 @@ def _import(name: str) -> None:
 
 def _number(word: str) -> int | float | str:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(word)
-        except ValueError:
-            continue
     return word

@@ -57,13 +57,7 @@ _ROLES = {
 
 
 class RequestDispatcher:
-    """The experts of one server, and access to them.
-
-    Args:
-        access: roles of clients for experts.
-        audit: notes every refusal.
-        longest: seconds that a call may have at most.
-    """
+    """The experts of one server, and access to them. ``longest``: seconds that a call may have at most."""
 
     def __init__(self, access: Access | None = None, audit: Audit | None = None, longest: float = 600.0) -> None:
         self.access = access or Access()
@@ -92,9 +86,6 @@ class RequestDispatcher:
         if served is None:
             raise self._unknown(uid, None)
         return served
-
-    def release(self) -> None:
-        """Leave the experts as they were."""
 
     def experts(self) -> dict[str, HostedExpert]:
         """All that are served now, by name."""
@@ -168,7 +159,15 @@ class RequestDispatcher:
         deadline = time.monotonic() + left
         if header.kind is Kind.COMMIT:
             client, name = _mini_batch(caller, header)
-            self._check_incarnation(served, client, name, header.data)
+            if (
+                header.data
+                and backend.records.step_of("commit", client, name) is None
+                and read_receipt(header.data).incarnation != served.incarnation
+            ):
+                raise CommitError(
+                    f"the server was started again, or another took the expert over, while mini-batch {name!r} was "
+                    "open, and its gradients are gone; run its micro-batches again"
+                )
             return backend.commit(name, client=client, deadline=deadline, principal=caller.principal)
         client, mini_batch = caller.owner(header.client, header.mini_batch or None)
         tensors, key = call.tensors(), header.key or None
@@ -183,7 +182,12 @@ class RequestDispatcher:
                 principal=caller.principal,
             )
         if header.keep:
-            tensors = [*_kept(served, client, header.key), *tensors]
+            kept = backend.kept_inputs(client, header.key)
+            if kept is None:
+                raise InputsGoneError(
+                    f"expert {backend.name!r} does not hold the inputs of this backward (any more); send it with them"
+                )
+            tensors = [*kept, *tensors]
         return backend.backward_pool.submit_task(
             *tensors,
             deadline=deadline,
@@ -194,16 +198,6 @@ class RequestDispatcher:
             principal=caller.principal,
             stream=caller.stream,
         )
-
-    def _check_incarnation(self, served: HostedExpert, client: str, mini_batch: str, data: bytes) -> None:
-        """Refuse a commit whose gradients were sent, in part, to this server before it was started again."""
-        if not data or served.backend.records.step_of("commit", client, mini_batch) is not None:
-            return
-        if read_receipt(data).incarnation != served.incarnation:
-            raise CommitError(
-                f"the server was started again, or another took the expert over, while mini-batch {mini_batch!r} was "
-                "open, and its gradients are gone; run its micro-batches again"
-            )
 
     def _answer(
         self, header: Header, caller: Caller, served: HostedExpert, reply: Reply, done: "Future[Results]"
@@ -242,16 +236,6 @@ def _mini_batch(caller: Caller, header: Header) -> tuple[str, str]:
     if mini_batch is None:
         raise UsageError(f"{header.kind.name.lower()} requires a mini_batch id")
     return client, mini_batch
-
-
-def _kept(served: HostedExpert, client: str, key: str) -> Sequence[Tensor]:
-    """The inputs of a backward that came without them."""
-    found = served.backend.kept_inputs(client, key)
-    if found is None:
-        raise InputsGoneError(
-            f"expert {served.backend.name!r} does not hold the inputs of this backward (any more); send it with them"
-        )
-    return found
 
 
 class ObservedDispatcher(RequestDispatcher):
@@ -295,25 +279,21 @@ class ObservedDispatcher(RequestDispatcher):
             trace = self._observer.current()
             if future is not None and trace is not None and not future.done():
                 self._traces[future] = trace
-                future.add_done_callback(self._forget)
+                future.add_done_callback(lambda done: self._traces.pop(done, None))
         return future
-
-    def _forget(self, future: "Future[Results]") -> None:
-        self._traces.pop(future, None)
 
     def _observe_steps(self, backend: ExpertBackend, restore: ExitStack) -> None:
         """`ExpertBackend.apply_gradients` may be replaced on the instance; so it is."""
-        held, before, apply = vars(backend), vars(backend).get("apply_gradients"), backend.apply_gradients
+        held, apply = vars(backend), backend.apply_gradients
+        before = {"apply_gradients": apply} if "apply_gradients" in held else {}
 
         def observed() -> None:
             with self._observer.span("weft.step", {"weft.expert": backend.name, "weft.steps": backend.steps + 1}):
                 apply()
 
+        restore.callback(held.update, before)
+        restore.callback(held.pop, "apply_gradients")
         held["apply_gradients"] = observed
-        if before is None:
-            restore.callback(held.pop, "apply_gradients")
-        else:
-            restore.callback(held.update, apply_gradients=before)
 
     def _batch(self, expert: str, direction: str, process: Process, tasks: Sequence[Task]) -> Sequence[Answer]:
         attributes = {"weft.expert": expert, "weft.direction": direction}

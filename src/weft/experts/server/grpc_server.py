@@ -17,7 +17,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -63,14 +63,7 @@ _DESCRIPTORS = 64  # that connections leave free: for checkpoints, the log, the 
 
 
 class GrpcServer:
-    """Made, started and stopped in the loop's thread.
-
-    Args:
-        dispatcher: takes the calls.
-        options: limits.
-        status: what a status call answers, as JSON.
-        leader_streams: answer followers; None: no expert is replicated.
-    """
+    """Made, started and stopped in the loop's thread. ``status``: what a status call answers, as JSON."""
 
     def __init__(
         self,
@@ -100,12 +93,9 @@ class GrpcServer:
         server: Any = _aio.server(options=options)
         server.add_generic_rpc_handlers(tuple(self._handlers()))
         credentials = None if tls is None else tls.credentials()
+        open_port = partial(server.add_secure_port, server_credentials=credentials) if tls else server.add_insecure_port
         try:
-            port: int = (
-                server.add_insecure_port(address)
-                if credentials is None
-                else server.add_secure_port(address, credentials)
-            )
+            port: int = open_port(address)
         except (RuntimeError, ValueError) as error:
             raise UsageError(f"the server cannot listen at {address!r}: {error}; is the port taken?") from None
         if not port:
@@ -335,15 +325,11 @@ def _descriptor_pool() -> Any:
 
 def _most_connections(streams: int) -> int:
     """TCP connections at a time: twice the streams, and no more than leaves some descriptors free."""
-    try:
+    limit, used = float("inf"), _DESCRIPTORS
+    with suppress(ImportError, OSError):  # a system without such limits, or that does not tell
         from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit  # noqa: PLC0415
-    except ImportError:  # a system without such limits
-        return 2 * streams
-    most = getrlimit(RLIMIT_NOFILE)[0]
-    if most == RLIM_INFINITY:
-        return 2 * streams
-    try:
+
+        soft = getrlimit(RLIMIT_NOFILE)[0]
+        limit = limit if soft == RLIM_INFINITY else soft
         used = len(os.listdir("/proc/self/fd"))
-    except OSError:
-        used = _DESCRIPTORS
-    return max(1, min(2 * streams, most - used - _DESCRIPTORS))
+    return max(1, int(min(2 * streams, limit - used - _DESCRIPTORS)))

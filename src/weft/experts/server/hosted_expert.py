@@ -30,7 +30,7 @@ from weft.experts.errors import ExpertError
 from weft.experts.expert import ExpertBackend
 from weft.experts.replication import Replica
 from weft.experts.wire import LIMITS, Header, Kind, Limits
-from weft.experts.wire.service import Description, Receipt, describe, read_description, read_receipt
+from weft.experts.wire.service import Receipt, describe, read_description, read_receipt
 
 _LOG = logging.getLogger("weft.experts.checkpoints")
 
@@ -87,8 +87,6 @@ class HostedExpert:
 
     def restore(self) -> None:
         """Go on from the newest checkpoint; or make the first one, so that a crash keeps even the first weights.
-
-        A replica makes none: it is not its owner yet.
 
         The folder of its checkpoints is locked until `close`. Raises what `CheckpointStore` raises, also if another
         server has locked it, and ``UsageError`` if the checkpoint is of another kind of expert.
@@ -172,14 +170,13 @@ class HostedExpert:
 
     def _check(self, limits: Limits) -> None:
         """Refuse schemas and names that no client could receive or call."""
-        found: Description = read_description(self.describe())
-        if found.name != self.backend.name:
-            raise UsageError(f"expert {self.backend.name!r} has a name that does not survive the wire")
-        size = len(found.name.encode())
-        if size > limits.name_bytes:
+        name, most = self.backend.name, limits.name_bytes
+        if read_description(self.describe()).name != name:
+            raise UsageError(f"expert {name!r} has a name that does not survive the wire")
+        if (size := len(name.encode())) > most:
             raise UsageError(
-                f"expert {found.name[:80]!r}... has a name of {size} bytes, and nobody can call one of more than "
-                f"{limits.name_bytes} (Limits.name_bytes); give it a shorter one"
+                f"expert {name[:80]!r}... has a name of {size} bytes, and nobody can call one of more than {most} "
+                "(Limits.name_bytes); give it a shorter one"
             )
 
 

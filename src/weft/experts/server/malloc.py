@@ -1,9 +1,7 @@
 """Settings of the memory allocator for servers on the CPU: freed memory stays in the process, on large pages.
 
-    a batch ends ── frees 34 MB ──> C library ──> system        the next batch: up to 9000 page faults
-                                        '──> the next batch     none
-
-Freed memory is kept by glibc only, which gives large blocks back as soon as they are free; elsewhere nothing happens.
+a batch ends ── frees 34 MB ──> C library ──> system        the next batch: up to 9000 page faults
+                                    '──> the next batch     none
 """
 
 import ctypes
@@ -23,11 +21,10 @@ _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # PyTorch's
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep what this process frees, from now on; its size is then that of its peak.
+    """Have glibc keep what this process frees, from now on; its size is then that of its peak. `weft serve` calls it.
 
-    For processes that do nothing but serve experts on the CPU; `weft serve` calls it. To be called before threads are
-    started. What the environment says of the same (``MALLOC_...``, see mallopt(3)) is left alone. Returns whether the
-    C library could be told.
+    To be called before threads are started. What the environment says of the same (``MALLOC_...``, see mallopt(3)) is
+    left alone. Returns whether the C library could be told.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -40,10 +37,8 @@ def keep_freed_memory() -> bool:
 def use_large_pages() -> None:
     """Have PyTorch ask Linux for large pages (2 MB) for its large tensors on the CPU; `weft serve` calls it.
 
-    One row reads all weights of an expert, and its step reads and writes three times as much: with small pages that is
-    a look-up in the page tables every 4 KB. To be called before the first tensor is made, for PyTorch decides it once.
-    What the environment says (``THP_MEM_ALLOC_ENABLE``) is left alone. Where the system gives large pages to all or to
-    none (/sys/kernel/mm/transparent_hugepage/enabled), nothing changes.
+    To be called before the first tensor is made, for PyTorch decides it once. What the environment says
+    (``THP_MEM_ALLOC_ENABLE``) is left alone.
     """
     if _LARGE_PAGES in os.environ:
         return

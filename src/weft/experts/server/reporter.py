@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, cast
 
-from weft.experts.discovery.registration import DirectoryStatistics, LeaseStatistics
+from weft.experts.discovery.registration import LeaseStatistics
 from weft.experts.replication import ReplicaStatistics
 from weft.experts.telemetry import BackendStatistics, RuntimeStatistics
 
@@ -49,7 +49,7 @@ class ServerStatistics:
     experts: Mapping[str, BackendStatistics]
     keeping: Mapping[str, CheckpointStatistics]
     runtimes: Mapping[str, RuntimeStatistics]
-    directory: DirectoryStatistics | None = None
+    directory: Mapping[str, Any] | None = None
     lease: LeaseStatistics | None = None
     replicas: Mapping[str, ReplicaStatistics] = field(default_factory=dict[str, ReplicaStatistics])
 

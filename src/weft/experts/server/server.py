@@ -7,8 +7,7 @@
     start   restore from checkpoints ── runtimes ── listen ── be listed in the directory
     end     leave the directory ── refuse new work ── finish what was accepted ── save ── answer ── close
 
-Continuous batching over all clients, steps exactly once, checkpoints that restart by themselves: see
-`weft.experts.task_pool`, `weft.experts.idempotency` and `weft.experts.checkpoint`. Nothing outlives the ``with`` block.
+Nothing outlives the ``with`` block.
 """
 
 import logging
@@ -103,13 +102,10 @@ class Server:
         self._directory = directory
         self._owned: list[Callable[[], None]] = []
         self._store = checkpoints
-        longest = self.options.longest_seconds
-        self._dispatcher = (
-            RequestDispatcher(access, self.audit, longest)
-            if observer is None
-            else ObservedDispatcher(observer, access, self.audit, longest)
-        )
-        self.own(self._dispatcher.release)
+        allowed = access, self.audit, self.options.longest_seconds
+        self._dispatcher = ObservedDispatcher(observer, *allowed) if observer else RequestDispatcher(*allowed)
+        if isinstance(self._dispatcher, ObservedDispatcher):
+            self.own(self._dispatcher.release)
         self._replication = ReplicationManager(replicas, directory, self.options.limits)
         self._grpc_server = GrpcServer(self._dispatcher, self.options, self.status, self._replication.leader_streams)
         self._runtimes: dict[str, Runtime] = {}  # by device
@@ -151,7 +147,12 @@ class Server:
             try:
                 self._start()
             except BaseException:
-                self._give_up()
+                if self._running:  # it listened already: what came meanwhile is not lost
+                    with suppress(WeftError):  # the caller gets the error of the start, and no other
+                        self.shutdown()
+                else:
+                    self._ended = True
+                    self._close(_LAST)
                 raise
 
     def add(self, backend: ExpertBackend) -> None:
@@ -316,18 +317,14 @@ class Server:
         self._replication.add(hosted.replica)
         return hosted
 
-    def _warn_if_open(self) -> None:
-        """`weft serve` refuses this; a program may mean it."""
+    def _start(self) -> None:
         named = self._tls is not None and self._tls.authority is not None
         if self._dispatcher.access.grants == OPEN and not named and not is_loopback(split(self._wanted)[0]):
-            _LOG.warning(
-                "whoever reaches %s may read and train every expert: there is neither access= nor a tls= with an "
-                "authority",
-                self._wanted,
+            # `weft serve` refuses this; a program may mean it
+            text = (
+                "whoever reaches %s may read and train every expert: it has no access=, and no tls= with an authority"
             )
-
-    def _start(self) -> None:
-        self._warn_if_open()
+            _LOG.warning(text, self._wanted)
         with Validator("the server cannot start") as check:
             for served in self._dispatcher.experts().values():
                 check.call(served.restore)
@@ -369,15 +366,6 @@ class Server:
     def _finish(self, end: float) -> bool:
         """Finish what was accepted; whether all of it was before ``end`` (`time.monotonic`)."""
         return all([each.shutdown(timeout=max(0.0, end - time.monotonic())) for each in self._runtimes.values()])
-
-    def _give_up(self) -> None:
-        """End the threads that a failed start has begun."""
-        if self._running:  # it listened already: what came meanwhile is not lost
-            with suppress(WeftError):  # the caller gets the error of the start, and no other
-                self.shutdown()
-        else:
-            self._ended = True
-            self._close(_LAST)
 
     def _announce(self) -> None:
         """Be listed now; if the directory is away, the lease thread goes on trying.

@@ -22,7 +22,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import Any
 
 from weft.experts.errors import OverloadError, QuotaError
@@ -125,8 +124,7 @@ class ServerStream:
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._finishing = False
-        self._numbers = count()
-        self._futures: dict[int, Future[Results]] = {}
+        self._futures: set[Future[Results]] = set()
 
     def take(self, call: Received) -> None:
         """Dispatch a call, and send its answer."""
@@ -140,16 +138,10 @@ class ServerStream:
         self._held += cost
         with self._lock:
             self.nbytes += cost
-        number = next(self._numbers)
-        future = self._dispatcher.dispatch(call, self.caller, partial(self._answered, number, cost))
+        future = self._dispatcher.dispatch(call, self.caller, partial(self.answer, cost=cost))
         if future is not None:
-            self._futures[number] = future
-            if future.done():  # its answer may have come before it was noted
-                self._futures.pop(number, None)
-
-    def _answered(self, number: int, cost: int, call: Call) -> None:
-        self._futures.pop(number, None)
-        self.answer(call, cost)
+            self._futures.add(future)
+            future.add_done_callback(self._futures.discard)
 
     def answer(self, call: Call, cost: int = -1) -> None:
         """Send an answer. ``cost`` is what its call took; -1: there was no call."""
@@ -191,7 +183,7 @@ class ServerStream:
     def abandon(self) -> None:
         """The client has gone: remove its waiting calls from the queues."""
         self.caller.stream.ended_at = time.monotonic()
-        for future in list(self._futures.values()):
+        for future in list(self._futures):
             future.cancel()
         self._budget.leave(self._held, self.caller.principal)
         self._held = 0

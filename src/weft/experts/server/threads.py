@@ -24,8 +24,7 @@ _LOG = logging.getLogger("weft.experts.server")
 class PeriodicTask:
     """Calls ``act`` every ``seconds`` from `start` to `stop`.
 
-    ``urgent``: the seconds count from the beginning of a turn, not from its end, and one that failed is tried again
-    after a tenth of them.
+    ``urgent``: they count from the beginning of a turn, and one that failed is tried again after a tenth of them.
     """
 
     def __init__(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
@@ -42,10 +41,7 @@ class PeriodicTask:
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:
-        """No more turns; whether the one under way has ended within ``timeout`` seconds.
-
-        May be called twice; the second time does not wait.
-        """
+        """No more turns; whether the one under way has ended within ``timeout`` seconds. Again does not wait."""
         waited = self._stop.is_set()
         self._stop.set()
         if self._thread.ident is not None:

@@ -3,10 +3,9 @@
     GET /    the status page, which draws the next    GET /status.json    ``Server.status()``
                                                       GET /metrics        for Prometheus
 
-Whoever reads the panel sees names, counts and error texts, so on loopback it answers only to names of this machine (a
-web page whose name was made to point here would read it in a visitor's browser: DNS rebinding), and beyond loopback
-only to the names in `allowed_hosts` and with the token. It changes nothing. The thread is apart from the one of
-gRPC, so that a flood of requests competes with other requests only.
+On loopback it answers only to names of this machine (a web page whose name was made to point here would read it in a
+visitor's browser: DNS rebinding), and beyond loopback only to the names in `allowed_hosts` and with the token. It
+changes nothing. The thread is apart from the one of gRPC, so that a flood of requests competes with others only.
 """
 
 import asyncio
@@ -23,7 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
+from operator import attrgetter
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -109,12 +110,7 @@ class PanelOptions:
 
 
 class Panel:
-    """The panel of one server, from `start` to `stop`.
-
-    Args:
-        options: or the address alone.
-        status: called in the panel's thread; must not wait.
-    """
+    """The panel of one server, from `start` to `stop`. ``status`` is called in its thread, and must not wait."""
 
     def __init__(self, options: PanelOptions | str, status: Callable[[], Status]) -> None:
         self._options = PanelOptions(options) if isinstance(options, str) else options
@@ -154,7 +150,8 @@ class Panel:
             h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         )
         self._server = Server(config)
-        self._thread = threading.Thread(target=self._serve, args=(listener,), name="weft-panel", daemon=True)
+        run = partial(self._server.run, sockets=[listener])  # which closes it at the end
+        self._thread = threading.Thread(target=run, name="weft-panel", daemon=True)
         self._thread.start()
 
     def stop(self, seconds: float) -> None:
@@ -163,39 +160,27 @@ class Panel:
             self._server.should_exit = True
             self._thread.join(seconds)
 
-    def _serve(self, listener: socket.socket) -> None:
-        with listener:
-            if self._server is not None:
-                self._server.run(sockets=[listener])
-
     def _router(self) -> Router:
-        def page(_: Request) -> Response:
+        # Coroutines, so that they run in the loop's own thread and need no pool beside it.
+        async def page(_: Request) -> Response:
             return HTMLResponse(_PAGE)
 
-        def status_json(_: Request) -> Response:
+        async def status_json(_: Request) -> Response:
             # In ASCII, since a name may hold lone surrogates, which UTF-8 cannot encode.
             return Response(json.dumps(self._recent()), media_type="application/json")
 
-        def metrics(request: Request) -> Response:
+        async def metrics(request: Request) -> Response:
             body, kind = exposition(self._recent(), request.headers.get("accept", ""))
             return Response(body, headers={"Content-Type": kind})
 
         handlers = {"/": page, "/status.json": status_json, "/metrics": metrics}
-        # Coroutines, so that they run in the loop's own thread and need no pool beside it.
-        return Router([Route(path, _in_loop(handler)) for path, handler in handlers.items()], redirect_slashes=False)
+        return Router([Route(path, handler) for path, handler in handlers.items()], redirect_slashes=False)
 
     def _recent(self) -> Status:
         now = time.monotonic()
         if self._latest is None or now >= self._latest[0] + STATUS_SECONDS:
             self._latest = now, self._status()
         return self._latest[1]
-
-
-def _in_loop(handler: Callable[[Request], Response]) -> Callable[[Request], Any]:
-    async def endpoint(request: Request) -> Response:
-        return handler(request)
-
-    return endpoint
 
 
 class _Guard:
@@ -260,9 +245,7 @@ def _shown_token(headers: Headers) -> str:
 class _Connection(H11Protocol):
     """uvicorn's HTTP/1.1 connection, with what it lacks against silent clients: a deadline and a bound.
 
-    A client that is silent, sends half a request, or does not take its response is dropped after `REQUEST_SECONDS`.
-    Beyond `MAX_CONNECTIONS` the oldest one without a request under way makes room, so that silent clients cannot
-    keep Prometheus out.
+    Beyond `MAX_CONNECTIONS` the oldest one without a request under way makes room for Prometheus.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -277,7 +260,7 @@ class _Connection(H11Protocol):
         self._restart_deadline()
         if len(self.connections) > MAX_CONNECTIONS:
             idle = [each for each in self.connections if isinstance(each, _Connection) and each._is_idle()]
-            min(idle, key=_Connection._age_key).transport.abort()  # there is one: this one has no request yet
+            min(idle, key=attrgetter("_made_at")).transport.abort()  # there is one: this one has no request yet
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
@@ -287,9 +270,6 @@ class _Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._restart_deadline()
-
-    def _age_key(self) -> float:
-        return self._made_at
 
     def _is_idle(self) -> bool:
         cycle: Any = self.cycle  # None before the first request
