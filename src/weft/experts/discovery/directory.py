@@ -13,6 +13,7 @@ Leases: Gray and Cheriton (SOSP 1989). Fencing tokens: Kleppmann, "How to do dis
 watches are those of etcd, which fits behind this protocol as it is.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,10 +116,13 @@ class Watch(Protocol):
         >>> directory.close()
     """
 
+    _away_since: float | None = None
+
     @property
     def away_seconds(self) -> float:
-        """For how long the directory has been away; 0 if it is there."""
-        ...
+        """For how long the directory has been away, as of the last look; 0 if it is there."""
+        since = self._away_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def snapshot(self) -> Snapshot:
         """The newest that is known, without waiting for a network. The last one still serves after `close`."""

@@ -306,7 +306,6 @@ class EtcdWatch(Watch):
         self._client, self._keys, self._prefix = client, keys, prefix
         self._entries: dict[bytes, Entry | None] = {}
         self._snapshot = Snapshot()
-        self._away_since: float | None = None
         self._call: Any = None
         self._begun: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="weft-etcd-watch", daemon=True)
@@ -319,12 +318,6 @@ class EtcdWatch(Watch):
         except Exception:
             self.close()
             raise
-
-    @property
-    def away_seconds(self) -> float:
-        """See `Watch.away_seconds`."""
-        since = self._away_since
-        return 0.0 if since is None else time.monotonic() - since
 
     def snapshot(self) -> Snapshot:
         """See `Watch.snapshot`."""

@@ -159,14 +159,7 @@ class LocalWatch(Watch):
     def __init__(self, directory: LocalDirectory, prefix: str) -> None:
         self._directory, self._prefix = directory, prefix
         self._snapshot = directory.get(prefix)
-        self._away_since: float | None = None
         self._closed = False
-
-    @property
-    def away_seconds(self) -> float:
-        """See `Watch.away_seconds`; as of the last look."""
-        since = self._away_since
-        return 0.0 if since is None else time.monotonic() - since
 
     def snapshot(self) -> Snapshot:
         """See `Watch.snapshot`."""

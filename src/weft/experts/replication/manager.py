@@ -8,8 +8,7 @@
 
 A server that claims an expert is its owner before it looks for a newer state, so that nobody steps while it looks; it
 refuses calls until it has looked. In a directory that has begun anew it looks a lease later: the previous owner may not
-know yet. Transfers are asynchronous, as in most replicated stores: what an owner stepped after the last transfer is
-lost if it dies.
+know yet. Transfers are asynchronous: what an owner stepped after the last one is lost if it dies.
 """
 
 import logging
@@ -162,7 +161,9 @@ class ReplicationManager:
             except Exception as error:  # the others are to be saved all the same
                 self._save_failure = error
         end = time.monotonic() + max(_LEAST, seconds)
-        while any(self._lacking(replica) for replica in mine) and time.monotonic() < end:
+        while time.monotonic() < end and any(
+            version != replica.version for replica in mine for version in self._followers(replica.uid).values()
+        ):
             time.sleep(0.005)
         for replica in mine:
             replica.follow(None)
@@ -219,9 +220,6 @@ class ReplicationManager:
 
     def _followers(self, uid: str) -> dict[str, StateVersion]:
         return {} if self.leader_streams is None else self.leader_streams.followers(uid)
-
-    def _lacking(self, replica: Replica) -> bool:
-        return any(version != replica.version for version in self._followers(replica.uid).values())
 
     def _here(self) -> str:
         return "" if self._heartbeat is None else self._heartbeat.address

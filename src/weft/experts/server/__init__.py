@@ -1,11 +1,11 @@
 """The server: experts behind an address, for many clients at once.
 
-server.py         Server, what users see                options.py        quotas, and where it listens
+server.py         Server, its statistics                options.py        quotas, and where it listens
 grpc_server.py    gRPC: streams, health, reflection     server_stream.py  one stream, its answers, bytes of all
 auth.py           callers, roles, grants, audit         dispatcher.py     calls in, one answer each
-hosted_expert.py  one expert, restored and saved        reporter.py       what it reports
-threads.py        tasks, an asyncio loop                malloc.py         freed memory stays in the process
+hosted_expert.py  one expert, restored and saved        threads.py        tasks, an asyncio loop
 config.py         the file of ``weft serve``            command.py        ``weft serve``
+malloc.py         freed memory stays in the process
 """
 
 from weft.experts import extras as extras  # says what is not installed
@@ -14,8 +14,7 @@ from weft.experts.server.dispatcher import RequestDispatcher
 from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.server.malloc import keep_freed_memory, use_large_pages
 from weft.experts.server.options import ServerOptions
-from weft.experts.server.reporter import CheckpointStatistics, ServerStatistics
-from weft.experts.server.server import Server
+from weft.experts.server.server import CheckpointStatistics, Server, ServerStatistics
 from weft.experts.status_page.http import PanelOptions
 from weft.experts.tls import ServerTls
 

@@ -103,8 +103,8 @@ class Caller:
         """Owner of the keys and mini-batches of a call that claims to be from ``client``.
 
         Proven names and others never meet. Several processes may share a proven name: within it, the name that the
-        call says keeps their mini-batches apart; keys are random, and so apart anyway. Unproven names do not go by
-        the address, which a client may change before it sends a call again.
+        call says keeps their mini-batches apart. Unproven names do not go by the address, which a client may change
+        before it sends a call again.
         """
         if self.name:
             return self.name, None if mini_batch is None else f"{client}/{mini_batch}"

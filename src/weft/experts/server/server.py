@@ -14,30 +14,30 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from weft.core.errors import UsageError, WeftError, escaped
 from weft.core.validation import LONGEST, Validator
 from weft.experts.address import is_loopback, split
 from weft.experts.checkpoint import CheckpointStore
 from weft.experts.discovery import DeclaredError, Directory
-from weft.experts.discovery.registration import LeaseHeartbeat
+from weft.experts.discovery.registration import LeaseHeartbeat, LeaseStatistics
 from weft.experts.expert import ExpertBackend
 from weft.experts.fork_guard import ForkGuard
-from weft.experts.replication import ReplicaOptions, ReplicationManager
+from weft.experts.replication import ReplicaOptions, ReplicaStatistics, ReplicationManager
 from weft.experts.runtime import Runtime
 from weft.experts.server.auth import OPEN, Access, Audit, Caller
 from weft.experts.server.dispatcher import ObservedDispatcher, Reply, RequestDispatcher
 from weft.experts.server.grpc_server import GrpcServer
 from weft.experts.server.hosted_expert import HostedExpert
 from weft.experts.server.options import ServerOptions, listen_faults
-from weft.experts.server.reporter import CheckpointStatistics, ServerStatistics
 from weft.experts.server.threads import LoopThread, PeriodicTask
 from weft.experts.status_page.http import Panel, PanelOptions
-from weft.experts.telemetry import Observer
+from weft.experts.telemetry import BackendStatistics, Observer, RuntimeStatistics
 from weft.experts.tls import ServerTls
 from weft.experts.wire import Received
 
@@ -47,6 +47,55 @@ _START = 30.0  # seconds that listening may take
 _LAST = 1.0  # seconds for answers to leave, and for threads to end, after the work is done
 _LONGEST_PAUSE = 0.2  # seconds between the saves of two experts
 _LEAST = 0.1  # of these for each thread, also if those before it took all of them
+
+
+@dataclass(frozen=True)
+class CheckpointStatistics:
+    """``durable``: the step on the disk (None: no checkpoints). ``restored``: the step that this start went on from.
+
+    ``notes``: where the checkpoint it went on from says something else than the configuration.
+    """
+
+    durable: int | None
+    restored: int | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServerStatistics:
+    """``connections`` are open now, with ``calls`` and ``nbytes`` under way; the others count since the start.
+
+    ``turned_away`` clients found the server full, ``broken`` ones sent what is no frame, ``refusals`` were forbidden;
+    all by kind of call, ``errors`` by reason. ``seconds`` since the start. ``failures``: what last went wrong with
+    the directory or the checkpoints, empty if nothing does now; and damaged checkpoints that the start passed over.
+    ``directory``: the live servers; ``lease``: how its renewals keep up. None without one.
+    """
+
+    address: str
+    seconds: float
+    draining: str | None
+    incarnation: int
+    connections: int
+    calls: int
+    nbytes: int
+    accepted: int
+    turned_away: int
+    broken: int
+    answered: Mapping[str, int]
+    errors: Mapping[str, int]
+    refusals: Mapping[str, int]
+    failures: Mapping[str, str]
+    listed: tuple[str, ...]
+    experts: Mapping[str, BackendStatistics]
+    keeping: Mapping[str, CheckpointStatistics]
+    runtimes: Mapping[str, RuntimeStatistics]
+    directory: Mapping[str, Any] | None = None
+    lease: LeaseStatistics | None = None
+    replicas: Mapping[str, ReplicaStatistics] = field(default_factory=dict[str, ReplicaStatistics])
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as dicts, lists, numbers and texts."""
+        return _plain(self)
 
 
 class Server:
@@ -422,3 +471,16 @@ def _attempt(what: str, act: Callable[[], Result]) -> Result | None:
     except Exception as error:
         _LOG.warning("%s failed while the server was ending: %s: %s", what, type(error).__name__, escaped(error))
         return None
+
+
+def _plain(value: Any) -> Any:
+    """By hand: `dataclasses.asdict` copies deeply, and the panel asks again and again."""
+    if value is None or isinstance(value, int | float | str):
+        return value
+    if is_dataclass(value):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in cast("Sequence[Any]", value)]
+    return value

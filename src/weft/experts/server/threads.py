@@ -3,8 +3,8 @@
     PeriodicTask   wait ── act ── wait ── act ── ... ── stop: wakes the wait, and returns when the thread has ended
     LoopThread     caller ── run(coroutine) ──> the loop's thread ──> result or error
 
-What a task raises is kept and counted, and its next turn comes anyway: a full disk or a directory that is away now may
-be fine in a while, and the server goes on serving meanwhile. The first failure of several is logged, and their end.
+What a task raises is kept, and its next turn comes anyway: a full disk or a directory that is away now may be fine in a
+while. The first failure of several is logged, and their end.
 """
 
 import asyncio
@@ -29,7 +29,6 @@ class PeriodicTask:
 
     def __init__(self, name: str, seconds: float, act: Callable[[], object], *, urgent: bool = False) -> None:
         self._urgent = urgent
-        self.failures = 0
         self.last_failure: Exception | None = None
         self._name, self._seconds = name, seconds
         self._act = act
@@ -55,7 +54,6 @@ class PeriodicTask:
             try:
                 self._act()
             except Exception as error:
-                self.failures += 1
                 pause = again
                 if self.last_failure is None:
                     _LOG.warning("%s: %s; tried again every %g s", self._name, escaped(error), again)
