@@ -154,8 +154,8 @@ def test_a_bool_that_is_no_bool_is_refused() -> None:
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
-        (Limits(calls=1), "2 calls"),
-        (Limits(tensors=1), "2 tensors"),
+        (Limits(calls=1), "calls: 2"),
+        (Limits(tensors=1), "tensors: 2"),
         (Limits(axes=1), "2 axes"),
         (Limits(elements=11), r"shape \(3, 4\)"),
         (Limits(name_bytes=4), "uid takes 5 bytes"),

@@ -25,17 +25,14 @@ class Connections:
     """Transports by address, and the directory's snapshot. Thread-safe. A context manager.
 
     Args:
-        directory: where experts are looked up; it stays open. Raises ``AwayError`` if it does not answer at first;
-            later its last snapshot serves while it is away. Or the address of every expert by its uid,
-            ``{"ffn.0": "10.0.0.1:31330", ...}``, where these never change.
+        directory: where experts are looked up; it stays open, and its last snapshot serves while it is away. Or the
+            address of every expert by its uid, ``{"ffn.0": "10.0.0.1:31330", ...}``, where these never change.
         tls, token, limits: see `GrpcTransport`.
         open_transport: makes the transport to an address, in place of `GrpcTransport`.
 
     An address of the directory that is not one of ``tls.servers``, or to which a token would go in plain text, is
-    not connected to.
-
-    Raises ``UsageError`` that lists all invalid arguments, among them a directory of several machines with a ``tls``
-    that names no ``servers``, and certificates or tokens that ``open_transport`` would not get.
+    not connected to. Raises ``AwayError`` if the directory does not answer at first, and ``UsageError`` that lists all
+    invalid arguments, among them a directory of several machines with a ``tls`` that names no ``servers``.
 
     Example:
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)

@@ -322,13 +322,11 @@ def commit(module: nn.Module) -> dict[str, bool]:
     failed have stepped. After a `CommitError`, `discard` begins a new mini-batch.
 
     Example:
-        >>> from weft.experts.client import commit
         >>> rows = (weft.TensorSpec((None, 8), torch.float32),)
         >>> expert = weft.ExpertBackend("ffn.0", nn.Linear(8, 8), torch.optim.SGD, args_schema=rows)
         >>> with weft.Server([expert]) as server, weft.RemoteExpert("ffn.0", server.address, accumulate=True) as remote:
-        ...     for micro_batch in torch.randn(8, 8).split(2):
-        ...         remote(micro_batch).sum().backward()
-        ...     commit(remote)
+        ...     remote(torch.randn(2, 8)).sum().backward()
+        ...     weft.experts.client.commit(remote)
         {'ffn.0': True}
     """
     found: dict[str, bool] = {}

@@ -118,10 +118,7 @@ class Retry:
         attempt_seconds: how long one attempt waits for its answer before the call is sent again; None: until the
             deadline. For networks that drop messages while the connection seems fine.
 
-    The timeout of the call bounds attempts and pauses together. A server that is down for a while is waited for, and so
-    is one that never existed: a client cannot tell them apart.
-
-    Raises ``UsageError`` that lists all invalid numbers.
+    The timeout of the call bounds attempts and pauses together. Raises ``UsageError`` that lists all invalid numbers.
 
     Example:
         >>> from weft.experts.client import NEVER, Retry

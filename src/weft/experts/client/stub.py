@@ -87,8 +87,8 @@ class ExpertStub:
         if found is not None:
             return found
         with waiting():  # for the lock too: its holder needs the RNG lock only afterwards
-            if not self._lock.acquire(timeout=self._left(deadline)):
-                raise self._late()
+            while not self._lock.acquire(timeout=self._left(deadline)):
+                pass  # which raises when the time is over
             try:
                 found = self._signature = self._signature or Signature(self.describe(self._left(deadline)))
             finally:
@@ -184,14 +184,11 @@ class ExpertStub:
     def _left(self, deadline: float) -> float:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise self._late()
+            raise DeadlineError(
+                f"a call of expert {self.uid!r} was not sent: its description is requested first, which took all of "
+                f"the {self.options.timeout:g} s"
+            )
         return left
-
-    def _late(self) -> DeadlineError:
-        return DeadlineError(
-            f"a call of expert {self.uid!r} was not sent: its description is requested first, which took all of the "
-            f"{self.options.timeout:g} s"
-        )
 
 
 def _split(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:

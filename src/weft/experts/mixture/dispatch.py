@@ -130,7 +130,11 @@ class CombineBuffer:
         if good is not None:
             pairs, answer = pairs[good], [x[good.to(x.device)] for x in answer]
         for flat, rows in zip(self._flat, answer, strict=True):
-            _write(flat, pairs, rows.to(flat))
+            rows = rows.to(flat)
+            if flat.device.type == "cpu":
+                _bytes(flat)[pairs.numpy()] = _bytes(rows)
+            else:
+                flat.index_copy_(0, pairs.to(flat.device), rows)
         self.alive[pairs] = True
         return good
 
@@ -146,14 +150,6 @@ class CombineBuffer:
     def clear(self, samples: Tensor) -> None:
         """Drop all rows of the samples that are True here."""
         self.alive.view(self._samples, self._k)[samples] = False
-
-
-def _write(flat: Tensor, pairs: Tensor, rows: Tensor) -> None:
-    """Write these rows to these pairs."""
-    if flat.device.type == "cpu":
-        _bytes(flat)[pairs.numpy()] = _bytes(rows)
-    else:
-        flat.index_copy_(0, pairs.to(flat.device), rows)
 
 
 def _bytes(tensor: Tensor) -> Any:

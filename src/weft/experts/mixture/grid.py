@@ -9,8 +9,7 @@
     switch    softmax over all living experts, of the chosen   a failed expert is missing, no other gets more
 
 Grids whose scores are sums along the axes are the product keys of Lample et al., "Large Memory Layers with Product
-Keys" (2019), in the form of hivemind's mixture. A search by prefixes (a beam) may miss the best experts, and queries a
-directory for each prefix. With all scores at hand one pass over samples x experts is faster.
+Keys" (2019), in the form of hivemind's mixture; but one pass over samples x experts misses none, as a beam search may.
 
 Choosing has no gradient, so it is done on plain numbers; what the router learns by are the scores of the chosen
 (`chosen_scores`) or of all (`all_scores`), and the weights, in plain autograd.

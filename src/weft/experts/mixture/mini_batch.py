@@ -9,8 +9,7 @@
     too few whole, or too few stepped ──> MixtureCommitError, which lists all that did not
 
 The sum of each expert has a name of its own, and lives at its server, which is told of those that are given up. A
-commit bears that name as its idempotency key: sent again, it steps no second time. What follows from gradients that are
-missing is documented at `RemoteMixtureOfExperts.commit`.
+commit bears that name as its idempotency key: sent again, it steps no second time.
 """
 
 import threading

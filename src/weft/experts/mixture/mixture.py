@@ -9,8 +9,8 @@
 
 Experts that fail or are late get weight zero, in forward and in backward, as long as each sample has its ``k_min``. The
 contract, and the way of waiting, are those of hivemind's mixture (Ryabinin and Gusev, "Towards Crowdsourced Training
-of Large Neural Networks using Decentralized Mixture-of-Experts", 2020). The second is after Fedus, Zoph and Shazeer,
-"Switch Transformers" (2021). There one expert is chosen; here k may be.
+of Large Neural Networks using Decentralized Mixture-of-Experts", 2020); the second is after Fedus, Zoph and Shazeer,
+"Switch Transformers" (2021).
 """
 
 import time
@@ -213,7 +213,6 @@ class RemoteMixtureOfExperts(RemoteLayer):
         return self._client.counters.statistics(len(self._client.live()))
 
     def extra_repr(self) -> str:
-        """For `repr`."""
         sizes = " x ".join(map(str, self.grid.sizes))
         return f"{self.grid.prefix}*, grid {sizes}, k_best={self.options.k_best}, k_min={self.options.k_min}"
 
@@ -264,18 +263,9 @@ class RemoteMixtureOfExperts(RemoteLayer):
         forbid_tangents(experts, flat)
         anchor = self.anchor_for(f"{experts} are", signature.trained, flat)
         reached = [anchor, *flat]
+        keep = self.keep_graph and any(x.requires_grad for x in reached)
         function = MixtureFunction(
-            client,
-            signature,
-            self._batch,
-            live,
-            dispatch,
-            flat,
-            anchor,
-            deadline,
-            cached,
-            keep=self.keep_graph and any(x.requires_grad for x in reached),
-            evaluation=not self.training,
+            client, signature, self._batch, live, dispatch, flat, anchor, deadline, cached, keep, not self.training
         )
         outputs = list(apply(function, reached))
         if is_checkpointing():

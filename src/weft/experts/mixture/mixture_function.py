@@ -54,7 +54,6 @@ class MixtureFunction:
         anchor: Tensor,
         deadline: float,
         cached: CachedCall | None,
-        *,
         keep: bool,
         evaluation: bool,
     ) -> None:

@@ -2,9 +2,8 @@
 
     exception  ──write_fault──>  code, message, {name: word, ...}  ──read_fault──>  exception of the same class
 
-A class without a number travels as its nearest base that has one. Whatever weft did not raise comes out of the
-user's own module, and travels as `ExpertFailedError` with the name of its class: nothing of the other side is
-imported or run to build an error, so a hostile peer can at most choose among the classes of the table.
+A class without a number travels as its nearest base that has one, and what weft did not raise as `ExpertFailedError`
+with the name of its class: nothing of the other side is imported or run to build an error.
 """
 
 from typing import Any

@@ -7,15 +7,13 @@
     |<----- Header of experts.proto ---->|<------------- body, 16-aligned --------------->|     a Frame of experts.proto
 
 Protobuf for all but the tensors, which lie behind it as they are; no pickle, no eval. Everything that a header says of
-tensors is checked against the limits before a byte of theirs is allocated. Sizes are Python integers, so no product
-overflows. A frame that breaks the format is refused whole: past a fault nothing in it can be believed. All its calls
-are of one client, so nobody else pays.
+tensors is checked against the limits before a byte of theirs is allocated. A frame that breaks the format is refused
+whole: past a fault nothing in it can be believed. All its calls are of one client, so nobody else pays.
 
-A contiguous CPU tensor is sent from its own memory, and a decoded one is a view of the message: it keeps the whole
-message alive, and who writes into it writes into the message. Messages that arrived belong to nobody else, so a module
-may work in place on its input. A message at an odd address is copied once. Between bytes and tensors stands numpy where
-it knows the dtype: nearly every operation of torch lets go of the interpreter's lock, and where many threads send small
-tensors each of them waits for it again.
+A contiguous CPU tensor is sent from its own memory, and a decoded one is a view of the message, which it keeps alive.
+Messages that arrived belong to nobody else, so a module may work in place on its input. A message at an odd address is
+copied once. Between bytes and tensors stands numpy where it knows the dtype: nearly every operation of torch lets go of
+the interpreter's lock, and where many threads send small tensors each of them waits for it again.
 
 A server takes messages of `MESSAGE_BYTES` at most: gRPC holds a message before anybody has seen a byte of it. A larger
 frame goes on in messages with a body only (`Frame.append`), for which the server has counted its size before.
@@ -113,8 +111,7 @@ def _encoded(calls: Sequence[Call], limits: Limits) -> tuple[list[bytes | memory
     """Buffers that make one message, first the header; and the size of the body. They look into the tensors."""
     if not calls:
         raise UsageError("a frame holds at least one call, and none was given")
-    if len(calls) > limits.calls:
-        raise LimitError(f"{len(calls)} calls in a frame, at most {limits.calls} are allowed", reason="calls")
+    _check(limits, "calls", len(calls))
     head: list[bytes] = []  # protobuf's bytes of a `Header`, each call of it written once
     body: list[bytes | memoryview] = []
     body_bytes = decoded = 0
@@ -186,8 +183,7 @@ def _check_call(header: Header, tensors: int, limits: Limits) -> None:
     for what, (limit, size) in {**sizes, "data": ("data_bytes", len(header.data))}.items():
         if size > getattr(limits, limit):
             raise LimitError(f"{what} takes {size} bytes, at most {getattr(limits, limit)} are allowed", reason=limit)
-    if tensors > limits.tensors:
-        raise LimitError(f"there are {tensors} tensors, at most {limits.tensors} are allowed", reason="tensors")
+    _check(limits, "tensors", tensors)
 
 
 def _too_large(calls: Sequence[Call], sizes: dict[str, int], limits: Limits) -> LimitError:
@@ -220,22 +216,19 @@ class Frame:
     def __init__(self, message: Bytes, limits: Limits = LIMITS) -> None:
         self._limits = limits
         flat = memoryview(message).cast("B")
-        if len(flat) > limits.frame_bytes:
-            raise _exceeded("frame_bytes", len(flat), limits.frame_bytes)
+        _check(limits, "frame_bytes", len(flat))
         header, self._body = _split(flat)
         if header is None:
             raise MalformedError("the frame holds no header", reason="empty")
         self._header_bytes = len(header)
-        if self._header_bytes > limits.header_bytes:
-            raise _exceeded("header_bytes", self._header_bytes, limits.header_bytes)
+        _check(limits, "header_bytes", self._header_bytes)
         try:
             parsed: Any = _HEADER.FromString(bytes(header))
         except DecodeError as error:
             raise MalformedError(f"the header is no Header of experts.proto: {error}", reason="header") from None
-        if not 0 < len(parsed.calls) <= limits.calls:
-            if not parsed.calls:
-                raise MalformedError("the frame holds no call", reason="empty")
-            raise _exceeded("calls", len(parsed.calls), limits.calls)
+        if not parsed.calls:
+            raise MalformedError("the frame holds no call", reason="empty")
+        _check(limits, "calls", len(parsed.calls))
         self.body_bytes = decoded = 0
         self._calls: list[tuple[Header, tuple[Descriptor, ...]]] = []
         for call in parsed.calls:
@@ -249,8 +242,7 @@ class Frame:
         self.wanted = self.body_bytes - self._have
         if self.wanted < 0:
             raise MalformedError(f"the tensors take {self.body_bytes} bytes, the body has {self._have}", reason="sum")
-        if len(flat) + self.wanted > limits.frame_bytes:
-            raise _exceeded("frame_bytes", len(flat) + self.wanted, limits.frame_bytes)
+        _check(limits, "frame_bytes", len(flat) + self.wanted)
 
     @property
     def partial(self) -> bool:
@@ -299,8 +291,7 @@ class Frame:
             found.append(descriptor)
             self.body_bytes += descriptor.nbytes + -descriptor.nbytes % ALIGNMENT
             decoded += descriptor.decoded_bytes
-        if decoded > limits.decoded_bytes:
-            raise _exceeded("decoded_bytes", decoded, limits.decoded_bytes)
+        _check(limits, "decoded_bytes", decoded)
         self._calls.append((header, tuple(found)))
         return decoded
 
@@ -324,8 +315,9 @@ def _read_tensor(raw: bytes, axes: int, elements: int, offset: int) -> Descripto
     return Descriptor(dtype, shape, how, nbytes, offset, math.prod(shape) * dtype.itemsize)
 
 
-def _exceeded(name: str, seen: int, most: int) -> LimitError:
-    return LimitError(f"{name}: {seen}, at most {most} are allowed", reason=name)
+def _check(limits: Limits, name: str, seen: int) -> None:
+    if seen > (most := getattr(limits, name)):
+        raise LimitError(f"{name}: {seen}, at most {most} are allowed", reason=name)
 
 
 def _prefix(tag: int, size: int) -> bytes:

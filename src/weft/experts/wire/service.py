@@ -5,15 +5,12 @@
     /weft.Experts/Status    nothing -> JSON                          the server's statistics
     /weft.Experts/State     stream of frames <-> stream of frames    states of experts, for servers that follow
 
-Frames are made and read by `weft.experts.wire.frame`, so gRPC hands on bytes as they are, on both ends.
-
-A description has an expert's schemas, nested as they are, without naming any class:
+gRPC hands on frames as bytes, on both ends. A description has an expert's schemas, nested as they are, without naming
+any class: tuples, lists, dicts with text or number keys, named tuples (new ones of the same fields on the other side),
+and constants among the tensors, which are None, booleans, numbers and texts.
 
     (TensorSpec((None, 4), float32), {"mask": None})
     {"tuple": [{"spec": [[null, 4], "float32", true]}, {"dict": [["mask", null]]}]}
-
-Containers are tuples, lists, dicts with text or number keys, and named tuples, which become new named tuples of
-the same fields on the other side. Constants among the tensors are None, booleans, numbers and texts.
 """
 
 import json
@@ -50,8 +47,7 @@ TRACEPARENT = "traceparent"
 """Metadata of a client's stream, as W3C's Trace Context has it: the trace that its calls belong to."""
 
 COALESCED = 1 << 17
-"""Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame. Of
-a mixture's calls the first can then be worked on while the others still travel."""
+"""Calls share a frame up to about so many bytes: beyond that, waiting for the neighbours costs more than a frame."""
 
 Options = list[tuple[str, int | str]]
 
