@@ -50,10 +50,19 @@ def trained(remote: RemoteExpert, factor: float = 1.0, columns: int = 4, *, ther
         (remote((rows(2, 0, columns) * 0 + there).requires_grad_()) * factor).sum().backward()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("lose", [[], ["reply"], ["request", "reply"], ["request"] * 9])
-@pytest.mark.parametrize("factor", [1.0, float("inf")])
+@pytest.mark.parametrize(
+    ("keep", "accumulate", "lose", "factor"),  # every pair of values once
+    [
+        (False, False, [], 1.0),
+        (True, True, [], float("inf")),
+        (False, True, ["reply"], 1.0),
+        (True, False, ["reply"], float("inf")),
+        (False, True, ["request", "reply"], float("inf")),
+        (True, False, ["request", "reply"], 1.0),
+        (False, False, ["request"] * 9, float("inf")),
+        (True, True, ["request"] * 9, 1.0),
+    ],
+)
 def test_of_an_expert(keep: bool, accumulate: bool, lose: list[str], factor: float) -> None:
     with reached("fake", fussy_backend(keep_graphs=GraphBudget(1 << 20))) as (_, transport):
         assert isinstance(transport, FakeTransport)
@@ -98,10 +107,17 @@ def test_of_an_expert_that_is_late_unknown_wrongly_called_or_raises() -> None:
             assert not left_behind(work)
 
 
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
-@pytest.mark.parametrize("lost", [0, 1, 9])
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("retry", [NEVER, SWIFT])
+@pytest.mark.parametrize(
+    ("kind", "lost", "strict", "retry"),  # every pair of values once
+    [
+        (Kind.FORWARD, 0, False, NEVER),
+        (Kind.BACKWARD, 0, True, SWIFT),
+        (Kind.FORWARD, 1, True, NEVER),
+        (Kind.BACKWARD, 1, False, SWIFT),
+        (Kind.FORWARD, 9, False, SWIFT),
+        (Kind.BACKWARD, 9, True, NEVER),
+    ],
+)
 def test_of_a_mixture(kind: Kind, lost: int, strict: bool, retry: Retry) -> None:
     with Experts() as experts:
         make = experts.strict if strict else experts.mixture

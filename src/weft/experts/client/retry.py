@@ -254,7 +254,7 @@ class _Attempts:
             self.unsure = self.last
 
     def end(self, error: WeftError) -> None:
-        """Note the last attempt: add a note about those before it, or raise the earlier error if it says more."""
+        """Add a note about earlier attempts to the last error, or raise the earlier error if it says more."""
         last, earlier, seconds = self.last, self.unsure, time.monotonic() - self.start
         self.last = self.unsure = None
         if self.sent and not not_executed(error):

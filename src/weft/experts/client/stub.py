@@ -52,7 +52,7 @@ _PAST_INCARNATIONS = 16  # whose late answers are recognised
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How a `RemoteExpert` calls; see its arguments."""
+    """See `RemoteExpert`."""
 
     timeout: float = 30.0
     compression: Policy = field(default_factory=Policy)
@@ -423,9 +423,8 @@ class Signature:
         """The leaves where tensors are wanted. Raises ``SpecError`` if the call is nested otherwise."""
         if self._plain and not kwargs and len(args) == len(self.inputs.specs) and all(type(x) is Tensor for x in args):
             return list(args)  # the common case, and on the path of every call
-        named = {name: kwargs[name] for name in self.inputs.tree[1] if name in kwargs}
-        rest = {name: value for name, value in kwargs.items() if name not in named}
-        leaves, structure = flatten((tuple(args), {**named, **rest}))
+        ordered = {name: kwargs[name] for name in self.inputs.tree[1] if name in kwargs}
+        leaves, structure = flatten((tuple(args), {**ordered, **kwargs}))
         if structure != self.inputs.structure and structure_paths(structure, "call") != self._paths:
             fault = difference(self.inputs.structure, structure, "the call (args, kwargs)")
             raise SpecError(f"{where} was called with other arguments: {fault}")

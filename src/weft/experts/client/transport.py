@@ -55,9 +55,7 @@ Handler = Callable[[Received, Callable[[Call], None]], Any]
 
 @dataclass(frozen=True)
 class TransportStatistics:
-    """``calls`` submitted so far; ``waiting`` of them have no answer yet; ``failed`` counts errors by class.
-
-    ``streams``: how many times a connection was made.
+    """``calls`` so far, ``waiting`` for their answers; ``failed``: errors by class; ``streams``: connections made.
 
     Example:
         >>> with weft.GrpcTransport("10.0.0.7:7070") as transport:
@@ -88,10 +86,9 @@ class Transport(Protocol):
         ...
 
     def submit(self, call: Call, timeout: float) -> "Future[Received]":
-        """Send a call; never waits. Its ``call_id`` and ``deadline_ms`` are set on the way.
+        """Send a call; never waits. The tensors must not be written to before the future is done.
 
-        The tensors must not be written to before the future is done. Callbacks of the future run in a thread of the
-        transport and must not wait. Raises ``UsageError`` after `close`.
+        Callbacks of the future run in a thread of the transport and must not wait. Raises ``UsageError`` after `close`.
         """
         ...
 

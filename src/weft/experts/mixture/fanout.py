@@ -138,13 +138,8 @@ class GridClient:
     def __init__(
         self, grid: Grid, connections: Connections, retry: Retry, requests: RequestBuilder, options: MixtureOptions
     ) -> None:
-        self.grid, self.connections, self.retry, self.requests, self.options = (
-            grid,
-            connections,
-            retry,
-            requests,
-            options,
-        )
+        self.grid, self.connections, self.options = grid, connections, options
+        self.retry, self.requests = retry, requests
         self.progress: dict[str, ExpertProgress] = {}
         self.counters, self.cache = MixtureCounters(), RecomputeCache[CachedCall]()
         self._known: tuple[Snapshot, LiveExperts] | None = None
@@ -208,10 +203,7 @@ class GridClient:
         return self
 
     def __reduce__(self) -> Never:
-        raise UsageError(
-            "a remote mixture holds connections, which cannot be pickled: save its state_dict(), make a mixture where "
-            "it is wanted, and load that there"
-        )
+        raise UsageError("a remote mixture holds connections, which cannot be pickled: save its state_dict()")
 
     def _described(self, live: LiveExperts, deadline: float) -> Description:
         snapshot, found = self.connections.snapshot(), list[Description]()
@@ -381,15 +373,13 @@ def too_few_answers(
 class MixtureStatistics:
     """Figures since the mixture was made.
 
-    ``failed`` counts calls without a good answer, and those with bad rows, by `weft.experts.errors.reason_of`.
-    ``dropped`` are pairs (sample, expert) beyond the capacity; ``zeroed`` samples with too few answers; ``left_out``
-    experts that a commit went on without; ``living`` experts in the directory's last snapshot.
+    ``failed`` counts calls without a good answer, and those with bad rows, by reason. ``dropped`` are pairs (sample,
+    expert) beyond the capacity; ``zeroed`` samples with too few answers; ``left_out`` experts that a commit went on
+    without; ``living`` experts in the directory's last snapshot.
 
     Example:
-        >>> with weft.Connections({}) as connections:
-        ...     sizes = {"in_features": 8, "grid_size": [2], "uid_prefix": "ffn"}
-        ...     mixture = weft.RemoteMixtureOfExperts(**sizes, connections=connections)
-        ...     mixture.statistics().forwards
+        >>> sizes = {"in_features": 8, "grid_size": [2], "uid_prefix": "ffn"}
+        >>> weft.RemoteMixtureOfExperts(**sizes, connections=weft.Connections({})).statistics().forwards
         0
     """
 
