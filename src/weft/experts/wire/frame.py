@@ -50,17 +50,16 @@ from weft.experts.wire.header import (
 MESSAGE_BYTES = 512 << 10
 """The largest message that a server takes, which is a frame or a part of one."""
 _PART = 128 << 10  # bytes of the body in every part of a frame but the last
-_HEADER_TAG, _BODY_TAG = 0x0A, 0x12  # of `Frame`: number << 3 | 2
-_CALLS_TAG, _PADDING_TAG = 0x0A, 0x12  # of `Header`
+_HEADER_TAG, _BODY_TAG, _PADDING_TAG = 0x0A, 0x12, 0x12  # number << 3 | 2; the last is of `Header`
 _MOST_DEADLINE = (1 << 32) - 1
 
 # Tensors stay bytes until they are looked up: most calls' are like those of calls before.
-_MESSAGES = load_messages("weft.experts.wire", "experts", "Call.tensors")
-_CALL, _HEADER = _MESSAGES["Call"], _MESSAGES["Header"]
+_HEADER = load_messages("weft.experts.wire", "experts", "Call.tensors")["Header"]
 _TENSOR = load_messages("weft.experts.wire", "experts")["Tensor"]
 _TENSOR_BYTES = 1024  # of those that are remembered
 _KINDS = {int(kind): kind for kind in Kind}
-_NAMES: Callable[[Any], tuple[int, str, str, str, str]] = attrgetter("call_id", "uid", "key", "client", "mini_batch")
+_FIELDS = Header._fields
+_READ: Callable[[Any], tuple[Any, ...]] = attrgetter(*_FIELDS, "tensors")
 _COMPRESSIONS = {int(one): one for one in Compression}
 Bytes = bytes | bytearray | memoryview
 Body = np.ndarray[Any, np.dtype[np.uint8]]
@@ -112,7 +111,7 @@ def _encoded(calls: Sequence[Call], limits: Limits) -> tuple[list[bytes | memory
     if not calls:
         raise UsageError("a frame holds at least one call, and none was given")
     _check(limits, "calls", len(calls))
-    head: list[bytes] = []  # protobuf's bytes of a `Header`, each call of it written once
+    header = _HEADER()
     body: list[bytes | memoryview] = []
     body_bytes = decoded = 0
     for call in calls:
@@ -129,32 +128,33 @@ def _encoded(calls: Sequence[Call], limits: Limits) -> tuple[list[bytes | memory
                 body.append(bytes(padding))
             body_bytes += nbytes + padding
             decoded += tensor.nbytes
-        written = _write_call(call.header, tensors)
-        if len(tensors) > limits.tensors or len(written) > min(limits.name_bytes, limits.data_bytes):
-            _check_call(call.header, len(tensors), limits)
-        head += (_prefix(_CALLS_TAG, len(written)), written)
+        _write_call(header.calls, call.header, tensors)
+        _check_call(call.header, len(tensors), limits)
+    head: bytes = header.SerializeToString()
     prefix = _prefix(_BODY_TAG, body_bytes) if body_bytes else b""
-    size = sum(map(len, head))
     if body_bytes:  # the body begins at a multiple of `ALIGNMENT`: the padding's own tag and length take two bytes
-        padding = -(len(_prefix(_HEADER_TAG, size + 2 + ALIGNMENT)) + size + 2 + len(prefix)) % ALIGNMENT
-        head.append(_prefix(_PADDING_TAG, padding) + bytes(padding))
-        size += 2 + padding
-    start = b"".join([_prefix(_HEADER_TAG, size), *head])
+        size = len(head) + 2
+        padding = -(len(_prefix(_HEADER_TAG, size + ALIGNMENT)) + size + len(prefix)) % ALIGNMENT
+        head = b"".join([head, _prefix(_PADDING_TAG, padding), bytes(padding)])
+    start = _prefix(_HEADER_TAG, len(head)) + head
     frame = len(start) + len(prefix) + body_bytes
-    if frame > limits.frame_bytes or decoded > limits.decoded_bytes or size > limits.header_bytes:
-        raise _too_large(calls, {"header_bytes": size, "frame_bytes": frame, "decoded_bytes": decoded}, limits)
+    if frame > limits.frame_bytes or decoded > limits.decoded_bytes or len(head) > limits.header_bytes:
+        raise _too_large(calls, {"header_bytes": len(head), "frame_bytes": frame, "decoded_bytes": decoded}, limits)
     return [start, prefix, *body], body_bytes
 
 
-def _write_call(header: Header, tensors: list[bytes]) -> bytes:
-    """A `Call` of experts.proto. Raises ``UsageError`` for what no field can hold."""
+def _write_call(calls: Any, header: Header, tensors: list[bytes]) -> None:
+    """Add a call to those of a message. Raises ``UsageError`` for what no field can hold."""
     if tensors and header.kind not in WITH_TENSORS:
         raise UsageError(f"a call of kind {header.kind.name} carries no tensors, and {len(tensors)} were given")
-    fields, left = header._asdict(), header.deadline_ms
-    if left is not None:
-        fields["deadline_ms"] = min(max(0, left), _MOST_DEADLINE)
+    message = calls.add()
     try:
-        return _CALL(tensors=tensors, **fields).SerializeToString()
+        for name, value in zip(_FIELDS, header, strict=True):
+            if value and name != "deadline_ms":
+                setattr(message, name, value)
+        if header.deadline_ms is not None:
+            message.deadline_ms = min(max(0, header.deadline_ms), _MOST_DEADLINE)
+        message.tensors.extend(tensors)
     except (ValueError, TypeError) as error:
         raise UsageError(f"a call of kind {header.kind.name} cannot be sent: {error}") from None
 
@@ -177,6 +177,9 @@ def _check_shape(shape: Sequence[int], axes: int, elements: int) -> None:
 
 def _check_call(header: Header, tensors: int, limits: Limits) -> None:
     """Raise ``LimitError`` for names, data and tensors beyond the limits."""
+    letters = len(header.uid) + len(header.key) + len(header.client) + len(header.mini_batch)
+    if 4 * letters <= limits.name_bytes and len(header.data) <= limits.data_bytes and tensors <= limits.tensors:
+        return  # a letter takes 4 bytes at most
     sizes = {
         name: ("name_bytes", len(getattr(header, name).encode())) for name in ("uid", "key", "client", "mini_batch")
     }
@@ -211,7 +214,7 @@ def decode(message: Bytes, limits: Limits = LIMITS) -> list[Received]:
 class Frame:
     """A frame as it arrives: all of it, or the first part; ``wanted`` bytes are still to come. Raises as `decode`."""
 
-    __slots__ = ("_body", "_calls", "_have", "_header_bytes", "_joined", "_limits", "body_bytes", "wanted")
+    __slots__ = ("_body", "_calls", "_have", "_joined", "_limits", "body_bytes", "wanted")
 
     def __init__(self, message: Bytes, limits: Limits = LIMITS) -> None:
         self._limits = limits
@@ -220,8 +223,7 @@ class Frame:
         header, self._body = _split(flat)
         if header is None:
             raise MalformedError("the frame holds no header", reason="empty")
-        self._header_bytes = len(header)
-        _check(limits, "header_bytes", self._header_bytes)
+        _check(limits, "header_bytes", len(header))
         try:
             parsed: Any = _HEADER.FromString(bytes(header))
         except DecodeError as error:
@@ -273,14 +275,15 @@ class Frame:
 
     def _read(self, call: Any, decoded: int) -> int:
         """Read one call. Takes and returns the bytes of all tensors so far once they are decoded."""
-        limits, kind, reply, tensors = self._limits, _KINDS.get(call.kind), _COMPRESSIONS.get(call.reply), call.tensors
+        limits = self._limits
+        code, call_id, uid, key, client, mini_batch, left, keep, evaluation, packing, step, data, tensors = _READ(call)
+        kind, reply = _KINDS.get(code), _COMPRESSIONS.get(packing)
         if kind is None or reply is None:
-            what = f"kind {call.kind}" if kind is None else f"reply {call.reply}"
+            what = f"kind {code}" if kind is None else f"reply {packing}"
             raise MalformedError(f"{what} is not known", reason="kind" if kind is None else "reply")
-        left = call.deadline_ms if call.HasField("deadline_ms") else None
-        header = Header(kind, *_NAMES(call), left, call.keep, call.evaluation, reply, call.step, call.data)
-        if len(tensors) > limits.tensors or self._header_bytes > min(limits.name_bytes, limits.data_bytes):
-            _check_call(header, len(tensors), limits)
+        deadline = left if left or call.HasField("deadline_ms") else None
+        header = Header(kind, call_id, uid, key, client, mini_batch, deadline, keep, evaluation, reply, step, data)
+        _check_call(header, len(tensors), limits)
         if tensors and kind not in WITH_TENSORS:
             text = f"a call of kind {kind.name} carries {len(tensors)} tensors, wanted none"
             raise MalformedError(text, reason="kind")
