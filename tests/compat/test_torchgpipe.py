@@ -263,6 +263,34 @@ def test_a_copy_is_a_gpipe_that_works(duplicate) -> None:
 # --- moving
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.cuda(0),
+        lambda model: model.cpu(),
+        lambda model: model.to("cpu", torch.float32),
+        lambda model: model.to(torch.device("cuda", 0)),
+        lambda model: model.to(torch.rand(1)),
+        lambda model: model.to(device="cpu"),
+    ],
+)
+def test_a_gpipe_is_not_moved(move) -> None:
+    model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
+    with pytest.raises(TypeError, match="places its layers itself"):
+        move(model)
+
+
+def test_the_dtype_may_change() -> None:
+    model = GPipe(chain(4, 5, 3), balance=[2, 1], devices=TWO)
+    assert model.half() is model and model[0].weight.dtype == torch.float16
+    assert model.to(torch.double) is model and model[0].weight.dtype == torch.float64
+    assert model.to(dtype=torch.float32, non_blocking=True)[0].weight.dtype == torch.float32
+    assert model(torch.ones(2, 4)).dtype == torch.float32
+
+
+# --- faults
+
+
 def test_a_missing_balance_is_a_value_error_that_recommends_one() -> None:
     with pytest.raises(ValueError, match="balance_by_time"):
         GPipe(nn.Sequential(nn.Tanh()))

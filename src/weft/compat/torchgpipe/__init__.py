@@ -8,7 +8,7 @@ torchgpipe (Kim et al., arXiv 2004.09910) is the source of the design. docs/torc
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,10 @@ __all__ = [
 ]  # fmt: skip
 
 Device = torch.device | int | str
+_MOVED = (
+    "a GPipe cannot be moved to another device, because it places its layers itself; give it devices= when it is made, "
+    "and move its input instead"
+)
 
 
 class GPipe(Pipe):
@@ -77,6 +81,20 @@ class GPipe(Pipe):
                 raise IndexError(str(error)) from error
             raise
         self.register_load_state_dict_pre_hook(_with_plain_keys)
+
+    def cuda(self, device: Device | None = None) -> NoReturn:
+        """Refused with TypeError, as `to` another device."""
+        raise TypeError(_MOVED)
+
+    def cpu(self) -> NoReturn:
+        """Refused with TypeError, as `to` another device."""
+        raise TypeError(_MOVED)
+
+    def to(self, *args: Any, **kwargs: Any) -> "GPipe":
+        """As `nn.Module.to` for dtypes. Raises TypeError for a device: GPipe places its layers itself."""
+        if cast(Any, torch._C)._nn._parse_to(*args, **kwargs)[0] is not None:  # as nn.Module.to reads them
+            raise TypeError(_MOVED)
+        return super().to(*args, **kwargs)
 
 
 def _with_plain_keys(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

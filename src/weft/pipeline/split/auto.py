@@ -8,7 +8,7 @@ The units are measured as stages of a pipe that is cut before each of them.
 
 import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,13 +45,7 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
             "(a micro-batch) it goes by measured time",
             stacklevel=3,
         )
-        seen: set[int] = set()
-        sizes: list[float] = []
-        for name in names:  # what a module before it has as well is counted there
-            own = {id(p): p.nbytes for p in model.get_submodule(name).parameters() if id(p) not in seen}
-            seen |= own.keys()
-            sizes.append(float(sum(own.values())))
-        return _cut(names, sizes, devices)
+        return _cut(names, _parameter_bytes(model, names), devices)
     here = next((each.device for each in model.parameters()), devices[0])
     leaves, structure = flatten(call)
     args, kwargs = unflatten(structure, [x.to(here) if isinstance(x, Tensor) else x for x in leaves])
@@ -64,7 +58,25 @@ def automatic_split(model: nn.Module, devices: Sequence[torch.device], call: Arg
     times = [min(each.forward for each in unit) + min(each.backward for each in unit) for unit in measured]
     per_byte = _copy_seconds(here, devices[-1]) / _PROBE
     skips = [(value.source, max(value.readers), value.bytes * per_byte) for value in steps[0].values]
-    return _cut(units, times, devices, skips)
+    cut = _cut(units, times, devices, skips)
+    # Parameters with gradients, and what one micro-batch keeps: what is fastest and does not fit is cut by memory.
+    parameters = _parameter_bytes(model, units)
+    memory = [stage.saved_bytes + 2 * size for stage, size in zip(steps[0].stages, parameters, strict=True)]
+    for device, start, stop in zip(devices, [0, *map(units.index, cut)], [*map(units.index, cut), None], strict=True):
+        if device.type == "cuda" and sum(memory[start:stop]) >= torch.cuda.mem_get_info(device)[0]:
+            return _cut(units, memory, devices)
+    return cut
+
+
+def _parameter_bytes(model: nn.Module, names: Iterable[str]) -> list[float]:
+    """Of each module, without what a module before it has as well."""
+    seen: set[int] = set()
+    sizes: list[float] = []
+    for name in names:
+        own = {id(p): p.nbytes for p in model.get_submodule(name).parameters() if id(p) not in seen}
+        seen |= own.keys()
+        sizes.append(float(sum(own.values())))
+    return sizes
 
 
 def _candidates(model: nn.Module) -> list[str]:
