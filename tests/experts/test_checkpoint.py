@@ -182,7 +182,6 @@ def test_a_damaged_file_is_passed_over_and_told(tmp_path: Path) -> None:
     ) as caught:
         store.load_newest(UID)
     assert str(caught.value).count("\n") == 2
-    assert store.statistics()["skipped"] == 2
 
 
 def test_a_folder_that_cannot_be_looked_into_is_told(tmp_path: Path) -> None:
@@ -264,7 +263,6 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(tmp_path: Path) -> Non
         save(store, 2)
     assert step_of(store.load_newest(UID)) == 1
     assert len(os.listdir(tmp_path / UID)) == 1
-    assert store.statistics()["failed"] == 1
 
 
 def test_a_state_that_changes_while_it_is_copied_is_refused(tmp_path: Path) -> None:
@@ -309,7 +307,6 @@ def test_many_threads_save_many_experts(tmp_path: Path) -> None:
         thread.join()
     assert not faults
     assert store.steps("a")[0] == 5 and len(store.steps("a")) == 2
-    assert store.statistics()["saved"] == 24
 
 
 def test_whoever_loads_while_another_saves_gets_one_or_the_next(tmp_path: Path) -> None:
@@ -360,7 +357,7 @@ def test_a_disk_without_room_for_one_more_goes_on_saving_with_fewer_old_ones(
     for step in range(1, 8):
         save(store, step)
         assert step_of(store.load_newest(UID)) == step
-    assert store.steps(UID) == list(range(7, 7 - min(room, keep), -1)) and store.statistics()["failed"] == 0
+    assert store.steps(UID) == list(range(7, 7 - min(room, keep), -1))
     assert ("the disk has no room for" in caplog.text) == (room <= keep)
 
 

@@ -23,7 +23,6 @@ import logging
 import os
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -216,8 +215,6 @@ class CheckpointStore:
         self._locks: dict[str, threading.Lock] = {}
         self._made: set[Path] = set()
         self._ours: dict[str, set[str]] = {}  # by expert: the files that led to its state
-        self._counts = Counter[str]()
-        self._counting = threading.Lock()
         for folder in [*reversed(self.root.parents), self.root]:
             if not self._disk.is_folder(folder):
                 self._make(folder)
@@ -255,12 +252,10 @@ class CheckpointStore:
             try:
                 path = self._publish(encoded, folder)
             except OSError as error:
-                self._count(failed=1)
                 raise CheckpointError(
                     f"step {encoded.step} of expert {encoded.uid!r} cannot be saved in {folder}: {error}. Make room or "
                     "mend the folder; the older checkpoints are safe"
                 ) from error
-            self._count(saved=1, saved_bytes=len(encoded.data))
             self._prune(encoded.uid, folder)
             return path
 
@@ -288,7 +283,6 @@ class CheckpointStore:
                     continue
                 with self._lock(uid):
                     self._known(uid, folder).update(each.name for each in entries)
-                self._count(loaded=1, skipped=len(faults))
                 return Checkpoint(uid, value["step"], value["state"], value["extra"], path, tuple(faults))
             before, entries = entries, self._entries(folder)
             if entries == before:  # otherwise they were replaced by newer ones while they were read
@@ -304,11 +298,6 @@ class CheckpointStore:
         with suppress(OSError):
             return step in self.steps(uid)
         return True
-
-    def statistics(self) -> dict[str, int]:
-        """How many were saved, with how many bytes, failed to be saved, loaded, and skipped as damaged."""
-        with self._counting:
-            return {name: self._counts[name] for name in ("saved", "saved_bytes", "failed", "loaded", "skipped")}
 
     def _publish(self, encoded: EncodedCheckpoint, folder: Path) -> Path:
         self._make(folder)
@@ -396,10 +385,6 @@ class CheckpointStore:
         if (fields["uid"], fields["step"]) != (uid, entry.step):
             raise DamagedError(f"it is of expert {fields['uid']!r}, step {fields['step']}")
         return fields
-
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            self._counts.update(more)
 
     def _folder(self, uid: str) -> Path:
         return self.root / folder_name(uid)
