@@ -1,11 +1,11 @@
-"""The fifth law: random numbers follow from the caller's seed, the stage and the micro-batch, and nothing else.
+"""The fifth law: random numbers follow from the caller's seed, the layer and the micro-batch, and nothing else.
 
 So a recomputation draws what its forward drew, stages that run at once do not disturb each other, and a model
 that draws nothing leaves the caller's generator alone.
 """
 
 import threading
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -376,3 +376,45 @@ def test_a_loss_and_the_last_stage_draw_different_numbers() -> None:
     x = torch.ones(2, 8)
     Pipe(nn.Sequential(Keep()), chunks=1, devices=["cpu"], loss=loss)(x, target=x)
     assert not torch.equal(*seen)
+
+
+class Dropping(nn.Module):
+    """Draws by its own dropout, and once more between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.drop(x).tanh(), 0.5, self.training)
+
+
+class Blocks(nn.Module):
+    """A model whose own code draws between its blocks."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x), 0.1)
+        return x
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_numbers_do_not_depend_on_where_the_model_is_cut(checkpoint: str, split: bool) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 8), Dropping(), nn.Linear(8, 8), Dropping(), nn.Linear(8, 8), nn.Dropout(0.5))
+    x, found = torch.ones(5, 8, dtype=torch.float64), list[list[Tensor]]()
+    for executor, balance in (("serial", [6]), ("threads", [1, 5]), ("serial", [2, 3, 1]), ("graph", [4, 2])):
+        options: dict[str, Any] = {"executor": executor, "checkpoint": checkpoint, "chunks": 3}
+        if split:
+            names = [f"layers.{end}" for end in accumulate(balance)][:-1] or ["layers.3"]
+            pipe = Pipe(Blocks(layers).double(), split=names, devices=["cpu"] * (len(names) + 1), **options)
+        else:
+            pipe = Pipe(layers.double(), balance=balance, devices=["cpu"] * len(balance), **options)
+        found.append([each for seed in range(2) for each in step(pipe, seed, x)])
+    assert all(all(map(torch.equal, found[0], each)) for each in found[1:3])
+    torch.testing.assert_close(found[3], found[0], rtol=1e-12, atol=1e-12)

@@ -2,18 +2,19 @@
 
 PyTorch has one default generator per device and process. Two stages that draw from it at the same time mix their
 streams: a recomputation then replays other numbers than its forward drew, and dropout gradients are silently wrong.
-Here every (stage, micro-batch) draws from a seed of its own, and holds the generators' lock while it runs:
+Here every (layer, micro-batch) draws from a seed of its own, and a stage holds the generators' lock while it runs:
 
-    caller's generator --one draw--> seed of the step --mix(stage, micro-batch)--> seed of the action
+    caller's generator --one draw--> seed of the step --mix(layer, micro-batch)--> seed of a layer's call
 
-    thread A   --[ lock: seed, draw, restore ]--------------[ lock ...
-    thread B           (waits)             [ lock: ... ]
+    thread A   --[ lock: seed, draw, seed, draw, restore ]--------------[ lock ...
+    thread B           (waits)                         [ lock: ... ]
 
-So results are bit-equal between the serial executor, threads and recomputation. A model that draws nothing leaves the
-caller's generator as it was, and its stages never wait for each other. A stage may itself contain a pipe: its workers
-then lock inside the lock of that stage, which they know by a context variable that executors carry along. A stage that
-waits for another party, such as a remote expert, releases the lock meanwhile (`waiting`): that may be in this process
-and draw, or in one that waits for this one. After a fork the child starts with free locks.
+So results are bit-equal between the serial executor, threads and recomputation, and however layers make stages. A model
+that draws nothing leaves the caller's generator as it was, and its stages never wait for each other. A stage may itself
+contain a pipe: its workers then lock inside the lock of that stage, which they know by a context variable that
+executors carry along. A stage that waits for another party, such as a remote expert, releases the lock meanwhile
+(`waiting`): that may be in this process and draw, or in one that waits for this one. After a fork the child starts with
+free locks.
 
 Whether a stage draws is observed, not declared: its first run holds the lock, and the state before is compared with the
 one after. The result is kept per *configuration* of the stage (its `training` flags and every float and bool attribute
@@ -265,6 +266,14 @@ class RandomUse:
     repeats: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
 
 
+NextLayer = Callable[[int], None]
+"""What a stage calls before each layer, with the layer's number in the model."""
+
+
+def no_seed(layer: int) -> None:
+    """The `NextLayer` of a stage that draws nothing."""
+
+
 class RngStreams:
     """The random numbers of one step (one mini-batch through all stages).
 
@@ -293,24 +302,36 @@ class RngStreams:
                 self._after = states(sources)
 
     @contextmanager
-    def scope(self, stage: int, micro_batch: int) -> Generator[None]:
-        """Surround one forward of one stage: the generators locked and seeded, unless it is known to draw nothing."""
-        use = self._uses[stage]
+    def scope(self, stage: int, micro_batch: int) -> Generator[NextLayer]:
+        """Surround one forward of one stage: the generators locked and seeded, unless it is known to draw nothing.
+
+        Gives what is to be called before each layer, with the layer's number in the model, which seeds it.
+        """
+        sources = self._uses[stage].sources
         if self._known[stage] is False:
-            watch = GeneratorWatch(use.sources)
-            yield
+            watch = GeneratorWatch(sources)
+            yield no_seed
             if watch.moved():
                 self._drew[stage] = self._surprised = True
             return
-        with seeded(use.sources, mix(self.seed, stage, micro_batch)) as fresh:
-            yield
-            end = states(use.sources)
+        ends: list[Tensor] = []  # the states after each layer
+
+        def next_layer(layer: int) -> None:
+            ends.extend(states(sources))
+            seed = mix(self.seed, layer, micro_batch)
+            for source in sources:
+                source.manual_seed(seed)
+            fresh.extend(states(sources))
+
+        with seeded(sources, mix(self.seed, stage, micro_batch)) as fresh:
+            yield next_layer
+            ends += states(sources)
         if is_recomputing():
-            if not same(end, self._ends.get((stage, micro_batch), fresh)):
+            if not same(ends, self._ends.get((stage, micro_batch), fresh)):
                 self._fail(stage, micro_batch)
-        elif not same(fresh, end):
+        elif not same(fresh, ends):
             self._drew[stage] = True
-            self._ends[stage, micro_batch] = end
+            self._ends[stage, micro_batch] = ends
 
     def _fail(self, stage: int, micro_batch: int) -> None:
         """A repetition did not leave the generators where its forward did."""

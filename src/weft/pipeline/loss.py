@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import BatchError, SpecError, UsageError, listed
 from weft.core.pytree import flatten, map_leaves, structure_paths, unflatten
+from weft.core.rng import NextLayer
 from weft.core.segment import Gradients, MicroBatchContext
 from weft.core.validation import is_number
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch, common_structure
@@ -70,7 +71,8 @@ class LossStage(Stage):
         """As of any stage, but where its tensors are is the user's affair."""
         return super().scan()._replace(misplaced=[])
 
-    def _layers(self, value: Any) -> Any:
+    def _layers(self, value: Any, next_layer: NextLayer) -> Any:
+        next_layer(-1)
         try:
             return checked_loss(self.function(*value.args))
         except BaseException as error:

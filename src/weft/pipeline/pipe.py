@@ -103,9 +103,9 @@ class Pipe(nn.Module):
     `chunks`, `balance`, `split`, `devices`, `checkpoint`, `schedule` and `executor` are attributes too, which each step
     reads anew; a step raises what is wrong with them. Layers stay where they are when `balance` or `devices` change.
 
-    All executors and schedules give the same gradients as the undivided model, to rounding; a layer's random
-    numbers depend on stage and micro-batch only. Raises SpecError, SkipWiringError, PartitionError,
-    ScheduleError or UsageError for arguments that do not fit.
+    All executors and schedules give the same gradients as the undivided model, to rounding. A layer's random numbers
+    depend on its place in the model and the micro-batch only (with hooks on `partitions`, also on the cut). Raises
+    SpecError, SkipWiringError, PartitionError, ScheduleError or UsageError for arguments that do not fit.
 
     The design is GPipe's (Huang et al., arXiv 1811.06965) as torchgpipe brought it to PyTorch (Kim et al.,
     arXiv 2004.09910); 1F1B is PipeDream-Flush's (Narayanan et al., arXiv 2104.04473).

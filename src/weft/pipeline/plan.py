@@ -7,6 +7,7 @@ that small layers do not pay for cuts that nobody needs. `weft.pipeline.autotune
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -48,11 +49,8 @@ def build_stages(
     layers: Sequence[tuple[str, nn.Module]], balance: Sequence[int], devices: Sequence[torch.device]
 ) -> tuple[list[Stage], Crossing]:
     """The stages, and every skip that crosses between two of them as (skip, source, readers)."""
-    blocks: list[list[tuple[str, nn.Module]]] = []
-    start = 0
-    for count in balance:
-        blocks.append(list(layers[start : start + count]))
-        start += count
+    ends = list(accumulate(balance))
+    blocks = [list(layers[end - count : end]) for end, count in zip(ends, balance, strict=True)]
     layout = inspect_skip_layout([[layer for _, layer in block] for block in blocks])
     crossing = [
         (skip, source, tuple(reader for reader in readers if reader != source))
@@ -66,8 +64,9 @@ def build_stages(
             device,
             popped=[skip for skip, _, readers in crossing if index in readers],
             stashed=[skip for skip, source, _ in crossing if index == source],
+            first=end - len(block),
         )
-        for index, (block, device) in enumerate(zip(blocks, devices, strict=True))
+        for index, (block, device, end) in enumerate(zip(blocks, devices, ends, strict=True))
     ]
     return stages, crossing
 

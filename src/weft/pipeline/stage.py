@@ -19,7 +19,7 @@ from torch.nn import modules
 
 from weft.core.errors import UsageError
 from weft.core.pytree import map_leaves
-from weft.core.rng import RngStreams
+from weft.core.rng import NextLayer, RngStreams, no_seed
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.batchnorm import DeferredBatchNorm, gathering
 from weft.pipeline.recompute import StageReplay, only_writes
@@ -77,8 +77,11 @@ class Stage:
         device: torch.device,
         popped: Sequence[Skip],
         stashed: Sequence[Skip],
+        first: int = 0,
     ) -> None:
+        """`first` is the number of the first layer in the whole model."""
         self.index = index
+        self.first = first
         self.layers = list(layers)
         self.device = device
         self.popped = tuple(popped)
@@ -105,10 +108,10 @@ class Stage:
         rng: RngStreams = context.random
         around = None if self.replay.idle else self.replay.around(context)
         if rng.quiet and around is None and not self._deferred:
-            return self._tracked(context, main, skips)
-        draws = nullcontext() if rng.quiet else rng.scope(self.index, context.micro_batch)
-        with around or nullcontext(), gathering(rng) if self._deferred else nullcontext(), draws:
-            return self._tracked(context, main, skips)
+            return self._tracked(context, main, skips, no_seed)
+        draws = nullcontext(no_seed) if rng.quiet else rng.scope(self.index, context.micro_batch)
+        with around or nullcontext(), gathering(rng) if self._deferred else nullcontext(), draws as next_layer:
+            return self._tracked(context, main, skips, next_layer)
 
     def scan(self) -> ModuleScan:  # noqa: PLR0912 - one walk over the modules, at every step
         """Walk over all modules of the stage once, and note what a step needs to know of them.
@@ -166,22 +169,25 @@ class Stage:
             if each.device != self.device
         ]
 
-    def _tracked(self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any]) -> tuple[Any, dict[Skip, Any]]:
+    def _tracked(
+        self, context: MicroBatchContext, main: Any, skips: Mapping[Skip, Any], next_layer: NextLayer
+    ) -> tuple[Any, dict[Skip, Any]]:
         """Run the layers with a tracker for their skips, if they have any."""
         if not self._skips:
-            return self._layers(main), _NO_SKIPS
+            return self._layers(main, next_layer), _NO_SKIPS
         tracker = StageTracker(skips)
         with use_skip_tracker(tracker):
-            return self._layers(main), tracker.values
+            return self._layers(main, next_layer), tracker.values
 
-    def _layers(self, value: Any) -> Any:
+    def _layers(self, value: Any, next_layer: NextLayer) -> Any:
         if self.partition is not None and any(getattr(self.partition, table) for table in _HOOKS):
+            next_layer(self.first)  # and no layer after it: the partition calls them by itself
             return self._hooked(self.partition, value)
         name, layer = self.layers[0]
         try:
-            value = layer(*value.args, **value.kwargs) if type(value) is CallArguments else layer(value)
-            for name, layer in self.layers[1:]:  # noqa: B007 - the note below reads the last name
-                value = layer(value)
+            for number, (name, layer) in enumerate(self.layers, self.first):  # noqa: B007 - the note below reads name
+                next_layer(number)
+                value = layer(*value.args, **value.kwargs) if type(value) is CallArguments else layer(value)
         except BaseException as error:
             error.add_note(f"weft: in layer {name!r} ({type(layer).__name__}) of stage {self.index}")
             raise

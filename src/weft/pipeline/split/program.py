@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import GuardError, InPlaceError, SplitError
 from weft.core.pytree import LEAF, Structure, flatten, unflatten
+from weft.core.rng import NextLayer, no_seed
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.stage import ModuleScan, Skip, Stage
 
@@ -145,7 +146,7 @@ class CrossingValue(NamedTuple):
 class Part:
     """One stage's share of a program. `takes` and `gives` are by the stage at the other end."""
 
-    steps: list[tuple[Step, list[Any]]] = field(default_factory=list[tuple[Step, list[Any]]])
+    steps: list[tuple[int, Step, list[Any]]] = field(default_factory=list[tuple[int, Step, list[Any]]])  # by number
     takes: dict[int, list[Ref]] = field(default_factory=dict[int, list[Ref]])
     gives: dict[int, list[Ref]] = field(default_factory=dict[int, list[Ref]])
     clones: set[Ref] = field(default_factory=set[Ref])  # that come in, and are written into here
@@ -282,7 +283,7 @@ class Program:
         for position, k in enumerate(members):
             step = self.recording.steps[k]
             leaves = [self._device[stage] if self._device and leaf is HERE else leaf for leaf in step.leaves]
-            part.steps.append((step, leaves))
+            part.steps.append((k, step, leaves))
             stored |= step.stored
             last.update({ref: position for _, ref in step.reads if ref.kind in ("in", "v")})
             last.update({Ref("v", value): position for value in step.makes if value is not None})
@@ -301,11 +302,11 @@ class Program:
         return f"{step}[{step.makes.index(ref.key)}]" if len(step.makes) > 1 else str(step)
 
     def blocks(self, stage: int) -> dict[nn.Module, str]:
-        return {step.module: step.name for step, _ in self.parts[stage].steps if step.module is not None}
+        return {step.module: step.name for _, step, _ in self.parts[stage].steps if step.module is not None}
 
     def owned(self, stage: int) -> set[str]:
         """The parameters and buffers that the code between blocks of a stage reads."""
-        steps = [step for step, _ in self.parts[stage].steps] + self.prelude * (stage == 0)
+        steps = [step for _, step, _ in self.parts[stage].steps] + self.prelude * (stage == 0)
         reads = [read for step in steps for read in step.reads] + self._leaves_at(stage)
         return {ref.key for _, ref in reads if ref.kind == "own"}
 
@@ -320,14 +321,17 @@ class Program:
             return True
         return False
 
-    def run(self, stage: int, values: Values, owned: Owned) -> Values:
-        """Run one stage on what comes in. Returns the values that it has at its end."""
+    def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = no_seed) -> Values:
+        """Run one stage on what comes in. Returns the values that it has at its end. Layers, which have random numbers
+        of their own, are blocks, and steps that draw."""
         part = self.parts[stage]
         device = None if self._device is None else self._device[stage]
         for ref in part.clones:
             values[ref] = values[ref].clone()
-        for position, (step, leaves) in enumerate(part.steps):
+        for position, (number, step, leaves) in enumerate(part.steps):
             try:
+                if step.draws or step.module is not None:
+                    next_layer(number)
                 self.perform(step, leaves, values, owned, device)
             except BaseException as error:
                 what = f"block {step.name!r}" if step.module is not None else str(step)
@@ -443,7 +447,9 @@ class SplitStage(Stage):
         self.code, self.turns, self.copies = code, turns, Copies()
         self._copies_input = False
 
-    def _tracked(self, context: MicroBatchContext, main: Any, skips: Any) -> tuple[Any, dict[Skip, Any]]:
+    def _tracked(
+        self, context: MicroBatchContext, main: Any, skips: Any, next_layer: NextLayer
+    ) -> tuple[Any, dict[Skip, Any]]:
         choice: Choice = main if self.index else main.choice
         program = choice.programs[context.micro_batch]
         part = program.parts[self.index]
@@ -454,7 +460,7 @@ class SplitStage(Stage):
             values.update(zip(refs, skips[bundle(source, self.index)], strict=True))
         stashed: dict[Skip, Any] = dict.fromkeys(self.stashed, ())
         with self._substituted(choice.copies[self.index]):
-            values = program.run(self.index, values, self.code.get)
+            values = program.run(self.index, values, self.code.get, next_layer)
             for reader, refs in part.gives.items():
                 stashed[bundle(self.index, reader)] = tuple(values[ref] for ref in refs)
             last = self.index == len(program.parts) - 1
