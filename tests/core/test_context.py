@@ -40,7 +40,7 @@ def seen_by(executor: Any, look: Callable[[], Any], keep: Keep = "graph") -> dic
         return (x * 2,)
 
     routes = (Route("x", OUTSIDE, (0,)), Route("m", 0, (1,)), Route("y", 1, (OUTSIDE,)))
-    segments = [Segment(function), Segment(function)]
+    segments = {0: Segment(function), 1: Segment(function)}
     contexts = [MicroBatchContext(i, ambient) for i in range(2)]
     run = Run(Wiring(routes, 2), segments, contexts, [[keep] * 2] * 2, [None, None])
     given = {0: {Address(0, 0, i): Message(torch.ones(1, requires_grad=True)) for i in range(2)}}

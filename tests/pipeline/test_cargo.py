@@ -109,13 +109,6 @@ def test_the_weighted_loss_is_the_loss_of_all_rows(sizes: list[int], factor: flo
     assert_close(torch.cat([each.grad for each in pieces]), factor * 2 * x / total)
 
 
-def test_seeds_are_what_a_gradient_of_one_spreads() -> None:
-    output = WeightedLoss([0.25, 0.75])
-    one = torch.ones((), dtype=torch.float64)
-    assert output.seeds(one, torch.device("cpu")) == output.spread([one]) == [[0.25], [0.75]]
-    assert output.spread([None]) == [[None], [None]]
-
-
 def test_a_loss_is_one_number() -> None:
     number = torch.tensor(3.0)
     assert checked_loss(number) is number

@@ -14,7 +14,7 @@ from weft.pipeline.step import Run
 def run_of(wiring: Wiring, micro_batches: int) -> Run:
     """A run that nothing is done with."""
     ambient = ExecutionContext.capture(["cpu"])
-    return Run(wiring, [], [MicroBatchContext(i, ambient) for i in range(micro_batches)], [], [])
+    return Run(wiring, {}, [MicroBatchContext(i, ambient) for i in range(micro_batches)], [], [])
 
 
 def comes_from_outside(wiring: Wiring, address: Address) -> bool:

@@ -68,7 +68,7 @@ def recurrent_run(weights: list[tuple[Tensor, Tensor]], delay: int, chunks: int,
     def function(step: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., tuple[Any, ...]]:
         return lambda context, xs, h: over_chunk(step, xs, h)
 
-    segments = [Segment(function(cell(pair)), list(pair)) for pair in weights]
+    segments = {layer: Segment(function(cell(pair)), list(pair)) for layer, pair in enumerate(weights)}
     ambient = ExecutionContext.capture(["cpu"])
     contexts = [MicroBatchContext(i, ambient) for i in range(chunks)]
     return Run(recurrent_wiring(len(weights), delay), segments, contexts, keeps, [None] * len(weights))
@@ -155,7 +155,7 @@ def chain_run(functions: list[Any], routes: list[Route], micro_batches: int, kee
     ambient = ExecutionContext.capture(["cpu"])
     return Run(
         Wiring(tuple(routes), len(functions)),
-        [Segment(function, more.get("parameters", ())) for function in functions],
+        {stage: Segment(function, more.get("parameters", ())) for stage, function in enumerate(functions)},
         [MicroBatchContext(i, ambient) for i in range(micro_batches)],
         [[keep] * micro_batches] * len(functions),
         [None] * len(functions),

@@ -13,9 +13,10 @@ from torch import nn
 from tests.unchecked import unchecked
 from weft import Pipe
 from weft.core.errors import PartitionError, ScheduleError, SpecError, UsageError
+from weft.core.validation import Validator
 from weft.pipeline.config import (
-    check_arguments,
     check_schedule,
+    check_settings,
     checkpoint_rules,
     layers_of,
     never_recomputes,
@@ -67,7 +68,7 @@ class Reversed(nn.Sequential):
 @pytest.mark.parametrize(
     ("module", "word"),
     [
-        (nn.Linear(2, 2), "Linear is no nn.Sequential"),
+        (nn.Linear(2, 2), "this is Linear"),
         (nn.ModuleList([nn.Linear(2, 2)]), "ModuleList"),
         (Reversed(nn.Tanh()), "forward of its own"),
         (shadowed(), "forward of its own"),
@@ -97,13 +98,13 @@ def test_what_a_sequential_has_beside_its_layers_is_refused_because_it_would_be_
     with pytest.raises(SpecError, match="would be lost") as caught:
         layers_of(model)
     assert [fault.split(";")[0] for fault in told(caught)] == [
-        "parameter 'scale'",
-        "buffer 'steps'",
-        "a backward hook",
-        "a forward hook",
-        "a forward pre hook",
-        "a state dict hook",
-        "a load state dict pre hook",
+        "parameter or buffer 'scale'",
+        "parameter or buffer 'steps'",
+        "backward_hooks",
+        "forward_hooks",
+        "forward_pre_hooks",
+        "state_dict_hooks",
+        "load_state_dict_pre_hooks",
     ]
     for hook in hooks:
         hook.remove()
@@ -139,7 +140,7 @@ def test_a_function_decides_as_it_likes() -> None:
 def test_all_entries_that_are_no_mode_are_listed() -> None:
     with pytest.raises(UsageError, match="always, except_last, never") as caught:
         checkpoint_rules(["always", "maybe", 3], 2)
-    assert told(caught) == ["entry 1 is 'maybe'", "entry 2 is 3", "it has 3 entries for 2 stages"]
+    assert told(caught) == ["it has 3 entries for 2 stages", "entry 1 is 'maybe'", "entry 2 is 3"]
     for wrong, fault in (
         ("sometimes", "entry 0 is 'sometimes'"),
         (["always", ["never"]][1:], "entry 0 is ['never']"),
@@ -155,25 +156,28 @@ def test_all_entries_that_are_no_mode_are_listed() -> None:
 # --- chunks, executor, loss
 
 
+def faults(*settings: Any) -> list[str]:
+    """What is wrong with chunks, executor, loss, reduction, schedule, and the rest; without what was wanted."""
+    check = Validator("")
+    check_settings(check, 0, *settings)
+    return [fault.split(";")[0].split(", wanted")[0] for fault in check.faults]
+
+
 def test_all_faults_of_the_plain_arguments_are_listed() -> None:
-    with pytest.raises(UsageError) as caught:
-        check_arguments(0, "warp", 3, "most", ["gpipe"], "no")
-    assert [fault.split(";")[0] for fault in told(caught)] == [
+    assert faults(0, "warp", 3, "most", ["gpipe"], "never", "no") == [
         "chunks is 0",
         "executor is 'warp'",
         "loss is int",
         "loss_reduction is 'most'",
-        "schedule is ['gpipe']",
+        "schedule is of type list",
         "deferred_batch_norm is 'no'",
     ]
-    check_arguments(1, "auto", None, None, "gpipe", False)
+    assert not faults(1, "auto", None, None, "gpipe", "never", False)
 
 
 @pytest.mark.parametrize("chunks", [2.0, "2", True])
 def test_chunks_that_are_no_whole_number_are_a_fault_among_others(chunks: Any) -> None:
-    with pytest.raises(UsageError) as caught:
-        check_arguments(chunks, "warp", None, None, "gpipe")
-    assert [fault.split(";")[0] for fault in told(caught)] == [f"chunks is {chunks!r}", "executor is 'warp'"]
+    assert faults(chunks, "warp", None, None, "gpipe", "never") == [f"chunks is {chunks!r}", "executor is 'warp'"]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -306,7 +310,7 @@ def test_no_fault_hides_another_one() -> None:
         Pipe(linears(1, 2, 3), chunks=2, balance=["one", "two"])
     pipe = Pipe(linears(1, 2, 3), chunks=2, balance=[1, 1], devices=["cpu", "cpu"])
     pipe.executor, pipe.balance, pipe.checkpoint = wrong["executor"], [2, 2], wrong["checkpoint"]
-    with unchecked(), pytest.raises(UsageError, match=r"balance \[2, 2\](?s:.)*'thread'(?s:.)*'nevr'"):
+    with unchecked(), pytest.raises(UsageError, match=r"'thread'(?s:.)*balance \[2, 2\](?s:.)*'nevr'"):
         pipe(torch.ones(2, 1))
 
 
@@ -320,5 +324,5 @@ def test_all_faults_of_the_layout_are_listed() -> None:
     assert told(caught) == [
         "stage 1 has 0 layers, but needs at least one",
         "balance [4, 0] places 4 layers, but the module has 3",
-        "balance has 2 stages, but there are 1 devices; one may be there more than once, as in devices=['cpu'] * 2",
+        "balance has 2 stages, but there are 1 devices; give one per stage, which may repeat, as in devices=['cpu'] * 2",
     ]

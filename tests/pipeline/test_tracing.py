@@ -51,7 +51,7 @@ def recorded(executor: Any, keep: Keep, micro_batches: int, memory: bool = True)
     xs = [torch.ones(CELLS, dtype=torch.float64, requires_grad=True) for _ in range(micro_batches)]
     recorder.ignore(xs)
     contexts = [MicroBatchContext(i, ambient) for i in range(micro_batches)]
-    segments = [Segment(function) for function in (first, second, third)]
+    segments = {stage: Segment(function) for stage, function in enumerate((first, second, third))}
     run = Run(Wiring(ROUTES, 3), segments, contexts, [[keep] * micro_batches] * 3, [None] * 3, recorder)
     schedule = gpipe(3, micro_batches)
     given = {0: {Address(0, 0, i): Message(x.detach().requires_grad_()) for i, x in enumerate(xs)}}

@@ -28,8 +28,8 @@ schedule. It needs one device and no recomputation, and is left out where it wou
 """
 
 import math
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, cast
@@ -47,7 +47,7 @@ from weft.core.rng import RngProbe, RngStreams
 from weft.core.segment import Function, Keep, MicroBatchContext
 from weft.pipeline.microbatch import MiniBatch, Output
 from weft.pipeline.plan import PipelinePlan
-from weft.pipeline.step import StepRequest
+from weft.pipeline.step import PipeStep
 
 _WARM_UP = 1
 _SAMPLES = 5
@@ -229,17 +229,20 @@ _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
 Keeps = Sequence[Sequence[Keep]]
 
 
-def run_visible(request: StepRequest, ambient: ExecutionContext, *, enter: bool = True) -> Any:
+def run_visible(step: PipeStep, *, enter: bool = True) -> Any:
     """The output, or where the loss is inside the loss, of a mini-batch, with its graph.
 
     Without `enter` it runs in the surroundings that it is called in.
     """
 
     def forward(rng: RngStreams) -> list[Any]:
-        with _inside(ambient) if enter else nullcontext():
-            return _micro_batches(request.plan, request.mini_batch, request.keeps, ambient, rng)
+        with ExitStack() as stack:
+            if enter:
+                stack.enter_context(step.ambient.here())
+                stack.enter_context(step.ambient.casting())
+            return _micro_batches(step.plan, step.mini_batch, step.keeps, step.ambient, rng)
 
-    return request.output.visible(request.trusted(forward))
+    return step.output.visible(step.trusted(forward))
 
 
 def run_silent(
@@ -249,12 +252,6 @@ def run_silent(
     kept: list[Keep] = ["graph"] * mini_batch.micro_batches
     results = _micro_batches(plan, mini_batch, [kept] * len(plan.functions), ambient, probe)
     return None if probe.broken() else (output.visible(results),)
-
-
-@contextmanager
-def _inside(ambient: ExecutionContext) -> Generator[None]:
-    with ambient.here(), ambient.casting():
-        yield
 
 
 def _micro_batches(

@@ -34,35 +34,28 @@ _KEEP_AXES = (nn.Linear, nn.Embedding, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn
 class BatchDims:
     """The batch axis of every argument and of every output.
 
-    Args:
-        arguments: an int for all of them and for the target; or a tuple with one entry per positional argument; or a
-            dict by position and by keyword (``"target"`` is one). An entry is an int, ``None`` for what goes whole to
-            every micro-batch, or nested as the argument is. ``None``: axis 0.
-        outputs: an int, or nested as the output is. ``None``: as `arguments`, if that is an int.
-
-    Raises UsageError that lists every entry which is no axis.
+    `arguments` and `outputs` are a Pipe's ``batch_dim`` and ``output_batch_dim``. Raises UsageError that lists every
+    entry which is no axis.
     """
 
     def __init__(self, arguments: Any, outputs: Any) -> None:
         self.assumed = arguments is None
         self.whole: int | None = (arguments or 0) if arguments is None or is_whole(arguments) else None
         self._by_name: dict[Any, Any] = {}
-        faults: list[str] = []
-        if isinstance(arguments, dict):
-            self._by_name = dict(cast("dict[Any, Any]", arguments))
-        elif isinstance(arguments, list | tuple):
-            self._by_name = dict(enumerate(cast("Sequence[Any]", arguments)))
-        elif self.whole is None:
-            faults.append(f"batch_dim is {arguments!r}, wanted an int, a tuple, or a dict by position and keyword")
-        faults += _faults("batch_dim", self._by_name or self.whole, none=True)
         self.outputs: Any = self.whole if outputs is None else outputs
         self.outputs_assumed = outputs is None
-        if self.outputs is None:
-            faults.append("output_batch_dim is missing; batch_dim is nested, so it does not tell that of the output")
-        else:
-            faults += _faults("output_batch_dim", self.outputs, none=False)
-        if faults:
-            raise UsageError(listed("these axes make no sense; each is counted from the front:", faults))
+        with Validator("these axes make no sense; each is counted from the front") as check:
+            if isinstance(arguments, dict):
+                self._by_name = dict(cast("dict[Any, Any]", arguments))
+            elif isinstance(arguments, list | tuple):
+                self._by_name = dict(enumerate(cast("Sequence[Any]", arguments)))
+            elif self.whole is None:
+                check.add(f"batch_dim is {arguments!r}, wanted an int, a tuple, or a dict by position and keyword")
+            _check_axes(check, "batch_dim", self._by_name or self.whole, none=True)
+            if self.outputs is None:
+                check.add("output_batch_dim is missing; batch_dim is nested, so it does not tell that of the output")
+            else:
+                _check_axes(check, "output_batch_dim", self.outputs, none=False)
 
     @property
     def first(self) -> Any:
@@ -93,12 +86,11 @@ class BatchDims:
         return (main, found[-1]) if target else main
 
 
-def _faults(name: str, value: Any, *, none: bool) -> list[str]:
-    return [
-        f"{name} has {each!r}, wanted an int from 0 up"
-        for each in flatten(value)[0]
-        if not ((is_whole(each) and each >= 0) or (each is None and none))
-    ]
+def _check_axes(check: Validator, name: str, value: Any, *, none: bool) -> None:
+    for each in flatten(value)[0]:
+        check.that(
+            (is_whole(each) and each >= 0) or (each is None and none), f"{name} has {each!r}, wanted an int from 0 up"
+        )
 
 
 def check_batch_dims(layers: Layers, dims: BatchDims) -> None:
@@ -151,10 +143,10 @@ def _batch_axis(module: nn.Module) -> int | None:
 def _several_axes(module: nn.Module) -> str | None:
     """The axes of what the module returns, where they are known to differ, such as those of outputs and states."""
     axis = _batch_axis(module)
-    if isinstance(module, nn.RNNBase):
-        return "(0, 1)" if axis == 0 else None
-    if isinstance(module, nn.MultiheadAttention):
-        return "(1, 0)" if axis == 1 else None
+    if isinstance(module, nn.RNNBase) and axis == 0:
+        return "(0, 1)"
+    if isinstance(module, nn.MultiheadAttention) and axis == 1:
+        return "(1, 0)"
     return "(1, 0, 1)" if axis == 1 and type(module).__module__.startswith("weft.recurrent.") else None
 
 
@@ -192,6 +184,7 @@ Checkpoint = Literal["always", "except_last", "never"]
 CheckpointRule = Callable[[int, int, int], bool]
 """``rule(stage, micro_batch, micro_batches)``: whether this forward keeps only its inputs and is recomputed."""
 
+_FORWARD = cast(Any, nn.Sequential).forward
 EXECUTORS = ("auto", "serial", "threads", "graph")
 _RULES: dict[str, CheckpointRule] = {
     "always": lambda stage, micro_batch, micro_batches: True,
@@ -202,24 +195,22 @@ _RULES: dict[str, CheckpointRule] = {
 
 def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers of a sequential model with their names. Raises SpecError if it is something else, or has more."""
-    sequential = isinstance(module, nn.Sequential)
-    if not sequential or "forward" in vars(module) or type(module).forward is not nn.Sequential.forward:
-        what = "an nn.Sequential with a forward of its own" if sequential else "no nn.Sequential"
+    if not isinstance(module, nn.Sequential) or "forward" in vars(module) or type(module).forward is not _FORWARD:
         raise SpecError(
-            f"Pipe takes an nn.Sequential, whose layers it can spread over stages, but {type(module).__name__} is "
-            f"{what}; say where to cut it (split=['name of a submodule', ...] or split='auto'), or list its layers in "
-            "an nn.Sequential, and use skippable layers for long connections"
+            "Pipe takes an nn.Sequential, whose layers it can spread over stages, but this is "
+            f"{type(module).__name__}, which is none or has a forward of its own; say where to cut it "
+            "(split=['name of a submodule', ...] or split='auto'), or list its layers in an nn.Sequential, and use "
+            "skippable layers for long connections"
         )
     if not len(module):
         raise SpecError("Pipe takes an nn.Sequential with at least one layer, but this one is empty")
-    if faults := list(_beside_the_layers(module)):
-        raise SpecError(
-            listed(
-                "Pipe takes the layers out of an nn.Sequential and leaves it behind, so what belongs to the "
-                f"{type(module).__name__} itself and to none of its layers would be lost:",
-                faults,
-            )
-        )
+    title = f"Pipe leaves the {type(module).__name__} itself behind, so what none of its layers has would be lost"
+    with Validator(title, SpecError) as check:
+        for name, each in chain(module._parameters.items(), module._buffers.items()):
+            check.that(each is None, f"parameter or buffer {name!r}; put it into a layer")
+        for name, table in vars(module).items():
+            hooks = name.startswith("_") and name.endswith("_hooks") and bool(table)
+            check.that(not hooks, f"{name[1:]}; register them with the pipe, for whole mini-batches, or with a layer")
     forbid_lazy(module)
     return list(module._modules.items())  # named_children would leave out a layer that stands there twice
 
@@ -232,35 +223,18 @@ def forbid_lazy(module: nn.Module) -> None:
         )
 
 
-def _beside_the_layers(module: nn.Sequential) -> Iterable[str]:
-    """What a container has of its own, in words."""
-    for kind, table in (("parameter", module._parameters), ("buffer", module._buffers)):
-        yield from (f"{kind} {name!r}; put it into a layer" for name, each in table.items() if each is not None)
-    for name, table in vars(module).items():
-        if name.endswith("_hooks") and name.startswith("_") and table:
-            kind = name.strip("_").replace("_", " ").removesuffix("s")
-            yield f"a {kind}; register it with the pipe, where it sees whole mini-batches, or with a layer"
-
-
 def checkpoint_rules(checkpoint: Any, stages: int) -> list[CheckpointRule]:
     """One rule per stage. Raises UsageError that lists every entry which is no mode."""
-    modes: list[Any] = []
-    if isinstance(checkpoint, str) or callable(checkpoint):
-        modes = [checkpoint] * stages
-    elif isinstance(checkpoint, Iterable):
-        modes = list(cast("Iterable[Any]", checkpoint))
-    faults = [
-        f"entry {i} is {mode!r}"
-        for i, mode in enumerate(modes)
-        if not (callable(mode) or (isinstance(mode, str) and mode in _RULES))
-    ]
-    if not modes:
-        faults.append(f"it is {checkpoint!r}")
-    elif len(modes) != stages:
-        faults.append(f"it has {len(modes)} entries for {stages} stages")
-    if faults:
-        wanted = f"checkpoint is one of {', '.join(_RULES)}, a list of them with one per stage, or a function"
-        raise UsageError(listed(f"{wanted} (stage, micro_batch, micro_batches) -> bool; but:", faults))
+    wanted = f"checkpoint is one of {', '.join(_RULES)}, a list of them with one per stage, or a function"
+    with Validator(f"{wanted} (stage, micro_batch, micro_batches) -> bool; but") as check:
+        modes: list[Any] = []
+        if isinstance(checkpoint, str) or callable(checkpoint):
+            modes = [checkpoint] * stages
+        elif check.that(isinstance(checkpoint, Iterable), f"it is {checkpoint!r}"):
+            modes = list(cast("Iterable[Any]", checkpoint))
+            check.that(len(modes) == stages, f"it has {len(modes)} entries for {stages} stages")
+        for i, mode in enumerate(modes):
+            check.that(callable(mode) or (isinstance(mode, str) and mode in _RULES), f"entry {i} is {mode!r}")
     return [_RULES[mode] if isinstance(mode, str) else mode for mode in modes]
 
 
@@ -268,30 +242,6 @@ def never_recomputes(checkpoint: Any) -> bool:
     """Whether no forward is recomputed, as far as the argument itself says so."""
     modes = [checkpoint] if isinstance(checkpoint, str) or callable(checkpoint) else checkpoint
     return all(mode == "never" for mode in modes)
-
-
-def check_arguments(
-    chunks: Any, executor: Any, loss: Any, reduction: Any, schedule: Any, deferred_batch_norm: Any = False
-) -> None:
-    """Raise one UsageError with all that is wrong among these."""
-    faults: list[str] = []
-    if not is_whole(chunks):
-        faults.append(f"chunks is {chunks!r}; a number of micro-batches is an int")
-    elif chunks < 1:
-        faults.append(f"chunks is {chunks}; a mini-batch is cut into at least one micro-batch")
-    if executor not in EXECUTORS:
-        faults.append(f"executor is {executor!r}; there are {', '.join(EXECUTORS)}")
-    if loss is not None and not callable(loss):
-        faults.append(f"loss is {type(loss).__name__}; give a function or module (output, target) -> number")
-    if reduction not in (None, "mean", "sum"):
-        faults.append(f"loss_reduction is {reduction!r}; the losses of micro-batches are combined by 'mean' or 'sum'")
-    if not isinstance(schedule, str | Schedule):
-        names = ", ".join(map(repr, SCHEDULES))
-        faults.append(f"schedule is {schedule!r}; it is one of {names}, a table as text, or a weft.Schedule")
-    if not isinstance(deferred_batch_norm, bool):
-        faults.append(f"deferred_batch_norm is {deferred_batch_norm!r}; it is True or False")
-    if faults:
-        raise UsageError(listed("these arguments of Pipe do not make sense:", faults))
 
 
 def check_settings(
@@ -306,11 +256,18 @@ def check_settings(
     deferred_batch_norm: Any = False,
 ) -> None:
     """Note all that is wrong with these, as far as it can be told; `stages` is 0 where their number is not known."""
-    check.call(check_arguments, chunks, executor, loss, reduction, schedule, deferred_batch_norm)
+    counted = check.count("chunks", chunks)
+    check.choice("executor", executor, EXECUTORS)
+    fault = f"loss is {type(loss).__name__}; give a function or module (output, target) -> number"
+    check.that(loss is None or callable(loss), fault)
+    check.choice("loss_reduction", reduction, ("mean", "sum"), optional=True)
+    wanted = f"one of {', '.join(map(repr, SCHEDULES))}, a table as text, or a weft.Schedule"
+    known = check.instance("schedule", schedule, (str, Schedule), wanted)
+    check.boolean("deferred_batch_norm", deferred_batch_norm)
     if stages:
         check.call(checkpoint_rules, checkpoint, stages)
-        if isinstance(schedule, str | Schedule):
-            check.call(check_schedule, schedule, stages, chunks if is_whole(chunks) and chunks > 0 else 1, loss)
+        if known:
+            check.call(check_schedule, schedule, stages, chunks if counted else 1, loss)
 
 
 def check_schedule(schedule: str | Schedule, stages: int, chunks: int, loss: Any) -> None:
@@ -381,21 +338,16 @@ def checked_layout(
     sizes: Sequence[int], places: Sequence[torch.device], layers: int
 ) -> tuple[list[int], list[torch.device]]:
     """Layers per stage and one device per stage. Raises PartitionError that lists all faults."""
-    faults = [f"stage {i} has {size} layers, but needs at least one" for i, size in enumerate(sizes) if size < 1]
-    if sum(sizes) != layers:
-        faults.append(f"balance {list(sizes)} places {sum(sizes)} layers, but the module has {layers}")
-    if len(sizes) > len(places):
-        faults.append(
-            f"balance has {len(sizes)} stages, but there are {len(places)} devices; one may be there more than "
-            f"once, as in devices=['cpu'] * {len(sizes)}"
+    stages = len(sizes)
+    with Validator("these layers cannot be spread as asked", PartitionError) as check:
+        for i, size in enumerate(sizes):
+            check.that(size > 0, f"stage {i} has {size} layers, but needs at least one")
+        fault = f"balance {list(sizes)} places {sum(sizes)} layers, but the module has {layers}"
+        check.that(sum(sizes) == layers, fault)
+        fault = (
+            f"balance has {stages} stages, but there are {len(places)} devices; give one per stage, which may repeat"
         )
-    elif len(sizes) < len(places):
-        faults.append(
-            f"balance has {len(sizes)} stages, but there are {len(places)} devices, and a device without a stage would "
-            "be left unused; give one per stage"
-        )
-    if faults:
-        raise PartitionError(listed("these layers cannot be spread as asked:", faults))
+        check.that(stages == len(places), f"{fault}, as in devices=['cpu'] * {stages}")
     return list(sizes), list(places)
 
 
@@ -405,16 +357,14 @@ def sizes_of(balance: Any) -> list[int]:
     if not isinstance(balance, Iterable) or isinstance(balance, str | Mapping | Set):
         raise PartitionError(f"{wanted} it is {balance!r}")
     sizes: list[int] = []
-    faults: list[str] = []
-    for stage, size in enumerate(cast("Iterable[Any]", balance)):
-        try:
-            sizes.append(index(size))  # also of NumPy and of a tensor
-        except TypeError:
-            faults.append(f"that of stage {stage} is {size!r}")
-        else:
-            faults += [f"that of stage {stage} is {size!r}"] * isinstance(size, bool)
-    if faults:
-        raise PartitionError(listed(f"{wanted}:", faults))
+    with Validator(wanted, PartitionError) as check:
+        for stage, size in enumerate(cast("Iterable[Any]", balance)):
+            try:
+                sizes.append(index(size))  # also of NumPy and of a tensor
+                valid = not isinstance(size, bool)
+            except TypeError:
+                valid = False
+            check.that(valid, f"that of stage {stage} is {size!r}")
     return sizes
 
 
@@ -425,14 +375,12 @@ def places_of(devices: Any) -> list[torch.device]:
     if not isinstance(given, Iterable):
         raise UsageError(f"{wanted} it is {devices!r}")
     places: list[torch.device] = []
-    faults: list[str] = []
-    for stage, each in enumerate(cast("Iterable[Any]", given)):
-        try:
-            places.append(_indexed(torch.device(each)))
-        except (TypeError, RuntimeError):
-            faults.append(f"that of stage {stage} is {each!r}")
-    if faults:
-        raise UsageError(listed(f"{wanted}:", faults))
+    with Validator(wanted) as check:
+        for stage, each in enumerate(cast("Iterable[Any]", given)):
+            try:
+                places.append(_indexed(torch.device(each)))
+            except (TypeError, RuntimeError):
+                check.add(f"that of stage {stage} is {each!r}")
     return places
 
 

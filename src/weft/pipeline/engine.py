@@ -33,11 +33,12 @@ from weft.pipeline.microbatch import JoinedOutput, MiniBatch, Output
 from weft.pipeline.plan import Crossing, PipelinePlan, staged_plan
 from weft.pipeline.schedule import Schedule, build
 from weft.pipeline.stage import ModuleScan, Stage, serialize_shared
-from weft.pipeline.step import PipeStep, StepRequest
+from weft.pipeline.step import PipeStep
 from weft.pipeline.tracing import Watcher
 
 _numbers = count()
 _NO_OWNERS: Mapping[int, torch.Tensor] = {}
+_NO_VARIABLES = Context()
 _MISPLACED = (
     "parameters or buffers are not on the device of their stage; a pipe places its layers when it is made, so do not "
     "move it as a whole, and move layers yourself after setting pipe.balance or pipe.devices (layers on the meta "
@@ -138,28 +139,34 @@ class PipeRuntime:
             found = self._silently(call, mini_batch, kind)
             if found is not None:
                 return self._guarded(found[0], kind, candidate, begun)
-        scans = [stage.scan() for stage in self.stages]
-        if call.targets and self._loss is not None:
-            scans.append(self._loss.scan())
-        if any(scan.misplaced for scan in scans):
-            raise DeviceError(listed(_MISPLACED, [fault for scan in scans for fault in scan.misplaced]))
-        request = self._request(call, self.plan(layout, bool(call.targets)), mini_batch, scans)
+        scans = {stage.index: stage.scan() for stage in self._scanned(call)}
+        if any(scan.misplaced for scan in scans.values()):
+            raise DeviceError(listed(_MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
+        casts = self._casts()
+        ambient = self._surroundings
+        if layout != "uncut" or casts or ambient is None:
+            ambient = ExecutionContext.capture(self.device_types)
+        step = self._step(call, self.plan(layout, bool(call.targets)), mini_batch, scans, ambient)
         if layout == "uncut":
-            result = self._guarded(self._visible(request), kind, candidate, begun)
-            drew = [use.draws.get(scan.configuration) for use, scan in zip(self.uses, scans, strict=False)]
-            if not request.deferred and all(each is False for each in drew):
+            # They outlive the step, so they must not hold the caller's context variables, which no such step needs.
+            self._surroundings = replace(ambient, context=_NO_VARIABLES)
+            # It is neither moved to another thread nor repeated later, so it runs in the surroundings of the call; but
+            # the cache of autocast would make sums of gradients in a lower precision.
+            result = self._guarded(run_visible(step, enter=casts), kind, candidate, begun)
+            drew = [self.uses[number].draws.get(scan.configuration) for number, scan in scans.items()]
+            if not step.deferred and all(each is False for each in drew):
                 self._silent.add(kind)
             return result
-        ambient = ExecutionContext.capture(self.device_types)
         if layout == "graph":
-            return run_visible(request, ambient)
-        step = PipeStep(request, ambient)
+            return run_visible(step)
         function: CutFunction = step
         if candidate is not None:
-            function = TimedCall(step, self.layouts.choice, kind, candidate, with_backward=request.tracked)
-        if request.tracked:
-            return request.output.filled(apply(function, step.tensors))
-        return request.output.filled(function.forward()[0])
+            function = TimedCall(step, self.layouts.choice, kind, candidate, with_backward=step.tracked)
+        return step.output.filled(apply(function, step.tensors) if step.tracked else function.forward()[0])
+
+    def _scanned(self, call: "PipeCall") -> list[Stage]:
+        """The stages of a step, and its loss."""
+        return [*self.stages, self._loss] if call.targets and self._loss is not None else self.stages
 
     def _forbid(self, mini_batch: MiniBatch, layout: str) -> None:
         """Raise UsageError for surroundings of the call in which this layout would go wrong."""
@@ -203,37 +210,34 @@ class PipeRuntime:
         weights = [(rows if call.scalars == "mean" else 1) / max(whole, 1) for rows in mini_batch.rows]
         return JoinedOutput(mini_batch.given, self._dims.outputs, mini_batch.rows, weights if call.scalars else None)
 
-    def _visible(self, request: StepRequest) -> Any:
-        """A step that is neither moved to another thread nor repeated later: it needs its surroundings captured only
-        for autocast, whose cache would make sums of gradients in a lower precision."""
-        casts = self._casts()
-        if casts or self._surroundings is None:
-            # It outlives the step, so it must not hold the caller's context variables, which no visible step needs.
-            self._surroundings = replace(ExecutionContext.capture(self.device_types), context=Context())
-        return run_visible(request, self._surroundings, enter=casts)
-
-    def _request(
-        self, call: "PipeCall", plan: PipelinePlan, mini_batch: MiniBatch, scans: Sequence[ModuleScan]
-    ) -> StepRequest:
-        tracked = torch.is_grad_enabled() and bool(mini_batch.tensors or any(scan.parameters for scan in scans))
-        count = mini_batch.micro_batches
-        schedule = build(call.schedule, len(plan.functions), count)
-        parameters: list[list[torch.Tensor]] = []
-        last = len(self.stages) - 1
-        for stage in range(last + 1):  # the last one's with those of the loss
-            owned = scans[stage : len(scans) if stage == last else stage + 1]
-            parameters.append(list({id(p): p for scan in owned for p in scan.parameters}.values()))
-        return StepRequest(
+    def _step(
+        self,
+        call: "PipeCall",
+        plan: PipelinePlan,
+        mini_batch: MiniBatch,
+        scans: Mapping[int, ModuleScan],
+        ambient: ExecutionContext,
+    ) -> PipeStep:
+        tracked = torch.is_grad_enabled() and bool(
+            mini_batch.tensors or any(scan.parameters for scan in scans.values())
+        )
+        count, last = mini_batch.micro_batches, len(plan.functions) - 1
+        schedule = build(call.schedule, last + 1, count)
+        owned: dict[int, dict[int, torch.Tensor]] = {}
+        for number, scan in scans.items():  # those of the loss are the last stage's
+            owned.setdefault(min(number, last), {}).update({id(p): p for p in scan.parameters})
+        return PipeStep(
             plan=plan,
             functions=self._functions(plan, tracked=tracked),
             schedule=schedule,
             mini_batch=mini_batch,
             output=self._output(call, mini_batch),
-            parameters=parameters,
+            parameters={number: list(each.values()) for number, each in owned.items()},
             tracked=tracked,
             keeps=self._keeps(schedule, count, tracked=tracked, loss=bool(call.targets)),
-            deferred=[norm for scan in scans for norm in scan.deferred],
-            new_rng=partial(self._streams, [scan.configuration for scan in scans]),
+            deferred=[norm for scan in scans.values() for norm in scan.deferred],
+            new_rng=partial(self._streams, [scan.configuration for scan in scans.values()]),
+            ambient=ambient,
             watcher=call.watcher,
             scale=call.scale,
             owners=call.owners,

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import BatchError, SpecError, UsageError, listed
-from weft.core.pytree import flatten, map_leaves, structure_paths, unflatten
+from weft.core.pytree import flatten, map_leaves, structure_paths
 from weft.core.rng import NextLayer
 from weft.core.segment import Gradients, MicroBatchContext
 from weft.core.validation import is_number
-from weft.pipeline.microbatch import JoinedOutput, MiniBatch, common_structure
+from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.stage import CallArguments, ModuleScan, Stage
 
 LossFunction = Callable[[Any, Any], Any]
@@ -308,10 +308,6 @@ class WeightedLoss:
         gradient = gradients[0]  # extras have none
         return [[gradient * weight if weight and gradient is not None else None] for weight in self._weights]
 
-    def seeds(self, gradient: Tensor, device: torch.device | None) -> list[Gradients]:
-        """As `spread`, before the loss is known and where it will be."""
-        return self.spread([gradient if device is None else gradient.to(device)])
-
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """See `Output.filled`."""
         return tensors[0] if self._extras is None else (tensors[0], self._extras.filled(tensors[1:]))
@@ -354,31 +350,14 @@ class Extras(JoinedOutput):
         super().__init__(given, axis, rows)
         self._weights = weights
 
-    def _join(self, results: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
-        flat = [flatten(result) for result in results]
-        structure = common_structure([each for _, each in flat], where=self._where)
-        table = list(zip(*(leaves for leaves, _ in flat), strict=True))
-        numbers = {k: self._combined(column) for k, column in enumerate(table) if all(map(_is_number, column))}
-        rest = [
-            unflatten(structure, [None if k in numbers else leaf for k, leaf in enumerate(leaves)])
-            for leaves, _ in flat
-        ]
-        columns, joined = super()._join(rest)
-        for leaves in (*columns, joined):
-            for k, number in numbers.items():
-                leaves[k] = number
-        return columns, joined
-
-    def _combined(self, column: Sequence[Any]) -> Any:
+    def _number(self, column: Sequence[Any]) -> Any:
+        if not all(x.dim() == 0 if isinstance(x, Tensor) else is_number(x) for x in column):
+            return None
         if any(
             x.is_floating_point() or x.is_complex() if isinstance(x, Tensor) else isinstance(x, float) for x in column
         ):
             return reduce(add, [x * weight for x, weight in zip(column, self._weights, strict=True) if weight])
         return reduce(add, [x.sum() if isinstance(x, Tensor) else x for x in column])  # sum: of bools it is a count
-
-
-def _is_number(leaf: Any) -> bool:
-    return leaf.dim() == 0 if isinstance(leaf, Tensor) else is_number(leaf)
 
 
 def checked_loss(value: Any) -> Any:

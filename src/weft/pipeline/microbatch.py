@@ -8,12 +8,10 @@
                        y0      y1    y2        one result each
               join   [ 0 1 2 3 4 5 6 ]         the gradient of y is split again into views, one per micro-batch
 
-Planning is separate from execution: a plan is a small value, made once per step, that splits or joins the flat leaves
-in forward and takes their gradients the other way. ``split`` and ``join`` are inverse to each other. What cannot
-be joined exactly is refused: one number per micro-batch may be meant as a sum or as a mean.
+What cannot be joined exactly is refused: one number per micro-batch may be meant as a sum or as a mean.
 
-    MiniBatch          mini-batch (input, target) -> leaves per micro-batch;  their gradients -> one per tensor
-    JoinedOutput   one output per micro-batch -> the whole output;        its gradients   -> one per micro-batch
+    MiniBatch       mini-batch (input, target) -> leaves per micro-batch;  their gradients -> one per tensor
+    JoinedOutput    one output per micro-batch -> the whole output;        its gradients   -> one per micro-batch
 
 Micro-batches as the unit of pipelining are GPipe's idea (arXiv 1811.06965).
 """
@@ -30,68 +28,6 @@ from torch import Tensor
 from weft.core.errors import BatchError, listed
 from weft.core.pytree import LEAF, OPEN, Structure, difference, flatten, map_leaves, spread, structure_paths, unflatten
 from weft.core.segment import Gradients, forbid_hidden, hidden_tensors, leaf_of
-
-
-@dataclass(frozen=True)
-class JoinPlan:
-    """How the results of the micro-batches become one, and how its gradient is cut again.
-
-    ``lengths`` holds, for every leaf, the rows of each piece along its axis of ``axes``; ``None`` for a leaf that is
-    no tensor. (A tensor without that axis, which only a single piece may have, counts as one row.)
-    """
-
-    structure: Structure
-    lengths: tuple[tuple[int, ...] | None, ...]
-    axes: tuple[int, ...]
-
-    def join(self, pieces_leaves: Sequence[Sequence[Any]]) -> list[Any]:
-        """The flat leaves of the joined result. A single piece is returned as it is, not copied."""
-        if len(pieces_leaves) == 1:
-            return list(pieces_leaves[0])
-        return [
-            column[0] if lengths is None else torch.cat(column, axis)
-            for column, lengths, axis in zip(zip(*pieces_leaves, strict=True), self.lengths, self.axes, strict=True)
-        ]
-
-    def split_gradient(self, index: int, grad: Tensor) -> list[Tensor]:
-        """The gradient of joined leaf ``index``, cut into one view per micro-batch.
-
-        Raises ``BatchError`` if that leaf is no tensor.
-        """
-        lengths = self.lengths[index]
-        if lengths is None:
-            raise BatchError(f"leaf {index} of the joined value is no tensor and has no gradient")
-        return cut(grad, lengths, self.axes[index])
-
-
-def plan_join(
-    pieces_leaves: Sequence[Sequence[Any]],
-    structure: Structure,
-    *,
-    axis: Any = 0,
-    where: str = "output",
-    rows: Sequence[int] | None = None,
-    flattened: bool = False,
-) -> JoinPlan:
-    """Plan how to join the flat leaves of the micro-batches' results, all nested as ``structure`` says.
-
-    ``axis`` is an int, or nested as the results are. Raises ``BatchError`` that lists every leaf which cannot be
-    joined. What is no tensor must be equal in all pieces; tensors must agree in dtype and in every axis but theirs of
-    ``axis``, and must have that one: of several pieces, each with the rows that ``rows`` says, where it is given, or
-    with as many for each of them along axis 0, where they may be ``flattened`` (a row per token, say).
-    :func:`common_structure` checks the nesting. Raises ``SpecError`` if ``axis`` is not nested as the results are.
-    """
-    if not pieces_leaves:
-        raise BatchError(f"{where}: there is no micro-batch to join")
-    axes = (axis,) * structure.num_leaves if isinstance(axis, int) else tuple(spread(axis, structure, where))
-    columns = zip(zip(*pieces_leaves, strict=True), axes, strict=True)
-    found = [_of_rows(_lengths(column, each), rows, each, flattened) for column, each in columns]
-    lengths = tuple(each for each in found if not isinstance(each, str))
-    if len(lengths) < len(found):
-        named = zip(structure_paths(structure, where), found, strict=True)
-        faults = [f"{name} {fault}" for name, fault in named if isinstance(fault, str)]
-        raise BatchError(listed(f"{where}: the results of the micro-batches cannot be joined:", faults))
-    return JoinPlan(structure, lengths, axes)
 
 
 def common_structure(structures: Sequence[Structure], *, where: str = "output") -> Structure:
@@ -123,69 +59,49 @@ def has_axis(tensor: Tensor, axis: int) -> bool:
     return -tensor.dim() <= axis < tensor.dim()
 
 
-def _lengths(column: Sequence[Any], axis: int) -> tuple[int, ...] | str | None:
-    """The rows of each piece of one leaf, ``None`` if it is no tensor; or why it cannot be joined."""
-    first = column[0]
+def _lengths(
+    column: Sequence[Any], axis: int, rows: Sequence[int] | None, flattened: bool
+) -> tuple[int, ...] | str | None:
+    """The rows of each piece of one leaf, ``None`` if it is no tensor; or why it cannot be joined.
+
+    What is no tensor must be equal in all pieces; tensors must agree in dtype and in every axis but ``axis``, and must
+    have that one: of several pieces, each with the rows that ``rows`` says, where it is given, or with as many for each
+    of them along axis 0, where they may be ``flattened`` (a row per token, say).
+    """
     if not any(isinstance(piece, Tensor) for piece in column):
         return _object_fault(column)
     if len(column) == 1:
-        return (first.shape[axis] if has_axis(first, axis) else 1,)
-    fault = None if _alike(column, axis) else _tensor_fault(column, axis)
-    return fault or tuple([piece.shape[axis] for piece in column])
-
-
-def _of_rows(
-    lengths: tuple[int, ...] | str | None, rows: Sequence[int] | None, axis: int, flattened: bool
-) -> tuple[int, ...] | str | None:
-    """The same lengths if they are those of the micro-batches; else the fault, since rows would be out of order."""
-    if rows is None or len(rows) == 1 or not isinstance(lengths, tuple) or lengths == tuple(rows):
+        return (column[0].shape[axis] if has_axis(column[0], axis) else 1,)
+    if fault := _tensor_fault(column, axis):
+        return fault
+    lengths = tuple([piece.shape[axis] for piece in column])
+    if rows is None or lengths == tuple(rows):
         return lengths
-    if (
-        flattened
-        and axis == 0
-        and all(n * rows[0] == lengths[0] * r and n > r for n, r in zip(lengths, rows, strict=True))
-    ):
+    pairs = zip(lengths, rows, strict=True)
+    if flattened and axis == 0 and all(n * rows[0] == lengths[0] * r and n > r for n, r in pairs):
         return lengths
     return (
-        f"has {_numbers(lengths)} rows along axis {axis} where the micro-batches have {_numbers(rows)}; let the layers "
-        "return one row for each that came in, and regroup rows outside: flatten(0, 1) after the pipe, say"
+        f"has {', '.join(map(str, lengths))} rows along axis {axis} where the micro-batches have "
+        f"{', '.join(map(str, rows))}; let the layers return one row for each that came in, and regroup rows outside: "
+        "flatten(0, 1) after the pipe, say"
     )
-
-
-def _numbers(sizes: Sequence[int]) -> str:
-    return ", ".join(map(str, sizes))
-
-
-def _alike(column: Sequence[Any], axis: int) -> bool:
-    """Whether all are plain tensors of one shape and dtype: nearly always, so it is worth a quick look."""
-    first = column[0]
-    if type(first) is not Tensor or not has_axis(first, axis):
-        return False
-    shape, dtype = first.shape, first.dtype
-    return all(type(piece) is Tensor and piece.shape == shape and piece.dtype is dtype for piece in column)
 
 
 def _tensor_fault(column: Sequence[Any], axis: int) -> str | None:
     """Why pieces, of which one at least is a tensor, cannot be joined; ``None`` if they can."""
     if not all(isinstance(piece, Tensor) for piece in column):
         return f"is a tensor only in some micro-batches ({', '.join(type(piece).__name__ for piece in column)})"
-    if any(piece.dim() == 0 for piece in column):
+    shapes = [tuple(piece.shape) for piece in column]
+    if () in shapes:
         return "is a single number per micro-batch; return it with a batch axis, or compute it with loss="
-    shapes = ", ".join(str(tuple(piece.shape)) for piece in column)
+    seen = ", ".join(map(str, shapes))
     if not all(has_axis(piece, axis) for piece in column):
-        return f"has no axis {axis} in some micro-batches (shapes {shapes})"
+        return f"has no axis {axis} in some micro-batches (shapes {seen})"
     if len({piece.dtype for piece in column}) > 1:
         return f"differs in dtype between micro-batches ({', '.join(str(piece.dtype) for piece in column)})"
-    if any(_rest(piece, axis) != _rest(column[0], axis) for piece in column):
-        return f"differs between micro-batches in another axis than {axis} (shapes {shapes})"
+    if len({shape[:axis] + shape[axis:][1:] for shape in shapes}) > 1:
+        return f"differs between micro-batches in another axis than {axis} (shapes {seen})"
     return None
-
-
-def _rest(tensor: Tensor, axis: int) -> list[int]:
-    """The shape without the axis that is joined."""
-    rest = list(tensor.shape)
-    rest.pop(axis)
-    return rest
 
 
 def _object_fault(column: Sequence[Any]) -> str | None:
@@ -276,23 +192,19 @@ class SplitPlan:
             return list(accumulate(present, torch.add))[-1]
         if len(self.sizes) == 1:
             return present[0]
-        filled = [
-            _zero_rows(like, size, axis) if piece is None else piece
-            for piece, size in zip(pieces, self.sizes, strict=True)
-        ]
-        return torch.cat(filled, axis)
+        pairs = zip(pieces, cut(like, self.sizes, axis), strict=True)
+        return torch.cat([torch.zeros_like(rows) if piece is None else piece for piece, rows in pairs], axis)
 
 
 def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") -> tuple[SplitPlan, list[Any]]:
     """Plan how to cut ``value`` into at most ``chunks`` micro-batches; also its leaves, without ``NoChunk``.
 
     Tensors with at least one dimension are cut along ``axis``: an int for all of them, or nested as ``value`` is
-    (see :func:`weft.core.pytree.spread`). Tensors without dimensions or with ``None`` for an axis, other objects and
-    what stands in ``NoChunk`` go whole to every micro-batch. ``where`` is the value's name in messages.
+    (see :func:`weft.core.pytree.spread`). All else, and what stands in ``NoChunk``, goes whole to every micro-batch.
+    ``where`` is the value's name in messages.
 
-    Raises ``BatchError`` if ``chunks`` is below one, if there is no tensor to cut, if one has no such axis,
-    if their lengths along it differ, or if one is sparse or nested; it names all of them. Raises ``SpecError`` if
-    ``axis`` is not nested as ``value`` is.
+    Raises ``BatchError`` that names all tensors that have no such axis, another length along it, or are sparse or
+    nested, or if there is none to cut; ``SpecError`` if ``axis`` is not nested as ``value`` is.
     """
     leaves, structure = flatten(value)
     wanted: list[int | None] = [axis] * len(leaves) if isinstance(axis, int) else spread(axis, structure, where)
@@ -305,9 +217,10 @@ def plan_split(value: Any, chunks: int, *, axis: Any = 0, where: str = "input") 
         _check_dense(leaves, structure, axes, where)
     rows = _common_rows(leaves, structure, axes, where)
     if rows is None:
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
         raise BatchError(
-            f"{where}: there is no tensor to cut into micro-batches along axis {axis} "
-            f"(saw {_kinds(leaves)}); give at least one tensor with a batch axis that is not in NoChunk"
+            f"{where}: there is no tensor to cut into micro-batches along axis {axis} (saw "
+            f"{kinds or 'no leaves at all'}); give at least one tensor with a batch axis that is not in NoChunk"
         )
     return SplitPlan(structure, micro_sizes(rows, chunks), axes), leaves
 
@@ -316,23 +229,6 @@ def split(value: Any, chunks: int, *, axis: int = 0) -> list[Any]:
     """The micro-batches of ``value``, nested as it is. Raises ``BatchError`` as :func:`plan_split` does."""
     plan, leaves = plan_split(value, chunks, axis=axis)
     return [unflatten(plan.structure, piece) for piece in plan.split(leaves)]
-
-
-def join(pieces: Sequence[Any], *, axis: int = 0) -> Any:
-    """The inverse of :func:`split`. Raises ``BatchError`` that lists all that cannot be joined."""
-    if not pieces:
-        raise BatchError("there is no micro-batch to join")
-    flat = [flatten(piece) for piece in pieces]
-    structure = common_structure([piece[1] for piece in flat])
-    columns = [piece[0] for piece in flat]
-    return unflatten(structure, plan_join(columns, structure, axis=axis).join(columns))
-
-
-def _zero_rows(like: Tensor, rows: int, axis: int) -> Tensor:
-    """Zeros with the dtype, device and other axes of ``like``."""
-    shape = list(like.shape)
-    shape[axis] = rows
-    return like.new_zeros(shape)
 
 
 def _open(leaf: Any) -> Any:
@@ -389,11 +285,6 @@ def _common_rows(leaves: Sequence[Any], structure: Structure, axes: Sequence[int
     raise BatchError(listed(headline, faults))
 
 
-def _kinds(leaves: Sequence[Any]) -> str:
-    kinds = sorted({type(leaf).__name__ for leaf in leaves})
-    return ", ".join(kinds) or "no leaves at all"
-
-
 class MiniBatch:
     """A mini-batch, cut into micro-batches. `tensors` are those that want a gradient, in order.
 
@@ -403,7 +294,9 @@ class MiniBatch:
     def __init__(self, parts: Sequence[Any], chunks: int, axis: Any = 0) -> None:
         """`parts` are the input, and the target where there is one; `axis` holds the rows: an int, or nested as the
         parts are. Raises BatchError and SpecError as `plan_split` does."""
-        self.split, self._leaves = _planned(parts, chunks, axis)
+        # One plan for all parts together, since their rows must agree.
+        value, where = (parts[0], "input") if len(parts) == 1 else (tuple(parts), "(input, target)")
+        self.split, self._leaves = plan_split(value, chunks, axis=axis, where=where)
         self._structures = [self.split.structure] if len(parts) == 1 else self.split.structure.children()
         self._wanted = [isinstance(x, Tensor) and x.requires_grad for x in self._leaves]
         self.tensors: list[Tensor] = [x for x, wanted in zip(self._leaves, self._wanted, strict=True) if wanted]
@@ -425,13 +318,9 @@ class MiniBatch:
         for leaf in self._leaves:
             if not isinstance(leaf, Tensor):
                 forbid_hidden(leaf, "an argument")
+        wanted = self._wanted
         return [
-            self._nested(
-                [
-                    leaf_of(x, wanted) if isinstance(x, Tensor) else x
-                    for x, wanted in zip(piece, self._wanted, strict=True)
-                ]
-            )
+            self._nested([leaf_of(x, w) if isinstance(x, Tensor) else x for x, w in zip(piece, wanted, strict=True)])
             for piece in self.split.split(self._leaves)
         ]
 
@@ -441,9 +330,8 @@ class MiniBatch:
 
     def gradients(self, pieces: Sequence[Gradients]) -> list[Tensor | None]:
         """The gradients of `tensors`, out of those of every micro-batch's leaves."""
-        columns = zip(*pieces, strict=True)
         found: list[Tensor | None] = []
-        for k, column in enumerate(columns):
+        for k, column in enumerate(zip(*pieces, strict=True)):
             if self._wanted[k]:
                 whole = self.split.join_gradients(k, column, self._leaves[k])
                 found.append(None if whole is None else whole.to(self._leaves[k].device))
@@ -455,13 +343,6 @@ class MiniBatch:
             parts.append(unflatten(structure, leaves[: structure.num_leaves]))
             leaves = leaves[structure.num_leaves :]
         return parts
-
-
-def _planned(values: Sequence[Any], chunks: int, axis: Any) -> tuple[SplitPlan, list[Any]]:
-    """One plan for all parts together, since their rows must agree."""
-    if len(values) == 1:
-        return plan_split(values[0], chunks, axis=axis, where="input")
-    return plan_split(tuple(values), chunks, axis=axis, where="(input, target)")
 
 
 @runtime_checkable
@@ -504,31 +385,31 @@ class JoinedOutput:
         self._axis = axis
         self._rows = rows
         self._number_weights = weights or ()
-        self._numbers: set[int] = set()
-        self._plan: JoinPlan | None = None
+        self._pieces = 0
         self._structure = LEAF
+        self._axes: Sequence[int] = ()
+        self._lengths: list[tuple[int, ...] | None] = []  # of the pieces of each leaf that is a tensor
+        self._numbers: dict[int, Any] = {}
         self._rest: list[Any] = []
         self._at: list[int] = []
-        self._pieces = 0
 
     def gather(self, results: Sequence[Any]) -> tuple[list[Tensor], list[bool]]:
         """See `Output.gather`. Raises BatchError when the results cannot be joined."""
-        columns, joined = self._join(results)
-        self._pieces = len(results)
+        pieces, joined = self._join(results)
         self._at = [k for k, leaf in enumerate(joined) if isinstance(leaf, Tensor)]
         self._rest = [None if isinstance(leaf, Tensor) else leaf for leaf in joined]
-        tracked = [any(leaves[k].requires_grad for leaves in columns) for k in self._at]
+        tracked = [any(getattr(leaves[k], "requires_grad", False) for leaves in pieces) for k in self._at]
         return [joined[k].detach() for k in self._at], tracked
 
     def spread(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
         """See `Output.spread`."""
-        pieces: list[Gradients] = [[None] * len(self._rest) for _ in range(self._pieces)]
+        columns: list[Sequence[Tensor | None]] = [[None] * self._pieces] * len(self._rest)
         for k, gradient in zip(self._at, gradients, strict=True):
-            if gradient is not None and self._plan is not None:
-                weighted = [gradient * weight for weight in self._number_weights] if k in self._numbers else None
-                for piece, part in zip(pieces, weighted or self._plan.split_gradient(k, gradient), strict=True):
-                    piece[k] = part
-        return pieces
+            if gradient is not None and k in self._numbers:
+                columns[k] = [gradient * weight for weight in self._number_weights]
+            elif gradient is not None:
+                columns[k] = cut(gradient, self._lengths[k] or (), self._axes[k])
+        return [[column[i] for column in columns] for i in range(self._pieces)]
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """See `Output.filled`."""
@@ -543,33 +424,38 @@ class JoinedOutput:
         return unflatten(self._structure, joined)
 
     def _join(self, results: Sequence[Any]) -> tuple[list[list[Any]], list[Any]]:
-        """The flat leaves of every result, and of all of them joined."""
+        """The flat leaves of every result, and of all of them joined. A single result is not copied."""
         flat = [flatten(result) for result in results]
-        columns = [leaves for leaves, _ in flat]
-        self._structure = common_structure([structure for _, structure in flat], where=self._where)
-        rest = self._without_numbers(columns)
-        self._plan = plan_join(
-            rest,
-            self._structure,
-            axis=self._axis,
-            where=self._where,
-            rows=self._rows,
-            flattened=bool(self._number_weights),
-        )
-        joined = self._plan.join(rest)
-        for k in self._numbers:
-            weighted = [leaves[k] * weight for leaves, weight in zip(columns, self._number_weights, strict=True)]
-            joined[k] = torch.stack(weighted).sum(0)
-        return columns, joined if len(columns) > 1 else self._apart(joined)
+        pieces, self._pieces = [leaves for leaves, _ in flat], len(flat)
+        structure = self._structure = common_structure([each for _, each in flat], where=self._where)
+        one_axis = isinstance(self._axis, int)
+        self._axes = [self._axis] * len(pieces[0]) if one_axis else spread(self._axis, structure, self._where)
+        columns = list(zip(*pieces, strict=True))
+        found = {k: self._number(column) for k, column in enumerate(columns)}
+        self._numbers = {k: number for k, number in found.items() if number is not None}
+        lengths = [
+            None if k in self._numbers else _lengths(column, axis, self._rows, bool(self._number_weights))
+            for k, (column, axis) in enumerate(zip(columns, self._axes, strict=True))
+        ]
+        self._lengths = [each for each in lengths if not isinstance(each, str)]
+        if len(self._lengths) < len(lengths):
+            named = zip(structure_paths(structure, self._where), lengths, strict=True)
+            faults = [f"{name} {fault}" for name, fault in named if isinstance(fault, str)]
+            raise BatchError(listed(f"{self._where}: the results of the micro-batches cannot be joined:", faults))
+        joined = list(pieces[0])
+        if len(pieces) > 1:
+            parts = zip(columns, self._lengths, self._axes, strict=True)
+            joined = [column[0] if each is None else torch.cat(column, axis) for column, each, axis in parts]
+        for k, number in self._numbers.items():
+            joined[k] = number
+        return pieces, joined if len(pieces) > 1 else self._apart(joined)
 
-    def _without_numbers(self, columns: list[list[Any]]) -> list[list[Any]]:
-        """The leaves of every result, but for those that are added up."""
-        if self._number_weights:
-            first = enumerate(columns[0])
-            self._numbers = {k for k, x in first if isinstance(x, Tensor) and not x.dim() and x.is_floating_point()}
-        if not self._numbers:
-            return columns
-        return [[None if k in self._numbers else x for k, x in enumerate(leaves)] for leaves in columns]
+    def _number(self, column: Sequence[Any]) -> Any:
+        """One number made of numbers that are one per micro-batch; None for leaves that are joined otherwise."""
+        first = column[0]
+        if not self._number_weights or not isinstance(first, Tensor) or first.dim() or not first.is_floating_point():
+            return None
+        return torch.stack([leaf * weight for leaf, weight in zip(column, self._number_weights, strict=True)]).sum(0)
 
     def _apart(self, leaves: list[Any]) -> list[Any]:
         """The leaves of a single result, none of which shares memory with another one or with what was given.

@@ -9,13 +9,14 @@
     I:  as B, but the parameters' gradients are left for later;  W: and added up now
 
 A `PipeStep` is the node of autograd: it holds what backward needs, and nothing that went out. Executors call its `Run`
-from the worker of each stage; workers share only lists and dictionaries that each writes at keys of its own.
+from the worker of each stage; workers share only dictionaries that each writes at keys of its own. Both know the stages
+that run here and no others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -45,7 +46,7 @@ from weft.pipeline.loss import LossScale, WeightedLoss
 from weft.pipeline.microbatch import MiniBatch, Output
 from weft.pipeline.plan import PipelinePlan
 from weft.pipeline.recompute import Unchanged
-from weft.pipeline.routing import OUTSIDE, Address, Wiring
+from weft.pipeline.routing import OUTSIDE, Address, Given, Wiring
 from weft.pipeline.schedule import Action, Schedule
 from weft.pipeline.tracing import Recorder, Watcher
 
@@ -53,14 +54,14 @@ from weft.pipeline.tracing import Recorder, Watcher
 class Run:
     """What one step leaves between its actions: the tapes, and the sums of parameter gradients.
 
-    `contexts` holds one context per micro-batch; `keeps[stage][micro_batch]` says what a forward keeps; `places[stage]`
-    is None where nothing has to be moved.
+    `segments` are those that run here, by stage; `contexts` holds one context per micro-batch;
+    `keeps[stage][micro_batch]` says what a forward keeps; `places[stage]` is None where nothing has to be moved.
     """
 
     def __init__(
         self,
         wiring: Wiring,
-        segments: Sequence[Segment],
+        segments: Mapping[int, Segment],
         contexts: Sequence[MicroBatchContext],
         keeps: Sequence[Sequence[Keep]],
         places: Sequence[Place | None],
@@ -69,22 +70,22 @@ class Run:
     ) -> None:
         self.wiring = wiring
         self.segments = segments
-        self.micro_batches = micro_batches = len(contexts)
+        self.micro_batches = len(contexts)
         self.places = places
         self.retain = False
         self._keeps = keeps
         self._contexts = contexts
         self._watcher = watcher.one_step() if isinstance(watcher, Recorder) else watcher
         self._rng = rng
-        self._tapes: list[list[Tape | None]] = [[None] * micro_batches for _ in segments]
+        self._tapes: dict[tuple[int, int], Tape] = {}
         self._pending: dict[tuple[int, int], SplitBackward | None] = {}
         self._plain = watcher is None and not any(places)
         self._repeats = rng is not None and not rng.quiet
-        self.sums: list[GradientSum | None] = [None] * len(segments)
+        self.sums: dict[int, GradientSum] = {}
 
     def recomputing(self) -> list[int]:
         """The segments that will run again in backward."""
-        return [s for s, tapes in enumerate(self._tapes) if any(tape and tape.recomputes for tape in tapes)]
+        return sorted({stage for (stage, _), tape in self._tapes.items() if tape.recomputes})
 
     def turn_back(self, *, retain: bool) -> None:
         """Before every walk backward. With `retain` there may be another one, which needs the tapes too.
@@ -93,9 +94,9 @@ class Run:
         that were frozen since the forward: autograd may not be asked about them.
         """
         self.retain = retain
-        for segment in self.segments:
+        for segment in self.segments.values():
             segment.parameters = [each for each in segment.parameters if each.requires_grad]
-        self.sums = [None] * len(self.segments)
+        self.sums = {}
 
     def perform(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
         """Do one action in the calling thread, waiting at `inbox` for what it needs.
@@ -118,14 +119,13 @@ class Run:
             raise
 
     def parameter_gradients(self) -> dict[int, Tensor]:
-        """The sum over stages and micro-batches for every parameter, by its id(); then the sums start anew."""
+        """The sum over micro-batches, then over stages in their order, for every parameter, by its id()."""
         total: dict[int, Tensor] = {}
-        for segment, sums in zip(self.segments, self.sums, strict=True):
-            for parameter, gradient in zip(segment.parameters, sums.totals if sums else (), strict=sums is not None):
+        for stage in sorted(self.sums):
+            for parameter, gradient in zip(self.segments[stage].parameters, self.sums[stage].totals, strict=True):
                 if gradient is not None:
-                    seen = total.get(id(parameter))
-                    total[id(parameter)] = gradient if seen is None else added(seen, gradient.to(seen.device))
-        self.sums = [None] * len(self.segments)
+                    _add_to(total, parameter, gradient)
+        self.sums = {}
         return total
 
     def reads(self, stage: int, micro_batch: int) -> list[Address]:
@@ -149,14 +149,14 @@ class Run:
     def _segment_forward(self, action: Action, messages: Sequence[Message]) -> list[tuple[Address, Message]]:
         """Run the segment, keep its tape, and cut one leaf for every reader of every output."""
         stage, index = action.stage, action.micro_batch
-        segment, place = self.segments[stage], self.places[stage]
+        place = self.places[stage]
         values = [message.value if place is None else place.arrive(message) for message in messages]
-        keep = self._keeps[stage][index]
-        outputs, tape = segment.forward(self._contexts[index], values, keep)
-        self._tapes[stage][index] = tape
-        if self._watcher is not None and keep == "nothing":
+        outputs, tape = self.segments[stage].forward(self._contexts[index], values, self._keeps[stage][index])
+        tracked = False
+        if tape is not None:
+            self._tapes[stage, index], tracked = tape, tape.tracks
+        elif self._watcher is not None:
             self._watcher.released(action)
-        tracked = False if tape is None else tape.tracks
         sent: list[tuple[Address, Message]] = []
         for route, output in zip(self.wiring.outputs[stage], outputs, strict=True):
             for address in self.writes(route, index):
@@ -168,7 +168,7 @@ class Run:
 
     def _backward(self, action: Action, inbox: Inbox, outboxes: Outboxes) -> None:
         stage, index = action.stage, action.micro_batch
-        tape = self._tapes[stage][index]
+        tape = self._tapes.get((stage, index))
         if tape is None:
             raise BackwardTwiceError(TWICE)
         if tape.recomputes:
@@ -199,43 +199,35 @@ class Run:
             _total([each.value if place is None else place.arrive(each) for each in of_readers], len(edges))
             for of_readers, edges in zip(messages, tape.edges or (), strict=True)
         ]
-        with self._walking_back(stage, tape):
+        with self._walking_back(stage, tape.roots):
             if action.kind == "I" and not self.retain:
                 inputs, self._pending[stage, index] = tape.backward_inputs(gradients)
-                self._tapes[stage][index] = None
-                return [Message(each) if place is None else place.depart(each) for each in inputs]
-            inputs, of_parameters = tape.backward(gradients, retain=self.retain)
-        self._add(stage, of_parameters)
-        if not self.retain:
-            self._free(action)
+                del self._tapes[stage, index]
+            else:
+                inputs, of_parameters = tape.backward(gradients, retain=self.retain)
+                self._add(action, of_parameters)
         return [Message(each) if place is None else place.depart(each) for each in inputs]
 
     def _segment_weights(self, action: Action) -> None:
         """Add up the parameters' gradients that I has left. (Where the graph is retained, I has left none.)"""
         split = self._pending.pop((action.stage, action.micro_batch), None)
-        if split is not None:
-            with self._walking_back(action.stage):
-                found = split.parameter_gradients()
-            self._add(action.stage, found)
+        with self._walking_back(action.stage, list):
+            self._add(action, split.parameter_gradients() if split is not None else ())
+
+    def _add(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
+        """Add up gradients of a stage's parameters; what the action has done is free, unless it is retained."""
+        if gradients:
+            if action.stage not in self.sums:
+                self.sums[action.stage] = GradientSum(len(gradients))
+            self.sums[action.stage].add(gradients)
         if not self.retain:
-            self._free(action)
+            self._tapes.pop((action.stage, action.micro_batch), None)
+            if self._watcher is not None:
+                self._watcher.released(action)
 
-    def _add(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
-        sums = self.sums[stage]
-        if sums is None:
-            sums = self.sums[stage] = GradientSum(len(gradients))
-        sums.add(gradients)
-
-    def _walking_back(self, stage: int, tape: Tape | None = None) -> AbstractContextManager[Any]:
+    def _walking_back(self, stage: int, roots: Callable[[], Sequence[Any]]) -> AbstractContextManager[Any]:
         """For a walk back through the graph of the stage: see `RngStreams.backward`."""
-        if self._rng is None or not self._repeats:
-            return _FREE
-        return self._rng.backward(stage, tape.roots if tape is not None else list)
-
-    def _free(self, action: Action) -> None:
-        self._tapes[action.stage][action.micro_batch] = None
-        if self._watcher is not None:
-            self._watcher.released(action)
+        return self._rng.backward(stage, roots) if self._rng is not None and self._repeats else _FREE
 
     def _do(self, kind: str, action: Action, call: Callable[..., Any], *args: Any) -> Any:
         """Call it at the stage's place, and let the watcher see it."""
@@ -257,11 +249,14 @@ def _total(of_readers: Sequence[Gradients | None], width: int) -> Gradients:
         return [None] * width
     if len(present) == 1:
         return present[0] + [None] * (width - len(present[0]))  # of a result, the gradients that are there come first
-    return [_sum([leaf for leaf in leaves if leaf is not None]) for leaves in zip(*present, strict=True)]
+    columns = [[leaf for leaf in leaves if leaf is not None] for leaves in zip(*present, strict=True)]
+    return [reduce(added, column) if column else None for column in columns]
 
 
-def _sum(gradients: Sequence[Tensor]) -> Tensor | None:
-    return reduce(added, gradients) if gradients else None
+def _add_to(total: dict[int, Tensor], tensor: Tensor, gradient: Tensor) -> None:
+    """Add to the gradient of a tensor, which the dict holds by its id()."""
+    seen = total.get(id(tensor))
+    total[id(tensor)] = gradient if seen is None else added(seen, gradient.to(seen.device))
 
 
 Result = TypeVar("Result")
@@ -273,12 +268,12 @@ _SHARED = (
 )
 
 
-@dataclass(frozen=True)
-class StepRequest:
-    """What a step is asked to do.
+@dataclass(eq=False)
+class PipeStep:
+    """One mini-batch's way through a plan: a `CutFunction`, unless it runs in sight of autograd (`run_visible`).
 
-    `functions` are those of the plan's segments; `parameters` are those of each segment that want a gradient; `owners`
-    says, by its id(), which of them is a copy of what for this step.
+    `functions` are those of the plan's segments. `parameters` are those that want a gradient, by the segments that run
+    here; `owners` says, by its id(), which of them is a copy of what for this step.
     """
 
     plan: PipelinePlan
@@ -286,19 +281,29 @@ class StepRequest:
     schedule: Schedule
     mini_batch: MiniBatch
     output: Output
-    parameters: Sequence[Sequence[Tensor]]
+    parameters: Mapping[int, Sequence[Tensor]]
     tracked: bool
     keeps: Sequence[Sequence[Keep]]
     deferred: Sequence[DeferredBatchNorm]
     new_rng: Callable[[], RngStreams]
+    ambient: ExecutionContext
     watcher: Watcher | None
     scale: LossScale
-    owners: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
+    owners: Mapping[int, Tensor]
+    _run: Run | None = None
+    _unchanged: Unchanged | None = None
+    _made: list[Tensor | None] | None = None
+    _seed: Tensor | None = None
 
-    @property
-    def fused(self) -> bool:
-        """Whether gradients are made while going forward: the loss is inside, and the table does not split."""
-        return self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.splits
+    @cached_property
+    def _parameters(self) -> list[Tensor]:
+        owned = [self.owners.get(id(p), p) for group in self.parameters.values() for p in group]
+        return list({id(p): p for p in owned}.values())
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """All that the step has gradients for, in order."""
+        return [*self.mini_batch.tensors, *self._parameters]
 
     def trusted(self, forward: Callable[[RngStreams], Result]) -> Result:
         """Run a forward until its random numbers can be trusted: once, or twice after a surprise (`RngStreams.settle`).
@@ -327,33 +332,19 @@ class StepRequest:
             norm.commit(rng)
         return result
 
-
-class PipeStep:
-    """One mini-batch's way through a plan. `tensors` are all that it has gradients for, in order."""
-
-    def __init__(self, request: StepRequest, ambient: ExecutionContext) -> None:
-        self._request = request
-        self._ambient = ambient
-        owned = [request.owners.get(id(p), p) for group in request.parameters for p in group]
-        self._parameters = list({id(p): p for p in owned}.values())
-        self.tensors = [*request.mini_batch.tensors, *self._parameters]
-        self._run: Run | None = None
-        self._unchanged: Unchanged | None = None
-        self._made: list[Tensor | None] | None = None
-        self._seed = request.scale.seed() if request.fused else None
-
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `CutFunction.forward`."""
-        request = self._request
-        left, run = request.trusted(self._walk_forward)
-        results = request.plan.entry_points.results(left, request.mini_batch.micro_batches)
-        if request.fused:
+        if self.tracked and isinstance(self.output, WeightedLoss) and not self.schedule.splits:
+            self._seed = self.scale.seed()  # gradients are made while going forward
+        left, run = self.trusted(self._walk_forward)
+        results = self.plan.entry_points.results(left, self.mini_batch.micro_batches)
+        if self._seed is not None:
             self._made = self._collected(left, run)
         else:
             self._run = run
             again = run.recomputing()
-            self._unchanged = Unchanged([request.plan.stages[stage].replay for stage in again]) if again else None
-        return request.output.gather(results)
+            self._unchanged = Unchanged([self.plan.stages[stage].replay for stage in again]) if again else None
+        return self.output.gather(results)
 
     def backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `CutFunction.backward`. Raises BackwardTwiceError if it was freed, ChangedError if layers changed."""
@@ -367,78 +358,67 @@ class PipeStep:
         if run is None:
             found = self._rescaled(made or [], gradients[0])
         else:
-            run.turn_back(retain=retain)
-            found = self._walk_backward(run, self._request.output.spread(gradients))
+            found = self._walk_backward(run, self.output.spread(gradients), retain=retain)
             if retain and self._unchanged is not None:
                 self._unchanged.seal()  # what layers note of themselves while they run is their own
         without_gradient([x for x, gradient in zip(self.tensors, found, strict=True) if gradient is None])
         return found
 
     def _walk_forward(self, rng: RngStreams) -> tuple[dict[Address, Message], Run]:
-        request, plan = self._request, self._request.plan
-        segments = [Segment(f, p) for f, p in zip(request.functions, request.parameters, strict=True)]
-        count = request.schedule.micro_batches
-        contexts = [MicroBatchContext(i, self._ambient, rng, micro_batches=count) for i in range(count)]
-        run = Run(plan.wiring, segments, contexts, request.keeps, plan.places, request.watcher, rng)
-        given = plan.entry_points.enter(request.mini_batch.leaves(), streams=any(plan.places))
-        if self._seed is not None and isinstance(request.output, WeightedLoss):
-            device = next((place.device for place in reversed(plan.places) if place is not None), None)
-            for segment, messages in plan.entry_points.seed(
-                request.output.seeds(self._seed, device), streams=any(plan.places)
-            ).items():
-                given.setdefault(segment, {}).update(messages)
-        schedule = request.schedule if request.fused else request.schedule.forward_only
-        if any(plan.places):
-            join_walk(plan.places)
-        with quiet_hooks(self._parameters) if request.fused else _FREE:
-            left = plan.executor.walk(schedule, run.perform, given, self._ambient)
-        self._leave(left, run)
-        return left, run
+        plan, count = self.plan, self.schedule.micro_batches
+        segments = {stage: Segment(self.functions[stage], owned) for stage, owned in self.parameters.items()}
+        contexts = [MicroBatchContext(i, self.ambient, rng, micro_batches=count) for i in range(count)]
+        run = Run(plan.wiring, segments, contexts, self.keeps, plan.places, self.watcher, rng)
+        given = plan.entry_points.enter(self.mini_batch.leaves(), streams=any(plan.places))
+        if self._seed is None:
+            return self._walk(run, self.schedule.forward_only, given), run
+        seeds = self.output.spread([self._seed.to(plan.stages[-1].device)])
+        for segment, messages in plan.entry_points.seed(seeds, streams=any(plan.places)).items():
+            given.setdefault(segment, {}).update(messages)
+        with quiet_hooks(self._parameters):
+            return self._walk(run, self.schedule, given), run
 
-    def _walk_backward(self, run: Run, gradients: Sequence[Gradients]) -> list[Tensor | None]:
-        plan = self._request.plan
-        given = plan.entry_points.seed(gradients, streams=any(plan.places))
-        schedule = self._request.schedule.backward_only
-        if any(plan.places):
-            join_walk(plan.places)
+    def _walk_backward(self, run: Run, gradients: Sequence[Gradients], *, retain: bool) -> list[Tensor | None]:
+        run.turn_back(retain=retain)
+        given = self.plan.entry_points.seed(gradients, streams=any(self.plan.places))
         try:
-            with self._ambient.process_flags(), quiet_hooks(self._parameters):
-                left = plan.executor.walk(schedule, run.perform, given, self._ambient)
-            plan.executor.commit(None)
+            with self.ambient.process_flags(), quiet_hooks(self._parameters):
+                left = self._walk(run, self.schedule.backward_only, given)
+            self.plan.executor.commit(None)
         except BaseException as error:
-            plan.executor.abort(error)
+            self.plan.executor.abort(error)
             raise
-        self._leave(left, run)
         return self._collected(left, run)
 
-    def _leave(self, left: dict[Address, Message], run: Run) -> None:
-        """The caller's streams may use what the walk has made, from here on."""
-        if not any(self._request.plan.places):
-            return
-        leaves = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
-        sums = [total for each in run.sums if each is not None for total in each.totals]
-        leave_walk(self._request.plan.places, [leaf for leaf in (*leaves, *sums) if isinstance(leaf, Tensor)])
+    def _walk(self, run: Run, schedule: Schedule, given: Given) -> dict[Address, Message]:
+        """Let the executor walk; afterwards the caller's streams may use what it has made."""
+        places = self.plan.places
+        if not any(places):
+            return self.plan.executor.walk(schedule, run.perform, given, self.ambient)
+        join_walk(places)
+        left = self.plan.executor.walk(schedule, run.perform, given, self.ambient)
+        made = [leaf for each in left.values() for leaf in flatten(each.value)[0]]
+        made += [total for each in run.sums.values() for total in each.totals]
+        leave_walk(places, [each for each in made if isinstance(each, Tensor)])
+        return left
 
     def _collected(self, left: dict[Address, Message], run: Run) -> list[Tensor | None]:
         """The gradients of `tensors`, out of what left the backward walk and what its run has added up."""
         by_id = run.parameter_gradients()
-        for copy, owner in self._request.owners.items():
+        for copy, owner in self.owners.items():
             if (gradient := by_id.pop(copy, None)) is not None:
-                gradient, seen = gradient.to(owner.device), by_id.get(id(owner))
-                by_id[id(owner)] = gradient if seen is None else added(seen, gradient)
-        mini_batch = self._request.mini_batch
-        inputs = (
-            mini_batch.gradients(self._request.plan.entry_points.gradients(left, mini_batch.micro_batches))
-            if mini_batch.tensors
-            else []
-        )
+                _add_to(by_id, owner, gradient.to(owner.device))
+        inputs: list[Tensor | None] = []
+        if self.mini_batch.tensors:
+            pieces = self.plan.entry_points.gradients(left, self.mini_batch.micro_batches)
+            inputs = self.mini_batch.gradients(pieces)
         return [*inputs, *(by_id.get(id(each)) for each in self._parameters)]
 
     def _rescaled(self, made: Sequence[Tensor | None], gradient: Tensor | None) -> list[Tensor | None]:
         """Gradients that were made for the seed, for the loss gradient that arrived."""
         if gradient is None or self._seed is None:
             return [None] * len(made)
-        factor = self._request.scale.factor(gradient, self._seed)
+        factor = self.scale.factor(gradient, self._seed)
         if isinstance(factor, Tensor):
             return [None if each is None else each * factor.to(each.device) for each in made]
         return list(made) if factor == 1 else [None if each is None else each * factor for each in made]
