@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -128,14 +129,16 @@ class Autotuner:
         return self._trials.setdefault(kind, _Trial([[] for _ in range(self.candidates)]))
 
 
+Report = Callable[[float], None]
+"""What is told the seconds of a step that measures a candidate."""
+
+
 class TimedCall:
     """A `CutFunction` that reports what its forward and first backward took together, or its forward if that is all."""
 
-    def __init__(
-        self, function: CutFunction, choice: Autotuner, kind: Hashable, candidate: int, *, with_backward: bool
-    ) -> None:
+    def __init__(self, function: CutFunction, report: Report, *, with_backward: bool) -> None:
         self._function = function
-        self._report: tuple[Autotuner, Hashable, int] | None = (choice, kind, candidate)
+        self._report: Report | None = report
         self._with_backward = with_backward
         self._seconds = 0.0
 
@@ -158,12 +161,11 @@ class TimedCall:
 
     def _done(self) -> None:
         if self._report is not None:  # a retained graph may go back again
-            choice, kind, candidate = self._report
-            choice.report(kind, candidate, self._seconds)
+            self._report(self._seconds)
         self._report = None
 
 
-def time_graph(outputs: Sequence[Tensor], seconds: float, choice: Autotuner, kind: Hashable, candidate: int) -> None:
+def time_graph(outputs: Sequence[Tensor], seconds: float, report: Report) -> None:
     """Report a step whose backward is left to autograd: its forward took so long, its first backward is timed here.
 
     That goes from the first of its outputs to the end of all that autograd does then, which may be more than the step.
@@ -177,10 +179,10 @@ def time_graph(outputs: Sequence[Tensor], seconds: float, choice: Autotuner, kin
             cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(ends)
 
     def ends() -> None:
-        choice.report(kind, candidate, seconds + perf_counter() - begun[0])
+        report(seconds + perf_counter() - begun[0])
 
     if not nodes:
-        choice.report(kind, candidate, seconds)
+        report(seconds)
     for node in nodes:
         node.register_prehook(begins)
 
@@ -193,10 +195,11 @@ class Layouts:
         rows = {"serial": one_device, "uncut": uncut, "threads": stages > 1}
         self._candidates = [row for row, can in rows.items() if can] if executor == "auto" else [executor]
         self.choice = Autotuner(len(self._candidates))
-        self._with_cuts: set[Hashable] = set()
+        self.with_cuts: set[Hashable] = set()
+        """Kinds of steps that are never run uncut."""
 
-    def pick(self, kind: Hashable, *, watched: bool, local: bool = False) -> tuple[str, int | None]:
-        """The layout for the next step of this kind, and which candidate it measures, if any.
+    def pick(self, kind: Hashable, *, watched: bool, local: bool = False) -> tuple[str, Report | None]:
+        """The layout for the next step of this kind, and what is told its time, if it is measured.
 
         Who watches wants to see the stages, each in its thread. Modes and hooks of the calling thread (`local`) would
         see other operators in each layout. So both always get the same one.
@@ -205,14 +208,11 @@ class Layouts:
             return self._executor, None
         if watched or local:
             return self._candidates[-1 if watched and "threads" in self._candidates else 0], None
-        if kind in self._with_cuts and "uncut" in self._candidates:
+        if kind in self.with_cuts and "uncut" in self._candidates:
             self.choice.rule_out(kind, self._candidates.index("uncut"))
         candidate = self.choice.pick(kind)
-        return self._candidates[candidate], candidate if self.choice.times(kind) else None
-
-    def needs_cuts(self, kind: Hashable) -> None:
-        """Steps of this kind are never run uncut."""
-        self._with_cuts.add(kind)
+        timed = self.choice.times(kind)
+        return self._candidates[candidate], partial(self.choice.report, kind, candidate) if timed else None
 
     def chosen(self) -> dict[str, str]:
         """For every kind of step that was measured to the end, how it is run."""
@@ -226,7 +226,8 @@ def needs_cuts() -> bool:
 
 _checkpoint = cast("Callable[..., tuple[Any, ...]]", checkpointing.checkpoint)
 
-Keeps = Sequence[Sequence[Keep]]
+Keeps = Sequence[Sequence[Keep]] | None
+"""What every forward keeps, by stage and micro-batch; None: all their graphs."""
 
 
 def run_visible(step: PipeStep, *, enter: bool = True) -> Any:
@@ -249,8 +250,7 @@ def run_silent(
     plan: PipelinePlan, mini_batch: MiniBatch, output: Output, ambient: ExecutionContext, probe: RngProbe
 ) -> tuple[Any] | None:
     """As `run_visible` with all graphs kept, for a step of which nothing is to be known; None if it drew numbers."""
-    kept: list[Keep] = ["graph"] * mini_batch.micro_batches
-    results = _micro_batches(plan, mini_batch, [kept] * len(plan.functions), ambient, probe)
+    results = _micro_batches(plan, mini_batch, None, ambient, probe)
     return None if probe.broken() else (output.visible(results),)
 
 
@@ -270,7 +270,8 @@ def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, p
     for stage, function in enumerate(plan.functions):
         inputs = [values[route] for route in plan.wiring.inputs[stage]]
         try:
-            outputs = _call(keeps, function, context, stage, inputs)
+            repeated = keeps is not None and keeps[stage][context.micro_batch] == "inputs"
+            outputs = _checkpointed(function, context, inputs) if repeated else function(context, *inputs)
         except BaseException as error:
             advise(error)
             error.add_note(f"weft: in forward of stage {stage}, micro-batch {context.micro_batch}")
@@ -279,12 +280,8 @@ def _micro_batch(plan: PipelinePlan, keeps: Keeps, context: MicroBatchContext, p
     return values[plan.entry_points.result]
 
 
-def _call(
-    keeps: Keeps, function: Function, context: MicroBatchContext, segment: int, inputs: list[Any]
-) -> tuple[Any, ...]:
-    """One segment, with its graph or only its inputs kept."""
-    if keeps[segment][context.micro_batch] != "inputs":
-        return function(context, *inputs)
+def _checkpointed(function: Function, context: MicroBatchContext, inputs: list[Any]) -> tuple[Any, ...]:
+    """One segment, with only its inputs kept."""
     leaves, structure = flatten(inputs)
     repeated = _Repeated(function, context, structure)
     outputs = _checkpoint(repeated, *leaves, use_reentrant=False, preserve_rng_state=False)
@@ -321,8 +318,8 @@ class _Repeated:
             return self._function(self._context, *unflatten(self._structure, leaves))
 
 
-def guarded(result: Any) -> tuple[Any, list[Tensor]]:
-    """The result, and its tensors; their backward keeps to the rules of a step that was cut out.
+def guarded(result: Any, report: Report | None, begun: float) -> Any:
+    """The result of an uncut step that has `begun` then, whose backward keeps to the rules of one that was cut out.
 
     Else the same program would be refused or not, by what was measured to be faster.
     """
@@ -340,4 +337,6 @@ def guarded(result: Any) -> tuple[Any, list[Tensor]]:
 
     for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
         node.register_prehook(before_backward)
-    return result, outputs
+    if report is not None:
+        time_graph(outputs, perf_counter() - begun, report)
+    return result

@@ -18,7 +18,7 @@ from weft.core.context import ExecutionContext, has_local_modes
 from weft.core.errors import DeviceError, listed
 from weft.core.rng import RandomUse, RngProbe, RngStreams, generators
 from weft.core.segment import Function, Keep
-from weft.pipeline.autotune import Layouts, TimedCall, guarded, needs_cuts, run_silent, run_visible, time_graph
+from weft.pipeline.autotune import Layouts, TimedCall, guarded, needs_cuts, run_silent, run_visible
 from weft.pipeline.checks import (
     ForeignParameterCheck,
     collective_layers,
@@ -129,16 +129,14 @@ class PipeRuntime:
             needs_cuts(),
         )
         if kind.cuts or any(each.has_python_functions for each in self._searched):
-            self.layouts.needs_cuts(kind)
+            self.layouts.with_cuts.add(kind)
         if self._steppers and kind.tracked and mini_batch.micro_batches > 1:
             forbid_steps(self._steppers)
-        layout, candidate = self.layouts.pick(kind, watched=call.watcher is not None, local=has_local_modes())
+        layout, report = self.layouts.pick(kind, watched=call.watcher is not None, local=has_local_modes())
         self._forbid(mini_batch, layout)
         begun = perf_counter()
-        if layout == "uncut" and kind in self._silent:
-            found = self._silently(call, mini_batch, kind)
-            if found is not None:
-                return self._guarded(found[0], kind, candidate, begun)
+        if layout == "uncut" and kind in self._silent and (found := self._silently(call, mini_batch, kind)):
+            return guarded(found[0], report, begun)
         scans = {stage.index: stage.scan() for stage in self._scanned(call)}
         if any(scan.misplaced for scan in scans.values()):
             raise DeviceError(listed(_MISPLACED, [fault for scan in scans.values() for fault in scan.misplaced]))
@@ -152,7 +150,7 @@ class PipeRuntime:
             self._surroundings = replace(ambient, context=_NO_VARIABLES)
             # It is neither moved to another thread nor repeated later, so it runs in the surroundings of the call; but
             # the cache of autocast would make sums of gradients in a lower precision.
-            result = self._guarded(run_visible(step, enter=casts), kind, candidate, begun)
+            result = guarded(run_visible(step, enter=casts), report, begun)
             drew = [self.uses[number].draws.get(scan.configuration) for number, scan in scans.items()]
             if not step.deferred and all(each is False for each in drew):
                 self._silent.add(kind)
@@ -160,8 +158,8 @@ class PipeRuntime:
         if layout == "graph":
             return run_visible(step)
         function: CutFunction = step
-        if candidate is not None:
-            function = TimedCall(step, self.layouts.choice, kind, candidate, with_backward=step.tracked)
+        if report is not None:
+            function = TimedCall(step, report, with_backward=step.tracked)
         return step.output.filled(apply(function, step.tensors) if step.tracked else function.forward()[0])
 
     def _scanned(self, call: "PipeCall") -> list[Stage]:
@@ -176,13 +174,6 @@ class PipeRuntime:
             forbid_workers(self._collectives)
         if layout in ("serial", "threads") and torch.is_grad_enabled() and getattr(parametrize, "_cache_enabled", 0):
             refuse_cached_weights(self.stages)
-
-    def _guarded(self, result: Any, kind: Hashable, candidate: int | None, begun: float) -> Any:
-        """What an uncut step gave; it is timed if it measures a candidate."""
-        result, outputs = guarded(result)
-        if candidate is not None:
-            time_graph(outputs, perf_counter() - begun, self.layouts.choice, kind, candidate)
-        return result
 
     def _silently(self, call: "PipeCall", mini_batch: MiniBatch, kind: Hashable) -> tuple[Any] | None:
         """An uncut step that needs no scan, since the last one of its kind drew nothing; None if this one did.

@@ -122,18 +122,7 @@ def working() -> Generator[None]:
         yield
 
 
-class _OneProcess:
-    """The end of a walk in which no other process takes part."""
-
-    def commit(self, report: Report) -> list[Report]:
-        """See `Executor.commit`."""
-        return [report]
-
-    def abort(self, error: BaseException) -> None:
-        """See `Executor.abort`."""
-
-
-class SerialExecutor(_OneProcess):
+class SerialExecutor:
     """All actions in the caller's thread, the micro-batch that has come furthest first."""
 
     def walk(
@@ -155,8 +144,15 @@ class SerialExecutor(_OneProcess):
         ambient.run(steps)
         return left
 
+    def commit(self, report: Report) -> list[Report]:
+        """See `Executor.commit`; no other process takes part."""
+        return [report]
 
-class ThreadExecutor(_OneProcess):
+    def abort(self, error: BaseException) -> None:
+        """See `Executor.abort`."""
+
+
+class ThreadExecutor(SerialExecutor):
     """One persistent thread per worker of the schedule, started at the first walk.
 
     On CPU each gets its share of the caller's intra-op threads. They are in one walk at a time; who comes meanwhile
@@ -186,7 +182,7 @@ class ThreadExecutor(_OneProcess):
         """
         walking = self._walking
         if has_local_modes() or not walking.acquire(blocking=False):
-            return SerialExecutor().walk(schedule, perform, given, ambient)
+            return super().walk(schedule, perform, given, ambient)
         try:
             self._hire(len(schedule.workers))
             walk = _Walk(schedule, perform, given)
@@ -196,8 +192,8 @@ class ThreadExecutor(_OneProcess):
             except BaseException as interrupt:
                 walk.give_up(interrupt)
                 # The interrupt may have hit between two steps of counting: ask the workers themselves, who have
-                # ended the walk when they get to the next job.
-                self._tell_all(_nothing)
+                # ended the walk when they get to the next job, which does nothing.
+                self._tell_all(int)
                 walk.forget()
                 raise
             return walk.result()
@@ -235,10 +231,10 @@ class ThreadExecutor(_OneProcess):
             # The setting is per thread, but the last one set is also what threads that start later inherit.
             torch.set_num_threads(here)
 
-    def _tell_all(self, call: Callable[[], None]) -> None:
+    def _tell_all(self, call: Callable[[], object]) -> None:
         done: SimpleQueue[None] = SimpleQueue()
         for jobs in self._jobs:
-            jobs.put(_Job(call, done))
+            jobs.put((call, done))
         for _ in self._jobs:
             done.get()
 
@@ -261,26 +257,18 @@ def _take_share(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _nothing() -> None:
-    """A job whose end tells that all jobs before it have ended."""
-
-
-class _Job:
-    """One call for one worker. `done` hears of its end, however it ends."""
-
-    def __init__(self, call: Callable[[], None], done: "SimpleQueue[None]") -> None:
-        self.call = call
-        self.done = done
+_Job = tuple[Callable[[], object], "SimpleQueue[None]"]
+"""One call for one worker, and who hears of its end, however it ends."""
 
 
 def _work(jobs: "SimpleQueue[_Job | None]") -> None:
     """What a worker thread does all its life. Holds no job while it waits for the next."""
     while (job := jobs.get()) is not None:
-        done = job.done
+        call, done = job
         try:
-            job.call()
+            call()
         finally:
-            del job
+            del job, call
             done.put(None)
             del done
 
@@ -311,7 +299,7 @@ class _Walk:
 
     def start(self, jobs: "Sequence[SimpleQueue[_Job | None]]", ambient: ExecutionContext) -> None:
         for worker, (queue, program) in enumerate(zip(jobs, self._schedule.workers, strict=False)):
-            queue.put(_Job(self._program(worker, program, ambient), self._done))
+            queue.put((self._program(worker, program, ambient), self._done))
             self._running += 1
 
     def _program(self, worker: int, actions: Sequence[Action], ambient: ExecutionContext) -> Callable[[], None]:
