@@ -324,5 +324,6 @@ def test_all_faults_of_the_layout_are_listed() -> None:
     assert told(caught) == [
         "stage 1 has 0 layers, but needs at least one",
         "balance [4, 0] places 4 layers, but the module has 3",
-        "balance has 2 stages, but there are 1 devices; give one per stage, which may repeat, as in devices=['cpu'] * 2",
+        "balance has 2 stages, but there are 1 devices; give one per stage, which may repeat, "
+        "as in devices=['cpu'] * 2",
     ]

@@ -67,25 +67,18 @@ def forbid_tracing(args: Any, kwargs: Any) -> None:
 
 def forbid_batched(gradients: Iterable[Tensor | None]) -> None:
     """Inside a backward: raise UsageError if it is asked for several gradients at once."""
-    if any(x is not None and _batched(x) for x in gradients):
+    batched = (_functorch.is_legacy_batchedtensor, _functorch.is_batchedtensor)
+    if any(x is not None and (batched[0](x) or batched[1](x)) for x in gradients):
         raise UsageError(
             f"several gradients were asked for at once (is_grads_batched, jacobian(vectorize=True), vmap), {_WHY}; or "
             "ask for one after the other"
         )
 
 
-def _batched(tensor: Tensor) -> bool:
-    return bool(_functorch.is_legacy_batchedtensor(tensor) or _functorch.is_batchedtensor(tensor))
-
-
 _RECORDED = (
     "a Pipe cannot be traced (torch.jit.trace, make_fx, torch.fx.symbolic_trace) or exported (torch.export): how a "
     "mini-batch is cut is decided at every call; trace or export the nn.Sequential that it was made of, or "
     "nn.Sequential(*pipe), which has the same layers and parameters"
-)
-_WHY = (
-    "of which a model that is cut out of autograd knows nothing; use executor='graph' for a Pipe: then the whole graph "
-    "is visible"
 )
 
 
@@ -99,7 +92,9 @@ def outside_transforms() -> Generator[None]:
         yield
 
 
-_CUT_OUT = "the model ran cut out of autograd; use executor='graph' for a Pipe: then the whole graph is visible"
+_VISIBLE = "use executor='graph' for a Pipe: then the whole graph is visible"
+_WHY = f"of which a model that is cut out of autograd knows nothing; {_VISIBLE}"
+_CUT_OUT = f"the model ran cut out of autograd; {_VISIBLE}"
 # The only way to know of ``retain_graph=True`` from inside a backward; AOTAutograd asks it as well.
 _autograd = cast(Any, torch._C)._autograd
 
@@ -131,12 +126,11 @@ class TwiceDifferentiable(Protocol):
 
 @runtime_checkable
 class OnceDifferentiable(Protocol):
-    """A `CutFunction` that knows better words for why its gradients have no gradient, and what to do."""
+    """A `CutFunction` that knows better words for why its gradients have no gradient, and what to do. They go on after
+    "a gradient of a gradient was asked for, but"."""
 
     @property
-    def only_once(self) -> str:
-        """They go on after "a gradient of a gradient was asked for, but"."""
-        ...
+    def only_once(self) -> str: ...
 
 
 @runtime_checkable

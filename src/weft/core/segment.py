@@ -146,6 +146,22 @@ class _Frontier(NamedTuple):
     arriving: list[GradientEdge]
     leaving: list[GradientEdge]
 
+    def caught(self) -> list[GradientEdge]:
+        """What I has to catch: the gradients on the edges to parameters themselves, where the node is a Python autograd
+        function, which computes all its gradients whenever it is called; else what they are computed from."""
+        return self.leaving if isinstance(self.node, BackwardCFunction) else self.arriving
+
+    def across(self, caught: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """From what was caught to the gradients on the edges to parameters."""
+        if isinstance(self.node, BackwardCFunction):
+            return list(caught)
+        present = [
+            (edge, gradient) for edge, gradient in zip(self.arriving, caught, strict=True) if gradient is not None
+        ]
+        if not present:
+            return [None] * len(self.leaving)
+        return _grad([edge for edge, _ in present], self.leaving, [gradient for _, gradient in present])
+
 
 class SplitBackward:
     """One backward of one graph: `inputs` now, `parameters` when asked."""
@@ -157,8 +173,10 @@ class SplitBackward:
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
     ) -> None:
-        self._parameters = list(parameters)
-        self._roots, self._seeds, self._inputs = list(roots), list(seeds), list(inputs)
+        self._parameters = parameters
+        self._roots: Sequence[GradientEdge] = roots
+        self._seeds: Sequence[Tensor] = seeds
+        self._inputs: Sequence[Tensor] = inputs
         self._frontier = _frontier(roots, inputs, parameters) if inputs else None
         self._caught: list[Tensor | None] = []
         self._whole: list[Tensor | None] | None = None
@@ -171,7 +189,7 @@ class SplitBackward:
             found = _grad(self._roots, [*self._inputs, *self._parameters], self._seeds)
             self._whole = found[len(self._inputs) :]
         else:
-            edges = [edge for each in self._frontier for edge in _caught_edges(each)]
+            edges = [edge for each in self._frontier for edge in each.caught()]
             found = _grad(self._roots, [*self._inputs, *edges], self._seeds, keep=True)
             self._caught = found[len(self._inputs) :]
         result = found[: len(self._inputs)]
@@ -188,8 +206,7 @@ class SplitBackward:
         gradients: list[Tensor] = []
         caught = iter(self._caught)
         for each in self._frontier:
-            arrived = [next(caught) for _ in _caught_edges(each)]
-            found = arrived if _computes_all(each.node) else _across(each, arrived)
+            found = each.across([next(caught) for _ in each.caught()])
             for edge, gradient in zip(each.leaving, found, strict=True):
                 if gradient is not None:
                     edges.append(edge)
@@ -209,24 +226,6 @@ def _grad(
 ) -> list[Tensor | None]:
     grad = cast(Any, torch.autograd.grad)  # its hints know tensors or edges, not both in one list
     return list(grad(roots, wanted, seeds, retain_graph=keep, allow_unused=True))
-
-
-def _computes_all(node: Node) -> bool:
-    """Whether a node computes all its gradients whenever it is called: a Python autograd function."""
-    return isinstance(node, BackwardCFunction)
-
-
-def _caught_edges(each: _Frontier) -> list[GradientEdge]:
-    """What I has to catch for this node: its weights' gradients themselves, or what they are computed from."""
-    return each.leaving if _computes_all(each.node) else each.arriving
-
-
-def _across(each: _Frontier, arrived: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """From what arrived at a node to the gradients on its edges to parameters."""
-    present = [(edge, gradient) for edge, gradient in zip(each.arriving, arrived, strict=True) if gradient is not None]
-    if not present:
-        return [None] * len(each.leaving)
-    return _grad([edge for edge, _ in present], each.leaving, [gradient for _, gradient in present])
 
 
 def _frontier(
@@ -435,11 +434,8 @@ class Tape:
 
         Also returns one gradient per parameter of the segment. With `retain` the tape can be walked again.
         """
-        wanted = self._wanted()
-        roots, seeds = self._roots(gradients)
         keeps = retain and not self.recomputes
-        if not keeps:
-            self.edges = None
+        wanted, roots, seeds = self._begin(gradients, keeps)
         parameters = self.segment.parameters
         if not roots or not (wanted or parameters):
             return self._nested([None] * len(wanted)), [None] * len(parameters)
@@ -451,36 +447,35 @@ class Tape:
 
         None instead means that there are no gradients at all.
         """
-        wanted = self._wanted()
-        roots, seeds = self._roots(gradients)
-        self.edges = None
+        wanted, roots, seeds = self._begin(gradients, keeps=False)
         if not roots or not (wanted or self.segment.parameters):
             return self._nested([None] * len(wanted)), None
         split = SplitBackward(roots, seeds, wanted, self.segment.parameters)
         return self._nested(split.input_gradients()), split
 
-    def _wanted(self) -> list[Tensor]:
-        """The leaves that a gradient is wanted for."""
-        self.prepare()
-        return [x for x in self._tensors() if x.requires_grad]
-
     def _nested(self, found: Sequence[Tensor | None]) -> list[Gradients]:
-        """The gradients of `_wanted`, one list per input value, with None for the leaves in between."""
+        """The gradients of the inputs that want one, one list per input value, with None for the leaves in between."""
         arrived = iter(found)
         return [
             [next(arrived) if isinstance(x, Tensor) and x.requires_grad else None for x in leaves]
             for leaves in self._inputs
         ]
 
-    def _roots(self, gradients: Sequence[Gradients]) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where backward starts in the graph, and with which gradients."""
+    def _begin(
+        self, gradients: Sequence[Gradients], keeps: bool
+    ) -> tuple[list[Tensor], list[GradientEdge], list[Tensor]]:
+        """The inputs that a gradient is wanted for; where backward starts in the graph, and with which gradients."""
+        self.prepare()
         pairs = [
             (edge, gradient)
             for edges, given in zip(self.edges or [], gradients, strict=True)
             for edge, gradient in zip(edges, given, strict=True)
             if gradient is not None and edge is not None
         ]
-        return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+        if not keeps:
+            self.edges = None
+        wanted = [x for x in self._tensors() if x.requires_grad]
+        return wanted, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _edge(leaf: Any) -> GradientEdge | None:
@@ -491,10 +486,8 @@ def _edge(leaf: Any) -> GradientEdge | None:
 
 
 def _wait_for(outputs: Sequence[Any]) -> None:
-    """Wait for the messages behind outputs that nobody will read: until then PyTorch keeps them, step after step.
-
-    Those of tensor-parallel layers are sums over processes that are still under way.
-    """
+    """Wait for the messages behind outputs that nobody will read: until then PyTorch keeps them, step after step. Those
+    of tensor-parallel layers are sums over processes that are still under way."""
     for leaf in chain.from_iterable(flatten(value)[0] for value in outputs):
         if isinstance(leaf, Tensor) and type(leaf) is not Tensor:
             local = getattr(leaf, "_local_tensor", leaf)  # of a DTensor

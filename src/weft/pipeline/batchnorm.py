@@ -89,22 +89,20 @@ class DeferredBatchNorm(_BatchNorm):
         Nothing changes if no micro-batch was seen in training mode.
         """
         gathered = self._taken(step)
-        if gathered and self.running_mean is not None and self.running_var is not None:
-            with _committing:
-                self._update(gathered, self.running_mean, self.running_var)
+        if not gathered or self.running_mean is None or self.running_var is None:
+            return
+        merged, factor = merge(gathered), self.momentum
+        with _committing:
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+                if factor is None:  # cumulative average
+                    factor = 1.0 / float(self.num_batches_tracked)
+            for running, seen in ((self.running_mean, merged.mean), (self.running_var, merged.variance)):
+                # Computed in the wider of both dtypes.
+                running.copy_(running.to(seen.dtype).lerp(seen, factor or 0.0))
 
     def _taken(self, step: object) -> list[Moments] | None:
         return self.__dict__.get("gathered", {}).pop(step, None)
-
-    def _update(self, gathered: list[Moments], running_mean: Tensor, running_var: Tensor) -> None:
-        factor = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if factor is None:  # cumulative average
-                factor = 1.0 / float(self.num_batches_tracked)
-        merged = merge(gathered)
-        _blend(running_mean, merged.mean, factor or 0.0)
-        _blend(running_var, merged.variance, factor or 0.0)
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``, N x C or N x C x ..., per channel. Same shape and dtype as ``input``."""
@@ -119,24 +117,21 @@ class DeferredBatchNorm(_BatchNorm):
         return self._gather(input, gathered, self.running_mean)
 
     def _gather(self, input: Tensor, gathered: list[Moments], running: Tensor) -> Tensor:
+        """Normalise with the statistics of ``input``, and gather them."""
         values = input.numel() // max(1, input.size(1))
-        if values == 0:
-            return self._normalise(input, None, None, 0.0)
         wide = torch.promote_types(running.dtype, torch.float32)
-        if wide == running.dtype:
+        mean = variance = None
+        if values and wide == running.dtype:
             # Fresh buffers and momentum 1: PyTorch's kernel hands out the statistics that it computes anyway.
             mean, variance = torch.zeros_like(running), torch.zeros_like(running)
-            output = self._normalise(input, mean, variance, 1.0)
-        else:
-            output = self._normalise(input, None, None, 0.0)
+        output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        if not values:
+            return output
+        if mean is None or variance is None:
             axes = [axis for axis in range(input.dim()) if axis != 1]
             variance, mean = torch.var_mean(input.detach().to(wide), axes)
         gathered.append(Moments(values, mean, variance))
         return output
-
-    def _normalise(self, input: Tensor, mean: Tensor | None, variance: Tensor | None, factor: float) -> Tensor:
-        """Normalise with the statistics of ``input``, which go into the given buffers if there are any."""
-        return functional.batch_norm(input, mean, variance, self.weight, self.bias, True, factor, self.eps)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if type(self) is not DeferredBatchNorm:
@@ -188,7 +183,8 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
             continue
         deferred = replaced.get(child)
         if deferred is None:
-            deferred = replaced[child] = _with_state_of(child, kind)
+            deferred = replaced[child] = kind.__new__(kind)  # with the very same parameters, buffers, hooks and flags
+            deferred.__dict__.update(child.__dict__)
         if not name:
             return deferred
         parent, _, last = name.rpartition(".")
@@ -205,15 +201,3 @@ def merge(moments: list[Moments]) -> Moments:
     mean = (counts * means).sum(0) / total
     squares = ((counts - 1) * variances + counts * (means - mean).square()).sum(0)
     return Moments(total, mean, squares / (total - 1))
-
-
-def _blend(running: Tensor, seen: Tensor, factor: float) -> None:
-    """Move a running statistic towards ``seen`` by ``factor``, computed in the wider of both dtypes."""
-    running.copy_(running.to(seen.dtype).lerp(seen, factor))
-
-
-def _with_state_of(module: nn.Module, kind: type[DeferredBatchNorm]) -> DeferredBatchNorm:
-    """A module of another class with the very same parameters, buffers, hooks and flags."""
-    deferred = kind.__new__(kind)
-    deferred.__dict__.update(module.__dict__)
-    return deferred

@@ -76,7 +76,12 @@ class ForeignParameterCheck:
 
     def _check(self, found: Sequence[Tensor], given: set[int]) -> None:
         modules = [module for _, layer in self._layers[self._number] for module in layer.modules()]
-        self._refuse_sharded(modules)
+        if sharded := [type(module).__name__ for module in modules if shards(module)]:
+            # FSDP swaps parameters around the layer's call, and waits for gradients where no stage's graph ends.
+            raise UsageError(
+                f"a layer of stage {self._number} shards its own parameters ({sharded[0]}), and their gradients would "
+                "be lost; shard the pipe as a whole, fully_shard(pipe), or use executor='graph'"
+            )
         own = {id(each) for module in modules for each in module._parameters.values()}
         if isinstance(self._more, nn.Module):
             own.update(id(each) for each in self._more.parameters())
@@ -96,14 +101,16 @@ class ForeignParameterCheck:
                     borrowed,
                 )
             )
-        self._warn([each for each in foreign if self._stays(each)])
-
-    def _refuse_sharded(self, modules: Sequence[nn.Module]) -> None:
-        """FSDP swaps parameters around the layer's call, and waits for gradients where no stage's graph ends."""
-        if sharded := [type(module).__name__ for module in modules if shards(module)]:
-            raise UsageError(
-                f"a layer of stage {self._number} shards its own parameters ({sharded[0]}), and their gradients would "
-                "be lost; shard the pipe as a whole, fully_shard(pipe), or use executor='graph'"
+        news = [each for each in foreign if self._stays(each) and id(each) not in self._told]
+        self._told.update(id(each) for each in news)
+        if news:
+            shapes = ", ".join(str(tuple(each.shape)) for each in news)
+            warnings.warn(
+                f"stage {self._number} computes with trainable tensors that neither its layers nor the loss module "
+                f"have as parameters (shapes {shapes}), and they get no gradient; register them as nn.Parameter in a "
+                "layer, or give the loss as an nn.Module that has them. If they are not to learn, "
+                "requires_grad_(False) says so",
+                stacklevel=2,
             )
 
     def _stays(self, tensor: Tensor) -> bool:
@@ -113,19 +120,6 @@ class ForeignParameterCheck:
             return True
         self._fresh[id(tensor)] = tensor
         return False
-
-    def _warn(self, foreign: Sequence[Tensor]) -> None:
-        news = [each for each in foreign if id(each) not in self._told]
-        self._told.update(id(each) for each in news)
-        if not news:
-            return
-        shapes = ", ".join(str(tuple(each.shape)) for each in news)
-        warnings.warn(
-            f"stage {self._number} computes with trainable tensors that neither its layers nor the loss module have "
-            f"as parameters (shapes {shapes}), and they get no gradient; register them as nn.Parameter in a layer, or "
-            "give the loss as an nn.Module that has them. If they are not to learn, requires_grad_(False) says so",
-            stacklevel=3,
-        )
 
 
 def shards(module: nn.Module) -> bool:
@@ -180,11 +174,6 @@ class CollectiveLayer(NamedTuple):
     module: nn.Module
     group: str
 
-    @property
-    def quiet(self) -> bool:
-        """Whether it does not talk now: `nn.SyncBatchNorm` does in training alone."""
-        return isinstance(self.module, nn.SyncBatchNorm) and not self.module.training
-
 
 def collective_layers(stages: Iterable[Sequence[tuple[str, nn.Module]]]) -> list[CollectiveLayer]:
     """The modules that talk, as far as one can see; a layer that calls `torch.distributed` itself cannot be seen."""
@@ -204,7 +193,7 @@ def forbid_workers(found: Iterable[CollectiveLayer]) -> None:
     """Raise UsageError if stages that are to run in threads of their own talk within one group."""
     by_group: dict[str, list[CollectiveLayer]] = {}
     for each in found:
-        if not each.quiet:
+        if each.module.training or not isinstance(each.module, nn.SyncBatchNorm):  # which is quiet in evaluation
             by_group.setdefault(each.group, []).append(each)
     for group in by_group.values():
         if len({each.stage for each in group}) > 1:

@@ -33,7 +33,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[repor
 from weft.core.context import is_checkpointing, is_recomputing
 from weft.core.errors import ChangedError
 from weft.core.rng import generators
-from weft.core.segment import MicroBatchContext, versions
+from weft.core.segment import MicroBatchContext, version, versions
 
 Buffers = dict[str, Tensor | None]
 
@@ -45,24 +45,22 @@ def only_writes(module: nn.Module) -> bool:
     return module.training and type(module).forward in _WRITE_ONLY
 
 
-class BufferSnapshot(NamedTuple):
+class BufferSnapshot:
     """The buffers of one module at one time, and how often each had been written to."""
 
-    module: nn.Module
-    training: bool
-    buffers: Buffers
-    versions: Sequence[int]
-
-    @staticmethod
-    def of(module: nn.Module) -> "BufferSnapshot":
-        buffers = dict(module._buffers)
-        return BufferSnapshot(module, module.training, buffers, versions(x for x in buffers.values() if x is not None))
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.key = module, module.training
+        self.buffers: Buffers = dict(module._buffers)
+        self._held = self._now()
 
     def changed(self) -> bool:
         """Whether a buffer was written to or replaced since."""
-        now = BufferSnapshot.of(self.module)
-        same = now.buffers.keys() == self.buffers.keys() and now.versions == self.versions
-        return not same or any(now.buffers[key] is not each for key, each in self.buffers.items())
+        return self._now() != self._held
+
+    def _now(self) -> list[tuple[str, int, int]]:
+        buffers = self.module._buffers.items()
+        return [(key, id(each), 0 if each is None else version(each)) for key, each in buffers]
 
 
 class Observations(NamedTuple):
@@ -126,14 +124,14 @@ class StageReplay:
         return self._writes.get((module, module.training), True)
 
     def _noted(self, context: MicroBatchContext) -> Generator[None]:
-        seen = [BufferSnapshot.of(each) for each in self._holders]
+        seen = [BufferSnapshot(each) for each in self._holders]
         made: dict[int, Tensor] = {}
         copies = {each.module: _copied(each.buffers, made) for each in seen if self._may_write(each.module)}
         states = [(source, source.get_state()) for source in self._sources]
         yield
         for each in seen:
-            if each.module in copies and not self._writes.get((each.module, each.training)):
-                self._writes[each.module, each.training] = each.changed()
+            if each.module in copies and not self._writes.get(each.key):
+                self._writes[each.key] = each.changed()
         written = [(each, copy) for each, copy in copies.items() if self._may_write(each)]
         still = [each for each in seen if not self._may_write(each.module)]
         context.notes[self.index] = Observations(self._norms, written, still, states)
@@ -141,8 +139,14 @@ class StageReplay:
     def _repeated(self, notes: Observations) -> Generator[None]:
         for each in notes.still:
             if each.changed():
-                self._writes[each.module, each.training] = True
-                raise ChangedError(self._words(each.module))
+                self._writes[each.key] = True
+                raise ChangedError(
+                    f"a buffer of layer {self._name_of(each.module)!r} ({type(each.module).__name__}) of stage "
+                    f"{self.index} was written to since the forward, and its recomputation in backward would compute "
+                    "something else. If the layer does so itself, it had not done so when it first ran: its buffers "
+                    "are kept from now on, so run the step again. If your code does, let it write after backward. Or "
+                    "use checkpoint='never' for this stage"
+                )
         before = [(each, dict(each._buffers)) for each in (*notes.norms, *(module for module, _ in notes.copies))]
         states = [(source, source.get_state()) for source, _ in notes.states]
         made: dict[int, Tensor] = {}
@@ -159,15 +163,6 @@ class StageReplay:
                 _put(module, buffers)
             for source, state in states:
                 source.set_state(state)
-
-    def _words(self, module: nn.Module) -> str:
-        """What is wrong where a module wrote to a buffer that was not copied."""
-        return (
-            f"a buffer of layer {self._name_of(module)!r} ({type(module).__name__}) of stage {self.index} was written "
-            "to since the forward, and its recomputation in backward would compute something else. If the layer does "
-            "so itself, it had not done so when it first ran: its buffers are kept from now on, so run the step "
-            "again. If your code does, let it write after backward. Or use checkpoint='never' for this stage"
-        )
 
     def _name_of(self, module: nn.Module) -> str:
         for name, layer in self.layers:
@@ -236,13 +231,13 @@ def _held(stage: StageReplay) -> Held:
 
 def _difference(stage: StageReplay, before: Held, now: Held) -> str:
     """The first thing that changed, in words."""
-    if len(before[0]) != len(now[0]) or len(before[1]) != len(now[1]):
-        return "layers were added or removed"
     modules = [
         pair
         for name, layer in stage.layers
         for pair in cast("Iterable[tuple[str, nn.Module]]", layer.named_modules(prefix=name, remove_duplicate=False))
     ]
+    if len(modules) != len(before[0]) or len(before[1]) != len(now[1]):
+        return "layers were added or removed"
     names = [f"{path}.{key}" for path, module in modules for key in module._parameters]
     for name, one, other in zip(names, before[1], now[1], strict=True):
         if one is not other:
@@ -251,8 +246,5 @@ def _difference(stage: StageReplay, before: Held, now: Held) -> str:
     for name, one, other in zip(present, before[2], now[2], strict=True):
         if one != other:
             return f"parameter {name!r} was written to (by an optimizer's step or load_state_dict, say)"
-    return next(
-        f"layer {path!r} went from {'training to evaluation' if was else 'evaluation to training'}"
-        for (path, _), was, is_now in zip(modules, before[0], now[0], strict=True)
-        if was != is_now
-    )
+    path = next(path for (path, _), was, is_now in zip(modules, before[0], now[0], strict=True) if was != is_now)
+    return f"layer {path!r} went from training to evaluation or back"
