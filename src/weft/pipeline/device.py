@@ -13,7 +13,7 @@ At both ends of a walk the workers' streams and the caller's stream wait for eac
 optimizer wrote and gradients that the workers wrote are seen by whoever reads them next.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -66,68 +66,53 @@ class Place:
         """Work inside runs at this place."""
         yield
 
-    def catch_up(self, streams: Iterable["torch.cuda.Stream"]) -> None:
-        """Let this place wait for what other streams have been given so far."""
-
-    @property
-    def streams(self) -> Sequence["torch.cuda.Stream"]:
-        """The streams that a caller has to wait for."""
-        return ()
-
 
 class CudaPlace(Place):
     """A CUDA device with one stream to compute and one to copy, both this worker's own."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._compute = torch.cuda.Stream(device)
-        self._copy = torch.cuda.Stream(device)
+        self.compute = torch.cuda.Stream(device)
+        self.copy = torch.cuda.Stream(device)
 
     def _arrive(self, tensor: Tensor, message: Message) -> Tensor:
         if tensor.device == self.device:
             if message.ready is not None:
-                self._compute.wait_event(message.ready)
-            tensor.record_stream(self._compute)
+                self.compute.wait_event(message.ready)
+            tensor.record_stream(self.compute)
             return tensor
         if message.ready is not None:
-            self._copy.wait_event(message.ready)
-        with torch.cuda.stream(self._copy):
+            self.copy.wait_event(message.ready)
+        with torch.cuda.stream(self.copy):
             moved = _moved(tensor, self.device)
         if tensor.is_cuda:
-            tensor.record_stream(self._copy)
-        self._compute.wait_stream(self._copy)
-        moved.record_stream(self._compute)
+            tensor.record_stream(self.copy)
+        self.compute.wait_stream(self.copy)
+        moved.record_stream(self.compute)
         return moved
 
     def depart(self, value: Any) -> Message:
-        return Message(value, self._compute.record_event())
+        return Message(value, self.compute.record_event())
 
     @contextmanager
     def here(self) -> Generator[None]:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._compute):
+        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
             yield
-
-    def catch_up(self, streams: Iterable["torch.cuda.Stream"]) -> None:
-        for stream in streams:
-            self._compute.wait_stream(stream)
-
-    @property
-    def streams(self) -> Sequence["torch.cuda.Stream"]:
-        return (self._compute, self._copy)
 
 
 def join_walk(places: Iterable[Place | None]) -> None:
     """Before a walk: let the places wait for what the caller's streams were given."""
     for place in places:
         if isinstance(place, CudaPlace):
-            place.catch_up([torch.cuda.current_stream(place.device)])
+            place.compute.wait_stream(torch.cuda.current_stream(place.device))
 
 
 def leave_walk(places: Iterable[Place | None], results: Iterable[Tensor | None]) -> None:
     """After a walk: let the caller's streams wait for the places, and own the results from here on."""
     for place in places:
-        for stream in place.streams if place is not None else ():
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if isinstance(place, CudaPlace):
+            torch.cuda.current_stream(place.device).wait_stream(place.compute)
+            torch.cuda.current_stream(place.device).wait_stream(place.copy)
     for tensor in results:
         if tensor is not None and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

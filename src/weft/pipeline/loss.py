@@ -25,7 +25,7 @@ from weft.core.errors import BatchError, SpecError, UsageError, listed
 from weft.core.pytree import flatten, map_leaves, structure_paths
 from weft.core.rng import NextLayer
 from weft.core.segment import Gradients, MicroBatchContext
-from weft.core.validation import is_number
+from weft.core.validation import Validator, is_number
 from weft.pipeline.microbatch import JoinedOutput, MiniBatch
 from weft.pipeline.stage import CallArguments, ModuleScan, Stage
 
@@ -115,11 +115,12 @@ class LossWeights:
         """
         if self._sum or mini_batch.micro_batches == 1:
             return [1.0] * mini_batch.micro_batches
+        numbers: Sequence[float] = mini_batch.rows
         with torch.no_grad():
-            weigh = self._given or self._weighing(target)
-            if weigh is None:
-                return _shares(mini_batch.rows)
-            return _shares(_numbers([weigh(parts[-1]) for parts in mini_batch.pieces()]))
+            if weigh := self._given or self._weighing(target):
+                numbers = _numbers([weigh(parts[-1]) for parts in mini_batch.pieces()])
+        total = sum(numbers)  # where all are 0, every loss is that of nothing, and so is their mean
+        return [each / total if total else 1 / len(numbers) for each in numbers]
 
     def _weighing(self, target: Any) -> LossWeight | None:
         """What tells the weight of a micro-batch; None where all rows weigh the same."""
@@ -221,23 +222,11 @@ def _counted(ignored: int, weight: Tensor | None, target: Tensor) -> Tensor:
     return of_targets.where(counts, 0).sum()
 
 
-def _shares(numbers: Sequence[int | float]) -> list[float]:
-    """Each number's part of all. Where all are 0, every loss is that of nothing, and so is their mean."""
-    total = sum(numbers)
-    return [each / total if total else 1 / len(numbers) for each in numbers]
-
-
 def _numbers(found: Sequence[Any]) -> list[float]:
-    wrong: list[str] = []
-    numbers: list[float] = []
-    for index, each in enumerate(found):
-        number = each.item() if isinstance(each, Tensor) and each.numel() == 1 else each
-        if is_number(number) and 0 <= number < math.inf:
-            numbers.append(float(number))
-        else:
-            wrong.append(f"micro-batch {index}: {number!r}")
-    if wrong:
-        raise SpecError(listed("loss_weight must return a finite number from 0 up, but returned:", wrong))
+    numbers: list[Any] = [each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for each in found]
+    with Validator("loss_weight must return a finite number from 0 up, but returned", SpecError) as check:
+        for index, number in enumerate(numbers):
+            check.that(is_number(number) and 0 <= number < math.inf, f"micro-batch {index}: {number!r}")
     return numbers
 
 

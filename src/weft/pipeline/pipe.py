@@ -46,8 +46,6 @@ from weft.pipeline.skip import verify_skippables
 from weft.pipeline.stage import CallArguments, Stage
 from weft.pipeline.tracing import Watcher
 
-_INVALID = "this Pipe cannot be used"
-
 
 class Pipe(nn.Module):
     """A model cut into stages; micro-batches of one mini-batch are in different stages at one time.
@@ -148,10 +146,11 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         reduction = None
-        with Validator(_INVALID) as check:
+        with Validator("this Pipe cannot be used") as check:
             dims = check.call(BatchDims, batch_dim, output_batch_dim)
-            given = {"balance": balance, "devices": devices, "sample": sample, "split": split, "verify": verify}
-            stages = self._lay_out(check, module, dims, **given)
+            stages = self._lay_out(
+                check, module, dims, balance=balance, devices=devices, sample=sample, split=split, verify=verify
+            )
             check_settings(
                 check, stages, chunks, executor, loss, loss_reduction, schedule, checkpoint, deferred_batch_norm
             )
@@ -343,7 +342,7 @@ class Pipe(nn.Module):
         """The runtime for the settings as they are now. Raises what the constructor raises if they do not fit."""
         if self._runtime is not None and self._checked == self._settings():
             return self._runtime
-        with Validator(_INVALID) as check:
+        with Validator("this Pipe cannot be used") as check:
             stages = self._check_layout(check)
             check_settings(check, stages, self.chunks, self.executor, *self._loss, self.schedule, self.checkpoint)
         settings = self._settings()
@@ -418,6 +417,5 @@ def allocate(
 
 
 def _reset(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if callable(reset):
+    if callable(reset := getattr(module, "reset_parameters", None)):
         reset()
