@@ -227,7 +227,7 @@ def _numbers(found: Sequence[Any]) -> list[float]:
     with Validator("loss_weight must return a finite number from 0 up, but returned", SpecError) as check:
         for index, number in enumerate(numbers):
             check.that(is_number(number) and 0 <= number < math.inf, f"micro-batch {index}: {number!r}")
-    return numbers
+    return [float(number) for number in numbers]
 
 
 def _refuse_padding(target: Any) -> None:
