@@ -237,14 +237,14 @@ def test_where_nobody_is_reached_the_error_names_the_retry_that_waits_for_a_rest
 
 def test_nobody_is_waited_for_longer_than_was_said() -> None:
     with World(GRID) as world:
-        mixture = make(world, forward_timeout=0.2, backward_timeout=0.15)
+        mixture = make(world, forward_timeout=1.0, backward_timeout=0.15)
         x = numbers(4, WIDTH)
         mixture(x)
         world.servers.faults = dict.fromkeys(world.here, hangs)
         start = time.monotonic()
         with pytest.raises(TooFewAnswersError, match="4 of 4 samples"):
             mixture(x)
-        assert 0.2 <= time.monotonic() - start < 20.0
+        assert 1.0 <= time.monotonic() - start < 20.0
         world.servers.faults = dict.fromkeys(world.here, only(Kind.BACKWARD, hangs))
         loss = mixture(x).sum()
         start = time.monotonic()
