@@ -15,7 +15,7 @@ from weft.core.errors import BackwardTwiceError, DoubleBackwardError, InPlaceErr
 from weft.core.pytree import flatten, unflatten
 from weft.recurrent import Recurrent
 from weft.recurrent.autograd import run_derived
-from weft.recurrent.memory import Memory
+from weft.recurrent.backends import Memory
 
 
 def sequence(case: Case, steps: int = 5) -> tuple[list[Tensor], list[Tensor]]:

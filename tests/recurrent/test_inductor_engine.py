@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent
 from weft.recurrent import inductor_backend as module
-from weft.recurrent.python_backend import ScanPlan
 
 T, N, D, H = 5, 2, 3, 4
 
@@ -100,7 +99,7 @@ class Recorder:
 
 def recorded(monkeypatch: pytest.MonkeyPatch, recorder: Recorder, **options: Any) -> tuple[Recurrent, Recurrent]:
     """A network whose chunks are recorded (its steps run by Python, so nothing is compiled), and the eager loop."""
-    monkeypatch.setattr(module, "InductorPlan", ScanPlan)
+    monkeypatch.setattr(module, "_compiled", lambda graph, arguments: graph)
     monkeypatch.setattr(module, "cuda_recorder", recorder)
     monkeypatch.setattr(module, "_on_cuda", lambda captured: True)
     net = Recurrent(Mixed(), backend="inductor", **options)
@@ -120,7 +119,7 @@ def test_recorded_chunks_give_the_numbers_of_the_eager_loop(
     assert "recorded" in net.explain() and recorder.replayed > recorder.recorded
 
 
-def test_a_length_is_recorded_once_and_again_where_a_weight_lies_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_length_is_recorded_once_whatever_becomes_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     net, loop = recorded(monkeypatch, recorder, verify="never")
     results(net, 4)
@@ -131,10 +130,9 @@ def test_a_length_is_recorded_once_and_again_where_a_weight_lies_elsewhere(monke
     with torch.no_grad():
         cell.cell.weight_hh.mul_(2)
     close(results(net, 4), results(loop, 4))
-    assert recorder.recorded == 2
     cell.cell.weight_hh.data = cell.cell.weight_hh.data.clone()
     close(results(net, 4), results(loop, 4))
-    assert recorder.recorded == 4
+    assert recorder.recorded == 2
 
 
 def test_what_cannot_be_recorded_runs_step_by_step_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Step nets over named values: links, windows, references."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_what_is_no_cell_no_links_or_no_inputs_by_name_is_told_at_once() -> None
         "links['h'] is of type int, wanted the name of an output, or a Window over it",
     ]
     with pytest.raises(SpecError) as mixed:
-        network._check_net(None, torch.ones(3, 2, 1), "h", None, "full", "auto", "first")
+        inspect.unwrap(network.recurrent_net)(None, torch.ones(3, 2, 1), {}, "h")
     assert told(mixed) == [
         "cell is None, wanted a module or a function of one time step",
         "links is of type str, wanted a dict: for every state the output that feeds it",
@@ -161,8 +162,8 @@ def test_states_that_do_not_fit_the_links_are_told_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         recurrent_net(remember, x, {"past": {"a": torch.ones(2, 2), "b": 3}, "h": torch.ones(2), "more": 1}, links)
     assert told(caught) == [
-        "state['gone'] is missing: links have that state",
-        "state['more'] is too much: links say not which output feeds it",
+        "state['gone'] is missing: links have it",
+        "state['more'] is too much: no link feeds it",
         "state['past']['a'] has shape (2, 2), wanted 3 values first: it is a window over 3 steps",
         "state['past']['b'] is of type int, wanted a tensor of 3 values",
     ]

@@ -23,8 +23,6 @@ from tests.recurrent.recurrent_cases import (
 )
 from weft.core.pytree import map_leaves
 from weft.recurrent import Recurrent
-from weft.recurrent.cell import adapt
-from weft.recurrent.masking import RowMasks, conditions_of
 from weft.recurrent.plan_cache import NoPlanWarning
 
 STEPS, ROWS = 6, 3
@@ -193,10 +191,3 @@ def test_a_step_number_is_not_rounded_either_where_the_first_steps_do_not_show_i
     net(x, h)
     close(net(x, h, start=9999).outputs, wanted, 1e-14)
     assert run_by(net) == {backend}
-
-
-def test_tables_that_change_nothing_count_as_absent() -> None:
-    cell, yes = adapt(nn.GRUCell(2, 2)), torch.ones(3, 2, dtype=torch.bool)
-    none = conditions_of(cell, RowMasks(), None)
-    assert conditions_of(cell, RowMasks(yes, ~yes), None) == none
-    assert conditions_of(cell, RowMasks(~yes, yes), 2) != none

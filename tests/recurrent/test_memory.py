@@ -15,11 +15,10 @@ from tests.recurrent.recurrent_cases import by_plan, grid, needs_compiler, plann
 from weft.core.errors import UsageError
 from weft.core.pytree import flatten
 from weft.recurrent import cells
-from weft.recurrent.backends import Chunk
+from weft.recurrent.backends import Chunk, MemoryPolicy, SequenceSize, choose_policy, chunk_bounds
 from weft.recurrent.cell import adapt
 from weft.recurrent.cpp import backend as workspace
 from weft.recurrent.cpp.backend import CppBackend, pool
-from weft.recurrent.memory import MemoryPolicy, SequenceSize, choose_policy, chunk_bounds
 
 TOLD = 0.1  # how far a prediction may be off
 
@@ -121,7 +120,7 @@ def zero_state(cell: nn.Module, rows: int) -> Any:
 
 def test_without_a_plan_there_is_no_forecast() -> None:
     net = planned(CELLS["LSTM"](), "eager")
-    with pytest.raises(UsageError, match=r'run by the eager loop, because .*backend="eager"'):
+    with pytest.raises(UsageError, match="run by the eager loop, because it was asked for"):
         net.forecast(10, torch.randn(1, 8, 24))
     with pytest.raises(UsageError, match="steps is 0, wanted at least 1"):
         net.forecast(0, torch.randn(1, 8, 24))

@@ -13,7 +13,7 @@ from weft.core.pytree import flatten, unflatten
 from weft.recurrent.capture import capture
 from weft.recurrent.graph import StepGraph
 from weft.recurrent.plan import CARRIED, GIVEN, INPUT, STATE, dependences, explain, partition
-from weft.recurrent.python_backend import ScanPlan
+from weft.recurrent.python_backend import PythonBackend
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
@@ -94,7 +94,7 @@ def eager(case: Case, xs: Tensor, states: list[Tensor]) -> tuple[list[Tensor], l
 
 def check(case: Case, steps: int, *, with_states: bool) -> None:
     """Compare one sequence of fresh values, forward and back."""
-    plan = ScanPlan(capture(case.cell, case.x, case.state))
+    plan = PythonBackend(capture(case.cell, case.x, case.state))
     xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype, requires_grad=True)
     states = [torch.randn_like(each).requires_grad_() for each in flatten(case.state)[0]]
     outputs, after = eager(case, xs, states)
@@ -108,15 +108,11 @@ def check(case: Case, steps: int, *, with_states: bool) -> None:
         allow_unused=True,
     )
     with torch.no_grad():
-        seen, seen_states, trail = plan.forward([xs.detach()], [each.detach() for each in states])
-        still = plan.captured.invariant  # of a state that every step hands on, there is only that
-        rows = [s.expand(steps, *s.shape) if k in still else s[1:] for k, s in enumerate(seen_states)]
-        for one, other in zip([*outputs, *after], [*seen, *rows], strict=True):
+        seen, seen_states, trail = plan.run_forward([xs.detach()], [each.detach() for each in states])
+        for one, other in zip([*outputs, *after], [*seen, *seen_states], strict=True):
             torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
-        for k, (first, each) in enumerate(zip(states, seen_states, strict=True)):
-            assert torch.equal(each if k in still else each[0], first)
         for _ in range(2):  # a trail can be walked again
-            of_inputs, of_states, of_parameters = plan.backward(
+            of_inputs, of_states, of_parameters = plan.run_backward(
                 trail, seeds, state_seeds if with_states else None, last_seeds
             )
             for one, other in zip(wanted, [*of_inputs, *of_states, *of_parameters], strict=True):
@@ -134,29 +130,31 @@ def test_a_plan_computes_what_the_eager_loop_computes(make: Callable[[], Case], 
 @every_case
 def test_one_plan_serves_any_number_of_steps(make: Callable[[], Case]) -> None:
     case = make()
-    plan = ScanPlan(capture(case.cell, case.x, case.state))
-    loop, back = plan.loop, plan.loop_back(False)
+    plan = PythonBackend(capture(case.cell, case.x, case.state))
+    loop, back = plan.loop, plan.loops_back[False]
     for steps in (1, 2, 7):
         xs = torch.randn(steps, *case.x.shape, dtype=case.x.dtype)
         states = flatten(case.state)[0]
         with torch.no_grad():
-            seen, _, trail = plan.forward([xs], states)
-            plan.backward(trail, [torch.ones_like(y) for y in seen], None, [torch.ones_like(s) for s in states])
+            seen, _, trail = plan.run_forward([xs], states)
+            plan.run_backward(trail, [torch.ones_like(y) for y in seen], None, [torch.ones_like(s) for s in states])
             for one, other in zip(eager(case, xs, states)[0], seen, strict=True):
                 torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
-    assert plan.loop is loop and plan.loop_back(False) is back
+    assert plan.loop is loop and plan.loops_back[False] is back
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
 def test_a_weights_gradient_is_one_product_over_all_steps(name: str) -> None:
     case = CASES[name]()
-    plan = ScanPlan(capture(case.cell, case.x, case.state))
+    plan = PythonBackend(capture(case.cell, case.x, case.state))
     steps = 6
     with torch.no_grad():
-        seen, _, trail = plan.forward([torch.randn(steps, *case.x.shape, dtype=case.x.dtype)], flatten(case.state)[0])
+        seen, _, trail = plan.run_forward(
+            [torch.randn(steps, *case.x.shape, dtype=case.x.dtype)], flatten(case.state)[0]
+        )
         with torch.profiler.profile(record_shapes=True) as profile:
             ones = [torch.ones_like(s) for s in flatten(case.state)[0]]
-            plan.backward(trail, [torch.ones_like(y) for y in seen], None, ones)
+            plan.run_backward(trail, [torch.ones_like(y) for y in seen], None, ones)
     products = [event for event in profile.key_averages(group_by_input_shape=True) if event.key == "aten::mm"]
     rows = steps * len(case.x)
     over_all_steps = [event for event in products if event.input_shapes[0][1] == rows]

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tests.recurrent.recurrent_cases import BACKENDS, by_plan, eagerly, grid, planned, run_by
 from weft.recurrent.capture import capture
+from weft.recurrent.graph import drawn
 from weft.recurrent.plan_cache import NoPlanWarning
-from weft.recurrent.random import drawn
 
 
 class Drawing(nn.Module):

@@ -58,7 +58,7 @@ def test_a_fault_that_shows_in_one_step_without_gradients_of_all_states_is_seen(
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
 
-    monkeypatch.setattr(python_engine, "write", one_after_another)
+    monkeypatch.setattr(python_engine, "_write", one_after_another)
     x, state = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 2, 3, dtype=torch.float64).unbind()
     engine = engine_of("python", Case(swapped, x, state, []))
     with pytest.raises(PlanError, match="gradient of initial state"):

@@ -1,14 +1,11 @@
 """A sequence run by a plan, as one autograd node, and the memory of its states and outputs.
 
-    forward     chunk by chunk: outputs, states; memory.py decides what is saved and what is recomputed
+    forward     chunk by chunk: outputs, states; backends.py decides what is saved and what is recomputed
     backward    chunk by chunk, the last one first: gradients of inputs T x ..., of states, handed from chunk to chunk,
                 and of parameters, accumulated
 
     rows of a state     initial | after step 1 | ... | after step T      an output that is a state is stored there too
     chunk of steps 4-7                 '── row 4 to row 8 ──'             begins with the state before it
-
-The node is core's autograd function, so what holds for a pipeline's step holds here: parameters get their gradient
-once, their hooks fire once, `retain_graph=True` works.
 
 The derived backward is a loop that autograd does not see, and takes one gradient of each end. For a gradient of a
 gradient (`create_graph=True`), or a batch of gradients (`is_grads_batched=True`), the eager loop replays the sequence
@@ -18,13 +15,12 @@ over the same tensors and with the same random numbers, and autograd differentia
     s0 ---+-> switches -> eager loop --+
     w --------------------^
 
-A switch stands where the node's own inputs begin. While it is off, no gradient passes it, so the first gradients are
-those of this node alone, even if an input was computed from a parameter that the cell reads as well. Then it is turned
-on, for the second ones. It costs what the eager loop costs, and only when it is used.
+While a switch is off, no gradient passes it, so the first gradients are those of this node alone, even if an input was
+computed from a parameter that the cell reads as well. Then it is turned on, for the second ones.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, TypeVar, cast
@@ -37,10 +33,18 @@ from weft.core.context import ExecutionContext
 from weft.core.errors import TWICE, BackwardTwiceError, DoubleBackwardError, InPlaceError, listed
 from weft.core.pytree import flatten, unflatten
 from weft.core.rng import generators
-from weft.recurrent.backends import Backend, Chunk, Gradients
+from weft.recurrent.backends import (
+    Backend,
+    Chunk,
+    Gradients,
+    Memory,
+    MemoryPolicy,
+    choose_policy,
+    chunk_bounds,
+    size_of,
+)
 from weft.recurrent.capture import Cell, present
 from weft.recurrent.graph import StepGraph
-from weft.recurrent.memory import Memory, MemoryPolicy, choose_policy, chunk_bounds, size_of
 
 Value = TypeVar("Value")
 
@@ -60,9 +64,6 @@ class SequenceLeaves(Generic[Value]):
 
 
 _C = cast(Any, torch._C)
-Restore = Callable[[], AbstractContextManager[bool]]
-Ends = tuple[list[Tensor], list[Tensor], list[Tensor]]
-"""Flat leaves: outputs T x ..., states after every step T x ..., states after the last."""
 Read = tuple[str, Tensor, tuple[int, int]]
 """A tensor that backward reads: its name for messages, and a mark that changes when it is written to."""
 _has_storage = cast("Callable[[Tensor], bool]", cast(Any, torch._C)._has_storage)
@@ -103,6 +104,8 @@ class Buffers:
     """None for a state that is loop-invariant, or not kept whole."""
     heads: list[list[Tensor]]
     """Where states are not kept whole: those that each segment begins with."""
+    spare: dict[int, Tensor]
+    """Rows of one chunk for a state that is not kept whole."""
 
 
 class SequenceBuffers:
@@ -124,73 +127,41 @@ class SequenceBuffers:
         self.states.clear()
 
     def allocate(self, steps: int, *, whole: bool) -> Buffers:
-        """Buffers for so many steps: all states, or only those that are outputs as well."""
-        rows: list[Tensor | None] = [
-            each.new_empty(steps + 1, *each.shape)
-            if k not in self.invariant and (whole or k in self._aliases.values())
-            else None
-            for k, each in enumerate(self.states)
-        ]
+        """Buffers for so many steps: all states, or only those that are outputs as well.
+
+        All chunks use the rows of the others in turn: freed and allocated again between small blocks, each would lie
+        somewhere else, and the process would grow.
+        """
+        rows: list[Tensor | None] = [None] * len(self.states)
+        spare: dict[int, Tensor] = {}
+        for k, each in enumerate(self.states):
+            if k not in self.invariant and (whole or k in self._aliases.values()):
+                rows[k] = each.new_empty(steps + 1, *each.shape)
+            elif k not in self.invariant:
+                spare[k] = each.new_empty(max(b - a for a, b in pairwise(self.bounds)) + 1, *each.shape)
         outputs: list[Tensor] = []
         for i, meta in enumerate(self._captured.outputs):
             state = rows[self._aliases[i]] if i in self._aliases else None
             outputs.append(meta.over(steps, self.device) if state is None else state[1:])
-        return Buffers(outputs, rows, [])
-
-    def spare(self, buffers: Buffers) -> dict[int, Tensor]:
-        """Rows for one chunk of every state that is not kept whole, by its index.
-
-        Reused for all chunks: blocks of this size, freed and allocated again between small ones, would never fit where
-        the last one was, and the process would grow by one for each chunk.
-        """
-        longest = max(end - start for start, end in pairwise(self.bounds))
-        return {
-            k: each.new_empty(longest + 1, *each.shape)
-            for k, (each, whole) in enumerate(zip(self.states, buffers.states, strict=True))
-            if whole is None and k not in self.invariant
-        }
+        return Buffers(outputs, rows, [], spare)
 
     def chunk(
-        self,
-        buffers: Buffers,
-        start: int,
-        end: int,
-        first: Sequence[Tensor],
-        spare: Mapping[int, Tensor],
-        offset: int = 0,
+        self, buffers: Buffers, start: int, end: int, first: Sequence[Tensor] | None = None, offset: int = 0
     ) -> Chunk:
-        """A chunk to run. `first` are the states that it begins with; `offset` is the step where `buffers` begin.
-
-        `spare`: rows of the states that have none of their own.
-        """
-        states: list[Tensor] = []
-        for k, (state, whole) in enumerate(zip(first, buffers.states, strict=True)):
+        """A chunk. `first` are the states before it, if they are not there yet; `buffers` begin at step `offset`."""
+        states, rows = list[Tensor](), slice(start - offset, end - offset + 1)
+        for k, whole in enumerate(buffers.states):
             if k in self.invariant:
                 states.append(self.states[k])
                 continue
-            part = spare[k][: end - start + 1] if whole is None else whole[start - offset : end - offset + 1]
-            part[0].copy_(state)
-            states.append(part)
+            states.append(buffers.spare[k][: end - start + 1] if whole is None else whole[rows])
+            if first is not None:
+                states[k][0].copy_(first[k])
         outputs = [
             states[self._aliases[i]][1:] if i in self._aliases else each[start - offset : end - offset]
             for i, each in enumerate(buffers.outputs)
         ]
-        return Chunk(end - start, self._inputs(start, end), states, outputs)
-
-    def chunk_of(self, buffers: Buffers, start: int, end: int) -> Chunk:
-        """A chunk that was run, of which all states were kept."""
-        states = [
-            s if whole is None else whole[start : end + 1] for s, whole in zip(self.states, buffers.states, strict=True)
-        ]
-        return Chunk(end - start, self._inputs(start, end), states, [each[start:end] for each in buffers.outputs])
-
-    def _inputs(self, start: int, end: int) -> list[Tensor]:
-        return [each[start:end].contiguous() for each in self.inputs]
-
-    def after_steps(self, buffers: Buffers, k: int) -> Tensor:
-        """A state after every step."""
-        whole = buffers.states[k]
-        return self.states[k].expand(self.steps, *self.states[k].shape) if whole is None else whole[1:]
+        return Chunk(end - start, [each[start:end].contiguous() for each in self.inputs], states, outputs)
 
     def read_again(self, buffers: Buffers, parameters: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         """Tensors that backward reads and others can write to, each with its name."""
@@ -238,25 +209,27 @@ class ScanFunction:
         made = buffers.allocate(buffers.steps, whole=self._policy.segment is None)
         constants = backend.begin()
         passed = [each.clone() for each in buffers.states]
-        spare = buffers.spare(made) if self._policy.segment else {}
         length = self._policy.segment or len(marks)
         for first in range(0, len(marks) - 1, length):
             made.heads.append([each.clone() for each in passed] if self._policy.segment else [])
             for i in range(first, min(first + length, len(marks) - 1)):
-                chunk = buffers.chunk(made, marks[i], marks[i + 1], passed, spare)
+                chunk = buffers.chunk(made, marks[i], marks[i + 1], passed)
                 kept = backend.forward(constants, chunk, keep=self._policy.values and self._tracked)
                 if self._policy.values and self._tracked:
                     self._kept.append(kept)
                 for k, (state, part) in enumerate(zip(passed, chunk.states, strict=True)):
                     if k not in buffers.invariant:
                         state.copy_(part[-1])
-        every = [] if self._policy.segment else [buffers.after_steps(made, k) for k in range(len(passed))]
+        made.spare.clear()
+        every: list[Tensor] = []
+        if not self._policy.segment:
+            pairs = zip(buffers.states, made.states, strict=True)
+            every = [s.expand(buffers.steps, *s.shape) if rows is None else rows[1:] for s, rows in pairs]
         ends = [*(each.detach() for each in made.outputs), *every, *passed]
         if self._tracked:
             self._made = made
-            self._read = [
-                (name, each, _mark(each)) for name, each in buffers.read_again(made, self.tensors[sum(self._counts) :])
-            ]
+            read = buffers.read_again(made, self.tensors[sum(self._counts) :])
+            self._read = [(name, each, _mark(each)) for name, each in read]
         return ends, [_has_gradient(each) for each in ends]
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -280,13 +253,10 @@ class ScanFunction:
     def differentiable_backward(self, gradients: Sequence[Tensor | None], *, retain: bool) -> Sequence[Tensor | None]:
         """See `TwiceDifferentiable`. Raises BackwardTwiceError when the sequence was freed, and DoubleBackwardError."""
         with self._left_by_forward([*self._read, *self._begun], retain=retain):
-            replay, given = self._replay, self.ends(gradients)
-            if replay is None:
+            if self._replay is None:
                 raise DoubleBackwardError("a gradient of a gradient was asked for, but this plan came without its cell")
             count, behind = self._counts[0], sum(self._counts)
-            return differentiable_gradients(
-                replay, self.tensors[:count], self.tensors[count:behind], (given.outputs, given.states, given.last)
-            )
+            return self._replay.gradients(self.tensors[:count], self.tensors[count:behind], self.ends(gradients))
 
     @contextmanager
     def _left_by_forward(self, read: Sequence[Read], *, retain: bool) -> Generator[Buffers]:
@@ -294,17 +264,6 @@ class ScanFunction:
 
         The node of autograd lives as long as what was computed from its outputs, such as a loss that is kept.
         """
-        made = self._there(read)
-        try:
-            yield made
-        finally:
-            if not retain:
-                self._made = self._replay = None
-                self._buffers.release()
-                for each in (self.tensors, self._kept, self._read, self._begun):
-                    each.clear()
-
-    def _there(self, read: Sequence[Read]) -> Buffers:
         if self._made is None:
             raise BackwardTwiceError(TWICE)
         written = [name for name, each, mark in read if _mark(each) != mark]
@@ -312,14 +271,21 @@ class ScanFunction:
             raise InPlaceError(
                 listed("backward reads these again, but they were written to after forward; work on a copy:", written)
             )
-        return self._made
+        try:
+            yield self._made
+        finally:
+            if not retain:
+                self._made = self._replay = None
+                self._buffers.release()
+                for each in (self.tensors, self._kept, self._read, self._begun):
+                    each.clear()
 
     def _by_chunks(self, made: Buffers, back: "_BackwardGradients", retain: bool) -> None:
         backend, buffers, kept = self._backend, self._buffers, self._kept
         constants = backend.begin()
         for i in range(len(buffers.bounds) - 2, -1, -1):
             start, end = buffers.bounds[i], buffers.bounds[i + 1]
-            chunk = buffers.chunk_of(made, start, end)
+            chunk = buffers.chunk(made, start, end)
             values = kept[i] if self._policy.values else backend.recompute(constants, chunk)
             backend.backward(constants, chunk, values, back.chunk(start, end))
             if not (self._policy.values and retain):
@@ -337,7 +303,7 @@ class ScanFunction:
             first: Sequence[Tensor] = made.heads[n]
             run: list[tuple[int, int, Chunk, Any]] = []
             for start, end in pairwise(marks):
-                chunk = buffers.chunk(again, start, end, first, {}, offset=marks[0])
+                chunk = buffers.chunk(again, start, end, first, offset=marks[0])
                 run.append((start, end, chunk, backend.forward(constants, chunk, keep=True)))
                 first = [part if k in buffers.invariant else part[-1] for k, part in enumerate(chunk.states)]
             while run:
@@ -377,7 +343,6 @@ class _BackwardGradients:
             torch.zeros_like(s) if each is None else each.resolve_neg().clone(memory_format=torch.contiguous_format)
             for s, each in zip(states, given.last, strict=True)
         ]
-        self._moving = [_has_gradient(s) for s in states]
         self._inputs = [
             None if meta is None else meta.over(buffers.steps, buffers.device) for meta in captured.input_gradients
         ]
@@ -400,19 +365,21 @@ class _BackwardGradients:
 
     def found(self) -> list[Tensor | None]:
         """The gradients of inputs, initial states and parameters."""
-        states = [each if moving else None for each, moving in zip(self._carried, self._moving, strict=True)]
+        states = [each if _has_gradient(each) else None for each in self._carried]
         return [*self._inputs, *states, *self._parameters]
 
 
 def _plain(gradient: Tensor) -> Tensor:
-    """As compiled code reads it: contiguous, and neguarded in memory where autograd only marked it as negative."""
+    """As compiled code reads it: contiguous, and negated in memory where autograd only marked it as negative."""
     return gradient.resolve_neg().contiguous()
 
 
 # -- gradients of gradients -------------------------------------------------------------------------------------------
 
 
-def stepwise(captured: StepGraph, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> Ends:
+def stepwise(
+    captured: StepGraph, cell: Cell, inputs: Sequence[Tensor], states: Sequence[Tensor]
+) -> SequenceLeaves[Tensor]:
     """The cell that was captured, step by step, in plain autograd. `inputs` are T x ..., T at least 1.
 
     Further inputs, which stand for random numbers, are not looked at: the cell draws.
@@ -426,120 +393,85 @@ def stepwise(captured: StepGraph, cell: Cell, inputs: Sequence[Tensor], states: 
         outputs.append(present(flatten(y)[0]))
         after.append(flatten(state)[0])
     stacked = [[torch.stack(column) for column in zip(*rows, strict=True)] for rows in (outputs, after)]
-    return stacked[0], stacked[1], after[-1]
+    return SequenceLeaves(stacked[0], stacked[1], after[-1])
 
 
-@dataclass(frozen=True)
 class EagerReplay:
-    """Replays a sequence in the eager loop as it was run by the plan."""
+    """Replays a sequence in the eager loop as it was run by the plan.
 
-    captured: StepGraph
-    cell: Cell
-    ambient: ExecutionContext
-    random: tuple[tuple[torch.Generator, Tensor], ...]
-    """The generators that the cell draws from, with their states before the sequence."""
-    restored: Restore
-    """Inside, the cell reads the tensors that it read then; yields whether it is unchanged in all else."""
+    To be made before the sequence runs, and before it draws. Within `restored()` the cell reads the tensors that it
+    read then; it yields whether the cell is unchanged in all else.
+    """
 
-    @staticmethod
-    def capture(captured: StepGraph, cell: Cell, device: torch.device, restored: Restore) -> "EagerReplay":
-        """Before the sequence runs, and before it draws."""
+    def __init__(
+        self,
+        captured: StepGraph,
+        cell: Cell,
+        device: torch.device,
+        restored: Callable[[], AbstractContextManager[bool]],
+    ) -> None:
+        self._captured, self._cell, self._restored = captured, cell, restored
+        self._ambient = ExecutionContext.capture([device.type])
         sources = generators([device]) if captured.draws else ()
-        random = tuple([(each, each.get_state()) for each in sources])
-        return EagerReplay(captured, cell, ExecutionContext.capture([device.type]), random, restored)
+        self._random = [(each, each.get_state()) for each in sources]
 
-    def run(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> Ends:
-        """The sequence in plain autograd; the generators stay as they are. Raises DoubleBackwardError."""
-        now = [(source, source.get_state()) for source, _ in self.random]
-        with ExitStack() as stack:
-            for each in (self.ambient.here(), self.ambient.casting(), self.ambient.process_flags(), _outside_vmap()):
-                stack.enter_context(each)
-            if not stack.enter_context(self.restored()):
+    def gradients(
+        self, inputs: Sequence[Tensor], states: Sequence[Tensor], given: SequenceLeaves[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients of inputs, states and parameters, in this order; under grad mode autograd can differentiate
+        them. Raises DoubleBackwardError."""
+        passing: list[bool] = []
+        further, parameters = torch.is_grad_enabled(), self._captured.parameters
+        with torch.enable_grad():
+            guarded = [cast(Tensor, _Switch.apply(passing, e)) if e.requires_grad else e for e in (*inputs, *states)]
+            ends = self._run(guarded[: len(inputs)], guarded[len(inputs) :])
+            parts = ((ends.outputs, given.outputs), (ends.states, given.states), (ends.last, given.last))
+            pairs = [
+                (end, gradient)
+                for values, gradients in parts
+                for end, gradient in zip(values, gradients, strict=False)  # of the states there may be none at all
+                if gradient is not None and end.requires_grad
+            ]
+            asked = [each for each in (*guarded, *parameters) if each.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(asked)
+            if pairs and asked:
+                roots, seeds = zip(*pairs, strict=True)
+                with quiet_hooks(parameters):
+                    found = torch.autograd.grad(roots, asked, seeds, create_graph=further, allow_unused=True)
+        passing.append(True)
+        rest = iter(found)
+        return [next(rest) if each.requires_grad else None for each in (*guarded, *parameters)]
+
+    def _run(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> SequenceLeaves[Tensor]:
+        """The sequence in plain autograd; the generators stay as they are."""
+        now = [(source, source.get_state()) for source, _ in self._random]
+        # A batch of gradients comes under vmap, which forbids to draw; what is drawn inside belongs to no batch.
+        batch = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C._dispatch_key_parse("VmapMode")))
+        context = self._ambient
+        with context.here(), context.casting(), context.process_flags(), batch, self._restored() as unchanged:
+            if not unchanged:
                 raise DoubleBackwardError(
                     "a gradient of a gradient (create_graph=True), or a batch of gradients, runs the cell once more, "
                     "but since forward the cell was changed: a flag such as .training, a plain attribute, or a tensor "
                     "that a function closes over; change it after backward"
                 )
             try:
-                for source, state in self.random:
+                for source, state in self._random:
                     source.set_state(state)
-                return stepwise(self.captured, self.cell, inputs, states)
+                return stepwise(self._captured, self._cell, inputs, states)
             finally:
                 for source, state in now:
                     source.set_state(state)
 
 
-def _outside_vmap() -> AbstractContextManager[None]:
-    """A batch of gradients comes under vmap, which forbids to draw; what is drawn inside belongs to no batch."""
-    inside = _C.DispatchKeySet(_C._dispatch_key_parse("VmapMode"))
-    return cast("AbstractContextManager[None]", _C._ExcludeDispatchKeyGuard(inside))
-
-
-Given = tuple[Sequence[Tensor | None], Sequence[Tensor | None], Sequence[Tensor | None]]
-"""Gradients of `Ends`; those of the states may be missing as a whole."""
-
-
-def differentiable_gradients(
-    replay: EagerReplay, inputs: Sequence[Tensor], states: Sequence[Tensor], given: Given
-) -> list[Tensor | None]:
-    """The gradients of inputs, states and parameters, in this order; under grad mode autograd can differentiate them.
-
-    `given` are those of outputs, of all states (or none), and of the last states. Raises DoubleBackwardError.
-    """
-    switch, further = _GradientSwitch(), torch.is_grad_enabled()
-    parameters = replay.captured.parameters
-    with torch.enable_grad():
-        guarded = [switch.guard(each) for each in (*inputs, *states)]
-        ends = replay.run(guarded[: len(inputs)], guarded[len(inputs) :])
-        pairs = [
-            (end, gradient)
-            for values, gradients in zip(ends, given, strict=True)
-            for end, gradient in zip(values, gradients, strict=False)
-            if gradient is not None and end.requires_grad
-        ]
-        asked = [each for each in (*guarded, *parameters) if each.requires_grad]
-        if not pairs or not asked:
-            return [None] * (len(guarded) + len(parameters))
-        with switch.off(), quiet_hooks(parameters):
-            found = torch.autograd.grad(
-                [end for end, _ in pairs],
-                asked,
-                [each for _, each in pairs],
-                create_graph=further,
-                allow_unused=True,
-            )
-    rest = iter(found)
-    return [next(rest) if each.requires_grad else None for each in (*guarded, *parameters)]
-
-
-class _GradientSwitch:
-    """Lets gradients through to the inputs of one sequence, or not."""
-
-    def __init__(self) -> None:
-        self.on = True
-
-    def guard(self, tensor: Tensor) -> Tensor:
-        """The same values, behind the switch."""
-        return cast(Tensor, _SwitchFunction.apply(self, tensor)) if tensor.requires_grad else tensor
-
-    @contextmanager
-    def off(self) -> Generator[None]:
-        """No gradient passes inside."""
-        self.on = False
-        try:
-            yield
-        finally:
-            self.on = True
-
-
-class _SwitchFunction(torch.autograd.Function):
-    """Use `_GradientSwitch.guard`; this is its autograd node."""
+class _Switch(torch.autograd.Function):
+    """Hands a tensor on. Gradients pass only once `passing` holds something."""
 
     @staticmethod
-    def forward(ctx: Any, switch: _GradientSwitch, tensor: Tensor) -> Tensor:
-        ctx.switch = switch
+    def forward(ctx: Any, passing: list[bool], tensor: Tensor) -> Tensor:
+        ctx.passing = passing
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
-        return None, gradients[0] if ctx.switch.on else None
+        return None, gradients[0] if ctx.passing else None

@@ -16,7 +16,6 @@ Caffe2's ``recurrent_net``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -27,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError
-from weft.core.pytree import Structure, flatten, map_leaves, unflatten
-from weft.recurrent.graph import StepGraph, graph_signature
+from weft.core.pytree import flatten, map_leaves, unflatten
+from weft.core.segment import differentiable
+from weft.recurrent.graph import StepGraph, bound, graph_signature, lifted, note_strides, tell_apart
 from weft.recurrent.passes import canonicalize, functionalize, fuse, make_fx, writes
-from weft.recurrent.random import bound, lifted, note_strides, tell_apart
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -61,21 +60,35 @@ def capture(
     is one, is refused: the plan would keep the value. Raises CaptureError. An exception of the cell itself passes
     through.
     """
-    wanted = _parameters_of(cell) if parameters is None else list(parameters)
+    if parameters is None:
+        parameters = [p for p in cell.parameters() if p.requires_grad] if isinstance(cell, nn.Module) else []
+    wanted = list(parameters)
     inputs, input_structure = flatten(x)
     states, state_structure = flatten(state)
-    _check_tensors([("input", inputs), ("state", states)])
     # Tensors of our own: the tracer would take one that is given twice, as two zero states often are, for one.
     inputs, states = ([each.detach().clone() for each in part] for part in (inputs, states))
     with torch.no_grad(), _Watch(watched):
         y, new_state = result_of(cell(*(map_leaves(torch.clone, each) for each in (x, state))))
     output_leaves, output_structure = flatten(y)
-    outputs = present(output_leaves)
-    new_states = _matching(new_state, states, state_structure)
-    _check_tensors([("output", outputs)])
+    outputs, new_states = present(output_leaves), flatten(new_state)[0]
+    _check_result(new_state, state, outputs)
 
     wants = [*(wanted_inputs or [True] * len(inputs)), *[True] * len(states)]
-    forward, joint = _over_leaves(cell, input_structure, state_structure, wants, wanted, torch.is_grad_enabled())
+    grad = torch.is_grad_enabled()  # without, nothing wants a gradient, and the cell is told so
+
+    def forward(xs: list[Tensor], ss: list[Tensor]) -> list[Tensor]:
+        out, after = cell(unflatten(input_structure, xs), unflatten(state_structure, ss))
+        return [*flatten(after)[0], *present(flatten(out)[0])]
+
+    def joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
+        leaves = [
+            each.detach().requires_grad_(want and differentiable(each))
+            for each, want in zip((*xs, *ss), wants, strict=True)
+        ]
+        with torch.set_grad_enabled(grad):
+            ends = forward(leaves[: len(xs)], leaves[len(xs) :])
+            return [*ends, *_gradients(ends, [*leaves, *wanted], [*gs, *gy])]
+
     example = (inputs, states, [torch.zeros_like(each) for each in new_states], [torch.zeros_like(o) for o in outputs])
     try:
         module = _traced(joint, example, wanted, composed)
@@ -95,32 +108,6 @@ def capture(
     if composed is None:
         fuse(found)
     return found
-
-
-def _over_leaves(
-    cell: Cell,
-    of_inputs: Structure,
-    of_states: Structure,
-    wants: Sequence[bool],
-    parameters: Sequence[Tensor],
-    grad: bool,
-) -> tuple[Callable[..., list[Tensor]], Callable[..., list[Tensor | None]]]:
-    """The cell over flat leaves: its forward, and its forward with its backward.
-
-    `wants`: which leaves of inputs and states want a gradient; without `grad` nothing does, and the cell is told so.
-    """
-
-    def forward(xs: list[Tensor], ss: list[Tensor]) -> list[Tensor]:
-        out, after = cell(unflatten(of_inputs, xs), unflatten(of_states, ss))
-        return [*flatten(after)[0], *present(flatten(out)[0])]
-
-    def joint(xs: list[Tensor], ss: list[Tensor], gs: list[Tensor], gy: list[Tensor]) -> list[Tensor | None]:
-        leaves = [_leaf(each, want) for each, want in zip((*xs, *ss), wants, strict=True)]
-        with torch.set_grad_enabled(grad):
-            ends = forward(leaves[: len(xs)], leaves[len(xs) :])
-            return [*ends, *_gradients(ends, [*leaves, *parameters], [*gs, *gy])]
-
-    return forward, joint
 
 
 class _Watch(TorchDispatchMode):
@@ -165,31 +152,28 @@ def _traced(
     """The graph, made of pure operators: traced, without mutations, and tidied."""
     # With one fake mode for all values, the tracer does not make a mode for each: a third of its time.
     context = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
-    with torch.no_grad(), quiet_hooks(parameters), tracing(context), _views_as_made():
+    # The gradient of a view that is written to asks for it as it was made, not by strides, which bulk work changes.
+    views_as_made = cast(Any, torch.autograd.grad_mode)._force_original_view_tracking(True)
+    with torch.no_grad(), quiet_hooks(parameters), tracing(context), views_as_made:
         seen = make_fx(joint)(*example)
         _refuse_writes(seen)
         tell_apart(seen)
         pure = functionalize(seen, example, composed)
-    if composed is None:  # else some decomposition may write, which is for the backend to refuse
-        _refuse_impure(pure)
-    _refuse_random(pure)
+    written, drawn = writes(pure), bound(pure)
+    if written and composed is None:  # else some decomposition may write, which is for the backend to refuse
+        raise CaptureError(
+            f"no graph without writes could be made of the cell, which writes by {', '.join(written)}; compute new "
+            "tensors instead, or run the cell by the eager loop"
+        )
+    if drawn:
+        raise CaptureError(
+            f"the cell draws random numbers that depend on what it computes ({', '.join(dict.fromkeys(drawn))}), so "
+            "they cannot be drawn before the loop; draw from a shape and a fixed probability, or run the cell by the "
+            "eager loop"
+        )
     note_strides(pure)
     canonicalize(pure)
     return pure
-
-
-def _views_as_made() -> AbstractContextManager[None]:
-    """The gradient of a view that is written to asks for it as it was made, not by strides, which bulk work changes."""
-    return cast(Any, torch.autograd.grad_mode)._force_original_view_tracking(True)
-
-
-def _parameters_of(cell: object) -> list[Tensor]:
-    return [p for p in cell.parameters() if p.requires_grad] if isinstance(cell, nn.Module) else []
-
-
-def _leaf(tensor: Tensor, wanted: bool) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.requires_grad_() if wanted and (tensor.is_floating_point() or tensor.is_complex()) else tensor
 
 
 def _gradients(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) -> list[Tensor | None]:
@@ -217,52 +201,17 @@ def present(outputs: Sequence[Any]) -> list[Any]:
     return [each for each in outputs if each is not None]
 
 
-def _matching(new_state: Any, states: list[Tensor], structure: Structure) -> list[Tensor]:
-    """The leaves of the new state, which must match those of the old one."""
-    leaves, seen = flatten(new_state)
-    faults = [] if seen == structure else [f"it is nested as {seen}, the old one as {structure}"]
-    for i, (new, old) in enumerate(zip(leaves, states, strict=False)):
-        if not isinstance(new, Tensor):
-            faults.append(f"leaf {i} is of type {type(new).__name__}")
-        elif (new.shape, new.dtype) != (old.shape, old.dtype):
-            faults.append(f"leaf {i} is {_look(new)}, in the old one {_look(old)}")
-    if faults:
-        raise MisfitError("the new state of a cell must match the old one, but " + "; ".join(faults))
-    return leaves
-
-
-def _look(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-def _check_tensors(parts: Sequence[tuple[str, Sequence[Any]]]) -> None:
-    faults = [
-        f"{name} leaf {i} is {type(leaf).__name__}"
-        for name, leaves in parts
-        for i, leaf in enumerate(leaves)
-        if not isinstance(leaf, Tensor)
+def _check_result(new: Any, state: Any, outputs: list[Any]) -> None:
+    """Raise an error unless outputs are tensors, and the new state is as the old one."""
+    look = [
+        [(tuple(each.shape), each.dtype) if isinstance(each, Tensor) else None for each in flatten(value)[0]]
+        for value in (new, state)
     ]
-    if faults:
-        raise CaptureError("all leaves must be tensors, but " + ", ".join(faults))
-
-
-def _refuse_random(module: fx.GraphModule) -> None:
-    drawn = bound(module)
-    if drawn:
-        names = ", ".join(dict.fromkeys(drawn))
-        raise CaptureError(
-            f"the cell draws random numbers that depend on what it computes ({names}), so they cannot be drawn before "
-            "the loop; draw from a shape and a fixed probability, or run the cell by the eager loop"
-        )
-
-
-def _refuse_impure(module: fx.GraphModule) -> None:
-    written = writes(module)
-    if written:
-        raise CaptureError(
-            "no graph without writes could be made of the cell, which writes by " + ", ".join(written) + "; compute "
-            "new tensors instead, or run the cell by the eager loop"
-        )
+    if flatten(new)[1] != flatten(state)[1] or look[0] != look[1]:
+        raise MisfitError(f"the new state of a cell must match the old one, but is {look[0]}, not {look[1]}")
+    kinds = {type(each).__name__ for each in outputs if not isinstance(each, Tensor)}
+    if kinds:
+        raise CaptureError(f"outputs must be tensors or None, but some are {', '.join(sorted(kinds))}")
 
 
 def _refuse_writes(module: fx.GraphModule) -> None:

@@ -2,12 +2,8 @@
 
     the user writes      cell(x_t, state) -> (y_t, new_state)             or with the step number as third argument
     torch has            nn.LSTMCell(x_t, (h, c)) -> (h, c)               y is h
-                         nn.GRUCell(x_t, h) -> h,   nn.RNNCell
-    a step net           step(inputs, states) -> outputs, and links       see links.py
-
+    a step net           step(inputs, states) -> outputs, and links       see `Linked`
     the loop calls       cell(x_t, state, t) -> (y_t, new_state)          a `Cell`
-
-An adapter owns no tensors: parameters stay in the user's module, under its own names.
 
 The initial state is broadcast over the batch:
 
@@ -20,16 +16,27 @@ The initial state is broadcast over the batch:
 A state has one shape and dtype through all steps. Only the first step may settle them, as in a plain loop: the cell may
 return a larger shape that the initial state broadcasts to, and floats where the initial state holds integers. Two
 different floating dtypes are an error, except under autocast.
+
+Links say by name which output of a step net feeds which state, as in Caffe2 (`recurrent_net`, `link_window`):
+
+    step({"x": x_t}, {"h": ..., "past": ...})  ->  {"hidden": ..., "score": ...}
+
+    links = {"h": "hidden",                    the state h of step t+1 is the output hidden of step t
+             "past": Window("hidden", 3)}      past holds the outputs hidden of steps t-2, t-1, t, stacked
+
+A window is k x N x ..., oldest first. Inside the loop it is a tuple of k tensors, so that a step drops one and adds one
+without copying, and every one of them has rows like any other state.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from weft.core.errors import SpecError, listed
-from weft.core.pytree import difference, flatten, map_leaves, structure_paths, unflatten
+from weft.core.pytree import Structure, difference, flatten, map_leaves, structure_paths, unflatten
 from weft.core.validation import Validator
 from weft.recurrent.sequence import SequenceInputs
 
@@ -118,11 +125,8 @@ class StoredState(nn.Module):
 
     def forward(self, x: Any) -> Any:
         """The tensors, nested as they were given, whatever the first input is."""
-
-        def held(place: int) -> Any:
-            return getattr(self, str(place))
-
-        return map_leaves(held, self._places)
+        places, structure = flatten(self._places)
+        return unflatten(structure, [getattr(self, str(place)) for place in places])
 
 
 def adapt(function: Callable[..., Any], *, time_step: bool = False) -> Cell:
@@ -139,11 +143,8 @@ def spread(state: Any, inputs: SequenceInputs, check: Validator, *, for_one_row:
     size N is no batch.
     """
     leaves, structure = flatten(state)
-    names = structure_paths(structure, "state")
-    return unflatten(
-        structure,
-        [_spread(name, leaf, inputs, for_one_row, check) for name, leaf in zip(names, leaves, strict=True)],
-    )
+    pairs = zip(structure_paths(structure, "state"), leaves, strict=True)
+    return unflatten(structure, [_spread(name, leaf, inputs, for_one_row, check) for name, leaf in pairs])
 
 
 def _spread(name: str, leaf: Any, inputs: SequenceInputs, for_one_row: bool, check: Validator) -> Any:
@@ -165,64 +166,66 @@ def _spread(name: str, leaf: Any, inputs: SequenceInputs, for_one_row: bool, che
     return leaf
 
 
-class StateSpec:
-    """Structure, shapes and dtypes of the states, checked at every step."""
+class StepSpec:
+    """Structure, shapes and dtypes of states, or of outputs, checked at every step."""
 
-    def __init__(self, initial: Any, rows: int | None) -> None:
-        """``rows``: N where states are chosen per row (masks, resets), so that each must have rows."""
-        self.leaves, self.structure = flatten(initial)
-        self._rows = rows
+    structure: Structure
+
+    def __init__(self, what: str, rows: int | None) -> None:
+        """``rows``: N where values are chosen per row (masks, resets), so that each must have rows."""
+        self.leaves: list[Any] | None = None
+        self._what, self._rows = what, rows
         self._settled = False
 
-    def accept(self, new: Any, t: int) -> list[Tensor]:
-        """The leaves of the state that step ``t`` returned. Raises ``SpecError`` that lists all that is wrong."""
-        leaves, structure = flatten(new)
-        if structure is not self.structure:
-            fault = difference(self.structure, structure, "state")
-            if fault:
-                raise SpecError(listed(f"the state that step {t} returned is not as the one that it got:", [fault]))
-        if self._settled and all(map(_alike, self.leaves, leaves)):
-            return leaves
-        return self._settle(leaves, t)
+    @staticmethod
+    def of_states(initial: Any, rows: int | None) -> "StepSpec":
+        """Of states that begin so; the first step may settle them."""
+        spec = StepSpec("state", rows)
+        spec.leaves, spec.structure = flatten(initial)
+        return spec
 
-    def _settle(self, leaves: list[Any], t: int) -> list[Tensor]:
-        names = structure_paths(self.structure, "state")
-        faults = [
-            f"{name} {fault}"
-            for name, old, leaf in zip(names, self.leaves, leaves, strict=True)
-            for fault in self._faults(old, leaf)
-        ]
+    def accept(self, new: Any, t: int) -> list[Any]:
+        """The leaves of what step ``t`` returned. Raises ``SpecError`` that lists all that is wrong."""
+        leaves, structure = flatten(new)
+        if self.leaves is None:
+            self.leaves, self.structure = leaves, structure
+        nesting = None if structure is self.structure else difference(self.structure, structure, self._what)
+        if not nesting and self._settled and all(map(_alike, self.leaves, leaves)):
+            return leaves
+        pairs = zip(structure_paths(structure, self._what), self.leaves, leaves, strict=False)
+        faults = [f"{name} {fault}" for name, old, leaf in pairs for fault in self._faults(old, leaf)]
+        faults = [nesting] if nesting else faults
         if faults:
-            raise SpecError(listed(f"the state that step {t} returned is not as the one that it got:", faults))
+            raise SpecError(listed(f"the {self._what} that step {t} returned is not as before:", faults))
         self.leaves = [fit(old, leaf) for old, leaf in zip(self.leaves, leaves, strict=True)]
         self._settled = True
         return leaves
 
-    def _faults(self, old: Tensor, leaf: Any) -> list[str]:
-        if not isinstance(leaf, Tensor):
-            return [f"is of type {type(leaf).__name__}, wanted a tensor"]
+    def _faults(self, old: Any, leaf: Any) -> list[str]:
+        if leaf is old is None:
+            return []
+        if not isinstance(leaf, Tensor) or old is None:
+            return [f"is of type {type(leaf).__name__}, wanted {'None' if old is None else 'a tensor'}"]
         faults: list[str] = []
         if not (leaf.shape == old.shape or (not self._settled and _broadcasts(old.shape, leaf.shape))):
             faults.append(f"has shape {tuple(leaf.shape)}, wanted {tuple(old.shape)}")
         if not (leaf.dtype == old.dtype or (not self._settled and _holds(leaf, old.dtype))):
             faults.append(f"has dtype {leaf.dtype}, wanted {old.dtype}; convert it, or begin with {leaf.dtype}")
-        return faults + row_faults(leaf, self._rows)
+        if self._rows is not None and leaf.shape[:1] != (self._rows,):
+            where = "since lengths, mask and reset choose by row"
+            faults.append(f"has shape {tuple(leaf.shape)}, wanted {self._rows} rows first, {where}")
+        return faults
 
 
-def row_faults(leaf: Tensor, rows: int | None) -> list[str]:
-    """Faults of a tensor that is selected per row."""
-    if rows is None or leaf.shape[:1] == (rows,):
-        return []
-    return [f"has shape {tuple(leaf.shape)}, wanted {rows} rows first, since lengths, mask and reset choose by row"]
-
-
-def fit(old: Tensor, like: Tensor) -> Tensor:
+def fit(old: Any, like: Any) -> Any:
     """``old`` with the shape and dtype of ``like``."""
     return old if _alike(old, like) else old.expand(like.shape).to(like.dtype)
 
 
-def _alike(old: Tensor, leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.shape == old.shape and leaf.dtype == old.dtype
+def _alike(old: Any, leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or old is None:
+        return leaf is old
+    return leaf.shape == old.shape and leaf.dtype == old.dtype
 
 
 def _holds(leaf: Tensor, dtype: torch.dtype) -> bool:
@@ -236,3 +239,118 @@ def _broadcasts(small: Sequence[int], large: Sequence[int]) -> bool:
     """Whether a tensor of the small shape can be expanded to the large one."""
     tail = large[len(large) - len(small) :]
     return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small, tail, strict=True))
+
+
+@dataclass(frozen=True)
+class Window:
+    """A link to the last ``k`` values of the output ``name``.
+
+    Example:
+        >>> def step(inputs, states):  # the sum of an input and of the last two outputs
+        ...     return {"y": inputs["x"] + states["past"].sum(0)}
+        >>> start = {"past": torch.zeros(2, 1, 1)}
+        >>> result = weft.recurrent_net(step, {"x": torch.ones(4, 1, 1)}, start, {"past": weft.Window("y", 2)})
+        >>> result.outputs["y"].flatten()
+        tensor([1., 2., 4., 7.])
+    """
+
+    name: str
+    k: int
+
+
+Links = Mapping[str, str | Window]
+
+
+def check_links(check: Validator, links: object) -> None:
+    """Validate links by themselves."""
+    if not isinstance(links, Mapping):
+        check.add(f"links is of type {type(links).__name__}, wanted a dict: for every state the output that feeds it")
+        return
+    for state, link in cast("Mapping[object, object]", links).items():
+        if isinstance(link, Window):
+            check.that(link.k >= 1, f"links[{state!r}] is a window over {link.k} steps, wanted at least 1")
+        elif not isinstance(link, str):
+            kind = type(link).__name__
+            check.add(f"links[{state!r}] is of type {kind}, wanted the name of an output, or a Window over it")
+
+
+class Linked(Cell):
+    """A step net over named values, with its links and what else it reads, as a cell."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        links: Links,
+        *,
+        references: Mapping[str, Any] | None = None,
+        time_step: bool = False,
+    ) -> None:
+        super().__init__(step, time_step=time_step)
+        self.links = links
+        self.references = references
+        self.form = (type(self), time_step, *links.items())
+
+    def __call__(self, x: Any, state: Any, t: int | Tensor) -> Any:
+        extra = () if self.references is None else (self.references,)
+        seen = self.leave(state)
+        outputs = self.function(x, seen, *extra, t) if self.time_step else self.function(x, seen, *extra)
+        self._check(outputs, t)
+        return dict(outputs), {name: self._next(name, state[name], outputs) for name in self.links}
+
+    def bound(self, references: Mapping[str, Any]) -> "Linked":
+        """The same step net with other references."""
+        return Linked(self.function, self.links, references=references, time_step=self.time_step)
+
+    def enter(self, state: Any, check: Validator) -> Any:
+        """States by name, windows as tuples, in the order of the links."""
+        if not isinstance(state, Mapping):
+            check.mismatch(f"state is of type {type(state).__name__}, wanted a dict with keys {list(self.links)}")
+            return state
+        named = cast("Mapping[str, Any]", state)
+        check.mismatch(*(f"state[{name!r}] is missing: links have it" for name in self.links if name not in named))
+        check.mismatch(*(f"state[{name!r}] is too much: no link feeds it" for name in named if name not in self.links))
+        return {name: self._split(name, named[name], check) for name in self.links if name in named}
+
+    def leave(self, state: Any, axis: int = 0) -> Any:
+        """Windows stacked along ``axis``."""
+
+        def stacked(*values: Tensor) -> Tensor:
+            return torch.stack(values, axis)
+
+        return {
+            name: map_leaves(stacked, *value) if isinstance(self.links[name], Window) else value
+            for name, value in state.items()
+        }
+
+    def _split(self, name: str, value: Any, check: Validator) -> Any:
+        link = self.links[name]
+        if not isinstance(link, Window):
+            return value
+        leaves, structure = flatten(value)
+        wrong = [
+            f"{path} has shape {tuple(leaf.shape)}, wanted {link.k} values first: it is a window over {link.k} steps"
+            if isinstance(leaf, Tensor)
+            else f"{path} is of type {type(leaf).__name__}, wanted a tensor of {link.k} values"
+            for path, leaf in zip(structure_paths(structure, f"state[{name!r}]"), leaves, strict=True)
+            if not isinstance(leaf, Tensor) or leaf.shape[:1] != (link.k,)
+        ]
+        check.mismatch(*wrong)
+        if wrong:
+            return value
+        return tuple(unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(link.k))
+
+    def _next(self, name: str, old: Any, outputs: Mapping[str, Any]) -> Any:
+        link = self.links[name]
+        return (*old[1:], outputs[link.name]) if isinstance(link, Window) else outputs[link]
+
+    def _check(self, outputs: Any, t: int | Tensor) -> None:
+        if not isinstance(outputs, Mapping):
+            raise SpecError(
+                f"the step net {self.name} returned a {type(outputs).__name__} at step {t}, "
+                "wanted a dict of outputs by name"
+            )
+        targets = {state: link.name if isinstance(link, Window) else link for state, link in self.links.items()}
+        missing = [f"links[{state!r}] wants {name!r}" for state, name in targets.items() if name not in outputs]
+        if missing:
+            seen = list(cast("Mapping[str, Any]", outputs))
+            raise SpecError(listed(f"the step net {self.name} returned {seen} at step {t}, but:", missing))

@@ -22,13 +22,14 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 from torch.nn.utils.rnn import PackedSequence
 
 from weft.core.autograd import keeps_graph, quiet_hooks
@@ -48,6 +49,8 @@ _specs: dict[int, "CallSpec"] = {}
 _sequences: "weakref.WeakValueDictionary[int, _TokenMemory]" = weakref.WeakValueDictionary()
 _NONE = "weft: None"
 """Stands for None, which a traced call cannot take."""
+_with_tensors = cast("Callable[..., AbstractContextManager[None]]", cast(Any, stateless)._reparametrize_module)
+"""Puts other tensors in the place of a module's own, as `torch.func.functional_call` does."""
 _GONE = (
     "a compiled or exported graph runs a recurrent network that is not there: it was deleted, or the graph was loaded "
     "in another process; keep the module, or compile and export it anew where it runs"
@@ -82,7 +85,14 @@ def _with_none(leaf: Any) -> Any:
 
 @torch._dynamo.nonstrict_trace
 def _one_operator(handle: int, references: tuple[Tensor, ...], value: Any, start: int) -> Any:
-    _check_parameters(_network(handle))
+    network: Recurrent = _found(NETWORKS, handle)
+    own = {id(each) for each in network.parameters()}
+    strange = sum(id(each) not in own for each in CellGuards(network.cell).parameters)
+    if strange:  # their gradients would be lost
+        raise UsageError(
+            f"the cell reads {strange} tensors that want a gradient and are not parameters of the network, so a traced "
+            "graph would not know of them; make the cell a module that has them"
+        )
     leaves, structure = flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = tuple([None if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves])
@@ -96,17 +106,6 @@ def _plain(leaf: Any) -> Any:
     """A leaf that is no tensor, as a constant; symbols get their value."""
     kinds: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return next((make(leaf) for kind, make in kinds.items() if isinstance(leaf, kind)), leaf)
-
-
-def _check_parameters(network: Recurrent) -> None:
-    """Raise UsageError if the cell reaches parameters that are not the network's: their gradients would be lost."""
-    own = {id(each) for each in network.parameters()}
-    strange = sum(id(each) not in own for each in CellGuards(network.cell).parameters)
-    if strange:
-        raise UsageError(
-            f"the cell reads {strange} tensors that want a gradient and are not parameters of the network, so a traced "
-            "graph would not know of them; make the cell a module that has them"
-        )
 
 
 # -- call specs -----------------------------------------------------------------------------------------------------
@@ -123,60 +122,46 @@ class CallSpec:
     """Their leaves that are no tensors; None stands for a tensor."""
     ambient: ExecutionContext
     number: int = field(default_factory=lambda: next(_numbers))
-    results: tuple[Structure, list[int | None]] | None = None
-    """How (outputs, last, states) are nested, and which tensor of the operator each leaf is."""
+    results: tuple[Structure, list[bool]] | None = None
+    """How (outputs, last, states) are nested, and which of the leaves are tensors; the others are None."""
 
     def run(self, tensors: Sequence[Tensor], references: Sequence[Tensor], start: int, fake: bool) -> list[Tensor]:
-        """The tensors that the network returns, each memory once; with `fake`, fake ones for fake ones."""
-        network = _network(self.network)
+        """The tensors that the network returns; with `fake`, fake ones for fake ones."""
+        network = _found(NETWORKS, self.network)
         rest = iter(tensors)
         leaves = [next(rest) if each is None else each for each in self.constants]
         inputs, state, more = unflatten(self.structure, leaves)
         if fake and "lengths" in more:  # their content is not known; they act as a mask does
-            more = {"mask": _any_mask(inputs), **{name: each for name, each in more.items() if name != "lengths"}}
-        given = {"plans": OutputMeta() if fake else None, "start": start, **more}
-        with ExitStack() as stack:
-            stack.enter_context(self.ambient.here())
-            stack.enter_context(self.ambient.casting())
-            result = _called(network, references, (inputs, None if state == _NONE else state), given)
+            leaf = next(each for each in flatten(inputs)[0] if isinstance(each, Tensor) and each.dim() > 1)
+            mask = torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)
+            more = {"mask": mask, **{name: each for name, each in more.items() if name != "lengths"}}
+        own = dict(zip(_tensors_of(network), references, strict=True))
+        plans = OutputMeta() if fake else None
+        with self.ambient.here(), self.ambient.casting(), _with_tensors(network, own, tie_weights=True):
+            result = network.run_plainly(inputs, None if state == _NONE else state, start=start, plans=plans, **more)
         parts = (result.outputs, result.last, result.states if network.memory in ("full", "states") else None)
         ends, structure = flatten(parts)
-        if fake or self.results is None:
-            found, at = _distinct(ends)
-            self.results = (structure, at)
-            return found
-        placed: dict[int, Tensor] = {}
-        for end, place in zip(ends, self.results[1], strict=True):
-            if place is not None:
-                placed.setdefault(place, end)
-        return [placed[i] for i in range(len(placed))]
+        self.results = structure, [isinstance(each, Tensor) for each in ends]
+        return [each for each in ends if isinstance(each, Tensor)]
 
     def nested(self, values: Sequence[Tensor]) -> Any:
         """(outputs, last, states) out of the operator's tensors, with 0 for None, which a traced call cannot return."""
         assert self.results is not None
-        structure, at = self.results
-        return unflatten(structure, [0 if i is None else values[i] for i in at])
+        (structure, tensors), rest = self.results, iter(values)
+        return unflatten(structure, [next(rest) if there else 0 for there in tensors])
 
 
-def _network(handle: int) -> Recurrent:
-    """The network of a handle. Raises UsageError if it is gone."""
-    network = NETWORKS.get(handle)
-    if network is None:
+def _found(table: Any, key: int) -> Any:
+    """The network of a handle, or the call spec of a number. Raises UsageError if it is gone."""
+    found = table.get(key)
+    if found is None:
         raise UsageError(_GONE)
-    return network
-
-
-def _spec(number: int) -> CallSpec:
-    """The call spec of this number. Raises UsageError if it is gone."""
-    spec = _specs.get(number)
-    if spec is None:
-        raise UsageError(_GONE)
-    return spec
+    return found
 
 
 def _spec_of(handle: int, structure: Structure, constants: tuple[Any, ...]) -> CallSpec:
     """The spec of a call, always the same one for the same kind."""
-    network = _network(handle)
+    network = _found(NETWORKS, handle)
     ambient = ExecutionContext.capture([each.device.type for each in network.parameters()])
     key = (handle, constants, ambient.autocast, structure)
     for spec in _specs.values():
@@ -191,25 +176,6 @@ def _spec_of(handle: int, structure: Structure, constants: tuple[Any, ...]) -> C
 def _tensors_of(network: nn.Module) -> dict[str, Tensor]:
     """A network's parameters and buffers by name: the references of its calls, in their order."""
     return dict(itertools.chain(network.named_parameters(), network.named_buffers()))
-
-
-class _Inside(nn.Module):
-    """The network with other tensors in the place of its own, for one call."""
-
-    def __init__(self, network: Recurrent) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, inputs: Any, state: Any, given: dict[str, Any]) -> Any:
-        return self.network.run_plainly(inputs, state, **given)
-
-
-def _called(network: Recurrent, references: Sequence[Tensor], arguments: tuple[Any, Any], given: dict[str, Any]) -> Any:
-    own = _tensors_of(network)
-    if all(each is other for each, other in zip(own.values(), references, strict=True)):
-        return network.run_plainly(*arguments, **given)
-    swapped = {f"network.{name}": each for name, each in zip(own, references, strict=True)}
-    return torch.func.functional_call(_Inside(network), swapped, (*arguments, given))
 
 
 # -- shapes of the results, before any number is known --------------------------------------------------------------
@@ -228,82 +194,23 @@ class OutputMeta(PlanCache):
         if not steps:
             return job.run()
         leaves = [leaf[:1] if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves]
-        tables = _UnreadRows(*(None if each is None else each[:1] for each in (rows.valid, rows.reset)))
+        tables = RowMasks(*(None if each is None else each[:1] for each in (rows.valid, rows.reset)))
         outputs, last, states = replace(job, inputs=replace(inputs, leaves=leaves, steps=1), rows=tables).run()
-        known: dict[int, Tensor] = {}
 
         def stretched(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return known.setdefault(id(leaf), leaf.new_empty((steps, *leaf.shape[1:])))
+            return leaf.new_empty((steps, *leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
 
         return map_leaves(stretched, outputs), last, map_leaves(stretched, states)
-
-
-@dataclass(frozen=True)
-class _UnreadRows(RowMasks):
-    """Tables whose content cannot be looked at."""
-
-    def valid_steps(self, steps: int) -> list[Tensor | None]:
-        return [None] * steps if self.valid is None else list(self.valid.unbind(0))
-
-    def reset_steps(self, steps: int) -> list[Tensor | None]:
-        return [None] * steps if self.reset is None else list(self.reset.unbind(0))
-
-
-def _any_mask(inputs: Any) -> Tensor:
-    """A mask for these inputs, its content arbitrary."""
-    leaf = next(each for each in flatten(inputs)[0] if isinstance(each, Tensor) and each.dim() > 1)
-    return torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)
-
-
-def _distinct(leaves: list[Any]) -> tuple[list[Tensor], list[int | None]]:
-    """The tensors among the leaves, each memory once, and for each leaf which of them it is."""
-    found: list[Tensor] = []
-    at: list[int | None] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            at.append(None)
-            continue
-        same = next((i for i, each in enumerate(found) if _same_view(each, leaf)), None)
-        at.append(len(found) if same is None else same)
-        if same is None:
-            found.append(leaf)
-    return found, at
-
-
-def _same_view(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same view of the same memory."""
-    if a is b:
-        return True
-    if a.dtype != b.dtype or a.dim() != b.dim() or a.untyped_storage()._cdata != b.untyped_storage()._cdata:
-        return False
-    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 # -- the operator and its backward ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _RunSequence:
-    """A sequence that was run: its ends in autograd's graph, and the tensors that want a gradient."""
+class _TokenMemory(bytearray):
+    """The memory of a token, and what lives as long as it: the ends of a sequence, and what wants a gradient."""
 
     ends: list[Tensor]
     asked: list[Tensor]
-
-
-class _TokenMemory(bytearray):
-    """The memory of a token. What it owns lives as long as it."""
-
-    sequence: _RunSequence
-
-
-def _token(sequence: _RunSequence) -> Tensor:
-    number = next(_numbers)
-    memory = _TokenMemory(number.to_bytes(8, "little"))
-    memory.sequence = sequence
-    _sequences[number] = memory
-    return torch.frombuffer(memory, dtype=torch.int64)
 
 
 @torch.library.custom_op("weft::recurrent", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -314,16 +221,21 @@ def recurrent(
 
     Raises UsageError if the network is gone, and whatever the network raises.
     """
-    which = _spec(spec)
+    which = _found(_specs, spec)
     leaves = [_leaf(each, want) for each, want in zip(tensors, wanted, strict=False)]
-    own = _tensors_of(_network(which.network)).values()
+    own = _tensors_of(_found(NETWORKS, which.network)).values()
     given = [
         _reference(each, mine, want) for each, mine, want in zip(references, own, wanted[len(tensors) :], strict=True)
     ]
     with _outside_operator(), torch.set_grad_enabled(any(wanted)):
         ends = which.run(leaves, given, start, fake=False)
         asked = [each for each, want in zip((*leaves, *given), wanted, strict=True) if want]
-        token = _token(_RunSequence(ends, asked)) if asked else torch.zeros(1, dtype=torch.int64)
+        number = next(_numbers) if asked else 0
+        memory = _TokenMemory(number.to_bytes(8, "little"))
+        if asked:
+            memory.ends, memory.asked = ends, asked
+            _sequences[number] = memory
+        token = torch.frombuffer(memory, dtype=torch.int64)
         return [*_separate([each.detach() for each in ends], [*tensors, *references]), token]
 
 
@@ -332,7 +244,7 @@ def _(
     spec: int, tensors: Sequence[Tensor], references: Sequence[Tensor], wanted: Sequence[bool], start: int
 ) -> list[Tensor]:
     with _real_tensors_allowed(tensors):
-        ends = _spec(spec).run(tensors, references, start, fake=True)
+        ends = _found(_specs, spec).run(tensors, references, start, fake=True)
     token = torch.empty(1, dtype=torch.int64, device="cpu")
     return [*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in ends), token]
 
@@ -349,13 +261,12 @@ def recurrent_backward(
 
     Raises BackwardTwiceError if the values of the sequence are gone.
     """
-    memory = _sequences.get(int(token))
-    if memory is None:
+    sequence = _sequences.get(int(token))
+    if sequence is None:
         raise BackwardTwiceError(
             "the values of a compiled recurrent network's sequence are gone: its token was copied, as offloading saved "
             "tensors does, or the graph was freed; run forward again, or keep the network out of the compiled region"
         )
-    sequence = memory.sequence
     pairs = [
         (end, gradient)
         for end, gradient in zip(sequence.ends, gradients, strict=True)

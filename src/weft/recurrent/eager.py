@@ -14,16 +14,16 @@ mode, ``vmap``, autocast. It is what runs where no faster way exists, and what e
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from weft.core.errors import SpecError, listed
-from weft.core.pytree import Structure, difference, flatten, structure_paths, unflatten
-from weft.recurrent.cell import Cell, InputWidthError, StateSpec, fit, row_faults
-from weft.recurrent.masking import RowMasks, pick, replaced, stand_ins
+from weft.core.errors import SpecError
+from weft.core.pytree import Structure, flatten, map_leaves, unflatten
+from weft.recurrent.cell import Cell, InputWidthError, StepSpec, fit
+from weft.recurrent.masking import ALL_ROWS, RowMasks, pick, replaced, stand_ins
 from weft.recurrent.sequence import SequenceInputs
 
 Unrolled = tuple[Any, Any, Any]
@@ -32,7 +32,13 @@ Unrolled = tuple[Any, Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class SequenceRun:
-    """One sequence to run: what `unroll` takes."""
+    """One sequence to run.
+
+    Attributes:
+        fresh: the state that a reset brings back; ``initial`` if it is ``None``.
+        start: the number of the first step.
+        truncate: the number of steps between two places where the states' gradients stop.
+    """
 
     cell: Cell
     inputs: SequenceInputs
@@ -43,57 +49,50 @@ class SequenceRun:
     truncate: int | None
 
     def run(self) -> Unrolled:
-        """By the eager loop."""
-        return unroll(
-            self.cell, self.inputs, self.rows, self.initial, self.fresh, start=self.start, truncate=self.truncate
-        )
+        """By the eager loop. An output that is also a state is stacked once: both results are then one tensor.
 
+        Raises ``SpecError`` if the cell returns something else than ``(y, new_state)``, or values that change their
+        nesting, shape or dtype from step to step. Errors of the cell get a note that names the step.
+        """
+        cell, inputs, rows = self.cell, self.inputs, self.rows
+        if not inputs.steps:
+            return self._no_steps()
+        chosen = inputs.rows if rows.valid is not None or rows.reset is not None else None
+        border, outputs = StepSpec.of_states(self.initial, chosen), StepSpec("output", chosen)
+        again = flatten(self.initial if self.fresh is None else self.fresh)[0]
+        state: list[Tensor] = flatten(self.initial)[0]
+        states, collected = list[list[Tensor]](), list[list[Any]]()
+        held = None if rows.valid is None else stand_ins(inputs, rows.valid)
+        steps = zip(inputs.each(), rows.each(inputs.steps), strict=True)
+        for t, (step, (valid, reset)) in enumerate(steps, self.start):
+            if stops(t, self.truncate):
+                state = [leaf.detach() for leaf in state]
+            if reset is not None:
+                state = [pick(reset, new, old, old.dtype) for new, old in zip(again, state, strict=True)]
+            if held is not None and valid is not None:
+                step = replaced(step, valid, held)
+            y, new = call(cell, unflatten(inputs.structure, step), unflatten(border.structure, state), t)
+            after, ys = border.accept(new, t), outputs.accept(y, t)
+            if valid is not None:
+                after = [pick(valid, leaf, fit(old, leaf), leaf.dtype) for leaf, old in zip(after, state, strict=True)]
+                ys = [y if y is None else pick(valid, y, torch.zeros_like(y), y.dtype) for y in ys]
+            state = after
+            states.append(after)
+            collected.append(ys)
+        return _stacked(outputs.structure, collected, border.structure, states)
 
-def unroll(
-    cell: Cell,
-    inputs: SequenceInputs,
-    rows: RowMasks,
-    initial: Any,
-    fresh: Any = None,
-    *,
-    start: int = 0,
-    truncate: int | None = None,
-) -> Unrolled:
-    """Run ``cell`` over ``inputs`` from the state ``initial``.
+    def _no_steps(self) -> Unrolled:
+        """T = 0: the cell runs once, on a blank step, for the shapes of its results; the generators are restored."""
+        blank = [leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf for leaf in self.inputs.blank()]
+        device = self.inputs.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            run = replace(self, inputs=replace(self.inputs, leaves=blank, steps=1), rows=ALL_ROWS)
+            outputs, _, states = run.run()
 
-    ``fresh`` is the state that a reset brings back (``initial`` if ``None``); ``start`` the number of the first
-    step; ``truncate`` the number of steps between two places where the states' gradients stop.
+        def none(leaf: Any) -> Any:
+            return leaf if leaf is None else leaf[:0]
 
-    An output that is also a state is stacked once: both results are then one tensor.
-
-    Raises ``SpecError`` if the cell returns something else than ``(y, new_state)``, or values that change their
-    nesting, shape or dtype from step to step. Errors of the cell get a note that names the step.
-    """
-    if not inputs.steps:
-        return _no_steps(cell, inputs, initial, start)
-    chosen = inputs.rows if rows.valid is not None or rows.reset is not None else None
-    border, outputs = StateSpec(initial, chosen), OutputCollector(chosen)
-    again = flatten(initial if fresh is None else fresh)[0]
-    state = border.leaves
-    states: list[list[Tensor]] = []
-    held = None if rows.valid is None else stand_ins(inputs, rows.valid)
-    tables = zip(rows.valid_steps(inputs.steps), rows.reset_steps(inputs.steps), strict=True)
-    for t, (step, (valid, reset)) in enumerate(zip(inputs.each(), tables, strict=True), start):
-        if stops(t, truncate):
-            state = [leaf.detach() for leaf in state]
-        if reset is not None:
-            state = [pick(reset, new, old, old.dtype) for new, old in zip(again, state, strict=True)]
-        if held is not None and valid is not None:
-            step = replaced(step, valid, held)
-        y, new = call(cell, unflatten(inputs.structure, step), unflatten(border.structure, state), t)
-        after, ys = border.accept(new, t), outputs.accept(y, t)
-        if valid is not None:
-            after = [pick(valid, leaf, fit(old, leaf), leaf.dtype) for leaf, old in zip(after, state, strict=True)]
-            ys = [y if y is None else pick(valid, y, torch.zeros_like(y), y.dtype) for y in ys]
-        state = after
-        states.append(after)
-        outputs.steps.append(ys)
-    return _stacked(outputs.structure, outputs.steps, border.structure, states)
+        return map_leaves(none, outputs), self.initial, map_leaves(none, states)
 
 
 def stops(t: int, truncate: int | None) -> bool:
@@ -112,56 +111,11 @@ def call(cell: Cell, x: Any, state: Any, t: int) -> tuple[Any, Any]:
             raise InputWidthError(f"{fault}, in step {t}") from error
         error.add_note(f"weft: in step {t} of cell {cell.name}, x {_shapes(x)}, state {_shapes(state)}")
         raise
-    values = cast("tuple[Any, ...]", pair) if isinstance(pair, tuple) else ()
+    values = cast("tuple[Any, ...]", pair) if isinstance(pair, tuple) else (pair,)
     if len(values) != 2:
-        what = (
-            f"a tuple of {len(values)}" if isinstance(pair, tuple) else f"a {cast('object', pair).__class__.__name__}"
-        )
-        raise SpecError(f"cell {cell.name} returned {what} at step {t}, wanted a pair (y, new_state)")
+        kinds = ", ".join(type(each).__name__ for each in values)
+        raise SpecError(f"cell {cell.name} returned ({kinds}) at step {t}, wanted a pair (y, new_state)")
     return values[0], values[1]
-
-
-class OutputCollector:
-    """Collects the outputs of the steps; all must match the first in structure, shape and dtype."""
-
-    def __init__(self, rows: int | None) -> None:
-        self.steps: list[list[Any]] = []
-        self.structure: Structure | None = None
-        self._rows = rows
-
-    def accept(self, y: Any, t: int) -> list[Any]:
-        """The leaves of an output, tensors or ``None``. Raises ``SpecError`` that lists all that is wrong."""
-        leaves, structure = flatten(y)
-        first = self.steps[0] if self.steps else leaves
-        if self.structure is None:
-            self.structure = structure
-        nesting = None if structure is self.structure else difference(self.structure, structure, "output")
-        faults = [nesting] if nesting else []
-        if not faults and not (self.steps and all(map(_same, first, leaves))):
-            names = structure_paths(structure, "output")
-            faults = [
-                f"{name} {fault}"
-                for name, leaf, other in zip(names, leaves, first, strict=True)
-                for fault in self._faults(leaf, other)
-            ]
-        if faults:
-            raise SpecError(listed(f"the output of step {t} cannot be stacked with those of the other steps:", faults))
-        return leaves
-
-    def _faults(self, leaf: Any, first: Any) -> list[str]:
-        if leaf is None and first is None:
-            return []
-        if not isinstance(leaf, Tensor):
-            return [f"is of type {type(leaf).__name__}, wanted a tensor, or None at every step"]
-        if not _same(first, leaf):
-            return [f"is {_shapes(leaf)}, but it began as {_shapes(first)}"]
-        return row_faults(leaf, self._rows)
-
-
-def _same(first: Any, leaf: Any) -> bool:
-    if isinstance(leaf, Tensor) and isinstance(first, Tensor):
-        return leaf.shape == first.shape and leaf.dtype == first.dtype
-    return leaf is first
 
 
 def _shapes(value: Any) -> str:
@@ -174,7 +128,7 @@ def _shapes(value: Any) -> str:
 
 
 def _stacked(
-    form: Structure | None, outputs: Sequence[list[Any]], state_form: Structure, states: Sequence[list[Tensor]]
+    form: Structure, outputs: Sequence[list[Any]], state_form: Structure, states: Sequence[list[Tensor]]
 ) -> Unrolled:
     """Time in front. Columns of the very same tensors are stacked once."""
     done: dict[tuple[int, ...], Tensor] = {}
@@ -187,25 +141,8 @@ def _stacked(
             done[key] = torch.stack(column)
         return done[key]
 
-    assert form is not None
     return (
         unflatten(form, [stack(column) for column in zip(*outputs, strict=True)]),
         unflatten(state_form, states[-1]),
         unflatten(state_form, [stack(column) for column in zip(*states, strict=True)]),
-    )
-
-
-def _no_steps(cell: Cell, inputs: SequenceInputs, initial: Any, start: int) -> Unrolled:
-    """T = 0: the cell runs once, on a blank step, for the shapes of its results; the generators are restored."""
-    border, outputs = StateSpec(initial, None), OutputCollector(None)
-    devices = [inputs.device] if inputs.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        y, new = call(cell, unflatten(inputs.structure, inputs.blank()), initial, start)
-    leaves, ys = border.accept(new, start), outputs.accept(y, start)
-    assert outputs.structure is not None
-    nothing = [None if leaf is None else leaf.unsqueeze(0)[:0] for leaf in [*ys, *leaves]]
-    return (
-        unflatten(outputs.structure, nothing[: len(ys)]),
-        initial,
-        unflatten(border.structure, nothing[len(ys) :]),
     )

@@ -6,14 +6,13 @@
     any of them may be, or hold in lists, tuples, dicts and plain objects:
                 tensors, modules, numbers, strings, functions, classes
 
-A plan is found again only if the key is the same, so a changed flag, another activation or a replaced tensor makes
-another plan. Values of tensors are no part of it: a plan looks them up at every call. Where a cell reads what cannot be
-known in this way, such as a file or a generator, or where hooks want to see every step, `refusal` says so, and the
-eager loop runs it. Dynamo guards what a trace has read; here it is looked up from the objects, at every call.
-
-To make and to check a plan the cell is run; `undone` takes back what these runs change of what the guards reach.
+A plan is found again only if the key is the same. Values of tensors are no part of it: a plan looks them up at every
+call. Where a cell reads what cannot be known in this way, such as a generator, or where hooks want to see every step,
+`refusal` says so, and the eager loop runs it. Dynamo guards what a trace has read; here it is looked up from the
+objects, at every call.
 """
 
+import copy
 import dis
 import enum
 import functools
@@ -28,12 +27,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.nn.utils import parametrize
 
 from weft.recurrent.capture import CaptureError
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _BY_IDENTITY = (types.ModuleType, types.MethodDescriptorType, type(...), range)
+_METHODS = (staticmethod, classmethod, property, functools.cached_property)
+_BEHIND = ("__func__", "fget", "func")
+"""Where these hold their function."""
 _CACHED = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, _CACHED)
 _UNREADY = (UninitializedParameter, UninitializedBuffer)
@@ -68,12 +69,8 @@ class CellGuards:
         self.unready = False
         self.held: list[object] = []
         self._unknown: list[str] = []
-        self._remote: list[str] = []
-        self._network = False
         self._modules: list[nn.Module] = []
-        self._mutables: list[
-            dict[Any, Any] | list[Any] | set[Any]
-        ] = []  # attributes of modules and objects; lists, dicts and sets
+        self._mutables: list[Any] = []  # attributes of modules and objects; lists, dicts and sets
         self._closures: list[types.CellType] = []
         self._classes: list[type] = []
         self._names: set[str] = set(_IMPLICIT)
@@ -94,20 +91,12 @@ class CellGuards:
     @property
     def refusal(self) -> str | None:
         """Why no plan may stand for the cell; None if one may."""
-        if self._network:
-            return (
-                "the cell contains a recurrent network, whose loop is no part of a step's graph; the inner network "
-                "runs by a plan of its own"
-            )
-        if self._remote:
-            names = ", ".join(dict.fromkeys(self._remote))
-            return f"the cell calls {names}, which servers compute, so that no plan can hold it"
-        if self._unknown:
-            return (
-                f"the cell reads {', '.join(self._unknown[:3])}, which may change unseen; make it a module whose "
-                "tensors are parameters and buffers, or a function that closes over tensors and plain values"
-            )
-        return None
+        if not self._unknown:
+            return None
+        return (
+            f"the cell reads {', '.join(self._unknown[:3])}, which may change unseen; make it a module whose "
+            "tensors are parameters and buffers, or a function that closes over tensors and plain values"
+        )
 
     @contextmanager
     def undone(self) -> Generator[None]:
@@ -118,7 +107,7 @@ class CellGuards:
                 if not tensor.requires_grad:
                     undo.callback(_restore_tensor, tensor, tensor._version, tensor.detach().clone())
             for mutable in self._mutables:
-                undo.callback(_restore, mutable, dict(mutable) if isinstance(mutable, dict) else [*mutable])
+                undo.callback(_restore, mutable, copy.copy(mutable))
             for closure in self._closures:
                 undo.callback(setattr, closure, "cell_contents", closure.cell_contents)
             yield
@@ -127,24 +116,19 @@ class CellGuards:
     def restored(self, function: Callable[..., Any]) -> Generator[bool]:
         """Inside, the modules of `function` hold the tensors of these guards again; yields whether the key holds, too.
 
-        A forward under `torch.func.functional_call` ran with tensors that the modules do not hold any more when
-        backward runs the cell again; so it is where a parameter was replaced in between. Flags and attributes are not
-        put back.
+        After `torch.func.functional_call` they hold others than in its forward. Flags and attributes are not put back.
         """
         now = CellGuards(function)
-        if now.key == self.key:
-            yield True
-            return
         then = {id(new): old for new, old in zip(now.tensors, self.tensors, strict=False)}
         tables = [cast(Any, table) for module in now._modules for table in (module._parameters, module._buffers)]
-        slots = [(table, name, tensor) for table in tables for name, tensor in table.items()]
+        before = [dict(table) for table in tables]
         try:
-            for table, name, tensor in slots:
-                table[name] = then.get(id(tensor), tensor)
+            for table in tables:
+                table.update({name: then.get(id(tensor), tensor) for name, tensor in table.items()})
             yield CellGuards(function).key == self.key
         finally:
-            for table, name, tensor in slots:
-                table[name] = tensor
+            for table, tensors in zip(tables, before, strict=True):
+                table.update(tensors)
 
     # -- the walk over what a cell can reach ------------------------------------------------------------------------
 
@@ -192,22 +176,20 @@ class CellGuards:
             return
         if type(tensor) in _UNREADY:
             self.unready = True
-            return
-        self.tensors.append(tensor)
-        self.key.append((id(tensor), tensor.requires_grad, tensor.shape, tensor.dtype))
+        else:
+            self.tensors.append(tensor)
+            self.key.append((id(tensor), tensor.requires_grad, tensor.shape, tensor.dtype))
 
     def _module(self, module: nn.Module) -> None:
         if self._again(module):
             return
         inside, kind = module.__dict__, type(module)
-        if hasattr(kind, "steps_in_backward"):  # a remote expert: what it holds are connections
-            self._remote.append(kind.__name__)
-            self._give_up(kind.__name__)
-            return
+        if hasattr(kind, "steps_in_backward"):  # what it holds are connections
+            return self._give_up(f"{kind.__name__}, which servers compute")
+        if "_plans" in inside and "_handle" in inside:
+            return self._give_up("a recurrent network, which runs by a plan of its own")
         if "training" not in inside:  # the attributes are not where those of a module are
-            self._give_up(f"a compiled or scripted module ({kind.__name__})")
-            return
-        self._network = self._network or ("_plans" in inside and "_handle" in inside)
+            return self._give_up(f"a compiled or scripted module ({kind.__name__})")
         self._modules.append(module)
         self._mutables.append(inside)
         self.key += (kind, inside["training"])
@@ -216,18 +198,15 @@ class CellGuards:
             self._give_up(f"the hooks of {kind.__name__}")
         for name, tensor in (*inside["_parameters"].items(), *inside["_buffers"].items()):
             self.key.append(name)  # the slot counts: two tensors may change places
-            if tensor is None:
-                self.key.append(None)
-            else:
-                self._tensor(tensor)
+            self._tensor(tensor) if tensor is not None else self.key.append(None)
         for name, child in inside["_modules"].items():
             self.key.append(name)
-            if child is not None:
-                self._module(child)
+            self._module(child) if child is not None else self.key.append(None)
         for name, value in inside.items():
             if name not in _OF_MODULES:
                 self.key.append(name)
                 self._add(f"{name} of {kind.__name__}", value, 1)
+        return None
 
     def _container(self, name: str, value: "Collection[Any]", depth: int) -> None:
         kind = type(cast(object, value))
@@ -236,7 +215,7 @@ class CellGuards:
         self.key += (kind, len(value))
         self._class(kind)
         if isinstance(value, list | dict | set):
-            self._mutables.append(cast(Any, value))
+            self._mutables.append(value)
         for each in value:
             self._add(name, each, depth)
             if isinstance(value, Mapping):
@@ -247,7 +226,8 @@ class CellGuards:
         if self._again(value):
             return
         kind = cast("type[Any]", type(value))
-        if not _is_open(value):
+        hidden = kind.__basicsize__ > _PLAIN_SIZE or not hasattr(value, "__dict__")  # by slots, or in C
+        if hidden or not all([each is object or "__slots__" not in each.__dict__ for each in kind.__mro__]):
             self._give_up(f"{name} ({kind.__name__})")
             return
         self.key.append(kind)
@@ -283,10 +263,9 @@ class CellGuards:
         for name, closure in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 self._add(name, closure.cell_contents, depth)
+                self._closures.append(closure)
             except ValueError:  # not yet bound
                 self._give_up(name)
-            else:
-                self._closures.append(closure)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add("a default", value, depth)
         if not _is_constant(function.__globals__.get("__name__")):
@@ -314,9 +293,7 @@ class CellGuards:
 
     def _class(self, kind: type[Any]) -> None:
         """A class of the user's, with its bases; what code names of it is read in the end."""
-        if id(kind) in self._seen:
-            return
-        for each in kind.__mro__:
+        for each in () if id(kind) in self._seen else kind.__mro__:
             if id(each) not in self._seen:
                 self._seen[id(each)] = len(self._seen)
                 if not _is_constant(each.__module__):
@@ -325,16 +302,17 @@ class CellGuards:
     def _read_classes(self) -> None:
         """Class attributes that the code names, to a fixed point: each may bring more code and classes."""
         done: set[tuple[type, str]] = set()
-        size = (0, 0)
-        while self._classes and size != (len(self._names), len(self._classes)):
-            size = (len(self._names), len(self._classes))
+        size = 0
+        while self._classes and size != len(self._names) + len(self._classes):
+            size = len(self._names) + len(self._classes)
             for kind in self._classes:  # it may grow meanwhile
                 for name in [name for name in kind.__dict__ if name in self._names and (kind, name) not in done]:
                     done.add((kind, name))
                     value = kind.__dict__[name]
-                    function = _function_of(value)
-                    if function is not None:
-                        self._function(function, 1)
+                    if isinstance(cast(object, value), _METHODS):
+                        value = next(getattr(value, each) for each in _BEHIND if hasattr(value, each))
+                    if isinstance(value, types.FunctionType):
+                        self._function(value, 1)
                     elif not hasattr(cast(object, type(value)), "__get__"):
                         self.key.append(name)
                         self._add(f"{name} of {kind.__name__}", value, 1)
@@ -361,25 +339,6 @@ def _of_torch(value: object) -> bool:
     return home == "torch" and (callable(value) or isinstance(value, torch.layout | torch.memory_format))
 
 
-def _is_open(value: object) -> bool:
-    """Whether the attributes of an object of the user's are all that it has: no slots, nothing hidden in C."""
-    kind = type(value)
-    if kind.__basicsize__ > _PLAIN_SIZE or not hasattr(value, "__dict__"):
-        return False
-    return all([each is object or "__slots__" not in each.__dict__ for each in kind.__mro__])
-
-
-def _function_of(found: object) -> types.FunctionType | None:
-    """The function behind what stands in a class under the name of a method or property; None for anything else."""
-    if isinstance(found, staticmethod | classmethod):
-        found = cast(Any, found).__func__
-    elif isinstance(found, property):
-        found = found.fget
-    elif isinstance(found, functools.cached_property):
-        found = cast(Any, found).func
-    return found if isinstance(found, types.FunctionType) else None
-
-
 def _strings(code: types.CodeType) -> list[str]:
     """The strings of code that reads names by strings."""
     return [] if _BY_STRING.isdisjoint(code.co_names) else [each for each in code.co_consts if type(each) is str]
@@ -397,49 +356,34 @@ def _globals_read(code: types.CodeType) -> tuple[str, ...]:
 
 def _restore_tensor(tensor: Tensor, version: int, before: Tensor) -> None:
     with torch.no_grad():
-        nan = tensor.isnan() & before.isnan() if tensor.is_floating_point() else torch.zeros((), dtype=torch.bool)
         # By value as well: batch norm writes without telling the version.
-        if tensor._version != version or bool(((tensor != before) & ~nan).any()):
+        equal = torch.isclose(tensor, before, rtol=0, atol=0, equal_nan=tensor.is_floating_point())
+        if tensor._version != version or not equal.all():
             tensor.copy_(before)
 
 
 def _restore(mutable: Any, before: Any) -> None:
-    if isinstance(mutable, dict):
-        table, entries = cast("dict[Any, Any]", mutable), cast("dict[Any, Any]", before)
-        for name in [name for name in table if name not in entries]:
-            del table[name]
-        for name, value in entries.items():
-            if name not in table or table[name] is not value:
-                table[name] = value
-    elif isinstance(mutable, list):
+    if isinstance(mutable, list):
         mutable[:] = before
-    elif list(map(id, mutable)) != list(map(id, before)):
+    elif isinstance(mutable, dict):  # entry by entry: another thread may read it meanwhile
+        table, entries = cast("dict[Any, Any]", mutable), cast("dict[Any, Any]", before)
+        for name in table.keys() - entries.keys():
+            del table[name]
+        table.update(entries)
+    else:
         mutable.clear()
         mutable.update(before)
 
 
 @contextmanager
 def unobserved() -> Generator[None]:
-    """Inside, settings of autograd for the user's own graph are off.
-
-    Hooks on saved tensors, as those of recomputation are; anomaly mode, which looks at every value; and the cache of
-    parametrized weights, which would hold a weight that was made without a graph.
-    """
+    """Inside, hooks on saved tensors, as those of recomputation are, and anomaly mode are off."""
 
     def same(tensor: Tensor) -> Tensor:
         return tensor
 
-    cache = cast(Any, parametrize)
-    before = cache._cache_enabled, cache._cache
     with torch.autograd.graph.saved_tensors_hooks(same, same), torch.autograd.set_detect_anomaly(False):
-        if not before[0]:  # it is one for the whole process: so as not to meddle with that of another thread
-            yield
-            return
-        cache._cache_enabled, cache._cache = 0, {}
-        try:
-            yield
-        finally:
-            cache._cache_enabled, cache._cache = before
+        yield
 
 
 @contextmanager

@@ -16,29 +16,20 @@ In a captured step the masks, truncation and the step number are further inputs,
     x, valid, reset, cut, t         inputs
     state, fresh, references, held  states; the last three (what a reset restores, what a step net reads besides, the
                                     stand-ins) are loop-invariant
-
-    x = where(valid, x, held)
-    state = where(cut, state without gradient, state)
-    state = where(reset, fresh, state)
-    y, new = cell(x, state, t)
-    new = where(valid, new, state),  y = where(valid, y, 0)
-
-in the same order as in the eager loop.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
-from weft.core.pytree import flatten, map_leaves
+from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.validation import Validator
 from weft.recurrent.capture import CaptureError, present, result_of
-from weft.recurrent.cell import Cell
-from weft.recurrent.links import Linked
+from weft.recurrent.cell import Cell, Linked
 from weft.recurrent.sequence import SequenceInputs, some
 
 
@@ -49,13 +40,10 @@ class RowMasks:
     valid: Tensor | None = None
     reset: Tensor | None = None
 
-    def valid_steps(self, steps: int) -> list[Tensor | None]:
-        """For every step the rows that count; ``None`` where that is known to be all of them."""
-        return _each(self.valid, steps, plain=True)
-
-    def reset_steps(self, steps: int) -> list[Tensor | None]:
-        """For every step the rows that start anew; ``None`` where that is known to be none."""
-        return _each(self.reset, steps, plain=False)
+    def each(self, steps: int) -> "zip[tuple[Tensor | None, Tensor | None]]":
+        """For every step the rows that count, and those that start anew."""
+        tables = [[None] * steps if each is None else each.unbind(0) for each in (self.valid, self.reset)]
+        return zip(*tables, strict=True)
 
 
 ALL_ROWS = RowMasks()
@@ -93,30 +81,27 @@ def pick(flags: Tensor, yes: Tensor, no: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(flags.view(-1, *[1] * (yes.dim() - 1)), yes.to(dtype), no.to(dtype))
 
 
-def stand_ins(inputs: SequenceInputs, valid: Tensor) -> list[Any]:
-    """One step of inputs that the cell can bear: each row's first that counts, or another row's, or a blank.
+def stand_ins(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
+    """For every leaf with rows one step that the cell can bear, N x ...
 
-    No gradient goes through them. Leaves without rows are left as they are.
+    That is each row's first that counts, or another row's, or a blank.
     """
+    pairs = zip(inputs.leaves, inputs.blank(), strict=True)
+    pairs = [(leaf, blank) for leaf, blank in pairs if isinstance(leaf, Tensor) and leaf.dim() >= 2]
     if not valid.numel():
-        return inputs.blank()
+        return [blank for _, blank in pairs]
     present = valid.any(0)
     row = torch.where(present, torch.arange(len(present), device=valid.device), present.int().argmax())
     time = valid.int().argmax(0)[row]
-
-    def stand_in(leaf: Any, blank: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() < 2:
-            return leaf
-        return torch.where(present.any(), leaf.detach()[time, row], blank.detach())
-
-    return [stand_in(leaf, blank) for leaf, blank in zip(inputs.leaves, inputs.blank(), strict=True)]
+    return [torch.where(present.any(), leaf.detach()[time, row], blank.detach()) for leaf, blank in pairs]
 
 
-def replaced(step: list[Any], valid: Tensor, stand_in: list[Any]) -> list[Any]:
-    """The inputs of a step with stand-ins where they do not count."""
+def replaced(step: list[Any], valid: Tensor, held: Sequence[Tensor]) -> list[Any]:
+    """The inputs of a step with stand-ins where they do not count; no gradient goes there."""
+    rest = iter(held)
     return [
-        pick(valid, leaf, other, leaf.dtype) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-        for leaf, other in zip(step, stand_in, strict=True)
+        pick(valid, leaf, next(rest).detach(), leaf.dtype) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+        for leaf in step
     ]
 
 
@@ -130,16 +115,15 @@ def _within(lengths: object, inputs: SequenceInputs, check: Validator) -> Tensor
     given = given.long() if not given.numel() else given  # an empty list has no dtype of its own
     if given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
         check.mismatch(f"lengths has dtype {given.dtype}, wanted integers")
-        return None
-    if given.shape != (inputs.rows,):
+    elif given.shape != (inputs.rows,):
         check.mismatch(f"lengths has shape {tuple(given.shape)}, wanted ({inputs.rows},): one for each row")
-        return None
-    numbers = cast("list[int]", given.tolist())
-    wrong = [f"row {row} has {n}" for row, n in enumerate(numbers) if not 0 <= n <= inputs.steps]
-    if wrong:
+    else:
+        numbers = enumerate(cast("list[int]", given.tolist()))
+        wrong = [f"row {row} has {n}" for row, n in numbers if not 0 <= n <= inputs.steps]
+        if not wrong:
+            return torch.arange(inputs.steps, device=inputs.device)[:, None] < given.to(inputs.device)
         check.mismatch(f"lengths go from 0 to T = {inputs.steps}, but {some(wrong)}")
-        return None
-    return torch.arange(inputs.steps, device=inputs.device)[:, None] < given.to(inputs.device)
+    return None
 
 
 def _table(name: str, table: object, inputs: SequenceInputs, batch_first: bool, check: Validator) -> Tensor | None:
@@ -149,14 +133,11 @@ def _table(name: str, table: object, inputs: SequenceInputs, batch_first: bool, 
         return None
     wanted = (inputs.rows, inputs.steps) if batch_first else (inputs.steps, inputs.rows)
     axes = "N x T" if batch_first else "T x N"
-    fine = True
     if table.dtype != torch.bool:
         check.mismatch(f"{name} has dtype {table.dtype}, wanted torch.bool")
-        fine = False
     if tuple(table.shape) != wanted:
         check.mismatch(f"{name} has shape {tuple(table.shape)}, wanted {axes} = {wanted}")
-        fine = False
-    if not fine:
+    if table.dtype != torch.bool or tuple(table.shape) != wanted:
         return None
     return (table.t() if batch_first else table).to(inputs.device)
 
@@ -167,34 +148,16 @@ def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one & other
 
 
-def _each(table: Tensor | None, steps: int, *, plain: bool) -> list[Tensor | None]:
-    """The rows of a table, ``None`` for one that is ``plain`` throughout.
-
-    Tested only on the CPU: elsewhere the test would make the host wait.
-    """
-    if table is None:
-        return [None] * steps
-    rows = table.unbind(0)
-    if table.device.type != "cpu":
-        return list(rows)
-    alike = cast("list[bool]", (table == plain).all(1).tolist())
-    return [None if same else row for same, row in zip(alike, rows, strict=True)]
-
-
 _tracer = cast("Callable[[], object | None]", proxy_tensor.get_proxy_mode)
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """Which of them a call has. Hashable: a plan is made for one such set."""
+class Conditions(NamedTuple):
+    """Which of them a call has. A plan is made for one such set."""
 
     valid: bool
     reset: bool
     cut: bool
     time: bool
-
-
-UNCONDITIONAL = Conditions(valid=False, reset=False, cut=False, time=False)
 
 
 @dataclass(frozen=True)
@@ -216,10 +179,13 @@ class MaskedStep:
         rest = iter(more)
         valid = next(rest) if self.on.valid else None
         if valid is not None:
-            x = _covered(valid, x, held)
+            leaves, structure = flatten(x)
+            x = unflatten(structure, replaced(leaves, valid, held))
         flags = next(rest) if self.on.reset else None
         if self.on.cut:  # before the reset: what that brings back keeps its gradient
-            state = _cut(next(rest), state)
+            cut = next(rest)
+            leaves, structure = flatten(state)
+            state = unflatten(structure, [torch.where(cut, leaf.detach(), leaf) for leaf in leaves])
         if flags is not None:
             state = _picked(flags, fresh, state)
         t: Any = next(rest) if self.on.time else 0
@@ -227,74 +193,19 @@ class MaskedStep:
             t = int(t)  # as the eager loop has it: what the check compares with, and 1 / t has more digits so
         y, new = result_of(cell(x, state, t))
         if valid is not None:
-            self._check(y, new)
-            new = _picked(valid, new, state)
-            y = _picked(valid, y, map_leaves(_blank, y))
+            if any(leaf.shape[:1] != (self.rows,) for leaf in (*present(flatten(y)[0]), *flatten(new)[0])):
+                raise CaptureError("rows are masked, but not all that the cell returns has rows")
+            new, y = _picked(valid, new, state), _picked(valid, y)
         return y, (new, fresh, references, held)
 
-    def _check(self, y: Any, new: Any) -> None:
-        faults = [leaf for leaf in (*present(flatten(y)[0]), *flatten(new)[0]) if leaf.shape[:1] != (self.rows,)]
-        if faults:
-            raise CaptureError("rows are masked, but not all that the cell returns has rows")
 
+def _picked(flags: Tensor, yes: Any, *no: Any) -> Any:
+    """Row by row one value or the other, which is zero if it is not given."""
 
-def _covered(valid: Tensor, x: Any, held: Sequence[Tensor]) -> Any:
-    """The input with what is held in place of padding; no gradient goes there."""
-    rest = iter(held)
+    def one(new: Tensor | None, *old: Tensor) -> Tensor | None:
+        return None if new is None else pick(flags, new, old[0] if old else torch.zeros_like(new), new.dtype)
 
-    def one(leaf: Any) -> Any:
-        return pick(valid, leaf, next(rest).detach(), leaf.dtype) if isinstance(leaf, Tensor) and leaf.dim() else leaf
-
-    return map_leaves(one, x)
-
-
-def _picked(flags: Tensor, yes: Any, no: Any) -> Any:
-    def one(new: Tensor | None, old: Any) -> Tensor | None:
-        return None if new is None else pick(flags, new, old, new.dtype)
-
-    return map_leaves(one, yes, no)
-
-
-def _blank(output: Tensor | None) -> Tensor | None:
-    return None if output is None else torch.zeros_like(output)
-
-
-def _cut(flag: Tensor, state: Any) -> Any:
-    def one(leaf: Tensor) -> Tensor:
-        return torch.where(flag, leaf.detach(), leaf)
-
-    return map_leaves(one, state)
-
-
-def conditions_of(cell: Cell, rows: RowMasks, truncate: int | None) -> Conditions:
-    """The conditions of a call. Masks without effect count as absent, where that is known without a device sync."""
-    return Conditions(
-        valid=rows.valid is not None and not _all(rows.valid, True),
-        reset=rows.reset is not None and not _all(rows.reset, False),
-        cut=truncate is not None,
-        time=cell.time_step,
-    )
-
-
-def more_inputs(
-    on: Conditions, inputs: SequenceInputs, rows: RowMasks, start: int, truncate: int | None
-) -> list[Tensor]:
-    """The inputs that the conditions add, T x ..."""
-    found: list[Tensor] = []
-    steps = torch.arange(start, start + inputs.steps, device=inputs.device) if on.cut or on.time else None
-    if on.valid:
-        assert rows.valid is not None
-        found.append(rows.valid)
-    if on.reset:
-        assert rows.reset is not None
-        found.append(rows.reset)
-    if on.cut:
-        assert truncate is not None and steps is not None
-        found.append((steps % truncate == 0) & (steps > 0))
-    if on.time:
-        assert steps is not None
-        found.append(steps)
-    return found
+    return map_leaves(one, yes, *no)
 
 
 def check_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
@@ -309,13 +220,3 @@ def check_number(number: fx.Node, leaves: Sequence[Tensor]) -> None:
             "the cell computes in float64 with the number t of the step, which a plan would round to float32; make it "
             "a tensor first, as by torch.as_tensor(t, dtype=x.dtype)"
         )
-
-
-def held_inputs(inputs: SequenceInputs, valid: Tensor) -> list[Tensor]:
-    """The replacement of padding: for every leaf with rows, each row's first valid input, N x ..."""
-    found = zip(inputs.leaves, stand_ins(inputs, valid), strict=True)
-    return [held for leaf, held in found if isinstance(leaf, Tensor) and leaf.dim() >= 2]
-
-
-def _all(table: Tensor, value: bool) -> bool:
-    return table.device.type == "cpu" and bool((table == value).all())

@@ -4,21 +4,15 @@
 
     w = clone(W);  w[0] = x     w = select_scatter(clone(W), x, 0, 0)
 
-PyTorch's pass of this name treats values computed from the arguments of a function. Tensors that the graph holds are
-none, and a write into a value of weights alone would remain; so these tensors become arguments for the pass.
-
 `canonicalize`: forms that hold for all steps at once, where a value is stacked over time and mapped by `vmap`.
 
     detach, alias, clone        removed: nothing writes any more, and autograd is not involved
     t(t(x))                     x
     common subexpressions       one
     view                        reshape: stacked over time, a value may have other strides
-    as_strided(x, [4], [5])     reshape(x, [-1])[0:16:5], by indices: the same reason
-    fill(x, v)                  full_like(x, v), which vmap supports
     prims.mul(x, y)             mul(x, y): vmap supports no prims, of which decompositions consist
     index_put(x, [mask], v)     where(mask, v, x), for a single number v: vmap supports no boolean index
     copy(x, y)                  y in the shape and dtype of x
-    slice_scatter(x, y, -1)     slice_scatter(x, y, 1, 0, 4, 1): vmap takes axis and ends as they are
     (gx, gw) = backward(...)    gx = backward(...) for the loop, gw = backward(...) for after it
     group_norm(x)               group_norm(contiguous(x)): some operators assume contiguous memory
 
@@ -41,15 +35,14 @@ from torch import Tensor, fx
 from torch.fx.experimental import proxy_tensor
 
 from weft.core.errors import WeftError
-from weft.recurrent.graph import StepGraph, alike
+from weft.recurrent.graph import StepGraph, alike, is_random
 from weft.recurrent.plan import CARRIED, dependences, partition
-from weft.recurrent.random import is_random
 
 make_fx = cast("Callable[..., Callable[..., fx.GraphModule]]", proxy_tensor.make_fx)
 _functionalize = cast("Callable[..., Callable[..., Any]]", torch.func.functionalize)
 _aten, _prims = cast(Any, torch.ops.aten), cast(Any, torch.ops.prims)
 _ADD, _MUL = _aten.add.Tensor, _aten.mul.Tensor
-_READ, _WRITTEN = _aten.as_strided.default, _aten.as_strided_scatter.default
+_STRIDED = {_aten.as_strided.default, _aten.as_strided_scatter.default}
 _CONTIGUOUS_ONLY = {_aten.native_group_norm.default, _aten.native_group_norm_backward.default}
 """Operators that read memory as if it were contiguous. PyTorch sees to it before it calls them, by a clone."""
 
@@ -73,7 +66,11 @@ _PRIMS: dict[Any, tuple[Any, ...]] = {
 def functionalize(
     seen: fx.GraphModule, example: Sequence[Sequence[Tensor]], composed: Mapping[Any, Any] | None
 ) -> fx.GraphModule:
-    """The graph `seen`, whose arguments look like `example`, without writes; `composed` as for `capture`."""
+    """The graph `seen`, whose arguments look like `example`, without writes; `composed` as for `capture`.
+
+    PyTorch's pass treats values computed from the arguments of a function. Tensors that the graph holds are none, and a
+    write into a value of weights alone would remain; so these tensors become arguments for the pass.
+    """
     nodes = [node for node in seen.graph.nodes if node.op == "get_attr" and not made_in_the_step(node)]
     held: dict[str, Tensor] = {str(node.target): getattr(seen, str(node.target)) for node in nodes}
     flat = [each for part in example for each in part]
@@ -124,9 +121,11 @@ def writes(module: fx.GraphModule) -> list[str]:
 
 
 def canonicalize(module: fx.GraphModule) -> None:
-    """Rewrite operators into forms that hold for all steps at once, and remove redundant ones; in place."""
+    """Rewrite operators into forms that hold for all steps at once, and remove redundant ones; in place.
+
+    Raises WeftError for reads and writes by strides, which a value stacked over time does not have.
+    """
     graph = module.graph
-    _replace_strides(graph)  # first, before clones are removed: the strides are theirs
     seen: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target in (_aten.view.default, _aten._unsafe_view.default):
@@ -134,7 +133,9 @@ def canonicalize(module: fx.GraphModule) -> None:
         elif node.target is _aten.fill.Scalar:
             node.target = _aten.full_like.default  # without writes it is that, and vmap of older PyTorch knows it
         elif node.target in _PRIMS:
-            _rename(node, *_PRIMS[node.target])
+            target, *names = _PRIMS[node.target]
+            rest = dict(zip(names, node.args[1:], strict=False))
+            node.target, node.args, node.kwargs = target, node.args[:1] if names else node.args, rest
         elif node.target is _aten.slice_scatter.default:
             _name_ends(node)
         elif node.target is _aten.index_put.default:
@@ -150,22 +151,15 @@ def canonicalize(module: fx.GraphModule) -> None:
             key = f"{node.target} {node.args} {node.kwargs}"
         else:
             continue
-        if key in seen:
+        if seen.setdefault(key, node) is not node:
             node.replace_all_uses_with(seen[key])
             graph.erase_node(node)
-        else:
-            seen[key] = node
     _separate(graph)
     _make_contiguous(graph)
     graph.eliminate_dead_code()
     module.recompile()
-
-
-def _rename(node: fx.Node, target: Any, *names: str) -> None:
-    """Another operator in the place of one; arguments behind the first are named, where names are given."""
-    rest = dict(zip(names, node.args[1:], strict=False))
-    node.target = target
-    node.args, node.kwargs = (node.args[:1], rest) if names else (node.args, {})
+    if any(node.target in _STRIDED for node in graph.nodes):
+        raise WeftError("the cell reads or writes memory by strides (as_strided); use slices, indices and torch.where")
 
 
 def _separate(graph: fx.Graph) -> None:
@@ -184,11 +178,9 @@ def _separate(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             halves = [
-                graph.call_function(node.target, (*node.args[:at], half, *node.args[at + 1 :]), node.kwargs)
+                _new(node.target, (*node.args[:at], half, *node.args[at + 1 :]), node, **node.kwargs)
                 for half in ([True, *[False] * (len(mask) - 1)], [False, *mask[1:]])
             ]
-        for half in halves:
-            half.meta = dict(node.meta)
         for user in list(node.users):
             user.replace_input_with(node, halves[0] if user.args[1] == 0 else halves[1])
         graph.erase_node(node)
@@ -201,8 +193,7 @@ def _make_contiguous(graph: fx.Graph) -> None:
         for operand in node.all_input_nodes:
             if operand not in made:
                 with graph.inserting_after(operand):
-                    made[operand] = graph.call_function(_aten.contiguous.default, (operand,))
-                made[operand].meta = dict(operand.meta)
+                    made[operand] = _new(_aten.contiguous.default, (operand,), operand)
             node.replace_input_with(operand, made[operand])
 
 
@@ -226,14 +217,9 @@ def _choose(node: fx.Node) -> None:
         return
     with node.graph.inserting_before(node):
         flags = mask.meta["val"].shape
-        where = [_reshaped(mask, [*flags, *[1] * (fake.dim() - len(flags))]), _reshaped(value, [])]
-    node.target, node.args, node.kwargs = _aten.where.self, (*where, whole), {}
-
-
-def _reshaped(node: fx.Node, shape: list[int]) -> fx.Node:
-    made = node.graph.call_function(_aten.reshape.default, (node, shape))
-    made.meta = {**node.meta, "val": node.meta["val"].reshape(shape)}
-    return made
+        shapes = ((mask, [*flags, *[1] * (fake.dim() - len(flags))]), (value, list[int]()))
+        where = [_new(_aten.reshape.default, each, each[0], each[0].meta["val"].reshape(each[1])) for each in shapes]
+    _become(node, _aten.where.self, (*where, whole))
 
 
 def _copied(node: fx.Node) -> fx.Node:
@@ -241,11 +227,9 @@ def _copied(node: fx.Node) -> fx.Node:
     fake, found = node.meta["val"], cast(fx.Node, node.args[1])
     with node.graph.inserting_before(node):
         if found.meta["val"].dtype != fake.dtype:
-            found = node.graph.call_function(_aten._to_copy.default, (found,), {"dtype": fake.dtype})
-            found.meta = {**node.meta, "val": cast(fx.Node, node.args[1]).meta["val"].to(fake.dtype)}
+            found = _new(_aten._to_copy.default, (found,), node, found.meta["val"].to(fake.dtype), dtype=fake.dtype)
         if found.meta["val"].shape != fake.shape:
-            found = node.graph.call_function(_aten.expand.default, (found, list(fake.shape)))
-            found.meta = dict(node.meta)
+            found = _new(_aten.expand.default, (found, list(fake.shape)), node)
     return found
 
 
@@ -261,48 +245,6 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         if before.target is _aten.t.default:
             return before.all_input_nodes[0]
     return None
-
-
-def _replace_strides(graph: fx.Graph) -> None:
-    for node in [each for each in graph.nodes if each.target in (_READ, _WRITTEN)]:
-        node.replace_all_uses_with(_by_elements(node))
-        graph.erase_node(node)
-
-
-def _by_elements(node: fx.Node) -> fx.Node:
-    """A read or write by strides, as one by indices. Raises WeftError if it leaves the tensor's memory."""
-    base, *given = cast("tuple[Any, ...]", node.args)
-    piece = given.pop(0) if node.target is _WRITTEN else None
-    size, strides, *offset = given
-    fake: Tensor = base.meta["val"]
-    order = sorted(range(fake.dim()), key=lambda axis: -fake.stride(axis))
-    start = 0 if not offset or offset[0] is None else offset[0] - fake.storage_offset()
-    reach = start + sum((n - 1) * step for n, step in zip(size, strides, strict=True))
-    if not fake.permute(order).is_contiguous() or start < 0 or reach >= fake.numel():
-        raise WeftError(f"the cell reads memory outside of a tensor by {node.target}; use slices and indices")
-    device = fake.device
-
-    def new(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = node.graph.call_function(target, args, kwargs)
-        with cast(Any, fake).fake_mode:
-            values = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
-            made.meta = {"val": target(*cast(Any, values)[0], **cast(Any, values)[1])}
-        return made
-
-    with node.graph.inserting_before(node):
-        flat = new(_aten.reshape.default, new(_aten.permute.default, base, order), [-1])
-        at = new(_aten.full.default, [1] * len(size), start, dtype=torch.int64, device=device, pin_memory=False)
-        for axis, (n, step) in enumerate(zip(size, strides, strict=True)):
-            line = new(_aten.arange.start_step, 0, n * max(step, 1), max(step, 1), device=device, pin_memory=False)
-            shape = [n if axis == other else 1 for other in range(len(size))]
-            along = new(_aten.reshape.default, line, shape)
-            at = new(_aten.add.Tensor, at, along if step else new(_aten.mul.Tensor, along, 0))
-        at = new(_aten.reshape.default, at, [-1])
-        if piece is None:
-            return new(_aten.reshape.default, new(_aten.index_select.default, flat, 0, at), list(size))
-        filled = new(_aten.scatter.src, flat, 0, at, new(_aten.reshape.default, piece, [-1]))
-        back = new(_aten.reshape.default, filled, [fake.shape[axis] for axis in order])
-        return new(_aten.permute.default, back, [order.index(axis) for axis in range(fake.dim())])
 
 
 # -- fuse -------------------------------------------------------------------------------------------------------------
@@ -375,9 +317,10 @@ def _merge(node: fx.Node, inside: set[fx.Node]) -> None:
     return None
 
 
-def _new(target: Any, args: Any, like: fx.Node) -> fx.Node:
-    node = like.graph.call_function(target, args)
-    node.meta = dict(like.meta)
+def _new(target: Any, args: Any, like: fx.Node, value: Any = None, **kwargs: Any) -> fx.Node:
+    """An operator with the metadata of a node, or with this value in them."""
+    node = like.graph.call_function(target, args, kwargs)
+    node.meta = dict(like.meta) if value is None else {**like.meta, "val": value}
     return node
 
 

@@ -164,9 +164,8 @@ class BulkEvaluator:
                 local[node] = _call(node, local)
             return tuple(local[node] for node in wanted)
 
-        values = [self.env[node] for node in given]
-        found = step(*values) if all(dim is None for dim in dims) else _vmap(step, dims)(*values)
-        self.env.update(zip(wanted, found, strict=True))
+        every = step if all(dim is None for dim in dims) else torch.vmap(step, in_dims=dims, randomness="error")
+        self.env.update(zip(wanted, every(*[self.env[node] for node in given]), strict=True))
 
     def summed(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
         """The sum over all steps of a value that is computed by nodes `inside`."""
@@ -179,8 +178,6 @@ class BulkEvaluator:
             return self._rows_added(node, inside)
         if node.target in _LINEAR_VIEWS:
             return cast(Any, node.target)(self.summed(cast(fx.Node, args[0]), inside), *args[1:])
-        if node.target is _aten.sum.dim_IntList:
-            return self._sum_of_sum(node, inside)
         if node.target is _aten.mm.default:
             return self._sum_of_product(*cast("tuple[fx.Node, fx.Node]", args), inside)
         if node.target is _aten.add.Tensor and all(isinstance(each, fx.Node) for each in args) and not node.kwargs:
@@ -188,14 +185,6 @@ class BulkEvaluator:
             if _shape(one) == _shape(other):
                 return self.summed(one, inside) + self.summed(other, inside)
         return self._stacked(node, inside).sum(0)
-
-    def _sum_of_sum(self, node: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
-        source, axes, *rest = node.args
-        value = self._stacked(cast(fx.Node, source), inside)
-        steps = [0, *(axis % (value.dim() - 1) + 1 for axis in cast("list[int]", axes))]
-        keep = bool(rest[0]) if rest else False
-        total = value.sum(steps, keepdim=keep)
-        return total[0] if keep else total
 
     def _sum_of_product(self, one: fx.Node, other: fx.Node, inside: Sequence[fx.Node]) -> Tensor:
         if not self.varies(other):
@@ -246,10 +235,6 @@ def summed_at_once(node: fx.Node) -> bool:
 def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     args, kwargs = cast("tuple[Any, Any]", fx.map_arg((node.args, node.kwargs), lambda each: values[each]))
     return cast(Any, node.target)(*args, **kwargs)
-
-
-def _vmap(function: Callable[..., Any], dims: tuple[int | None, ...]) -> Callable[..., Any]:
-    return torch.vmap(function, in_dims=dims, randomness="error")
 
 
 def _shape(node: fx.Node) -> Any:

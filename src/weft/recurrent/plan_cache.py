@@ -1,14 +1,8 @@
 """The plans of a network, by kind of sequence: which backend runs a call, and why.
 
-    "auto"      the fastest of those below that can
-    "c"         the derived plan as a compiled loop; on the CPU, if there is a C++ compiler and C knows what is carried
-    "inductor"  the derived plan with compiled steps; any operator and device; on CUDA a chunk is launched as a whole
-    "python"    the derived plan: bulk operators around two minimal loops, run by Python
-    "eager"     every step by plain autograd; whatever the cell does
-
 A plan is made at the first sequence of its kind (shapes of one step, dtypes, which tensors want gradients, what the
 cell reads), verified against the eager loop, and cached. Where there can be none, the eager loop runs, and a warning
-says why, once. `Recurrent.explain()` tells what was chosen for which kind, and why.
+says why, once.
 """
 
 import threading
@@ -17,12 +11,13 @@ import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from weft.core.errors import UsageError, WeftError
@@ -30,44 +25,37 @@ from weft.core.pytree import flatten, map_leaves, unflatten
 from weft.core.validation import Validator
 from weft.recurrent import eager
 from weft.recurrent.autograd import EagerReplay, run_derived
-from weft.recurrent.backends import Backend
+from weft.recurrent.backends import NAMES as MEMORY
+from weft.recurrent.backends import Backend, Memory, choose_policy, size_of
 from weft.recurrent.capture import CaptureError, MisfitError, capture
+from weft.recurrent.cell import Linked
 from weft.recurrent.cpp.backend import CppBackend
 from weft.recurrent.cpp.compiler import CompileError
 from weft.recurrent.cpp.decompositions import decomposition_table
 from weft.recurrent.cpp.ir import Unsupported
-from weft.recurrent.graph import StepGraph
+from weft.recurrent.graph import StepGraph, drawn, memory_order
 from weft.recurrent.guards import CellGuards, no_foreign_draws, unobserved
 from weft.recurrent.inductor_backend import InductorBackend
-from weft.recurrent.links import Linked
 from weft.recurrent.masking import (
-    ALL_ROWS,
-    UNCONDITIONAL,
+    Conditions,
     MaskedStep,
     RowMasks,
     check_number,
-    conditions_of,
-    held_inputs,
-    more_inputs,
+    stand_ins,
 )
-from weft.recurrent.memory import NAMES as MEMORY
-from weft.recurrent.memory import Memory, SequenceSize, choose_policy, size_of
 from weft.recurrent.passes import made_in_the_step
 from weft.recurrent.python_backend import PythonBackend
-from weft.recurrent.random import drawn, layouts_drawn, memory_order
 from weft.recurrent.sequence import SequenceInputs
 from weft.recurrent.verify import PlanError, verify
 
 BackendName = Literal["auto", "c", "inductor", "python", "eager"]
-NAMES: tuple[BackendName, ...] = ("auto", "c", "inductor", "python", "eager")
 VerifyMode = Literal["first", "never"]
-VERIFY: tuple[VerifyMode, ...] = ("first", "never")
 MAX_UNUSED_PLANS = 32
 """After this many plans in a row that were used once each, whatever is new runs by the eager loop."""
 MAX_PLANS = 64
 """Plans that a network keeps; the least recently used goes first."""
 RACE_STEPS = 32
-"""Steps of a sequence that a race takes, or all if there are fewer."""
+"""Steps that a race takes; of a shorter sequence the same ones again."""
 COMPUTED = (
     "it reads a tensor that was computed from others, as by torch.func.functional_call, which is another one at every "
     "call, so that no plan could be kept; hand it over as an input, a state, or one of references="
@@ -77,8 +65,8 @@ _Key = tuple[Hashable, Hashable]
 
 def check_settings(check: Validator, memory: object, backend: object, verify: object) -> None:
     """Validate the settings of a network."""
-    check.choice("backend", backend, NAMES)
-    check.choice("verify", verify, VERIFY)
+    check.choice("backend", backend, get_args(BackendName))
+    check.choice("verify", verify, get_args(VerifyMode))
     if memory not in MEMORY and not (type(memory) is int and memory > 0):
         check.add(f"memory is {memory!r}, wanted {', '.join(MEMORY)} or a number of bytes")
 
@@ -108,15 +96,6 @@ class PlanChoice:
     """For the user, once."""
     held: tuple[object, ...] = ()
     """Objects whose addresses are part of the key, kept alive with it."""
-    measured: int = 0
-    """Steps over which the candidates were timed; 0: they were not."""
-    candidates: dict[str, Backend] = field(default_factory=dict[str, Backend])
-    """Timed again, with the eager loop, when sequences become longer than `measured`."""
-    refused: tuple[str, ...] = ()
-
-    def outgrown(self, steps: int) -> bool:
-        """Whether a race over so many steps would tell more: twice as many as before, or the most there may be."""
-        return 0 < self.measured < steps and (steps == RACE_STEPS or steps >= 2 * self.measured)
 
     def explain(self) -> str:
         """For a person."""
@@ -140,11 +119,6 @@ class PlanCache:
 
     def run(self, job: eager.SequenceRun) -> eager.Unrolled:
         """Run by a plan, or by the eager loop; with a warning, once, if it is not by the plan asked for."""
-        if self._backend == "eager":
-            return self._eagerly(job, "sequences of every kind", "it was asked for")
-        reason = unfit(job.inputs, job.initial)
-        if reason is not None:
-            return self._eagerly(job, f"calls where {reason}", "no plan can run those")
         if torch.is_inference_mode_enabled():  # a plan that is made in it could not be used outside
             with torch.inference_mode(False), torch.no_grad():
                 found, warning = self._by_plan(job)
@@ -157,47 +131,41 @@ class PlanCache:
             warnings.warn(warning, NoPlanWarning, stacklevel=2)
         return found
 
-    def _eagerly(self, job: eager.SequenceRun, kind: str, why: str) -> eager.Unrolled:
-        self._note(kind, why)
-        return job.run()
-
-    def _note(self, kind: str, why: str) -> None:
-        """Record, for `reasons`, that the eager loop runs calls of this kind whatever the sequence looks like."""
-        with self._lock:
-            self._known.setdefault((kind, None), PlanChoice(kind, None, "eager", why))
-
     def _by_plan(self, job: eager.SequenceRun) -> tuple[eager.Unrolled | None, str | None]:
         """The results, None if the eager loop must run it; and the warning for the user."""
-        call = PlannedCall(job)
-        if call.computed:
-            self._note("calls where the cell reads a computed tensor", COMPUTED)
-            return None, f"cell {call.cell.name} runs by the eager loop: {COMPUTED}"
-        choice = self._choice(call)
-        return None if choice.engine is None else call.run(choice.engine, self._memory), choice.warning
+        call, choice = self._planned(job)
+        found = None if call is None or choice.engine is None else call.run(choice.engine, self._memory)
+        return found, choice.warning
+
+    def _planned(self, job: eager.SequenceRun) -> "tuple[PlannedCall | None, PlanChoice]":
+        """What runs a sequence; a plan is made, if there is none yet."""
+        kind, why, warning = "sequences of every kind", "it was asked for", None
+        if self._backend != "eager":
+            reason = unfit(job.inputs, job.initial)
+            kind, why = f"calls where {reason}", "no plan can run those"
+            if reason is None:
+                call = PlannedCall(job)
+                if not call.computed:
+                    return call, self._choice(call)
+                kind, why = "calls where the cell reads a computed tensor", COMPUTED
+                warning = f"cell {job.cell.name} runs by the eager loop: {COMPUTED}"
+        choice = PlanChoice(kind, None, "eager", why, warning)
+        with self._lock:
+            self._known.setdefault((kind, None), choice)
+        return None, choice
 
     def forecast(self, job: eager.SequenceRun, steps: int) -> dict[str, int]:
         """See `Recurrent.forecast`; makes the plan, if there is none yet."""
-        why = unfit(job.inputs, job.initial)
-        if self._backend == "eager":
-            why = 'the network has backend="eager"'
-        elif why is None:
-            call = PlannedCall(job)
-            choice = None if call.computed else self._choice(call)
-            if choice is not None and choice.engine is not None:
-                size = call.size(choice.engine, steps)
-                return {mode: size.peak(choose_policy(mode, size)) for mode in MEMORY}
-            why = COMPUTED if choice is None else choice.why
-        raise UsageError(f"no forecast for cell {job.cell.name}: such sequences run by the eager loop, because {why}")
+        call, choice = self._planned(job)
+        if call is None or choice.engine is None:
+            raise UsageError(
+                f"no forecast for cell {job.cell.name}: {choice.kind} run by the eager loop, because {choice.why}"
+            )
+        size = size_of(choice.engine, steps, call.states)
+        return {mode: size.peak(choose_policy(mode, size)) for mode in MEMORY}
 
-    def explanations(self) -> list[str]:
-        """For every kind, what was chosen, in words."""
-        return [each.explain() for each in self._choices()]
-
-    def reasons(self) -> list[tuple[str, str, str]]:
-        """For every kind of sequence seen: the kind, what runs it, and why."""
-        return [(each.kind, each.backend, each.why) for each in self._choices()]
-
-    def _choices(self) -> list[PlanChoice]:
+    def choices(self) -> list[PlanChoice]:
+        """What was chosen for every kind of sequence seen."""
         with self._lock:
             return list(self._known.values())
 
@@ -213,9 +181,6 @@ class PlanCache:
                 return self._added(call, key)
             self._unused = 0
             self._known.move_to_end(key)
-            if found.measured and found.outgrown(call.race_steps):
-                again = self._fastest(call, found.candidates, found.refused)
-                found = self._known[key] = replace(again, held=found.held, warning=found.warning)
             return found
 
     def _added(self, call: "PlannedCall", key: _Key) -> PlanChoice:
@@ -234,10 +199,8 @@ class PlanCache:
         return found
 
     def _made(self, call: "PlannedCall") -> PlanChoice:
-        refused: list[str] = []
-        wrong = False
-        candidates: dict[str, Backend] = {}
-        automatic = ("inductor", "python") if call.on_cuda else ("c", "python")
+        refused, wrong, candidates = list[str](), False, dict[str, Backend]()
+        automatic = ("inductor" if call.inputs.device.type == "cuda" else "c", "python")
         names: tuple[str, ...] = automatic if self._backend == "auto" else (self._backend,)
         for name in names:
             try:
@@ -253,7 +216,8 @@ class PlanCache:
                 refused.append(f"not {name}: {error}")
                 wrong = True  # worth a warning even where another plan is right
             except Exception as error:  # whatever tracing a user's code may raise: the eager loop is there
-                refused.append(f"no plan could be made: {_words(error)}")
+                told = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {str(error)[:500]}"
+                refused.append(f"no plan could be made: {told}")
                 break
             else:
                 candidates[name] = engine
@@ -267,68 +231,42 @@ class PlanCache:
         return choice
 
     def _chosen(self, call: "PlannedCall", candidates: dict[str, Backend], refused: list[str]) -> PlanChoice:
+        """The only candidate, or the fastest of several and the eager loop, by the first steps of this sequence."""
         name, engine = next(iter(candidates.items()))
         if self._backend != "auto":
             return PlanChoice(call.kind, engine, name, "it was asked for")
         if name == "c":
             return PlanChoice(call.kind, engine, name, "its loops could be compiled, and nothing here is faster")
-        return self._fastest(call, candidates, tuple(refused))
-
-    def _fastest(self, call: "PlannedCall", candidates: dict[str, Backend], refused: tuple[str, ...]) -> PlanChoice:
-        """The fastest of the candidates and the eager loop, by the first steps of this sequence."""
-        steps = call.race_steps
         times = {name: call.race(engine) for name, engine in candidates.items()}
         best = min(times, key=lambda name: times[name][0])
         loop = min(slow for _, slow in times.values())
         told = ", ".join(f"{1e3 * ours:.2f} ms by the {name} plan" for name, (ours, _) in times.items())
-        why = "; ".join([f"{steps} steps took {told} and {1e3 * loop:.2f} ms by the eager loop", *refused])
+        why = "; ".join([f"{RACE_STEPS} steps took {told} and {1e3 * loop:.2f} ms by the eager loop", *refused])
         engine, name = (candidates[best], best) if times[best][0] < loop else (None, "eager")
-        left = {} if steps == RACE_STEPS else candidates
-        return PlanChoice(call.kind, engine, name, why, measured=steps, candidates=left, refused=refused)
+        return PlanChoice(call.kind, engine, name, why)
 
 
-def _words(error: Exception) -> str:
-    text = str(error)
-    return text if isinstance(error, WeftError) else f"{type(error).__name__}: {text[:500]}"
-
-
-class _CaptureLock:
-    """Serialises tracing, which patches modules for the whole process, and knows the thread that traces."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.owner: int | None = None
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self.owner = threading.get_ident()
-
-    def __exit__(self, *exception: object) -> None:
-        self.owner = None
-        self._lock.release()
-
-
-_CAPTURING = _CaptureLock()
+_CAPTURING = threading.RLock()
+"""Held while a cell is traced, which patches modules for the whole process."""
 
 
 class PlannedCall:
     """One call of a network as plans see it: its key, how a plan for it is made and verified, and running it.
 
     Attributes:
+        states: the initial ones of the captured step, flat.
         cell_key: what the cell is and reads, as it is now: a plan was made for just that.
         computed: whether the cell reads what was computed from other tensors: another one at every call.
     """
 
     def __init__(self, job: eager.SequenceRun) -> None:
         cell, inputs, rows, state = job.cell, job.inputs, job.rows, job.initial
-        self.cell, self._inputs, self._rows = cell, inputs, rows
-        self._start, self._truncate = job.start, job.truncate
-        plain = rows is ALL_ROWS and job.truncate is None and not cell.time_step
-        self._on = UNCONDITIONAL if plain else conditions_of(cell, rows, job.truncate)
+        self.cell, self.inputs, self._job = cell, inputs, job
+        self._on = Conditions(rows.valid is not None, rows.reset is not None, job.truncate is not None, cell.time_step)
         fresh = (state if job.fresh is None else job.fresh) if self._on.reset else ()
         references = cell.references if isinstance(cell, Linked) and cell.references is not None else ()
-        held = [] if rows.valid is None or not self._on.valid else held_inputs(inputs, rows.valid)
-        self._states, self._structure = flatten((state, fresh, references, held))
+        held = [] if rows.valid is None else stand_ins(inputs, rows.valid)
+        self.states, self._structure = flatten((state, fresh, references, held))
         self.guards = CellGuards(cell.function)
         self.cell_key = tuple(self.guards.key)
         self.computed = not all([each.is_leaf for each in self.guards.tensors])
@@ -340,9 +278,9 @@ class PlannedCall:
     def kind(self) -> str:
         """For a person: shape and dtype of a step."""
         shapes = ", ".join(
-            f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape[1:])}" for each in self._inputs.leaves
+            f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape[1:])}" for each in self.inputs.leaves
         )
-        flags = [name for name in ("valid", "reset", "cut", "time") if getattr(self._on, name)]
+        flags = [name for name, on in self._on._asdict().items() if on]
         return f"steps of {shapes}" + (f" with {', '.join(flags)}" if flags else "")
 
     def step_key(self) -> Hashable:
@@ -351,10 +289,10 @@ class PlannedCall:
         return (
             self.cell.form,
             self._on,
-            self._inputs.structure,
+            self.inputs.structure,
             self._structure,
-            tuple([_meta(leaf[0]) for leaf in self._inputs.leaves]),
-            tuple([_meta(leaf) for leaf in self._states]),
+            tuple([_meta(leaf[0]) for leaf in self.inputs.leaves]),
+            tuple([_meta(leaf) for leaf in self.states]),
             self._wants,
             *casting,
             torch.is_grad_enabled(),  # a cell may ask, and a plan without backward is the smaller one
@@ -363,25 +301,31 @@ class PlannedCall:
 
     def _leaves(self) -> list[Tensor]:
         """The inputs, T x ..., with those that conditions add."""
-        if self._on is UNCONDITIONAL:
-            return [*self._inputs.leaves]
-        return [*self._inputs.leaves, *more_inputs(self._on, self._inputs, self._rows, self._start, self._truncate)]
+        if not any(self._on):
+            return [*self.inputs.leaves]
+        start, truncate, rows = self._job.start, self._job.truncate, self._job.rows
+        numbers = torch.arange(start, start + self.inputs.steps, device=self.inputs.device)
+        cut = None if truncate is None else (numbers % truncate == 0) & (numbers > 0)
+        more = (rows.valid, rows.reset, cut, numbers if self._on.time else None)
+        return [*self.inputs.leaves, *(each for each in more if each is not None)]
 
     def _step(self) -> MaskedStep:
-        return MaskedStep(self.cell, self._on, self._inputs.rows)
+        return MaskedStep(self.cell, self._on, self.inputs.rows)
 
     def make(self, name: str) -> Backend:
         """A new plan by this backend. Raises CaptureError, Unsupported and CompileError."""
-        if not all(isinstance(each, Tensor) for each in self._states):
+        if not all(isinstance(each, Tensor) for each in self.states):
             raise CaptureError("not all references are tensors; let the step net close over what is none")
         if self.guards.refusal is not None:
             raise CaptureError(self.guards.refusal)
-        if name == "c" and any(each.device.type != "cpu" for each in self._inputs.leaves):
-            raise Unsupported(f"loops in C run on the CPU, and the inputs are on {self._inputs.device}")
+        if name == "c" and any(each.device.type != "cpu" for each in self.inputs.leaves):
+            raise Unsupported(f"loops in C run on the CPU, and the inputs are on {self.inputs.device}")
         captured = self._captured(decomposition_table() if name == "c" else None)
         own = {id(each) for each in self.guards.tensors}
         read = [(node, captured.reference(node)) for node in captured.signature.references]
-        strange = sum(id(each) not in own and not _constant(node, each) for node, each in read)
+        # What the step itself makes out of plain numbers is none of them.
+        made = [(made_in_the_step(node) or not each.dim()) and not each.requires_grad for node, each in read]
+        strange = sum(id(each) not in own and not here for (_, each), here in zip(read, made, strict=True))
         if strange:
             raise CaptureError(
                 f"it reads {strange} tensors that are neither parameters nor buffers of it; register them"
@@ -392,35 +336,29 @@ class PlannedCall:
     def _captured(self, operators: Mapping[Any, Any] | None) -> StepGraph:
         """Capture the step. The cell runs without observable side effects, and draws nothing the caller would miss."""
         leaves = self._leaves()
-        count = len(self._inputs.leaves)
+        count = len(self.inputs.leaves)
         first = [each[0] for each in leaves]
-        nest = unflatten(self._inputs.structure, first[:count]), first[count:]
+        nest = unflatten(self.inputs.structure, first[:count]), first[count:]
         wants = [*self._wants, *[False] * (len(leaves) - count)]
-        step, state = self._step(), unflatten(self._structure, self._states)
+        step, state = self._step(), unflatten(self._structure, self.states)
 
-        def once(before: Any = state) -> Any:
+        def once() -> Any:
             with torch.no_grad():
-                return step(*(map_leaves(torch.clone, each) for each in (nest, before)))
+                return step(*(map_leaves(torch.clone, each) for each in (nest, state)))
 
         with torch.random.fork_rng(self._devices()), _CAPTURING, self.guards.undone(), no_foreign_draws(once):
-            captured = capture(
-                step,
-                nest,
-                state,
-                self.guards.parameters,
-                wanted_inputs=wants,
-                composed=operators,
-                watched=self.guards.tensors,
-            )
+            parameters, tensors = self.guards.parameters, self.guards.tensors
+            captured = capture(step, nest, state, parameters, wanted_inputs=wants, composed=operators, watched=tensors)
             if self._on.time:
-                check_number(captured.signature.inputs[len(leaves) - 1], [*first, *self._states])
+                check_number(captured.signature.inputs[len(leaves) - 1], [*first, *self.states])
             changed = CellGuards(self.cell.function).key != self.guards.key
             if captured.draws and not changed:
-                first, *later = layouts_drawn(once, state)
-                if any(each != first for each in later):
+                after = flatten(once()[1])[0]
+                if any(memory_order(old) != memory_order(new) for old, new in zip(self.states, after, strict=True)):
                     raise CaptureError(
-                        "the cell draws numbers in the memory order of a state, and the first state has another memory "
-                        "layout than later ones, as a transposed tensor has; make both contiguous, as by .contiguous()"
+                        "the cell draws, which may be in the memory order of a state, and the first state has another "
+                        "memory layout than later ones, as a transposed tensor has; make both contiguous, as by "
+                        ".contiguous()"
                     )
         if changed:
             raise CaptureError(
@@ -429,25 +367,19 @@ class PlannedCall:
             )
         return captured
 
-    def size(self, engine: Backend, steps: int) -> SequenceSize:
-        """Memory that a sequence like this one takes over so many steps."""
-        return size_of(engine, steps, self._states)
-
     def verify(self, engine: Backend, memory: Memory) -> None:
         """See `weft.recurrent.verify`."""
         with self.guards.undone():
-            verify(engine, self._step(), self._leaves(), self._states, memory)
+            verify(engine, self._step(), self._leaves(), self.states, memory)
 
     def run(self, engine: Backend, memory: Memory) -> eager.Unrolled:
         """The whole sequence."""
-        captured, device, inputs = engine.captured, self._inputs.device, self._leaves()
-        replay = None
-        if torch.is_grad_enabled():
-            restored = partial(self.guards.restored, self.cell.function)
-            replay = EagerReplay.capture(captured, self._step(), device, restored)
+        captured, device, inputs = engine.captured, self.inputs.device, self._leaves()
+        restored = partial(self.guards.restored, self.cell.function)
+        replay = EagerReplay(captured, self._step(), device, restored) if torch.is_grad_enabled() else None
         if captured.draws:
-            inputs += drawn(captured.draws, self._inputs.steps, device)
-        leaves = run_derived(engine, inputs, self._states, memory, replay)
+            inputs += drawn(captured.draws, self.inputs.steps, device)
+        leaves = run_derived(engine, inputs, self.states, memory, replay)
         outputs = iter(leaves.outputs)
         y = unflatten(captured.output_structure, [next(outputs) if given else None for given in captured.given])
         # A state of the graph is (the cell's, what resets bring back, references, stand-ins); the first is the user's.
@@ -455,43 +387,30 @@ class PlannedCall:
         states = unflatten(captured.state_structure, leaves.states)[0] if leaves.states else None
         return y, last, states
 
-    @property
-    def race_steps(self) -> int:
-        """The number of steps that `race` takes."""
-        return min(self._inputs.steps, RACE_STEPS)
-
     def race(self, engine: Backend) -> tuple[float, float]:
-        """Seconds that a short part of this sequence takes by the engine, and by the eager loop; drawing nothing."""
-        short = self.race_steps
-        part = replace(self._inputs, leaves=[each[:short].detach() for each in self._inputs.leaves], steps=short)
-        rows = RowMasks(*(None if each is None else each[:short] for each in (self._rows.valid, self._rows.reset)))
+        """Seconds that `RACE_STEPS` of this sequence take by the engine, and by the eager loop; drawing nothing."""
+        steps = torch.arange(RACE_STEPS, device=self.inputs.device) % self.inputs.steps
+        part = replace(self.inputs, leaves=[each.detach()[steps] for each in self.inputs.leaves], steps=RACE_STEPS)
+        tables = self._job.rows.valid, self._job.rows.reset
+        rows = RowMasks(*(None if each is None else each[steps] for each in tables))
         # Cut from the caller's graph, which its own backward will want whole.
-        state, fresh, *_ = unflatten(self._structure, [each.detach() for each in self._states])
-        again = fresh if self._on.reset else None
-        job = eager.SequenceRun(self.cell, part, rows, state, again, self._start, self._truncate)
+        state, fresh, *_ = unflatten(self._structure, [each.detach() for each in self.states])
+        job = replace(self._job, inputs=part, rows=rows, initial=state, fresh=fresh if self._on.reset else None)
         call = PlannedCall(job)
-
-        def by_plan() -> eager.Unrolled:
-            return call.run(engine, "full")
-
+        ways = partial(call.run, engine, "full"), job.run
         with unobserved(), torch.random.fork_rng(self._devices()), self.guards.undone():
-            ours, loop = (min(_seconds(each, self.guards.parameters) for _ in range(2)) for each in (by_plan, job.run))
+            ours, loop = (min(_seconds(each, self.guards.parameters) for _ in range(2)) for each in ways)
         return ours, loop
 
-    @property
-    def on_cuda(self) -> bool:
-        """Whether the sequence is on a GPU."""
-        return bool(self._devices())
-
     def _devices(self) -> list[torch.device]:
-        return [self._inputs.device] if self._inputs.device.type == "cuda" else []
+        return [self.inputs.device] if self.inputs.device.type == "cuda" else []
 
 
 def unfit(inputs: SequenceInputs, state: Any) -> str | None:
     """Why no plan at all can run this call; None if one may."""
     if not inputs.steps:
         return "there are no steps"
-    if _CAPTURING.owner == threading.get_ident():
+    if cast(Any, _CAPTURING)._is_owned():
         return "a cell contains a network, and the plan of the outer one is being made"
     leaves = [*inputs.leaves, *flatten(state)[0]]
     if not all([isinstance(leaf, Tensor) for leaf in inputs.leaves]):
@@ -509,6 +428,8 @@ def unfit(inputs: SequenceInputs, state: Any) -> str | None:
         return "it is being traced by torch.jit"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode gradients are on"
+    if cast(Any, parametrize)._cache_enabled:  # it would keep weights that a trace had made
+        return "parametrized weights are cached"
     return None
 
 
@@ -519,20 +440,13 @@ def _meta(value: Any) -> Hashable:
     return value.shape, value.dtype, value.device, None if plain else memory_order(value)
 
 
-def _constant(node: fx.Node, tensor: Tensor) -> bool:
-    """Whether a tensor that the graph refers to was made in the step itself, out of plain numbers."""
-    return (made_in_the_step(node) or tensor.dim() == 0) and not tensor.requires_grad
-
-
 def _seconds(run: Callable[[], eager.Unrolled], parameters: Sequence[Tensor]) -> float:
     """The seconds of a run with its backward."""
     begin = time.perf_counter()
-    outputs, last, _ = run()
-    ends = [
-        leaf for leaf in (*flatten(outputs)[0], *flatten(last)[0]) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
+    leaves = flatten(run()[:2])[0]
+    ends = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if ends and parameters:
         torch.autograd.grad(ends, parameters, [torch.ones_like(each) for each in ends], allow_unused=True)
-    if ends and ends[0].is_cuda:
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter() - begin

@@ -12,8 +12,8 @@ The source is generated once per plan, whatever T. The backward loop comes from 
 down.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -64,7 +64,7 @@ class Loop:
 
     `rows` come as one list per node with a value per step; `constants` are the same in all steps; `carried` are
     the values that go from step to step, with `ends` what they become; `saved` are kept for all steps: written into a
-    row of a buffer where the operator can do that, else collected into a list. With `added`
+    row of a buffer where the operator can do that, or with `all_written`, else collected into a list. With `added`
     every carried value gets a value of the step added to it before it is read.
     """
 
@@ -76,12 +76,16 @@ class Loop:
     saved: Sequence[fx.Node]
     backward: bool
     added: bool = False
+    all_written: bool = False
 
-    @property
+    @cached_property
     def written(self) -> list[fx.Node]:
         """The saved nodes whose values are written into rows of a buffer."""
-        made = set(self.nodes)
-        return [node for node in self.saved if node in made and node.target in _INTO and not node.kwargs]
+        inside = set(self.nodes)
+        made = [node for node in self.saved if node in inside]
+        if self.all_written:
+            return [node for node in made if isinstance(node.meta.get("val"), Tensor)]
+        return [node for node in made if node.target in _INTO and not node.kwargs]
 
     def compile(self) -> "CompiledLoop":
         """Write the source and make a function of it."""
@@ -124,33 +128,6 @@ class CompiledLoop:
     source: str
     function: Callable[..., list[Tensor]]
 
-    def run(
-        self,
-        steps: int,
-        constants: Mapping[fx.Node, Any],
-        carried: Sequence[Tensor],
-        rows: Mapping[fx.Node, Sequence[Tensor]],
-        added: Sequence[Sequence[Tensor]] = (),
-    ) -> tuple[list[Tensor], dict[fx.Node, list[Tensor]]]:
-        """The carried values after the last step, and for every collected node its values in time order.
-
-        `rows` hold what is read, and for the written nodes what is written to.
-        """
-        written = self.loop.written
-        saved: dict[fx.Node, list[Tensor]] = {node: [] for node in self.loop.saved if node not in written}
-        last = self.function(
-            steps,
-            *(constants[node] for node in self.loop.constants),
-            *carried,
-            *(rows[node] for node in (*self.loop.rows, *written)),
-            *(each.append for each in saved.values()),
-            *added,
-        )
-        if self.loop.backward:
-            for each in saved.values():
-                each.reverse()
-        return last, saved
-
 
 def _name(node: fx.Node) -> str:
     """The variable that holds the node's value: a node may be called ``t``, or like a function of ours."""
@@ -183,9 +160,7 @@ class SavedValues:
 
     def copy(self) -> "SavedValues":
         """For one backward, which adds values of its own; the graph may be retained for another."""
-        bulk = BulkEvaluator(self.bulk.steps, self.bulk.varies)
-        bulk.env.update(self.bulk.env)
-        return SavedValues(bulk, dict(self.rows))
+        return SavedValues(replace(self.bulk, env=dict(self.bulk.env)), dict(self.rows))
 
     def stacked(self, node: fx.Node) -> Tensor:
         """The value for all steps, T x ..."""
@@ -202,17 +177,70 @@ class SavedValues:
         return self.rows[node]
 
 
-class ScanPlan:
-    """The parts of a captured step, and the two loops that are left of it."""
+class PythonBackend:
+    """See `weft.recurrent.backends.Backend`: the parts of a captured step, and the two loops that are left of it."""
 
     def __init__(self, captured: StepGraph) -> None:
         self.captured = captured
         self.parts: DependencePartition = partition(captured)
         self._on = dependences(captured)
+        self._step_bytes = _bytes(dict.fromkeys([*self.loop.loop.saved, *self.parts.before, *self.parts.after]))
+        states = captured.signature.states
+        shape = states[0].meta["val"].shape if states else ()
+        self.chunk_steps = chunk_length(self._step_bytes, shape[0] if shape else 1)
+
+    # -- a chunk: see `Backend` -----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Nothing: constants are cheap next to a loop in Python."""
+
+    def forward(self, constants: None, chunk: Chunk, keep: bool) -> SavedValues:
+        """See `Backend`."""
+        outputs, states, store = self.run_forward(chunk.inputs, self._first_states(chunk))
+        _write(chunk.outputs, outputs)
+        moving = [k for k in range(len(states)) if k not in self.captured.invariant]
+        _write([chunk.states[k][1:] for k in moving], [states[k] for k in moving])
+        return store
+
+    def recompute(self, constants: None, chunk: Chunk) -> SavedValues:
+        """See `Backend`; by Python, step by step as before."""
+        return self.run_forward(chunk.inputs, self._first_states(chunk))[2]
+
+    def backward(self, constants: None, chunk: Chunk, kept: SavedValues, gradients: Gradients) -> None:
+        """See `Backend`."""
+        states = None
+        if any(each is not None for each in gradients.states):
+            pairs = zip(gradients.carried, gradients.states, strict=True)
+            states = [c.new_zeros(chunk.steps, *c.shape) if each is None else each for c, each in pairs]
+        inputs, carried, parameters = self.run_backward(kept, gradients.outputs, states, gradients.carried)
+        _write(gradients.carried, carried)
+        for to, found in zip(gradients.inputs, inputs, strict=True):
+            if to is not None and found is not None:
+                to.copy_(found)
+        for to, found in zip(gradients.parameters, parameters, strict=True):
+            if to is not None and found is not None:
+                to.add_(found)
+
+    def release(self, kept: SavedValues) -> None:
+        """Its memory goes with it."""
+
+    def kept_bytes(self, steps: int) -> int:
+        """See `Backend`."""
+        return steps * self._step_bytes
+
+    def work_bytes(self, steps: int) -> int:
+        """See `Backend`: values of the backward loop and of what follows it, all steps at once."""
+        back = [*self.parts.before_back, *self.parts.loop_back, *self.parts.after_back]
+        return steps * _bytes([node for node in back if self.varies(node)])
 
     def explain(self) -> str:
-        """For a person: what runs step by step, what was moved out of the loops, and the source of the loops."""
-        return "\n\n".join([explain(self.captured), self.loop.source, self.loop_back(False).source])
+        """See `Backend`; with the source of the loops."""
+        return "\n\n".join([explain(self.captured), self.loop.source, self.loops_back[False].source])
+
+    def _first_states(self, chunk: Chunk) -> list[Tensor]:
+        return [each if k in self.captured.invariant else each[0] for k, each in enumerate(chunk.states)]
+
+    # -- the two loops --------------------------------------------------------------------------------------------
 
     @cached_property
     def loop(self) -> CompiledLoop:
@@ -223,12 +251,9 @@ class ScanPlan:
         saved = _read_by(later, [*parts.loop, *signature.states], ends)
         return self._compiled(parts.loop, signature.states, signature.new_states, saved, backward=False)
 
-    def loop_back(self, states_have_gradients: bool) -> CompiledLoop:
-        """The backward loop, with or without gradients that come from the states of all steps."""
-        return self._loops_back[states_have_gradients]
-
     @cached_property
-    def _loops_back(self) -> tuple[CompiledLoop, CompiledLoop]:
+    def loops_back(self) -> tuple[CompiledLoop, CompiledLoop]:
+        """The backward loop, without and with gradients that come from the states of all steps."""
         parts, signature = self.parts, self.captured.signature
         ends = [*signature.input_gradients, *signature.parameter_gradients]
         saved = _read_by(parts.after_back, [*parts.loop_back, *signature.new_state_gradients], ends)
@@ -238,58 +263,36 @@ class ScanPlan:
         )
         return plain, given
 
-    def forward(
+    def run_forward(
         self, inputs: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], SavedValues]:
-        """Outputs (T x ...), states (T+1 x ..., row 0 the initial one), and what `backward` needs.
+        """Outputs and states after every step (T x ...), and what `run_backward` needs.
 
         `inputs` are the flat leaves, T x ..., T at least 1; `states` those of the initial state.
         """
         signature, parts = self.captured.signature, self.parts
-        store = SavedValues(BulkEvaluator(len(inputs[0]), lambda node: bool(self._on[node])), {})
+        store = SavedValues(BulkEvaluator(len(inputs[0]), self.varies), {})
         env = store.bulk.env
         env.update(zip(signature.inputs, inputs, strict=True))
-        for node in signature.references:
-            env[node] = self.captured.reference(node).detach()
+        env.update(self.captured.referred(signature.references))
         back = [*parts.before_back, *parts.loop_back, *parts.after_back]
         backward_ends = [*signature.input_gradients, *signature.state_gradients, *signature.parameter_gradients]
         ends = [*signature.outputs, *signature.new_states, *backward_ends]
         later = [*parts.before, *parts.loop, *parts.after, *back]
         store.bulk.evaluate(parts.once, _read_by(later, parts.once, ends))
         store.bulk.evaluate(parts.before, _read_by([*parts.loop, *parts.after, *back], parts.before, ends))
-        new_states = _nodes(signature.new_states)
+        new_states = [node for node in signature.new_states if node is not None]
         for k, first in enumerate(states):
             if new_states[k] is signature.states[k]:  # handed on as it is: one tensor stands for all steps
                 env[signature.states[k]] = first.expand(store.bulk.steps, *first.shape)
-        buffers = self._buffers(self.loop, store, dict(zip(reversed(new_states), reversed(list(states)), strict=True)))
-        _, saved = self._run(self.loop, store, states)
-        store.rows.update(saved)
+        self._allocate(self.loop, store)
+        self._run(self.loop, store, states)
         self._stack_for(parts.after, store)
         store.bulk.evaluate(parts.after, _read_by(back, parts.after, ends))
-        all_states = [
-            buffers[new]
-            if new in buffers and new_states.index(new) == k
-            else first
-            if new is signature.states[k]
-            else torch.cat([first[None], store.stacked(new)])
-            for k, (first, new) in enumerate(zip(states, new_states, strict=True))
-        ]
-        return [store.stacked(node) for node in _nodes(signature.outputs)], all_states, store
+        outputs = [store.stacked(node) for node in signature.outputs if node is not None]
+        return outputs, [store.stacked(node) for node in new_states], store
 
-    def compile(self, loop: Loop) -> CompiledLoop:
-        """A loop as a function; other engines have other ways."""
-        return loop.compile()
-
-    def varies(self, node: fx.Node) -> bool:
-        """Whether a value may differ from step to step."""
-        return bool(self._on[node])
-
-    def kept(self) -> list[fx.Node]:
-        """The nodes whose values stay from forward to backward, for all steps."""
-        forward = [*self.parts.before, *self.parts.after]
-        return list(dict.fromkeys([*self.loop.loop.saved, *forward]))
-
-    def backward(
+    def run_backward(
         self, store: SavedValues, outputs: Sequence[Tensor], states: Sequence[Tensor] | None, last: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Tensor], list[Tensor | None]]:
         """The gradients of inputs (T x ...), initial states and parameters, out of those of outputs and states.
@@ -303,25 +306,27 @@ class ScanPlan:
         ends = [*signature.state_gradients, *signature.input_gradients, *signature.parameter_gradients]
         self._stack_for(parts.before_back, store)
         store.bulk.evaluate(parts.before_back, _read_by([*parts.loop_back, *parts.after_back], parts.before_back, ends))
-        loop = self.loop_back(states is not None)
-        self._buffers(loop, store, {})
-        carried, saved = self._run(loop, store, last, states)
-        store.rows.update(saved)
+        loop = self.loops_back[states is not None]
+        self._allocate(loop, store)
+        carried = self._run(loop, store, last, states)
         self._stack_for(parts.after_back, store)
-        inside = parts.after_back
+        inside, of_parameters = parts.after_back, list[Tensor | None]()
         wanted = [node for node in dict.fromkeys(signature.input_gradients) if node in inside]
-        store.bulk.evaluate(parts.after_back, wanted)
+        store.bulk.evaluate(inside, wanted)
         of_inputs = [None if node is None else store.stacked(node) for node in signature.input_gradients]
-        of_parameters = [self._sum(store, node, inside) for node in signature.parameter_gradients]
+        for node in signature.parameter_gradients:
+            if node is not None and node not in inside:
+                store.stacked(node)
+            of_parameters.append(None if node is None else store.bulk.summed(node, inside))
         return of_inputs, carried, of_parameters
 
-    def _sum(self, store: SavedValues, node: Value, inside: Sequence[fx.Node]) -> Tensor | None:
-        """A parameter's gradient: the sum over time, by one product or reduction."""
-        if node is None:
-            return None
-        if node not in inside:
-            store.stacked(node)
-        return store.bulk.summed(node, inside)
+    def compile(self, loop: Loop) -> CompiledLoop:
+        """A loop as a function; other backends have other ways."""
+        return loop.compile()
+
+    def varies(self, node: fx.Node) -> bool:
+        """Whether a value may differ from step to step."""
+        return bool(self._on[node])
 
     def _compiled(
         self,
@@ -336,8 +341,8 @@ class ScanPlan:
         inside = {*nodes, *carried}
         readers = [each for node in nodes for each in node.all_input_nodes] + [end for end in ends if end is not None]
         outside = [each for each in dict.fromkeys(readers) if each not in inside]
-        rows = [node for node in outside if self._on[node]]
-        constants = [node for node in outside if not self._on[node]]
+        rows = [node for node in outside if self.varies(node)]
+        constants = [node for node in outside if not self.varies(node)]
         saved = [node for node in saved if node in inside]
         return self.compile(Loop(nodes, constants, rows, carried, ends, saved, backward, given))
 
@@ -347,33 +352,28 @@ class ScanPlan:
         store: SavedValues,
         carried: Sequence[Tensor],
         given: Sequence[Tensor] | None = None,
-    ) -> tuple[list[Tensor], dict[fx.Node, list[Tensor]]]:
-        rows = {node: store.in_steps(node) for node in (*compiled.loop.rows, *compiled.loop.written)}
-        added = [] if given is None else [each.unbind(0) for each in given]
-        return compiled.run(store.bulk.steps, store.bulk.env, carried, rows, added)
+    ) -> list[Tensor]:
+        """The carried values after the last step; what the loop saves goes to the rows of `store`, in time order."""
+        loop, env = compiled.loop, store.bulk.env
+        saved: dict[fx.Node, list[Tensor]] = {node: [] for node in loop.saved if node not in loop.written}
+        last = compiled.function(
+            store.bulk.steps,
+            *(env[node] for node in loop.constants),
+            *carried,
+            *(store.in_steps(node) for node in (*loop.rows, *loop.written)),
+            *(each.append for each in saved.values()),
+            *(each.unbind(0) for each in given or ()),
+        )
+        store.rows.update({node: each[::-1] if loop.backward else each for node, each in saved.items()})
+        return last
 
-    def _buffers(
-        self, compiled: CompiledLoop, store: SavedValues, first: dict[fx.Node, Tensor]
-    ) -> dict[fx.Node, Tensor]:
-        """Storage over time for what the loop writes, allocated once: T rows, or T+1 with a first one given.
-
-        A state's buffer has the initial state as row 0; step t reads row t and writes row t+1 (as Caffe2's
-        ``recurrent_net`` laid them out). The result holds these whole buffers.
-        """
-        whole: dict[fx.Node, Tensor] = {}
+    def _allocate(self, compiled: CompiledLoop, store: SavedValues) -> None:
+        """Storage over time, T x ..., for what the loop writes."""
+        device = store.bulk.env[self.captured.signature.inputs[0]].device
         for node in compiled.loop.written:
             value = node.meta["val"]
-            initial = first.get(node)
-            device = next(iter(store.bulk.env[each] for each in self.captured.signature.inputs)).device
-            rows = store.bulk.steps + (initial is not None)
-            buffer = torch.empty((rows, *value.shape), dtype=value.dtype, device=device)
-            if initial is not None:
-                buffer[0].copy_(initial)
-                whole[node] = buffer
-                buffer = buffer[1:]
-            store.bulk.env[node] = buffer
-            store.rows[node] = buffer.unbind(0)
-        return whole
+            buffer = torch.empty((store.bulk.steps, *value.shape), dtype=value.dtype, device=device)
+            store.bulk.env[node], store.rows[node] = buffer, buffer.unbind(0)
 
     def _stack_for(self, nodes: Sequence[fx.Node], store: SavedValues) -> None:
         """Stack what these nodes read of the loops' values."""
@@ -390,77 +390,7 @@ def _read_by(readers: Iterable[fx.Node], of: Sequence[fx.Node], ends: Iterable[V
     return [node for node in of if node in read]
 
 
-def _nodes(values: Sequence[Value]) -> list[fx.Node]:
-    return [value for value in values if value is not None]
-
-
-class PythonBackend:
-    """See `weft.recurrent.backends.Backend`."""
-
-    def __init__(self, captured: StepGraph, plan: ScanPlan | None = None) -> None:
-        self.captured = captured
-        self.plan = ScanPlan(captured) if plan is None else plan
-        self._invariant = captured.invariant
-        self._step_bytes = _bytes(self.plan.kept())
-        states = captured.signature.states
-        shape = states[0].meta["val"].shape if states else ()
-        self.chunk_steps = chunk_length(self._step_bytes, shape[0] if shape else 1)
-
-    def begin(self) -> None:
-        """Nothing: constants are cheap next to a loop in Python."""
-
-    def forward(self, constants: None, chunk: Chunk, keep: bool) -> SavedValues:
-        """See `Backend`."""
-        outputs, states, store = self.plan.forward(chunk.inputs, first_states(chunk, self._invariant))
-        write(chunk.outputs, outputs)
-        moving = [k for k in range(len(states)) if k not in self._invariant]
-        write([chunk.states[k][1:] for k in moving], [states[k][1:] for k in moving])
-        return store
-
-    def recompute(self, constants: None, chunk: Chunk) -> SavedValues:
-        """See `Backend`; by Python, step by step as before."""
-        return self.plan.forward(chunk.inputs, first_states(chunk, self._invariant))[2]
-
-    def backward(self, constants: None, chunk: Chunk, kept: SavedValues, gradients: Gradients) -> None:
-        """See `Backend`."""
-        states = state_gradients(chunk, gradients)
-        inputs, carried, parameters = self.plan.backward(kept, gradients.outputs, states, gradients.carried)
-        write(gradients.carried, carried)
-        take(gradients, inputs, parameters)
-
-    def release(self, kept: SavedValues) -> None:
-        """Its memory goes with it."""
-
-    def kept_bytes(self, steps: int) -> int:
-        """See `Backend`."""
-        return steps * self._step_bytes
-
-    def work_bytes(self, steps: int) -> int:
-        """See `Backend`: values of the backward loop and of what follows it, all steps at once."""
-        back = [*self.plan.parts.before_back, *self.plan.parts.loop_back, *self.plan.parts.after_back]
-        return steps * _bytes([node for node in back if self.plan.varies(node)])
-
-    def explain(self) -> str:
-        """See `Backend`."""
-        return self.plan.explain()
-
-
-def first_states(chunk: Chunk, invariant: set[int]) -> list[Tensor]:
-    """The states that a chunk begins with."""
-    return [each if k in invariant else each[0] for k, each in enumerate(chunk.states)]
-
-
-def state_gradients(chunk: Chunk, gradients: Gradients) -> list[Tensor] | None:
-    """The gradients of all states after each step, or None if none was given."""
-    if all(each is None for each in gradients.states):
-        return None
-    return [
-        g.new_zeros(chunk.steps, *g.shape) if each is None else each
-        for g, each in zip(gradients.carried, gradients.states, strict=True)
-    ]
-
-
-def write(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _write(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values into places; where states change places, a value may lie in the place of another."""
     taken = {place.untyped_storage().data_ptr() for place in places}
     values = [each.clone() if each.untyped_storage().data_ptr() in taken else each for each in values]
@@ -468,17 +398,6 @@ def write(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         place.copy_(value)
 
 
-def take(gradients: Gradients, inputs: Sequence[Tensor | None], parameters: Sequence[Tensor | None]) -> None:
-    """Write the gradients of inputs, and add those of parameters, where they are wanted."""
-    for to, found in zip(gradients.inputs, inputs, strict=True):
-        if to is not None and found is not None:
-            to.copy_(found)
-    for to, found in zip(gradients.parameters, parameters, strict=True):
-        if to is not None and found is not None:
-            to.add_(found)
-
-
-def _bytes(nodes: Sequence[fx.Node]) -> int:
+def _bytes(nodes: Iterable[fx.Node]) -> int:
     values = [node.meta.get("val") for node in nodes]
-    found = [each for each in values if isinstance(each, Tensor)]
-    return sum(each.numel() * each.element_size() for each in found)
+    return sum(each.nbytes for each in values if isinstance(each, Tensor))

@@ -12,12 +12,6 @@ The functional form is a step net over named values, with explicit links:
     result.all["h"]             T x N x ...       every state after every step, also those that are no output
     result.last["h"]            N x ...           ready to be the next call's initial state
 
-One call, of either:
-
-    inputs (packed?)      ->  Inputs: time first                                     outputs   (packed?)
-    lengths, mask, reset  ->  Rows: T x N                  a plan, or the loop  ->   last
-    state | own initial   ->  one row per row of inputs                              states
-
 The idea, a step net that an engine runs over time, is Caffe2's (`recurrent_net`).
 """
 
@@ -28,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from html import escape
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +32,9 @@ from weft.core.errors import SpecError, UsageError
 from weft.core.pytree import difference, flatten, map_leaves, unflatten
 from weft.core.validation import Validator
 from weft.recurrent import eager
-from weft.recurrent.cell import Cell, StoredState, adapt, spread
-from weft.recurrent.links import Linked, Links, check_links
+from weft.recurrent.backends import Memory
+from weft.recurrent.cell import Cell, Linked, Links, StepSpec, StoredState, adapt, check_links, spread
 from weft.recurrent.masking import ALL_ROWS, RowMasks, read_rows, replaced, stand_ins
-from weft.recurrent.memory import Memory
 from weft.recurrent.plan_cache import BackendName, PlanCache, VerifyMode, check_settings
 from weft.recurrent.sequence import Lengths, SequenceInputs, batch_first_again, pack_like, read_inputs, unpack
 
@@ -71,18 +64,10 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InitialState:
-    """The initial state: a function of the first input, and whether it returns the state of a single row."""
-
-    make: Callable[[Any], Any]
-    for_one_row: bool = False
-
-
-@dataclass(frozen=True)
 class RecurrentSettings:
     """Settings of a network that do not depend on the backend."""
 
-    initial: InitialState | None = None
+    initial: Callable[[Any], Any] | None = None
     batch_first: bool = False
     truncate: int | None = None
     plans: PlanCache | None = None
@@ -109,23 +94,14 @@ class Recurrent(nn.Module):
         batch_first: inputs, outputs, states, mask and reset are N x T x ...; ``last`` is N x ... anyway.
         truncate: truncated backpropagation: the states' gradients stop before every step whose number is a
             multiple of it. Other gradients are whole.
-        memory: what is kept from forward to backward: ``"full"``; ``"states"``, from which the other values are made
-            again, for many steps at once; ``"sqrt"``, only some states, from which segments are run again (then
-            ``result.states`` is ``None``); or a number of bytes that a call with its backward may take, outputs and
-            returned gradients included: the fastest way that keeps within it. Gradients are the same bits in all. The
-            eager loop keeps everything, whatever is said here.
+        memory: what is kept for backward: ``"full"``, ``"states"``, ``"sqrt"`` (then ``result.states`` is ``None``), or
+            a number of bytes that a call with its backward may take. Gradients are the same bits in all.
         backend: ``"auto"``, the fastest that can; ``"c"``, ``"inductor"``, ``"python"``: a plan derived from the
-            cell (see `explain`): only what carries the state runs step by step, and a parameter's gradient is one
-            product after the loop; ``"eager"``, the exact loop, which also runs what cannot be captured, with a
-            warning that says why.
+            cell (see `explain`); ``"eager"``, the exact loop, which also runs what cannot be captured, with a warning.
         verify: ``"first"``: a new plan is checked against the eager loop on a few steps before it is used; ``"never"``.
 
-    A gradient of a gradient (``create_graph=True``) runs the sequence once more, by the eager loop, when it is asked.
-
-    Under ``torch.compile`` and ``torch.export`` the whole sequence is one operator that is not looked into; plans are
-    made when it runs. A graph finds its network in the process that traced it, as long as the module lives: an exported
-    program that was saved runs where it is loaded only in that process. ``result.states`` is ``None`` there unless
-    ``memory`` is ``"full"`` or ``"states"``. A ``PackedSequence`` is refused, and ``torch.export(strict=True)`` fails.
+    Under ``torch.compile`` and ``torch.export`` the whole sequence is one operator. A graph finds its network in the
+    process that traced it, as long as the module lives. A ``PackedSequence`` and ``export(strict=True)`` are refused.
 
     Raises ``UsageError`` that lists all that is wrong with the arguments.
 
@@ -164,9 +140,8 @@ class Recurrent(nn.Module):
         self.memory: Memory = memory
         self.backend: BackendName = backend
         self.verify: VerifyMode = verify
-        self._plans = PlanCache(backend, memory, verify)
         self.initial = initial if initial is None or callable(initial) else StoredState(initial)
-        self._handle = _register(self)
+        self._register()
 
     def forward(
         self,
@@ -188,8 +163,7 @@ class Recurrent(nn.Module):
             lengths: N integers from 0 to T. Past its length a row keeps its state and its output is zero.
             mask: T x N bool. Where it is false a row keeps its state and its output is zero. It may have holes.
             reset: T x N bool. Where it is true a row's state becomes the initial one before the step: the network's
-                own if it has one, so that chunks agree with the whole, else ``state``. A reset counts inside a
-                hole of the mask, but not past the row's length.
+                own if it has one, so that chunks agree with the whole, else ``state``.
             start: the number of the first step, for ``time_step`` and ``truncate``.
 
         Padding is never read: it may hold NaN, and no gradient goes through it. With T = 0 the cell runs once,
@@ -206,21 +180,10 @@ class Recurrent(nn.Module):
             return traced_call(self, self._handle, inputs, state, more, start)
         return self.run_plainly(inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
 
-    def run_plainly(
-        self,
-        inputs: Any,
-        state: Any = None,
-        *,
-        lengths: Lengths | None = None,
-        mask: Tensor | None = None,
-        reset: Tensor | None = None,
-        start: int = 0,
-        plans: PlanCache | None = None,
-    ) -> Result:
+    def run_plainly(self, inputs: Any, state: Any = None, *, plans: PlanCache | None = None, **rows: Any) -> Result:
         """As `forward`, whether it is being traced or not; `plans` are others than the network's own."""
         cell = self._adapted()
-        settings = self._settings(cell, self._current() if plans is None else plans)
-        return run(cell, settings, inputs, state, lengths=lengths, mask=mask, reset=reset, start=start)
+        return run(cell, self._settings(cell, self._current() if plans is None else plans), inputs, state, **rows)
 
     def step(self, x: Any, state: Any = None, *, t: int = 0) -> tuple[Any, Any]:
         """One step, number ``t``, of a stream: ``(y, new_state)``, the same numbers as in the whole sequence.
@@ -235,11 +198,12 @@ class Recurrent(nn.Module):
             read = read_inputs(unflatten(structure, one), batch_first=False, certain=False, check=check)
             entered = _given(cell, settings, state, read, check)
         assert read is not None
-        if settings.initial is not None and state is None:
-            entered = initial_state(cell, settings.initial, x, read)
-        border = eager.StateSpec(entered, None)
-        before = [leaf.detach() for leaf in border.leaves] if eager.stops(t, self.truncate) else border.leaves
-        y, new = eager.call(cell, x, unflatten(border.structure, before), t)
+        if state is None:
+            entered = _own(cell, settings, read, ALL_ROWS)
+        border = StepSpec.of_states(entered, None)
+        if eager.stops(t, self.truncate):
+            entered = map_leaves(torch.detach, entered)
+        y, new = eager.call(cell, x, entered, t)
         return y, cell.leave(unflatten(border.structure, border.accept(new, t)))
 
     def forecast(
@@ -254,29 +218,26 @@ class Recurrent(nn.Module):
     ) -> dict[str, int]:
         """Bytes that a call over so many steps takes with its backward, for each of ``memory``'s modes by name.
 
-        Args:
-            steps: T of the call that is asked about, at least 1.
-            inputs, state, lengths, mask, reset: as for :meth:`forward`, of a sequence of the same kind; one step will
-                do, since a plan does not depend on T. It is not run, but for the few steps by which a plan is made.
+        The other arguments are as for :meth:`forward`, of a sequence of the same kind; one step will do, since a plan
+        does not depend on T. It is not run, but for the few steps by which a plan is made. Outputs, states and the
+        gradients that are returned count; what the caller gives does not. For loops in Python it is an upper bound.
 
-        Outputs, states and the gradients that are returned count; what the caller gives does not. For loops in Python
-        it is an upper bound. Raises as :meth:`forward`, and ``UsageError`` where the eager loop would run the call:
-        then autograd keeps everything, and how much that is no plan says.
+        Raises as :meth:`forward`, and ``UsageError`` where the eager loop would run the call, which keeps all.
         """
         if not _is_integer(steps) or steps < 1:
             raise UsageError(f"steps is {steps!r}, wanted at least 1")
-        settings = self._settings(self._adapted())
-        job, _ = _job(self._adapted(), settings, inputs, state, lengths, mask, reset, 0)
+        cell = self._adapted()
+        job, _ = _job(cell, self._settings(cell), inputs, state, lengths=lengths, mask=mask, reset=reset)
         return self._current().forecast(job, steps)
 
     def explain(self) -> str:
         """For a person: for every kind of sequence seen, what runs step by step and what was moved out of the loop,
         or why the eager loop runs it. Empty until a sequence was run. A notebook folds the parts of it."""
-        return FoldedText("\n\n".join(self._plans.explanations()))
+        return FoldedText("\n\n".join([each.explain() for each in self._plans.choices()]))
 
     def why(self) -> list[tuple[str, str, str]]:
         """For every kind of sequence that was run: the kind, the backend that runs it, and the reason."""
-        return self._plans.reasons()
+        return [(each.kind, each.backend, each.why) for each in self._plans.choices()]
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_plans", "_handle")}
@@ -284,8 +245,12 @@ class Recurrent(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._register()
+
+    def _register(self) -> None:
         self._plans = PlanCache(self.backend, self.memory, self.verify)
-        self._handle = _register(self)
+        self._handle = next(_handles)
+        NETWORKS[self._handle] = self
 
     def extra_repr(self) -> str:
         """The arguments that are not as by default."""
@@ -318,15 +283,7 @@ class Recurrent(nn.Module):
                     make is None or callable(make),
                     f"initial is of type {kind}, wanted a function or module; tensors go to a new Recurrent",
                 )
-        initial = None if make is None else InitialState(make, for_one_row=isinstance(make, StoredState))
-        return RecurrentSettings(initial, self.batch_first, self.truncate, plans)
-
-
-def _register(network: Recurrent) -> int:
-    """A handle for a network."""
-    handle = next(_handles)
-    NETWORKS[handle] = network
-    return handle
+        return RecurrentSettings(make, self.batch_first, self.truncate, plans)
 
 
 def _check(
@@ -399,11 +356,9 @@ def recurrent_net(
         time_step: ``step`` gets the number of the step as its last argument.
         lengths, mask, reset, truncate, start: as for :class:`Recurrent`; a reset brings ``states`` back.
         memory, backend, verify: as for :class:`Recurrent`. Plans are kept for the process, by what ``step`` is and
-            closes over. Give it what the model computes, such as an encoded source, as ``references``: a step that
-            closes over it would be another one at every call.
+            closes over. Give it what the model computes, such as an encoded source, as ``references``.
 
-    Returns ``Result(outputs, last, states)`` with dicts by name; ``result.all`` is ``result.states``.
-    Raises as :class:`Recurrent` does.
+    Returns a :class:`Result` with dicts by name. Raises as :class:`Recurrent` does.
 
     Example:
         >>> def step(inputs, states):
@@ -413,23 +368,16 @@ def recurrent_net(
         >>> result.outputs["level"].flatten()
         tensor([1.0000, 1.5000, 1.7500])
     """
-    _check_net(step, inputs, links, truncate, memory, backend, verify)
-    cell = Linked(step, links, references=references, time_step=time_step)
-    settings = RecurrentSettings(truncate=truncate, plans=_plans(backend, memory, verify))
-    return run(cell, settings, dict(inputs), states, lengths=lengths, mask=mask, reset=reset, start=start)
-
-
-def _check_net(
-    step: object, inputs: object, links: object, truncate: object, memory: object, backend: object, verify: object
-) -> None:
-    """Raise SpecError or UsageError that lists all that is wrong with the arguments."""
     with Validator("invalid arguments of recurrent_net") as check:
         _check_cell(check, step)
         check_links(check, links)
         _check_truncate(check, truncate)
         check_settings(check, memory, backend, verify)
-        if not isinstance(inputs, Mapping):
+        if not isinstance(cast(object, inputs), Mapping):
             check.mismatch(f"inputs is of type {type(inputs).__name__}, wanted a dict of sequences by name")
+    cell = Linked(step, links, references=references, time_step=time_step)
+    settings = RecurrentSettings(truncate=truncate, plans=_plans(backend, memory, verify))
+    return run(cell, settings, dict(inputs), states, lengths=lengths, mask=mask, reset=reset, start=start)
 
 
 @lru_cache(maxsize=16)
@@ -438,20 +386,10 @@ def _plans(backend: BackendName, memory: Memory, verify: VerifyMode) -> PlanCach
     return PlanCache(backend, memory, verify)
 
 
-def run(
-    cell: Cell,
-    settings: RecurrentSettings,
-    inputs: Any,
-    state: Any,
-    *,
-    lengths: Lengths | None,
-    mask: Tensor | None,
-    reset: Tensor | None,
-    start: int,
-) -> Result:
+def run(cell: Cell, settings: RecurrentSettings, inputs: Any, state: Any, **rows: Any) -> Result:
     """See :class:`weft.recurrent.Recurrent`, whose ``forward`` this is."""
     packed = inputs if isinstance(inputs, PackedSequence) else None
-    job, lengths = _job(cell, settings, inputs, state, lengths, mask, reset, start)
+    job, lengths = _job(cell, settings, inputs, state, **rows)
     outputs, last, states = job.run() if settings.plans is None else settings.plans.run(job)
     if settings.batch_first and states is not None:
         states = map_leaves(partial(batch_first_again, rows=job.inputs.rows), states)
@@ -468,10 +406,11 @@ def _job(
     settings: RecurrentSettings,
     inputs: Any,
     state: Any,
-    lengths: Lengths | None,
-    mask: Tensor | None,
-    reset: Tensor | None,
-    start: int,
+    *,
+    lengths: Lengths | None = None,
+    mask: Tensor | None = None,
+    reset: Tensor | None = None,
+    start: int = 0,
 ) -> tuple[eager.SequenceRun, Lengths | None]:
     """The arguments of a call, checked and in one form, and the lengths, which a PackedSequence has itself."""
     packed = inputs if isinstance(inputs, PackedSequence) else None
@@ -493,15 +432,11 @@ def _job(
     fresh = None
     if state is None or (reset is not None and settings.initial is not None):
         fresh = _own(cell, settings, read, rows)
-        _alike(cell, begin, fresh)
+        fault = None if begin is None else difference(flatten(fresh)[1], flatten(begin)[1], "state")
+        if fault:
+            raise SpecError(f"the state given to cell {cell.name} is not nested as its initial state: {fault}")
     begin = fresh if state is None else begin
     return eager.SequenceRun(cell, read, rows, begin, fresh, start, settings.truncate), lengths
-
-
-def initial_state(cell: Cell, initial: InitialState, x: Any, inputs: SequenceInputs) -> Any:
-    """The network's own initial state in the loop's form, for the rows of ``inputs``; ``x`` is its first step."""
-    with Validator(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs") as check:
-        return spread(cell.enter(initial.make(x), check), inputs, check, for_one_row=initial.for_one_row)
 
 
 def _given(cell: Cell, settings: RecurrentSettings, state: Any, inputs: SequenceInputs | None, check: Validator) -> Any:
@@ -518,20 +453,16 @@ def _given(cell: Cell, settings: RecurrentSettings, state: Any, inputs: Sequence
     return entered if inputs is None or len(check.faults) > before else spread(entered, inputs, check)
 
 
-def _alike(cell: Cell, given: Any, own: Any) -> None:
-    """Raise ``SpecError`` if the given state is nested differently from the one that a reset restores."""
-    fault = None if given is None else difference(flatten(own)[1], flatten(given)[1], "state")
-    if fault:
-        raise SpecError(f"the state given to cell {cell.name} is not nested as its initial state: {fault}")
-
-
 def _own(cell: Cell, settings: RecurrentSettings, inputs: SequenceInputs, rows: RowMasks) -> Any:
-    """The network's own initial state, made from the first step, in which padding is replaced."""
-    assert settings.initial is not None
+    """The network's own initial state for the rows of ``inputs``, made of the first step, where padding is replaced."""
+    make = settings.initial
+    assert make is not None
     step = inputs.first() if inputs.steps else inputs.blank()
     if inputs.steps and rows.valid is not None:
         step = replaced(step, rows.valid[0], stand_ins(inputs, rows.valid))
-    return initial_state(cell, settings.initial, unflatten(inputs.structure, step), inputs)
+    with Validator(f"the initial state of the recurrent network of cell {cell.name} does not fit its inputs") as check:
+        entered = cell.enter(make(unflatten(inputs.structure, step)), check)
+        return spread(entered, inputs, check, for_one_row=isinstance(make, StoredState))
 
 
 class FoldedText(str):
@@ -547,9 +478,10 @@ class FoldedText(str):
                 parts[-1][1].append(line)
             elif line.strip():
                 parts.append((line, []))
-        folded = [_folded(escape(heading), escape("\n".join(below))) for heading, below in parts]
+        folded = [
+            f"<details><summary>{escape(heading)}</summary><pre>{escape(chr(10).join(below))}</pre></details>"
+            if below
+            else f"<p><b>{escape(heading)}</b></p>"
+            for heading, below in parts
+        ]
         return f"<div>{''.join(folded)}</div>"
-
-
-def _folded(heading: str, below: str) -> str:
-    return f"<details><summary>{heading}</summary><pre>{below}</pre></details>" if below else f"<p><b>{heading}</b></p>"

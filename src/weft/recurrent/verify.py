@@ -6,6 +6,7 @@ dtype can hold.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,10 +15,9 @@ from weft.core.autograd import quiet_hooks
 from weft.core.errors import WeftError, listed
 from weft.core.segment import differentiable
 from weft.recurrent.autograd import SequenceLeaves, run_derived, stepwise
-from weft.recurrent.backends import Backend
+from weft.recurrent.backends import Backend, Memory
 from weft.recurrent.capture import Cell
-from weft.recurrent.memory import Memory
-from weft.recurrent.random import drawn
+from weft.recurrent.graph import drawn
 
 TRIALS = ((3, True), (1, False))
 """Steps, and whether gradients come to the states after all of them too, or only to what most losses read. Gradients of
@@ -54,17 +54,14 @@ def _faults(
         seed = int(torch.randint(2**31, (1,)))
         torch.manual_seed(seed)  # what the cell draws, drawn for both alike
         random = drawn(plan.captured.draws, len(short[0]), device)
-        derived = _derived(plan, way, *_leaves(plan, [*short, *random], states))
+        ours, theirs = _leaves(plan, [*short, *random], states), _leaves(plan, short, states)
+        derived = run_derived(plan, *ours, way)
         torch.manual_seed(seed)
-        eager = _eager(plan, cell, *_leaves(plan, short, states))
-    if not derived[0].states:  # not all are kept, so none is there to be compared
-        eager[0].states.clear()
-    pairs = zip(_values(plan, eager, every), _values(plan, derived, every), strict=True)
+        eager = stepwise(plan.captured, cell, *theirs)
+    if not derived.states:  # not all are kept, so none is there to be compared
+        eager.states.clear()
+    pairs = zip(_values(plan, eager, *theirs, every), _values(plan, derived, *ours, every), strict=True)
     return [fault for (name, wanted), (_, seen) in pairs if (fault := _difference(name, wanted, seen))]
-
-
-Ends = tuple[SequenceLeaves[Tensor], list[Tensor], list[Tensor]]
-"""Results of a run, and the leaves of inputs and states it was given."""
 
 
 def _leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -73,38 +70,26 @@ def _leaves(plan: Backend, inputs: Sequence[Tensor], states: Sequence[Tensor]) -
     return one, [each.detach().clone().requires_grad_(differentiable(each)) for each in states]
 
 
-def _derived(plan: Backend, memory: Memory, inputs: list[Tensor], states: list[Tensor]) -> Ends:
-    return run_derived(plan, inputs, states, memory), inputs, states
-
-
-def _eager(plan: Backend, cell: Cell, inputs: list[Tensor], states: list[Tensor]) -> Ends:
-    """The cell, step by step, in plain autograd."""
-    return SequenceLeaves(*stepwise(plan.captured, cell, inputs, states)), inputs, states
-
-
-def _values(plan: Backend, ends: Ends, every: bool) -> list[tuple[str, Tensor]]:
+def _values(
+    plan: Backend, ends: SequenceLeaves[Tensor], inputs: list[Tensor], states: list[Tensor], every: bool
+) -> list[tuple[str, Tensor]]:
     """Outputs and states, and, where gradients are on, those of everything, each with its name; zeros for none."""
-    leaves, inputs, states = ends
-    parameters = plan.captured.parameters
-    named = leaves.named()
-    sources = [(f"input {i}", each) for i, each in enumerate(inputs)]
-    sources += [(f"initial state {i}", each) for i, each in enumerate(states)]
-    sources += [(f"parameter {i}", each) for i, each in enumerate(parameters)]
+    parameters, named = plan.captured.parameters, ends.named()
+    parts = {"input": inputs, "initial state": states, "parameter": parameters}
+    sources = [(f"{what} {i}", each) for what, part in parts.items() for i, each in enumerate(part)]
     asked = [(name, each) for name, each in sources if each.requires_grad]
-    read = named if every else SequenceLeaves(leaves.outputs, [], leaves.last).named()
-    roots = [end for _, end in read if end.requires_grad]
+    read = ends if every else replace(ends, states=[])
+    roots = [end for _, end in read.named() if end.requires_grad]
+    found = [(name, end.detach()) for name, end in named]
     if not roots or not asked or not torch.is_grad_enabled():
-        return [(name, end.detach()) for name, end in named]
+        return found
     seeds = [
-        torch.linspace(0.5, 1.5, root.numel(), dtype=root.dtype, device=root.device).view_as(root) for root in roots
+        torch.linspace(0.5, 1.5, each.numel(), dtype=each.dtype, device=each.device).view_as(each) for each in roots
     ]
+    leaves = [each for _, each in asked]
     with quiet_hooks(parameters):
-        found = torch.autograd.grad(roots, [each for _, each in asked], seeds, allow_unused=True)
-    gradients = [
-        (f"gradient of {name}", _zeros_for_none(gradient, each))
-        for (name, each), gradient in zip(asked, found, strict=True)
-    ]
-    return [*((name, end.detach()) for name, end in named), *gradients]
+        gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True, materialize_grads=True)
+    return found + [(f"gradient of {name}", each) for (name, _), each in zip(asked, gradients, strict=True)]
 
 
 def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
@@ -119,7 +104,7 @@ def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
     if not torch.equal(wanted.isinf(), seen.isinf()):
         return f"{name} is infinite at other places"
     wanted, seen = wanted.nan_to_num(), seen.nan_to_num()
-    gap, size = _largest(seen - wanted), _largest(wanted)
+    gap, size = (float(each.abs().max()) if each.numel() else 0.0 for each in (seen - wanted, wanted))
     # What cancels to nearly nothing is as wrong as the sums that it is the difference of: a few units of rounding.
     kind = wanted.device.type
     coarse = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else wanted.dtype
@@ -127,11 +112,3 @@ def _difference(name: str, wanted: Tensor, seen: Tensor) -> str | None:
     if gap <= allowed * size + ROUNDINGS * torch.finfo(coarse).eps:
         return None
     return f"{name} differs by {gap:.1e} at most (its largest value is {size:.1e})"
-
-
-def _zeros_for_none(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0

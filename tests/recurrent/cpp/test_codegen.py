@@ -12,9 +12,9 @@ from tests.recurrent.cells_for_tests import CASES, Case, Told, engine_of
 from tests.recurrent.recurrent_cases import needs_compiler
 from weft.core.pytree import flatten
 from weft.recurrent import Recurrent
+from weft.recurrent.backends import Memory
 from weft.recurrent.cpp import backend
 from weft.recurrent.cpp.backend import CppBackend
-from weft.recurrent.memory import Memory
 
 pytestmark = needs_compiler
 

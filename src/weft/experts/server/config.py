@@ -377,8 +377,8 @@ def _relation_faults(table: Mapping[str, Any]) -> list[str]:
         faults += listen_faults(address, advertise, "directory" in table)
         tls = table.get("tls")
         closed = "grants" in table or (isinstance(tls, dict) and "authority" in tls)
-        is_meant = closed or table.get("insecure") is True or address_fault("address", address, free=True)
-        if not (is_meant or is_loopback(split(address)[0])):
+        spoken_of = closed or table.get("insecure") is True or address_fault("address", address, free=True)
+        if not (spoken_of or is_loopback(split(address)[0])):
             faults.append(
                 f"address is {address!r}, where others reach it, and there is neither [[grants]] nor an authority= in "
                 "[tls], so that whoever connects may read and train everything; say who may do what, or insecure = "
