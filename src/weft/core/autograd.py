@@ -192,10 +192,10 @@ def apply(function: CutFunction, tensors: Iterable[Tensor]) -> tuple[Tensor, ...
 
 
 def without_gradient(parameters: Iterable[Tensor]) -> None:
-    """Inside a backward: these get no gradient. Their hooks stay quiet until this backward is over.
+    """Inside a backward: these get no gradient, and their hooks stay quiet until it is over.
 
-    In plain autograd a parameter that a step did not use is not in its graph, and its hooks do not fire. Here it is
-    an input of the node like all others, and its hooks would be called with None.
+    In plain autograd a parameter that a step did not use is not in its graph. Here it is an input of the node, and its
+    hooks would be called with None.
     """
     tables = [table for each in parameters for table in _hook_tables(each)]
     if tables:
@@ -204,11 +204,8 @@ def without_gradient(parameters: Iterable[Tensor]) -> None:
 
 
 def quiet_hooks(parameters: Iterable[Tensor]) -> "AbstractContextManager[object]":
-    """Keep the parameters' own gradient hooks from firing inside.
-
-    `torch.autograd.grad` fires the hooks of the tensors that it is asked about. The stages ask once per
-    micro-batch, but a hook belongs to the whole step: it fires when the node hands the gradient on.
-    """
+    """Keep the parameters' own gradient hooks from firing inside: `torch.autograd.grad` fires those of what it is asked
+    about, once per micro-batch. A hook belongs to the whole step, and fires when the node hands the gradient on."""
     tables = [cast("_Table", each._backward_hooks) for each in parameters if each._backward_hooks]
     return _Quiet(tables, None) if tables else nullcontext()
 

@@ -69,10 +69,8 @@ if hasattr(os, "register_at_fork"):
 
 
 class GeneratorLock:
-    """One holding of the lock, taken with the generators in the states `before`.
-
-    What runs inside of it, in whichever thread, is kept apart by `inside`.
-    """
+    """One holding of the lock, taken with the generators in the states `before`. What runs inside of it, in whichever
+    thread, is kept apart by `inside`."""
 
     def __init__(
         self, process: _ProcessLock, outer: "GeneratorLock | None", sources: Sequence[torch.Generator]
@@ -402,10 +400,8 @@ class RngVote(NamedTuple):
 
 
 class RngProbe:
-    """In place of `RngStreams`, for a step in the caller's thread whose kind drew nothing before: it only listens.
-
-    Then nothing has to be known of the stages beforehand; what they draw would show in the generators' states.
-    """
+    """In place of `RngStreams`, for a step in the caller's thread whose kind drew nothing before: it only listens. What
+    the stages draw would show in the generators' states."""
 
     quiet = True
 

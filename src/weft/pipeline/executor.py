@@ -16,7 +16,7 @@ between walks, not even the executor; when it is dropped, they end.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -27,7 +27,7 @@ import torch
 from weft.core.context import ExecutionContext, has_local_modes
 from weft.core.rng import carry_lock
 from weft.pipeline.device import Message
-from weft.pipeline.routing import Address
+from weft.pipeline.routing import Address, Given
 from weft.pipeline.schedule import Action, Schedule
 
 Report = TypeVar("Report")
@@ -82,8 +82,6 @@ class Mailbox:
 Outboxes = Sequence[Inbox]
 """For every stage the mailbox of its worker; the last one, which is at OUTSIDE, holds what leaves the run."""
 Perform = Callable[[Action, Inbox, Outboxes], None]
-Given = Mapping[int, Mapping[Address, Message]]
-"""What the caller gives, by the stage that takes it."""
 
 
 @runtime_checkable
