@@ -264,12 +264,8 @@ class RandomUse:
     repeats: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
 
 
-NextLayer = Callable[[int], None]
-"""What a stage calls before each layer, with the layer's number in the model."""
-
-
-def no_seed(layer: int) -> None:
-    """The `NextLayer` of a stage that draws nothing."""
+NextLayer = Callable[[int], None] | None
+"""What a stage calls before each layer, with the layer's number in the model; None where it draws nothing."""
 
 
 class RngStreams:
@@ -308,7 +304,7 @@ class RngStreams:
         sources = self._uses[stage].sources
         if self._known[stage] is False:
             watch = GeneratorWatch(sources)
-            yield no_seed
+            yield None
             if watch.moved():
                 self._drew[stage] = self._surprised = True
             return

@@ -72,7 +72,8 @@ class LossStage(Stage):
         return super().scan()._replace(misplaced=[])
 
     def _layers(self, value: Any, next_layer: NextLayer) -> Any:
-        next_layer(-1)
+        if next_layer is not None:
+            next_layer(-1)
         try:
             return checked_loss(self.function(*value.args))
         except BaseException as error:

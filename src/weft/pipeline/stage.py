@@ -19,7 +19,7 @@ from torch.nn import modules
 
 from weft.core.errors import UsageError
 from weft.core.pytree import map_leaves
-from weft.core.rng import NextLayer, RngStreams, no_seed
+from weft.core.rng import NextLayer, RngStreams
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.batchnorm import DeferredBatchNorm, gathering
 from weft.pipeline.recompute import StageReplay, only_writes
@@ -108,8 +108,8 @@ class Stage:
         rng: RngStreams = context.random
         around = None if self.replay.idle else self.replay.around(context)
         if rng.quiet and around is None and not self._deferred:
-            return self._tracked(context, main, skips, no_seed)
-        draws = nullcontext(no_seed) if rng.quiet else rng.scope(self.index, context.micro_batch)
+            return self._tracked(context, main, skips, None)
+        draws = nullcontext() if rng.quiet else rng.scope(self.index, context.micro_batch)
         with around or nullcontext(), gathering(rng) if self._deferred else nullcontext(), draws as next_layer:
             return self._tracked(context, main, skips, next_layer)
 
@@ -181,12 +181,14 @@ class Stage:
 
     def _layers(self, value: Any, next_layer: NextLayer) -> Any:
         if self.partition is not None and any(getattr(self.partition, table) for table in _HOOKS):
-            next_layer(self.first)  # and no layer after it: the partition calls them by itself
+            if next_layer is not None:
+                next_layer(self.first)  # and no layer after it: the partition calls them by itself
             return self._hooked(self.partition, value)
         name, layer = self.layers[0]
         try:
             for number, (name, layer) in enumerate(self.layers, self.first):  # noqa: B007 - the note below reads name
-                next_layer(number)
+                if next_layer is not None:
+                    next_layer(number)
                 value = layer(*value.args, **value.kwargs) if type(value) is CallArguments else layer(value)
         except BaseException as error:
             error.add_note(f"weft: in layer {name!r} ({type(layer).__name__}) of stage {self.index}")

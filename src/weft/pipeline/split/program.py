@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import GuardError, InPlaceError, SplitError
 from weft.core.pytree import LEAF, Structure, flatten, unflatten
-from weft.core.rng import NextLayer, no_seed
+from weft.core.rng import NextLayer
 from weft.core.segment import MicroBatchContext
 from weft.pipeline.stage import ModuleScan, Skip, Stage
 
@@ -321,7 +321,7 @@ class Program:
             return True
         return False
 
-    def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = no_seed) -> Values:
+    def run(self, stage: int, values: Values, owned: Owned, next_layer: NextLayer = None) -> Values:
         """Run one stage on what comes in. Returns the values that it has at its end. Layers, which have random numbers
         of their own, are blocks, and steps that draw."""
         part = self.parts[stage]
@@ -330,7 +330,7 @@ class Program:
             values[ref] = values[ref].clone()
         for position, (number, step, leaves) in enumerate(part.steps):
             try:
-                if step.draws or step.module is not None:
+                if next_layer is not None and (step.draws or step.module is not None):
                     next_layer(number)
                 self.perform(step, leaves, values, owned, device)
             except BaseException as error:
