@@ -1,5 +1,6 @@
-"""Nested values: flatten and unflatten are inverse, names are readable, differences are found."""
+"""Nested values: flatten and pack are inverse, names are readable, differences are found."""
 
+import json
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
@@ -41,14 +42,15 @@ def same(a: Any, b: Any) -> bool:
 def test_unflatten_is_the_inverse_of_flatten(value: Any) -> None:
     flat, structure = tree.flatten(value)
     assert same(tree.unflatten(structure, flat), value)
+    assert same(tree.nested_pack(tree.nested_flatten(value), value), value)
     assert same(tree.map_leaves(lambda leaf: leaf, value), value)
 
 
 @given(values)
 def test_every_leaf_is_found_at_its_path(value: Any) -> None:
     # The paths are Python: evaluated, each leads to its leaf.
-    flat, structure = tree.flatten(value)
-    found = [eval(path, {"root": value}) for path in tree.structure_paths(structure, "root")]
+    flat = tree.flatten(value)[0]
+    found = [eval(path, {"root": value}) for path in tree.structure_paths(tree.flatten(value)[1], "root")]
     assert len(found) == len(flat)
     assert all(a is b for a, b in zip(found, flat, strict=True))
 
@@ -56,7 +58,8 @@ def test_every_leaf_is_found_at_its_path(value: Any) -> None:
 @given(values, values)
 def test_structures_are_equal_exactly_if_no_difference_is_named(a: Any, b: Any) -> None:
     first, second = tree.flatten(a)[1], tree.flatten(b)[1]
-    assert (first == second) == (tree.difference(first, second) is None)
+    assert (first == second) == (tree.difference(first, second) is None) == tree.nested_compare(a, b)
+    assert tree.nested_compare(a, a)
     if first == second:
         assert hash(first) == hash(second)
 
@@ -76,11 +79,11 @@ def test_paths_are_readable() -> None:
 
 def test_dicts_keep_their_order_and_differ_by_it() -> None:
     assert list(tree.map_leaves(str, {"b": 1, "a": 2})) == ["b", "a"]
-    assert tree.flatten({"b": 1, "a": 2})[1] != tree.flatten({"a": 1, "b": 2})[1]
+    assert not tree.nested_compare({"b": 1, "a": 2}, {"a": 1, "b": 2})
 
 
 def test_map_takes_leaves_of_several_values_together() -> None:
-    assert tree.map_leaves(lambda a, b: a + b, {"x": [1, 2]}, {"x": [10, 20]}) == {"x": [11, 22]}
+    assert tree.nested_map(lambda a, b: a + b, {"x": [1, 2]}, {"x": [10, 20]}) == {"x": [11, 22]}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,7 @@ def test_the_first_difference_is_named(wanted: Any, seen: Any, words: str) -> No
 
 def test_a_wrong_number_of_leaves_is_an_error() -> None:
     with pytest.raises(SpecError, match="has 2 leaves, but 3 were given"):
-        tree.unflatten(tree.flatten((0, 0))[1], [1, 2, 3])
+        tree.nested_pack([1, 2, 3], like=(0, 0))
     with pytest.raises(SpecError, match="has 1 leaves, but 0 were given"):
         tree.unflatten(tree.LEAF, [])
     with pytest.raises(SpecError, match="at least one value"):
@@ -130,3 +133,25 @@ def test_the_first_place_where_a_prefix_is_nested_otherwise_is_named() -> None:
     ):
         with pytest.raises(SpecError, match=place):
             tree.spread(prefix, structure, "x")
+
+
+@given(values)
+def test_a_structure_comes_back_from_plain_data(value: Any) -> None:
+    structure = tree.flatten(value)[1]
+    plain = tree.to_plain(structure)
+    assert tree.from_plain(plain) == structure
+    json.dumps(plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(defaultdict(int, a=1), "a defaultdict cannot"), ({(1, 2): 0}, r"a key \(1, 2\) cannot")]
+)
+def test_what_plain_data_cannot_say_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        tree.to_plain(tree.flatten(value)[1])
+
+
+@pytest.mark.parametrize("name", ["os:system", "nowhere:Point", f"{__name__}:Gone", "builtins:tuple", "odd"])
+def test_plain_data_names_named_tuples_alone(name: str) -> None:
+    with pytest.raises(SpecError, match="is no named tuple of 1 fields"):
+        tree.from_plain([name, None, [None]])

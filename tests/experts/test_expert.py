@@ -232,8 +232,7 @@ def test_info_and_samples_say_what_a_call_looks_like() -> None:
     backend = ExpertBackend("nested", seeded(Nested), **NESTED_SCHEMAS)
     info = backend.get_info()
     assert info["keyword_names"] == ("options",) and info["name"] == "nested" and info["trained"] is False
-    call = backend.executor.call
-    args, kwargs = call.pack([spec.empty(2).detach() for spec in call.specs])
+    args, kwargs = backend.make_empty(2)
     value = backend.module(*args, **kwargs)
     assert info["outputs_schema"] == {
         "y": (TensorSpec((None, WIDTH), torch.float64), TensorSpec((None,), torch.float64)),

@@ -6,10 +6,11 @@
 
 Containers are tuples, lists, dicts (in their own order), named tuples, and whatever else PyTorch knows as a container
 (``OrderedDict``, ``torch.return_types``, classes registered as pytree nodes). All else is a leaf, ``None`` included.
-This is the only file that touches ``torch.utils._pytree``.
+This is the only file that touches ``torch.utils._pytree``. The ``nested_*`` functions are hivemind's idea.
 """
 
-from collections import defaultdict
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, cast
@@ -66,6 +67,21 @@ def _opaque_dataclass(leaf: Any) -> bool:
     return any(isinstance(each, torch.Tensor) or _opaque_dataclass(each) for each in inside)
 
 
+def nested_pack(leaves: Sequence[Any], like: Any) -> Any:
+    """The leaves, nested as ``like`` is. Raises ``SpecError`` if their number differs."""
+    return unflatten(flatten(like)[1], leaves)
+
+
+def nested_flatten(value: Any) -> list[Any]:
+    """The leaves of ``value`` in order."""
+    return flatten(value)[0]
+
+
+def nested_compare(a: Any, b: Any) -> bool:
+    """Whether both values have one structure: the same containers, keys, order of keys and lengths."""
+    return flatten(a)[1] == flatten(b)[1]
+
+
 def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
     """``fn`` over the leaves of values of one structure; the result has that structure too.
 
@@ -82,6 +98,9 @@ def map_leaves(fn: Callable[..., Any], *values: Any) -> Any:
             raise SpecError(f"value {position} is not nested as value 0: {fault}")
         columns.append(leaves)
     return unflatten(wanted, [fn(*row) for row in zip(*columns, strict=True)])
+
+
+nested_map = map_leaves
 
 
 def structure_paths(structure: Structure, root: str = "") -> list[str]:
@@ -124,6 +143,54 @@ def spread(prefix: Any, structure: Structure, root: str = "") -> list[Any]:
     names = _keys(structure)
     parts = zip(entries, structure.children(), names, strict=True)
     return [each for entry, child, name in parts for each in spread(entry, child, root + name)]
+
+
+def to_plain(structure: Structure) -> Any:
+    """The structure as lists, strings and keys, such as a message can carry; `from_plain` is the inverse.
+
+    A leaf is ``None``; another node is ``[kind, keys, children]``. Raises ``SpecError`` for a container other than
+    tuple, list, dict, ``OrderedDict`` and named tuple, and for a key that is neither str, int, float, bool nor None.
+    """
+    if structure.is_leaf():
+        return None
+    kind, keys = structure.type, _mapping_keys(structure)
+    name = _PLAIN.get(kind)
+    if getattr(structure.context, "_fields", None) is not None:
+        name = f"{structure.context.__module__}:{structure.context.__qualname__}"
+    strange = [key for key in keys or () if not isinstance(key, str | int | float | None)]
+    if name is None or strange:
+        what = f"a key {strange[0]!r}" if strange else f"a {kind.__name__}"
+        raise SpecError(
+            f"{what} cannot be sent to another process; nest values in tuples, lists and dicts with str keys"
+        )
+    return [name, keys, [to_plain(child) for child in structure.children()]]
+
+
+def from_plain(plain: Any) -> Structure:
+    """The structure behind what `to_plain` made. Raises ``SpecError`` for a named tuple that is unknown here."""
+    return flatten(_value_of(plain))[1]
+
+
+_PLAIN: dict[Any, str] = {tuple: "tuple", list: "list", dict: "dict", OrderedDict: "OrderedDict"}
+
+
+def _value_of(plain: Any) -> Any:
+    """A value of the structure, with None for its leaves."""
+    if plain is None:
+        return None
+    name, keys, children = cast("tuple[str, list[Any] | None, list[Any]]", plain)
+    values = [_value_of(child) for child in children]
+    kind = next((kind for kind, known in _PLAIN.items() if known == name), None)
+    if kind is not None:
+        return kind(zip(keys, values, strict=True)) if keys is not None else kind(values)
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)  # nothing is imported for a message
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    named = isinstance(found, type) and issubclass(found, tuple)
+    if not named or len(getattr(cast(Any, found), "_fields", ())) != len(values):
+        raise SpecError(f"{name} is no named tuple of {len(values)} fields in this process; define it in a module")
+    return cast(Any, tuple).__new__(found, values)  # no code of the class runs for a message
 
 
 def _mapping_keys(structure: Structure) -> list[Any] | None:

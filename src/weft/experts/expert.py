@@ -191,6 +191,11 @@ class ExpertBackend:
     def _apply_gradients(self) -> None:
         self.apply_gradients()  # looked up when it is called: users may also replace it on the instance
 
+    def make_empty(self, batch: int) -> tuple[Any, Any]:
+        """A sample of the arguments, ``(args, kwargs)``, of zeros; every free axis has this size."""
+        call = self.executor.call
+        return call.pack([replace(spec, requires_grad=False).empty(batch) for spec in call.specs])
+
     def get_info(self) -> dict[str, Any]:
         """What a client must know: the schemas, nested, with TensorSpec as leaves; and the names of the keywords."""
         args, kwargs = self.executor.call.tree

@@ -54,7 +54,7 @@ def build_stages(
     layout = inspect_skip_layout([[layer for _, layer in block] for block in blocks])
     crossing = [
         (skip, source, tuple(reader for reader in readers if reader != source))
-        for skip, (source, readers) in layout.items()
+        for skip, (source, readers) in layout.routes.items()
         if any(reader != source for reader in readers)
     ]
     stages = [

@@ -4,6 +4,7 @@ Namespaces keep equal names apart, and keep their identity in copies.
 """
 
 import copy
+import itertools
 import pickle
 import threading
 import weakref
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.core.errors import SkipError
+from weft.core.errors import SkipError, SkipWiringError
 from weft.pipeline.skip import (
     Namespace,
     SkipTracker,
@@ -136,6 +137,11 @@ def test_a_load_without_a_save_names_what_is_missing() -> None:
     ns = Namespace()
     with pytest.raises(SkipError, match=f"'a' in {ns!r} was popped but never stashed"):
         SkipTracker().load(ns, "a")
+
+
+def test_the_plain_tracker_refuses_to_copy() -> None:
+    with pytest.raises(SkipWiringError, match="cannot copy 'a' to cpu: this tracker keeps"):
+        SkipTracker().copy(None, "a", torch.device("cpu"))
 
 
 # --- how long it keeps a tensor
@@ -298,7 +304,20 @@ def test_namespaces_differ_from_each_other_and_from_none() -> None:
 
 def test_a_namespace_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
-        Namespace().unique = 3
+        Namespace().serial = 3
+
+
+def test_namespaces_are_ordered_by_creation_with_none_first() -> None:
+    places = [None, Namespace(), Namespace()]
+    assert sorted([(each, "name") for each in reversed(places)]) == [(each, "name") for each in places]
+    for left, right in itertools.combinations(places, 2):
+        assert left < right and right > left and left <= right and right >= left
+        assert not (left > right or right < left or left >= right or right <= left)
+    for ns in places[1:]:
+        same = copy.copy(ns)
+        assert ns <= same and ns >= same and not ns < same and not ns > same
+    with pytest.raises(TypeError, match="not supported"):
+        _ = Namespace() < 3
 
 
 def test_messages_name_the_namespace_only_if_there_is_one() -> None:

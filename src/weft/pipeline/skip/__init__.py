@@ -9,11 +9,20 @@
 The layers stand in an `nn.Sequential`, which runs as it is, on one device, or in a Pipe, over several.
 """
 
-from weft.pipeline.skip.layout import inspect_skip_layout, verify_skippables
+from weft.pipeline.skip.layout import SkipLayout, inspect_skip_layout, verify_skippables
 from weft.pipeline.skip.skippable import Skippable, pop, skippable, stash
 from weft.pipeline.skip.tracker import Namespace, SkipTracker, current_skip_tracker, use_skip_tracker
 
 __all__ = [
-    "Namespace", "SkipTracker", "Skippable", "current_skip_tracker", "inspect_skip_layout", "pop", "skippable",
-    "stash", "use_skip_tracker", "verify_skippables",
-]  # fmt: skip
+    "Namespace",
+    "SkipLayout",
+    "SkipTracker",
+    "Skippable",
+    "current_skip_tracker",
+    "inspect_skip_layout",
+    "pop",
+    "skippable",
+    "stash",
+    "use_skip_tracker",
+    "verify_skippables",
+]

@@ -1,27 +1,29 @@
 """The skips of a model: from which partition to which, and whether their wiring is right.
 
     partition      0            1            2            3
-                 stash a -----------------> pop a ------> pop a        (None, "a"): (0, (2, 3))
+                 stash a -----------------> pop a ------> pop a        routes[None, "a"] = (0, (2, 3))
                               stash b
-                              pop b                                    (None, "b"): (1, (1,)), no copy
+                              pop b                                    routes[None, "b"] = (1, (1,)), no copy
 
 A tensor goes straight from its source to each reading partition; those between see nothing of it. An `nn.Sequential`
 runs its layers in order, and those below it likewise; a layer that stands twice is found twice. Of any other module
 only the order of registration is known, so its skippable layers are taken to run in that order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import nn
 
 from weft.core.errors import SkipWiringError, listed
 from weft.pipeline.skip.skippable import Skippable
-from weft.pipeline.skip.tracker import Key, describe
+from weft.pipeline.skip.tracker import Key, Namespace, describe
 
 Layers: TypeAlias = nn.Module | Iterable[nn.Module]
 Route: TypeAlias = tuple[int, tuple[int, ...]]
 """Source; reading partitions, ascending, each once."""
+Arrival: TypeAlias = tuple[int, Namespace | None, str]
+"""Source, namespace, name."""
 
 
 class SkippableLayer(NamedTuple):
@@ -98,9 +100,35 @@ def _check(layers: Iterable[SkippableLayer], *, one_to_one: bool = False) -> Non
         )
 
 
-def inspect_skip_layout(partitions: Sequence[Layers]) -> dict[Key, Route]:
-    """The skips that go from partition to partition (a module, or layers in a row): (source, readers) by
-    (namespace, name). Raises as `verify_skippables`."""
+class SkipLayout:
+    """The routes of all skips of a model.
+
+    `routes` maps (namespace, name) to (source, readers), `by_ns_name` to (source, last reader); ``by_partition[j]``
+    lists the (source, namespace, name) of all routes that end in partition j, in ascending order.
+    """
+
+    def __init__(self, partitions: int, routes: Mapping[Key, Route]) -> None:
+        self.routes = dict(routes)
+        self.by_ns_name = {key: (source, readers[-1]) for key, (source, readers) in routes.items()}
+        arrivals = [(source, *key) for key, (source, _) in routes.items()]
+        arrivals.sort(key=lambda each: (each[0], each[1] is not None, each[1] or 0, each[2]))
+        self.by_partition: list[list[Arrival]] = [
+            [(source, ns, name) for source, ns, name in arrivals if j in self.routes[ns, name][1]]
+            for j in range(partitions)
+        ]
+
+    def copy_policy(self, j: int) -> Iterator[Arrival]:
+        """The (source, namespace, name) to bring to partition j from others, by ascending source."""
+        return (arrival for arrival in self.by_partition[j] if arrival[0] != j)
+
+    def requires_copy(self, ns: Namespace | None, name: str) -> bool:
+        """Whether some reader of this skip is in another partition than its stash; False if it is unknown."""
+        source, readers = self.routes.get((ns, name), (0, (0,)))
+        return any(j != source for j in readers)
+
+
+def inspect_skip_layout(partitions: Sequence[Layers]) -> SkipLayout:
+    """The skips that go from partition to partition (a module, or layers in a row). Raises as `verify_skippables`."""
     found = [list(skippables(partition, f"partition {j}")) for j, partition in enumerate(partitions)]
     _check(each for layers in found for each in layers)
     sources = {key: j for j, layers in enumerate(found) for each in layers for key in each.layer.stashable()}
@@ -108,4 +136,4 @@ def inspect_skip_layout(partitions: Sequence[Layers]) -> dict[Key, Route]:
     for j, layers in enumerate(found):
         for key in (key for each in layers for key in each.layer.poppable()):
             readers[key][j] = None
-    return {key: (source, tuple(readers[key])) for key, source in sources.items()}
+    return SkipLayout(len(found), {key: (source, tuple(readers[key])) for key, source in sources.items()})

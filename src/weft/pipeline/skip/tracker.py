@@ -13,20 +13,25 @@ import weakref
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, total_ordering
+from itertools import count
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
-from weft.core.errors import SkipError
+from weft.core.errors import SkipError, SkipWiringError
+
+_serials = count()
 
 
+@total_ordering
 @dataclass(frozen=True, slots=True, repr=False)
 class Namespace:
     """A place for skip names where they meet no others, such as those of a second copy of a block.
 
     Two namespaces are equal only if one is a copy of the other: by `copy`, `copy.deepcopy` or pickling, also across
-    processes. ``None`` is the namespace of everyone who asked for none.
+    processes. They are ordered by creation; ``None``, of everyone who asked for none, comes before all of them.
 
     Example:
         >>> inner = weft.Namespace()
@@ -34,10 +39,16 @@ class Namespace:
         False
     """
 
-    unique: uuid.UUID = field(init=False, default_factory=uuid.uuid4)
+    serial: int = field(init=False, default_factory=lambda: next(_serials))
+    unique: int = field(init=False, default_factory=lambda: uuid.uuid4().int)
+
+    def __lt__(self, other: object) -> bool:
+        if isinstance(other, Namespace):
+            return (self.serial, self.unique) < (other.serial, other.unique)
+        return False if other is None else NotImplemented
 
     def __repr__(self) -> str:
-        return f"Namespace#{self.unique.hex[:6]}"
+        return f"Namespace#{self.serial}"
 
 
 Key: TypeAlias = tuple[Namespace | None, str]
@@ -63,7 +74,7 @@ class SkipTracker:
     A tensor stays until the next stash of its key, or until the layer that stashed it or the tracker is gone. It is not
     freed at a pop, since nobody here can know which pop is the last: a layer may stand at two places of the model, or
     run again in backward under `torch.utils.checkpoint` (it then reads the latest stash of the key). Subclasses may
-    route tensors elsewhere: override `save` and `load`.
+    route tensors elsewhere: override `save`, `load` and `copy`.
     """
 
     def __init__(self) -> None:
@@ -85,6 +96,13 @@ class SkipTracker:
                 "a Pipe: use the Pipe's checkpoint=, or call it inside the layer's forward)"
             )
         return kept.value
+
+    def copy(self, ns: Namespace | None, name: str, device: torch.device | str) -> None:
+        """Send a value to another device. For subclasses that can; this one raises SkipWiringError."""
+        raise SkipWiringError(
+            f"cannot copy {describe((ns, name))} to {device}: this tracker keeps skip tensors where they were "
+            "stashed; wrap the model in a Pipe, which brings them to their readers, or keep all layers on one device"
+        )
 
     def stashed_by(self, layer: nn.Module, keys: Iterable[Key]) -> None:
         """The values that are kept under these keys now go when this layer goes."""
