@@ -64,10 +64,8 @@ _GUARD: "OrderedDict[int, Callable[[Tensor], None]]" = OrderedDict({0: _refuse})
 
 
 def hidden_tensors(value: Any) -> list[Tensor]:
-    """The tensors inside of a value that is no container for PyTorch, such as a dataclass, as far as one can see.
-
-    A module keeps its tensors to itself, and nobody expects it to be cut.
-    """
+    """The tensors inside of a value that is no container for PyTorch, such as a dataclass, as far as one can see. A
+    module keeps its tensors to itself."""
     kind = cast("type[Any]", type(value))
     if (may := _may_hide.get(kind)) is None:
         plain = issubclass(kind, (str, bytes, type, nn.Module)) or callable(value)
@@ -105,11 +103,8 @@ def added(one: Tensor, other: Tensor) -> Tensor:
 
 
 class GradientSum:
-    """The gradients of some parameters, added up over the micro-batches in the order of their arrival.
-
-    It never writes into a tensor that autograd returned: that may be shared with another gradient, as in
-    ``y = x + p``. So the second gradient makes a new sum, and only that is added to in place.
-    """
+    """The gradients of some parameters, added up over the micro-batches in the order of their arrival. What autograd
+    returned may be shared with another gradient, so the second one makes a new sum, and only that is written into."""
 
     def __init__(self, count: int) -> None:
         self.totals: list[Tensor | None] = [None] * count
@@ -340,11 +335,8 @@ class Segment:
     def forward(
         self, context: MicroBatchContext, values: Sequence[Any], keep: Keep
     ) -> tuple[tuple[Any, ...], "Tape | None"]:
-        """Run the function over `values`, whose tensors are leaves already.
-
-        Returns the values for the readers, still to be `cut`, and the tape. Raises InPlaceError when the
-        function wrote into an input that its recomputation would read again.
-        """
+        """Run the function over `values`, whose tensors are leaves already: the values for the readers, still to be
+        `cut`, and the tape. Raises InPlaceError when it wrote into an input that its recomputation would read again."""
         if keep == "nothing":
             with torch.no_grad():
                 return self.call(context, values), None
@@ -401,8 +393,7 @@ class Tape:
         return self._versions != versions(self._tensors())
 
     def hold(self, outputs: Sequence[Any]) -> None:
-        """Keep the graph that leads from these outputs back to the inputs, but not the outputs themselves: they
-        are freed with their last reader."""
+        """Keep the graph that leads from these outputs back to the inputs, but not the outputs themselves."""
         self.edges = [
             [_edge(leaf) for leaf in ((value,) if type(value) is Tensor else flatten(value)[0])] for value in outputs
         ]
@@ -412,10 +403,7 @@ class Tape:
         return [edge.node for edges in self.edges or [] for edge in edges if edge is not None]
 
     def prepare(self) -> None:
-        """Make the graph if only the inputs were kept. Needs no gradient, so it may run early.
-
-        Raises InPlaceError when an input was written to since the forward, such as a buffer for the next mini-batch.
-        """
+        """Make the graph if only the inputs were kept. Raises InPlaceError when one was written to since."""
         if self.edges is None:
             if self.is_overwritten():
                 raise InPlaceError(
@@ -443,10 +431,7 @@ class Tape:
         return self._nested(found[: len(wanted)]), list(found[len(wanted) :])
 
     def backward_inputs(self, gradients: Sequence[Gradients]) -> tuple[list[Gradients], SplitBackward | None]:
-        """As `backward`, but the gradients of the parameters are left for later, to be asked of the second result.
-
-        None instead means that there are no gradients at all.
-        """
+        """As `backward`, but the parameters' gradients are to be asked of the second result; None: there are none."""
         wanted, roots, seeds = self._begin(gradients, keeps=False)
         if not roots or not (wanted or self.segment.parameters):
             return self._nested([None] * len(wanted)), None

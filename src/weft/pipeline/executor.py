@@ -113,8 +113,8 @@ class Executor(Protocol):
 def working() -> Generator[None]:
     """The modes of every walk: no graph but where a segment makes one, and backward in the thread that asks for it.
 
-    By default PyTorch walks the nodes of a CUDA device in one thread per device. That is the very thread which
-    waits for this walk when ``loss.backward()`` started it: the workers would wait for it, and it for them.
+    By default PyTorch walks the nodes of a CUDA device in one thread: the very one which waits for this walk when
+    ``loss.backward()`` started it.
     """
     with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
         yield

@@ -269,11 +269,8 @@ def _is_true(value: Tensor) -> bool:
 
 
 class WeightedLoss:
-    """The losses of the micro-batches, added up with one weight each.
-
-    What weighs nothing is left out: the mean over no targets is NaN, and zero times NaN would be as well. Where each
-    result is a pair (loss, extras), the caller gets the loss and the joined extras (see `Extras`).
-    """
+    """The losses of the micro-batches, added up with one weight each, or left out where that is zero: the mean over no
+    targets is NaN. Where each result is a pair (loss, extras), the caller gets the extras joined (see `Extras`)."""
 
     def __init__(
         self, weights: Sequence[float], given: Sequence[Tensor] = (), axis: int = 0, rows: Sequence[int] | None = None

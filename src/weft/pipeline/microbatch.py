@@ -45,10 +45,8 @@ def common_structure(structures: Sequence[Structure], *, where: str = "output") 
 
 
 def cut(tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
-    """One view per size; a single piece is the tensor itself.
-
-    ``narrow`` and not ``torch.split``, whose views autograd does not let a layer write into.
-    """
+    """One view per size, which autograd lets a layer write into, unlike those of ``torch.split``; a single piece is the
+    tensor itself."""
     if len(sizes) == 1:
         return [tensor]
     return [tensor.narrow(axis, end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
@@ -378,9 +376,9 @@ class JoinedOutput:
         rows: Sequence[int] | None = None,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """`given` are the tensors of the mini-batch, with which no output is to share memory; `axis` holds the rows:
-        an int, or nested as the output is; `rows` are those of the micro-batches, which outputs must have as well.
-        With `weights`, numbers that are one per micro-batch, such as a loss of the model, are added up by them."""
+        """No output is to share memory with the tensors of `given`. `axis` holds the rows: an int, or nested as the
+        output is; `rows` are those of the micro-batches, which outputs must have as well. With `weights`, numbers that
+        are one per micro-batch, such as a loss of the model, are added up by them."""
         self._given = given
         self._axis = axis
         self._rows = rows
@@ -458,11 +456,8 @@ class JoinedOutput:
         return torch.stack([leaf * weight for leaf, weight in zip(column, self._number_weights, strict=True)]).sum(0)
 
     def _apart(self, leaves: list[Any]) -> list[Any]:
-        """The leaves of a single result, none of which shares memory with another one or with what was given.
-
-        Behind a cut they are no views of each other for autograd, so what the caller writes into one of them would
-        change the others behind its back. A join of several micro-batches is new memory anyway.
-        """
+        """The leaves of a single result, none of which shares memory with another one or with what was given: behind a
+        cut they are no views of each other for autograd, which would not see what the caller writes into one."""
         taken = {storage_id(x) for x in self._given}
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):

@@ -114,10 +114,8 @@ class Stage:
             return self._tracked(context, main, skips, next_layer)
 
     def scan(self) -> ModuleScan:  # noqa: PLR0912 - one walk over the modules, at every step
-        """Walk over all modules of the stage once, and note what a step needs to know of them.
-
-        It runs at every step, so it reads the modules' tables itself: `named_modules` takes three times as long.
-        """
+        """Walk over all modules once, and note what a step needs to know of them. It runs at every step, so it reads
+        the modules' tables itself: `named_modules` takes three times as long."""
         parameters: dict[int, nn.Parameter] = {}
         settings: list[bool | float] = []
         deferred: list[DeferredBatchNorm] = []
