@@ -38,26 +38,6 @@ def test_a_closed_connection_leaves_no_thread(how: str) -> None:
             assert set(threading.enumerate()) <= before
 
 
-def test_a_thread_that_tells_of_an_expert_ends_before_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, wait, waited_for = transport._info_done, GrpcThreads.wait, threading.Event()
-
-    def slowly(*arguments: Any) -> None:
-        told(*arguments)
-        waited_for.wait(10.0)  # in gRPC's thread, which need not be through when the caller has heard
-
-    def waiting(crew: GrpcThreads, *arguments: Any) -> bool:
-        waited_for.set()
-        return wait(crew, *arguments)
-
-    monkeypatch.setattr(transport, "_info_done", slowly)
-    monkeypatch.setattr(GrpcThreads, "wait", waiting)
-    with Server([fussy_backend()]) as server:
-        before = set(threading.enumerate())
-        with RemoteExpert("fussy", server.address) as remote:
-            assert remote.describe().steps == 0
-        assert set(threading.enumerate()) <= before
-
-
 def test_a_call_that_ended_before_its_caller_could_ask_to_hear_of_it_is_waited_for() -> None:
     asked, through = threading.Event(), threading.Event()
 

@@ -1,7 +1,5 @@
 """``torchgpipe.batchnorm``: a batch norm that counts the micro-batches of a mini-batch by itself."""
 
-from typing import cast
-
 from torch import Tensor, nn
 
 from weft.core.context import is_recomputing
@@ -57,7 +55,8 @@ class CountingBatchNorm(batchnorm.DeferredBatchNorm):
         if isinstance(module, CountingBatchNorm):
             module.chunks = counted
         elif type(module) in _PLAIN and getattr(module, "running_mean", None) is not None:
-            made = cast(CountingBatchNorm, batchnorm._with_state_of(module, CountingBatchNorm))
+            made = CountingBatchNorm.__new__(CountingBatchNorm)
+            made.__dict__.update(module.__dict__)
             made.chunks = counted
             return made
         for name, child in module.named_children():
