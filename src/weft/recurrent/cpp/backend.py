@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -286,7 +286,7 @@ class CppBackend:
         self._outside.before_back.run(outside)
         metas = [each.meta["val"] for each in self._lowered.made]
         made = [torch.empty((chunk.steps, *each.shape), dtype=each.dtype) for each in metas]
-        held = replace(gradients, carried=carried)
+        held = Gradients(gradients.outputs, gradients.states, carried, gradients.inputs, gradients.parameters)
         self._call(self.compiled.backward, constants, chunk, kept.buffer, outside, held, made)
         outside.env.update(zip(self._lowered.made, made, strict=True))
         self._outside.finish(outside, gradients)
